@@ -30,7 +30,7 @@ from jaxloop.train_loop import TrainLoop
 
 
 class Note(actions.Action):
-    """Notes at which steps it was called, and with how many losses."""
+    """Records the step and the number of losses of each call."""
 
     def __init__(self, interval=1, fails_at=None):
         super().__init__(interval)
@@ -43,7 +43,7 @@ class Note(actions.Action):
         self.noted.append((step_num, None if outputs is None else len(outputs["loss"])))
 
 
-def test_an_interval_counts_loops_and_gets_all_outputs_since():
+def test_int_interval_counts_loops_and_accumulates_outputs():
     begin, each, second, third = Note(2), Note(), Note(2), Note(3)
     step, state, batches = examples.tiny_regression()
     loop = ActionLoop(step, begin_actions=[begin], end_actions=[each, second, third])
@@ -56,7 +56,7 @@ def test_an_interval_counts_loops_and_gets_all_outputs_since():
     assert loop.loop_count == 4
 
 
-def test_loop_count_can_be_set_for_intervals_to_go_on():
+def test_setting_loop_count_resumes_intervals():
     note = Note(3)
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step, end_actions=[note])
@@ -67,7 +67,7 @@ def test_loop_count_can_be_set_for_intervals_to_go_on():
         loop.loop_count = -1
 
 
-def test_a_loop_without_a_batch_is_no_loop():
+def test_empty_loop_is_not_counted():
     note = Note()
     step, state, _ = examples.tiny_regression()
     loop = ActionLoop(step, end_actions=[note])
@@ -75,7 +75,7 @@ def test_a_loop_without_a_batch_is_no_loop():
     assert (note.noted, loop.loop_count) == ([], 0)
 
 
-def test_an_action_that_raises_is_named_and_the_state_kept():
+def test_error_in_an_action_names_it_and_keeps_the_state():
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step, end_actions=[Note(fails_at=5)])
     with pytest.raises(RuntimeError, match="no space left") as caught:
@@ -84,7 +84,7 @@ def test_an_action_that_raises_is_named_and_the_state_kept():
     assert int(loop.rescued_state.step) == 5
 
 
-def test_an_action_can_stop_the_experiment():
+def test_action_can_stop_the_run():
     class Stop(actions.Action):
         def __call__(self, state, outputs, **kwargs):
             outputs[types.STOP_LOOP] = True
@@ -97,18 +97,18 @@ def test_an_action_can_stop_the_experiment():
 @pytest.mark.parametrize(
     ("interval", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)]
 )
-def test_an_interval_must_be_a_positive_int(interval, error):
+def test_interval_must_be_a_positive_int(interval, error):
     with pytest.raises(error, match="Note.interval must be a positive int, or a schedule"):
         Note(interval)
 
 
-def test_what_is_no_action_is_refused():
+def test_non_action_raises():
     step, _, _ = examples.tiny_regression()
     with pytest.raises(TypeError, match="An action must be a jaxloop.actions.Action, got <function"):
         ActionLoop(step, end_actions=[lambda state, outputs: None])
 
 
-def test_an_action_that_does_not_come_due_keeps_no_images():
+def test_images_of_loops_without_a_call_are_dropped():
     class Images(type(examples.tiny_regression()[0])):
         def end(self, state, outputs):
             return state, {**outputs, "image": np.zeros([8, 8])}
@@ -130,7 +130,7 @@ def test_an_action_that_does_not_come_due_keeps_no_images():
 
 
 class Seen(actions.Action):
-    """Keeps what each call was given."""
+    """Records the arguments of each call."""
 
     def __init__(self, interval=1, **options):
         super().__init__(interval)
@@ -145,7 +145,7 @@ class Seen(actions.Action):
         return [call[0] for call in self.calls]
 
 
-def test_a_schedule_fires_at_its_step_with_that_state_and_the_outputs_since():
+def test_scheduled_action_gets_its_steps_state_and_the_outputs_since_its_last_call():
     seen = Seen(every(steps=7))
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step, end_actions=[seen])
@@ -158,7 +158,7 @@ def test_a_schedule_fires_at_its_step_with_that_state_and_the_outputs_since():
     assert len(second["loss"]) == 10
 
 
-def test_an_action_inside_the_loop_gets_the_weighted_mean_of_its_interval():
+def test_mid_loop_action_gets_the_weighted_mean_over_its_interval():
     probe = Weigh(every(steps=2))
     step, state, _ = examples.tiny_regression()
     rows = lambda n, y: {"x": np.zeros([n, 3], np.float32), "y": np.full([n, 1], y, np.float32)}
@@ -177,7 +177,7 @@ class Weigh(actions.Action):
         self.means.append(summarize(outputs)["loss"])
 
 
-def test_merged_metrics_are_those_of_the_interval_and_of_the_loop():
+def test_clu_metrics_are_merged_per_interval_and_per_loop():
     class Counting(type(examples.tiny_regression()[0])):
         def run(self, state, batch):
             state, _ = super().run(state, batch)
@@ -192,7 +192,7 @@ def test_merged_metrics_are_those_of_the_interval_and_of_the_loop():
     np.testing.assert_allclose(summarize(outputs)["loss"], np.mean(values), rtol=1e-5)
 
 
-def test_what_does_not_use_outputs_makes_the_loop_wait_for_nothing(monkeypatch):
+def test_action_without_outputs_does_not_synchronize(monkeypatch):
     waits = []
     step, state, batches = examples.tiny_regression()
     state, _ = step(state, batches[0])
@@ -204,12 +204,12 @@ def test_what_does_not_use_outputs_makes_the_loop_wait_for_nothing(monkeypatch):
             metrics, name, lambda tree, real=real: (reads(tree) and waits.append(seen.steps)) or real(tree)
         )
     TrainLoop(step, end_actions=[seen], stat_names=[])(state, batches, num_steps=20)
-    # For `state.step`, where it begins and when its first value is there; and at its end.
+    # It waits only for `state.step` (at the start, and when its first value is ready) and at the end.
     assert {len(steps) for steps in waits} == {0, 10}
     assert seen.calls[0][2] == {}
 
 
-def test_what_does_not_wait_gets_the_newest_values_that_are_there():
+def test_action_that_does_not_need_all_outputs_gets_the_newest_ready_values():
     step, state, batches = examples.tiny_regression()
     seen = Seen(every(steps=5), needs_all_outputs=False)
     _, outputs = TrainLoop(step, end_actions=[seen])(state, batches, num_steps=12)
@@ -217,21 +217,21 @@ def test_what_does_not_wait_gets_the_newest_values_that_are_there():
         assert all(value in outputs["loss"] for value in given.values())
 
 
-def test_after_one_step_an_action_is_called_at_most_once():
+def test_action_is_called_at_most_once_per_step():
     seen = Seen(every(steps=5) | every(loops=1))
     step, state, batches = examples.tiny_regression()
-    TrainLoop(step, end_actions=[seen])(state, batches[:10])  # That it has ended is known only after step 10.
+    TrainLoop(step, end_actions=[seen])(state, batches[:10])  # The end of the data is known only after step 10.
     assert seen.steps == [5, 10]
 
 
-def test_last_is_the_end_of_a_loop_on_its_own():
+def test_last_fires_at_the_end_of_a_standalone_loop():
     seen = Seen(every(steps=4) | last())
     step, state, batches = examples.tiny_regression()
     TrainLoop(step, end_actions=[seen])(state, batches, num_steps=10)
     assert seen.steps == [4, 8, 10]
 
 
-def test_an_action_inside_the_loop_can_stop_it():
+def test_mid_loop_action_can_stop_the_loop():
     class Stop(actions.Action):
         def __call__(self, state, outputs, **kwargs):
             outputs[types.STOP_LOOP] = True
@@ -242,7 +242,7 @@ def test_an_action_inside_the_loop_can_stop_it():
     assert outputs[types.STOP_LOOP] is True
 
 
-def test_an_action_that_raises_inside_the_loop_is_named_and_the_state_kept():
+def test_error_in_a_mid_loop_action_names_it_and_keeps_the_state():
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step, end_actions=[Note(every(steps=3), fails_at=6)])
     with pytest.raises(RuntimeError, match="no space left") as caught:
@@ -251,7 +251,7 @@ def test_an_action_that_raises_inside_the_loop_is_named_and_the_state_kept():
     assert int(loop.rescued_state.step) == 6
 
 
-def test_statistics_are_those_since_the_last_call():
+def test_statistics_cover_the_time_since_the_last_call():
     clock = Clock()
     seen = Seen(every(steps=4))
     step, state, batches = examples.tiny_regression()
@@ -265,7 +265,7 @@ def test_statistics_are_those_since_the_last_call():
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}, {"nan_policy": "raise"}])
-def test_a_schedule_of_time_fires_after_its_step(options):
+def test_time_schedule_fires_after_the_step_or_dispatch(options):
     clock, seen = Clock(), Seen(every(time=10))
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step, end_actions=[seen], clock=clock, **options)
@@ -273,11 +273,11 @@ def test_a_schedule_of_time_fires_after_its_step(options):
     called_at = [step_num for step_num, *_ in seen.calls]
     if not options.get("steps_per_dispatch"):
         assert called_at == [*range(10, 101, 10)]
-    else:  # After the dispatch in which its time comes.
+    else:  # After the dispatch during which it becomes due.
         assert called_at == [12, 20, 32, 40, 52, 60, 72, 80, 92, 100]
 
 
-def test_a_schedule_of_a_begin_action_is_asked_when_a_loop_begins():
+def test_begin_action_schedule_is_checked_when_a_loop_begins():
     note = Note(every(steps=10) | every(loops=3))
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step, begin_actions=[note])
@@ -286,13 +286,13 @@ def test_a_schedule_of_a_begin_action_is_asked_when_a_loop_begins():
     assert [step_num for step_num, _ in note.noted] == [8, 12]
 
 
-def test_a_schedule_of_an_action_of_the_step_counts_the_training():
+def test_step_action_schedule_counts_training_steps():
     begin = Note(every(steps=4))
     tiny, state, batches = examples.tiny_regression()
     loop = TrainLoop(type(tiny)(tiny.base_prng, tiny.model, tiny.optimizer, train=True, begin_actions=[begin]))
     for _ in range(3):
         state, _ = loop(state, batches, num_steps=3)
-    assert [step_num for step_num, _ in begin.noted] == [3, 7]  # Before the updates number 4 and 8.
+    assert [step_num for step_num, _ in begin.noted] == [3, 7]  # Before updates 4 and 8.
 
     class Count(actions.Action):
         steps = ()
@@ -307,7 +307,7 @@ def test_a_schedule_of_an_action_of_the_step_counts_the_training():
 
 
 @pytest.mark.parametrize("kind", ["loop", "outer_loop"])
-def test_objects_of_clu_are_actions(kind):
+def test_clu_periodic_actions_are_actions(kind):
     from clu import periodic_actions
 
     calls = []
@@ -321,7 +321,7 @@ def test_objects_of_clu_are_actions(kind):
     assert calls == [4, 8]
 
 
-def test_a_loop_on_its_own_saves_by_a_schedule(tmp_path):
+def test_standalone_loop_saves_on_a_schedule(tmp_path):
     step, state, batches = examples.tiny_regression()
     save = actions.CheckpointAction(tmp_path, every(steps=3))
     TrainLoop(step, end_actions=[save])(state, batches, 10)
@@ -329,7 +329,7 @@ def test_a_loop_on_its_own_saves_by_a_schedule(tmp_path):
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_an_event_costs_the_same_however_long_the_loop_is(is_resumed, tmp_path):
+def test_memory_per_call_does_not_grow_with_the_loop(is_resumed, tmp_path):
     step, state, batches = examples.tiny_regression()
     allocated, current = [], 0
 
@@ -365,10 +365,10 @@ def test_an_event_costs_the_same_however_long_the_loop_is(is_resumed, tmp_path):
     finally:
         tracemalloc.stop()
     early, late = statistics.median(allocated[5:25]), statistics.median(allocated[-20:])
-    assert late - early < 20_000  # Bytes. A list with a number for each step has 64,000.
+    assert late - early < 20_000  # Bytes. A list with one number per step takes 64,000.
 
 
-def test_outputs_that_a_loop_has_returned_stay_as_they_are_while_an_action_waits_for_more_loops():
+def test_returned_outputs_do_not_change_while_an_action_accumulates_loops():
     step, state, batches = examples.tiny_regression()
     loop = ActionLoop(step, end_actions=[Seen(interval=4)])
     returned = []

@@ -21,7 +21,7 @@ from jaxloop.train_loop import TrainLoop
 from jaxloop.types import MetricType, MetricWithMetadata
 
 
-def test_a_summary_is_the_weighted_mean_since_the_last_one(writer):
+def test_summary_is_the_weighted_mean_since_the_last_summary(writer):
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step, end_actions=[actions.SummaryAction(writer, interval=2)], stat_names=[])
     losses = []
@@ -33,7 +33,7 @@ def test_a_summary_is_the_weighted_mean_since_the_last_one(writer):
     np.testing.assert_allclose([v for _, v in written], np.mean(np.reshape(losses, [2, 10]).astype(np.float64), axis=1))
 
 
-def test_an_evaluation_with_a_short_batch_is_summarized_exactly(writer):
+def test_summary_of_an_evaluation_with_a_short_batch_is_exact(writer):
     class Mean(Step):
         def run(self, state, batch):
             return state, {"mean": batch.mean()}
@@ -45,7 +45,7 @@ def test_an_evaluation_with_a_short_batch_is_summarized_exactly(writer):
     assert writer.scalars("eval/mean") == [(0, 4.5)]
 
 
-def test_each_kind_goes_to_the_writers_method_of_its_kind(writer):
+def test_each_metric_type_uses_its_writer_method(writer):
     image, sound = np.zeros([2, 8, 8, 1]), np.zeros([1, 100, 1])
     outputs = LoopOutputs(
         {
@@ -74,7 +74,7 @@ def test_each_kind_goes_to_the_writers_method_of_its_kind(writer):
     assert {call[1] for call in writer.written} == {7} and writer.flushes == 1
 
 
-def test_a_summary_computes_a_clu_metric_once(writer):
+def test_summary_computes_a_clu_metric_once(writer):
     computed = []
 
     class Counted(clu_metrics.Average):
@@ -89,7 +89,7 @@ def test_a_summary_computes_a_clu_metric_once(writer):
     assert writer.scalars("mean") == [(1, 1.5)] and len(computed) == 1
 
 
-def test_what_can_not_be_written_is_said_once(writer, warnings_logged):
+def test_unwritable_outputs_warn_once(writer, warnings_logged):
     @flax.struct.dataclass
     class Means(clu_metrics.Collection):
         loss: clu_metrics.Average.from_output("values")  # pyright: ignore
@@ -107,12 +107,12 @@ def test_what_can_not_be_written_is_said_once(writer, warnings_logged):
 
 
 @pytest.mark.parametrize("make", [actions.SummaryAction, actions.LearningRateAction])
-def test_what_is_no_writer_is_refused(make):
+def test_non_writer_raises(make):
     with pytest.raises(TypeError, match=rf"{make.__name__} .*got 'runs'. jaxloop.default_writer\(workdir\) makes one"):
         make("runs")
 
 
-def test_a_loop_on_its_own_commits_its_checkpoints(tmp_path):
+def test_standalone_loop_commits_its_checkpoints(tmp_path):
     program = (
         "import sys, jaxloop; from jaxloop import examples; step, state, batches = examples.tiny_regression()\n"
         "loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(sys.argv[1])])\n"
@@ -133,7 +133,7 @@ def test_audio_needs_a_sample_rate(writer):
     assert re.search(expected, problem)
 
 
-def test_a_summary_written_twice_for_a_step_is_said(writer, warnings_logged):
+def test_writing_a_summary_twice_for_a_step_warns(writer, warnings_logged):
     summary = actions.SummaryAction(writer)
     summary(None, {"loss": 1.0, "x": 1.0}, step_num=1)
     summary(None, {"y": 1.0}, step_num=2)
@@ -142,7 +142,7 @@ def test_a_summary_written_twice_for_a_step_is_said(writer, warnings_logged):
     assert len(warnings_logged()) == 1 and "wrote y twice for step 2" in warnings_logged()[0]
 
 
-def test_checkpoints_go_to_a_directory_and_only_the_newest_are_kept(tmp_path, warnings_logged):
+def test_checkpoint_action_keeps_only_the_newest_checkpoints(tmp_path, warnings_logged):
     step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path / "checkpoints", interval=2, keep=2)
     loop = TrainLoop(step, end_actions=[action])
@@ -152,12 +152,12 @@ def test_checkpoints_go_to_a_directory_and_only_the_newest_are_kept(tmp_path, wa
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [20, 30]
     action.save(30, state, None)
     assert "already has a checkpoint of step 30, which was not" in warnings_logged()[0]
-    action.save(35, state, None)  # The directory is opened again.
+    action.save(35, state, None)  # This reopens the directory.
     action.close()
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [30, 35]
 
 
-def test_a_manager_that_the_run_closed_says_so(tmp_path):
+def test_saving_with_a_closed_manager_raises(tmp_path):
     manager = orbax_checkpoint.CheckpointManager(tmp_path / "checkpoints")
     action = actions.CheckpointAction(manager)
     _, state, _ = examples.tiny_regression()
@@ -169,7 +169,7 @@ def test_a_manager_that_the_run_closed_says_so(tmp_path):
 
 
 class SlowManager(orbax_checkpoint.CheckpointManager):
-    """By a clock of its own, a copy takes a quarter of a second, and a file the seconds that are next in a list."""
+    """Advances a fake clock by 0.25 s for each copy, and by the next of `secs` for each write."""
 
     def __init__(self, directory, secs):
         super().__init__(directory)
@@ -187,7 +187,7 @@ class SlowManager(orbax_checkpoint.CheckpointManager):
         super().wait_until_finished()
 
 
-def test_a_save_tells_how_long_it_held_the_run_up_and_how_long_it_waited_for_the_one_before(tmp_path, warnings_logged):
+def test_save_reports_its_stall_and_its_wait_for_the_previous_save(tmp_path, warnings_logged):
     manager = SlowManager(tmp_path, secs=[3.0, 0.5, 1.5, 3.125, 4.0, 5.0])
     action = actions.CheckpointAction(manager, every(steps=100), clock=lambda: manager.now)
     _, state, _ = examples.tiny_regression()
@@ -197,14 +197,16 @@ def test_a_save_tells_how_long_it_held_the_run_up_and_how_long_it_waited_for_the
         action(state, None, step_num=step_num)
         seen.append((action.last_stall_secs, action.last_wait_secs, len(warnings_logged())))
     waits = [0.0, 3.0, 0.5, 1.5, 3.125, 4.0]
-    assert seen == [(wait + 0.25, wait, int(wait >= 3.125)) for wait in waits]  # Two in a row, and once.
+    assert seen == [
+        (wait + 0.25, wait, int(wait >= 3.125)) for wait in waits
+    ]  # It warns once, after two long waits in a row.
     (warning,) = warnings_logged()
     assert "Saving step 500 blocked training for 3.1 s while step 400 was still being written" in warning
     assert "Save less often than interval=every(steps=100)" in warning
     action.close()
 
 
-def test_a_save_waits_until_the_one_before_is_on_disk(tmp_path, monkeypatch):
+def test_save_waits_for_the_previous_save_to_finish(tmp_path, monkeypatch):
     events, gate, write = [], threading.Event(), seal.write
 
     def slow(path, *args):
@@ -224,7 +226,7 @@ def test_a_save_waits_until_the_one_before_is_on_disk(tmp_path, monkeypatch):
     action.close()
 
 
-def test_a_directory_that_is_a_file_is_refused_at_once(tmp_path):
+def test_unwritable_directory_raises_at_once(tmp_path):
     (tmp_path / "file").touch()
     for make in (actions.CheckpointAction, actions.default_writer):
         with pytest.raises(OSError, match="Can't write to the directory .*file"):
@@ -238,7 +240,7 @@ def without_tensorflow(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
 
 
-def test_the_default_writer_writes_event_files_without_tensorflow(without_tensorflow, tmp_path, logs, monkeypatch):
+def test_default_writer_writes_event_files_without_tensorflow(without_tensorflow, tmp_path, logs, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     writer = actions.default_writer(tmp_path)
     assert isinstance(writer, actions.TensorBoardWriter)
@@ -253,7 +255,7 @@ def test_the_default_writer_writes_event_files_without_tensorflow(without_tensor
     writer.write_hparams({"learning_rate": 0.1})
     writer.close()
     assert "[3] loss=0.25" in logs.text
-    # Read by those who know the format, in a process of their own for TensorFlow not to stay in this one.
+    # TensorBoard reads the files in a separate process, so that TensorFlow isn't imported into this one.
     program = (
         "import sys; from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as E;"
         "e = E(sys.argv[1], size_guidance={'tensors': 0}); e.Reload(); tags = e.Tags();"
@@ -263,8 +265,8 @@ def test_the_default_writer_writes_event_files_without_tensorflow(without_tensor
     assert run.stdout.strip() == "[(3, 0.25)] ['image'] ['weights']", run.stderr
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of TensorFlow's.
-def test_with_tensorflow_alone_the_default_writer_is_clus(tmp_path, logs, monkeypatch):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Raised by TensorFlow.
+def test_default_writer_uses_clu_without_tensorboardx(tmp_path, logs, monkeypatch):
     pytest.importorskip("tensorflow")
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     writer = actions.default_writer(tmp_path)
@@ -278,7 +280,7 @@ def test_with_tensorflow_alone_the_default_writer_is_clus(tmp_path, logs, monkey
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_writer_with_a_thread_of_its_own_gets_no_second_one():
+def test_async_writer_gets_no_second_thread():
     pytest.importorskip("tensorflow")
     from clu import metric_writers
 
@@ -297,7 +299,7 @@ def test_a_writer_with_a_thread_of_its_own_gets_no_second_one():
     assert Writer.steps == [0, 1, 2]
 
 
-def test_without_both_the_default_writer_says_that_it_logs_alone(without_tensorflow, tmp_path, monkeypatch, logs):
+def test_default_writer_only_logs_without_tensorflow_and_tensorboardx(without_tensorflow, tmp_path, monkeypatch, logs):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     writer = actions.default_writer(tmp_path)
     assert "pip install tensorboardX" in logs.text
@@ -307,8 +309,8 @@ def test_without_both_the_default_writer_says_that_it_logs_alone(without_tensorf
     assert logs.records[-1].levelno == python_logging.INFO
 
 
-def test_a_state_saved_is_a_copy(tmp_path):
-    """The next step may take the state over while the save is still going on."""
+def test_save_copies_the_state(tmp_path):
+    """The next step may donate the state before the save has finished."""
     step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path)
     state, _ = step(state, batches[0])

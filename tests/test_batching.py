@@ -1,4 +1,4 @@
-"""Batches of scheduled sizes, mixtures of scheduled weights, and batches that depend on the state."""
+"""Batch-size schedules, mixtures with scheduled weights, and batches made from the state."""
 
 import collections
 import itertools
@@ -23,7 +23,7 @@ OPTIMIZER = optax.sgd(0.05)
 
 
 class Regression(jaxloop.Step):
-    """Reports the rows of its batches, as one number, and lists the sizes for which it was traced."""
+    """Reports a number that identifies the rows of its batch, and records the batch sizes it was traced for."""
 
     def __init__(self):
         super().__init__(jax.random.key(0), nn.Dense(1), OPTIMIZER, train=True)
@@ -40,7 +40,7 @@ class Regression(jaxloop.Step):
 
 
 def train(dataset, total_steps, directory=None, **options):
-    """Returns the step, the state, and the history of a run, which saves after every step and resumes."""
+    """Returns the step, state and history of a run. With a directory, it resumes and saves after every step."""
     step = Regression()
     actions = [] if directory is None else [jaxloop.CheckpointAction(directory, interval=every(steps=1))]
     outer_loop = jaxloop.OuterLoop(
@@ -84,7 +84,7 @@ def rows_of(batches, number=None):
 
 @pytest.mark.parametrize("make", [scheduled, mixed, from_state])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_run_resumed_after_every_step_has_the_same_batches_and_the_same_bits(make, prefetch, tmp_path, logs):
+def test_run_resumed_after_every_step_is_bit_identical(make, prefetch, tmp_path, logs):
     dataset = lambda: data.prefetch(make(), prefetch) if prefetch else make()
     total = 10
     _, state, history = train(dataset(), total)
@@ -97,7 +97,7 @@ def test_a_run_resumed_after_every_step_has_the_same_batches_and_the_same_bits(m
 
 
 @pytest.mark.parametrize("make", [scheduled, mixed])
-def test_a_position_holds_the_number_of_the_next_batch_alone(make):
+def test_position_is_only_the_number_of_the_next_batch(make):
     iterator = data.batches(make())
     everything = rows_of(iterator, 9)
     saved = iterator.position()
@@ -121,7 +121,7 @@ def test_a_position_holds_the_number_of_the_next_batch_alone(make):
         lambda: data.from_index(scheduled().make_batch),
     ],
 )
-def test_a_run_does_not_resume_with_another_dataset(other):
+def test_resuming_with_a_different_dataset_raises(other):
     iterator = data.batches(scheduled())
     next(iterator)
     with pytest.raises(ValueError, match="The position in the data was saved from a different dataset"):
@@ -131,7 +131,7 @@ def test_a_run_does_not_resume_with_another_dataset(other):
 # Sizes ----------------------------------------------------------------------------------------------------
 
 
-def test_each_size_is_compiled_once_without_a_warning_and_samples_are_exact(warnings_logged):
+def test_each_batch_size_compiles_once_and_samples_are_exact(warnings_logged):
     sizes = {number: 2 + number // 2 for number in range(0, 40, 2)}  # 20 sizes, more than max_batch_shapes.
     step, _, history = train(data.batched(DATASET, {**sizes, 40: 2, 42: 5}), 44)
     assert warnings_logged() == []
@@ -140,7 +140,7 @@ def test_each_size_is_compiled_once_without_a_warning_and_samples_are_exact(warn
     assert history.collect("samples") == np.cumsum(expected).tolist()
 
 
-def test_declared_sizes_leave_room_for_others(warnings_logged):
+def test_declared_sizes_do_not_count_toward_max_batch_shapes(warnings_logged):
     step = Regression()
     loop, state = jaxloop.TrainLoop(step), step.initialize_model([1, 3])
     step.max_batch_shapes = 2
@@ -152,14 +152,14 @@ def test_declared_sizes_leave_room_for_others(warnings_logged):
         loop(state, [batch_of(5)], num_steps=1)
 
 
-def test_an_undeclared_size_still_warns(warnings_logged):
+def test_undeclared_sizes_warn(warnings_logged):
     batches = scheduled()
     train([batches.make_batch(number) for number in range(8)], 8)
     assert any("compiles again for each shape" in text for text in warnings_logged())
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [1, 2])
-def test_all_sizes_can_be_compiled_before_the_run(steps_per_dispatch):
+def test_compile_covers_all_declared_sizes(steps_per_dispatch):
     dataset, step = scheduled(), Regression()
     assert dataset.batch_sizes == (4, 8, 12)
     loop, state = jaxloop.TrainLoop(step, steps_per_dispatch=steps_per_dispatch), step.initialize_model([1, 3])
@@ -170,7 +170,7 @@ def test_all_sizes_can_be_compiled_before_the_run(steps_per_dispatch):
     assert len(step.traced) == traced
 
 
-def test_a_check_compiles_all_sizes_and_reports_the_largest():
+def test_check_compiles_all_sizes_and_reports_the_largest():
     plans = []
     for dataset in (data.batched(DATASET, 64), data.batched(DATASET, {0: 4, 3: 64})):
         step = Regression()
@@ -184,7 +184,7 @@ def test_a_check_compiles_all_sizes_and_reports_the_largest():
 @pytest.mark.parametrize("size", [1, 7, 100, 250, {0: 3, 2: 11, 5: 1}])
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("num_epochs", [1, 3])
-def test_each_epoch_has_each_example_once(size, seed, num_epochs):
+def test_each_epoch_contains_each_example_once(size, seed, num_epochs):
     dataset = data.batched(DATASET, size, seed=seed, num_epochs=num_epochs)
     rows = rows_of(dataset)
     assert len(rows) == len(dataset) == data.num_batches(dataset)
@@ -195,7 +195,9 @@ def test_each_epoch_has_each_example_once(size, seed, num_epochs):
         assert len(set(map(tuple, epochs))) == num_epochs
     sizes = size if isinstance(size, dict) else {0: size}
     expected = [sizes[max(start for start in sizes if start <= number)] for number in range(len(rows))]
-    assert list(map(len, rows[:-1])) == expected[:-1] and 0 < len(rows[-1]) <= expected[-1]  # The last may be short.
+    assert (
+        list(map(len, rows[:-1])) == expected[:-1] and 0 < len(rows[-1]) <= expected[-1]
+    )  # The last batch may be short.
     assert set(dataset.batch_sizes) == set(map(len, rows))
     assert [len(batch["row"]) for batch in dataset.first_of_each_size()] == list(dataset.batch_sizes)
 
@@ -226,19 +228,19 @@ def grain_rows():
     ],
     ids="list,sequence,grain,function,from_index,jax".split(","),
 )
-def test_examples_may_be_given_in_many_forms(make):
+def test_batched_accepts_many_kinds_of_examples(make):
     expected = list(itertools.islice(data.batched(DATASET, 6), 16))
     jax.tree.map(np.testing.assert_array_equal, list(itertools.islice(data.batched(make(), 6), 16)), expected)
 
 
-def test_an_endless_grain_dataset_keeps_its_own_order():
+def test_infinite_grain_dataset_keeps_its_order():
     rows = grain_rows().shuffle(seed=1).repeat()
     assert rows_of(data.batched(rows, 30), 10) == [
         [int(rows[row]["row"]) for row in range(begin, begin + 30)] for begin in range(0, 300, 30)
     ]
 
 
-def test_each_process_reads_its_rows_of_each_batch():
+def test_each_process_reads_its_share_of_each_batch():
     parts = [data.shard_for_process(scheduled(), process_index=place, process_count=2) for place in (0, 1)]
     assert [part.batch_sizes for part in parts] == [(2, 4, 6)] * 2
     both = zip(*(rows_of(part, 10) for part in parts), strict=True)
@@ -271,7 +273,7 @@ def test_each_process_reads_its_rows_of_each_batch():
         (lambda: next(iter(data.batched([np.ones(2), np.ones(3)], 2))), ValueError, "same shape"),
     ],
 )
-def test_bad_examples_and_sizes_are_refused(make, error, message):
+def test_invalid_examples_and_sizes_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -295,7 +297,7 @@ def source_of(value):
         ({number: {"a": 100 - number, "b": 3, "c": number} for number in range(100)}, 2),
     ],
 )
-def test_a_mixture_keeps_to_its_weights_and_repeats_each_source_whole(weights, size, seed):
+def test_mixture_follows_its_weights_and_repeats_whole_sources(weights, size, seed):
     batches = list(itertools.islice(data.mixture(SOURCES, weights, size, seed=seed), 100))
     pieces = weights if 0 in weights else {0: weights}
     due, drawn = collections.Counter(), collections.defaultdict(list)
@@ -315,7 +317,7 @@ def test_a_mixture_keeps_to_its_weights_and_repeats_each_source_whole(weights, s
             assert values == [int(SOURCES[name][place % length]) for place in range(len(values))]
 
 
-def test_a_weight_of_0_draws_nothing_and_the_order_of_the_sources_does_not_matter():
+def test_zero_weight_excludes_a_source_and_source_order_does_not_matter():
     weights = {"a": 0.5, "b": 0.0, "c": 0.5}
     one = list(itertools.islice(data.mixture(SOURCES, weights, 6, seed=2), 50))
     other = data.mixture(dict(reversed(SOURCES.items())), dict(reversed(weights.items())), 6, seed=2)
@@ -323,7 +325,7 @@ def test_a_weight_of_0_draws_nothing_and_the_order_of_the_sources_does_not_matte
     assert {source_of(value) for batch in one for value in batch.tolist()} == {"a", "c"}
 
 
-def test_a_mixture_of_batches_takes_each_batch_from_one_source():
+def test_mixture_of_batches_takes_each_batch_from_one_source():
     grain = pytest.importorskip("grain")
     sources = {
         "grain": grain.MapDataset.source(SOURCES["a"]).batch(4),
@@ -360,13 +362,13 @@ ONE = {"a": np.arange(4)}
         (lambda: data.mixture({"a": np.zeros([0, 3])}, {"a": 1}, 4), ValueError, r"sources\['a'\]\) has no examples"),
     ],
 )
-def test_bad_mixtures_are_refused(make, error, message):
+def test_invalid_mixtures_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize("other", [X[:, :2], X.astype(np.float16), {"x": X}])
-def test_sources_whose_examples_differ_are_refused(other):
+def test_mixing_incompatible_examples_raises(other):
     with pytest.raises(ValueError, match=r"same structure, shapes and dtypes, got .* from 'a' and .* from 'b'"):
         next(iter(data.mixture({"a": X, "b": other}, {"a": 1, "b": 1}, 4)))
 
@@ -390,7 +392,7 @@ def streamed(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_hugging_face_datasets_in_any_format_are_converted(kind):
+def test_batched_converts_hugging_face_datasets_in_any_format(kind):
     found = list(itertools.islice(data.batched(hugging_face(kind), {0: 4, 3: 8, 7: 12}, seed=3), 12))
     for batch, expected in zip(found, scheduled(), strict=False):
         assert batch.keys() == expected.keys() and {type(leaf) for leaf in batch.values()} == {np.ndarray}
@@ -399,7 +401,7 @@ def test_hugging_face_datasets_in_any_format_are_converted(kind):
 
 @pytest.mark.parametrize("kind", [None, "pandas", "arrow"])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_hugging_face_datasets_without_arrays_are_refused(kind, is_streamed):
+def test_hugging_face_datasets_without_arrays_raise(kind, is_streamed):
     rows = streamed(kind) if is_streamed else hugging_face(kind)
     message = rf"Hugging Face .*Dataset in the {kind or 'python'} format .*with_format\(.numpy.\).*data.batched"
     step = Regression()
@@ -409,7 +411,7 @@ def test_hugging_face_datasets_without_arrays_are_refused(kind, is_streamed):
 
 
 @pytest.mark.parametrize(("kind", "what"), [("pandas", "a DataFrame"), ("arrow", "a Table")])
-def test_a_table_in_place_of_a_batch_is_refused(kind, what):
+def test_table_as_a_batch_raises(kind, what):
     step = Regression()
     with pytest.raises(TypeError, match=rf"batch is {what}, .*with_format\(.numpy.\)"):
         jaxloop.LossStep(
@@ -418,14 +420,14 @@ def test_a_table_in_place_of_a_batch_is_refused(kind, what):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_hugging_face_datasets_of_arrays_are_taken_as_they_are(is_streamed):
+def test_hugging_face_datasets_of_arrays_are_used_unchanged(is_streamed):
     batches = (streamed("numpy") if is_streamed else hugging_face("numpy").remove_columns("text")).batch(10)
     assert rows_of(data.batches(batches)) == [list(range(begin, begin + 10)) for begin in range(0, ROWS, 10)]
     assert data.batches(batches).kind == ("state_dict" if is_streamed else "unknown")
 
 
 class Rows:
-    """As much of a Hugging Face dataset as `batched` needs, for where the library is missing."""
+    """The parts of a Hugging Face dataset that `batched` uses, for tests without the library."""
 
     def __init__(self, kind=None, columns=("x", "text")):
         self.format = {"type": kind, "columns": columns, "output_all_columns": False}
@@ -444,7 +446,7 @@ class Rows:
         return {"x": X[rows]}
 
 
-def test_the_format_of_a_hugging_face_dataset_decides(monkeypatch):
+def test_format_decides_whether_a_hugging_face_dataset_is_accepted(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(Dataset=Rows))
     np.testing.assert_array_equal(next(iter(data.batched(Rows("pandas"), 5)))["x"], X[:5])
     for kind in (None, "pandas", "polars"):
@@ -456,7 +458,7 @@ def test_the_format_of_a_hugging_face_dataset_decides(monkeypatch):
 # Batches from the state -------------------------------------------------------------------------------------
 
 
-def test_each_batch_is_made_from_the_newest_state_at_its_step():
+def test_from_state_makes_each_batch_from_the_newest_state():
     step, seen = Regression(), []
 
     def make_batch(state, step_num):
@@ -472,13 +474,13 @@ def test_each_batch_is_made_from_the_newest_state_at_its_step():
     assert outputs["rows"][0] == 7 + 8 + 9 + 10
 
 
-def test_auto_runs_it_step_by_step_and_says_so(logs):
+def test_auto_steps_per_dispatch_is_1_with_from_state(logs):
     _, state, _ = train(from_state(), 40, steps_per_dispatch="auto")
     assert any("'auto' uses 1, because from_state reads the state" in message for message in logs.messages)
     assert_same(state, train(from_state(), 40)[1])
 
 
-def test_a_check_makes_the_batch_from_the_state():
+def test_check_makes_the_batch_from_the_state():
     step = Regression()
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
     for state in (step.initialize_model([1, 3]), step.abstract_state([1, 3])):
@@ -489,7 +491,7 @@ def test_a_check_makes_the_batch_from_the_state():
     assert "the string 'text'" in str(report) and not report.ok
 
 
-def test_a_step_of_such_a_run_can_be_repeated(tmp_path):
+def test_rewind_supports_from_state(tmp_path):
     _, _, history = train(from_state(), 6, tmp_path)
     step = Regression()
     outer_loop = jaxloop.OuterLoop(
@@ -523,26 +525,26 @@ def evaluate(step, state):
         ),
     ],
 )
-def test_what_can_not_read_the_state_refuses_it(run, error, message):
+def test_unsupported_uses_of_from_state_raise(run, error, message):
     step = Regression()
     with pytest.raises(error, match=message):
         run(step, step.initialize_model([1, 3]))
 
 
-def test_a_check_reports_several_steps_per_dispatch():
+def test_check_rejects_several_steps_per_dispatch_with_from_state():
     step = Regression()
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, steps_per_dispatch=4))
     assert "runs several steps at once" in str(outer_loop.check(step.initialize_model([1, 3]), from_state(), 8))
 
 
-def test_an_error_in_the_function_names_its_place():
+def test_error_in_from_state_names_the_step():
     step = Regression()
     with pytest.raises(ZeroDivisionError) as raised:
         jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), data.from_state(lambda state, step: 1 // 0), num_steps=3)
     assert "in the dataset, after step 0" in str(raised.value.__notes__)
 
 
-def test_a_check_counts_the_examples_of_scheduled_sizes():
+def test_check_counts_the_examples_of_scheduled_sizes():
     ends = []
     for size in (data.batched(DATASET, {0: 4, 3: 8, 7: 12}), data.batched(DATASET, 4)):
         step = Regression()
@@ -555,7 +557,7 @@ def test_a_check_counts_the_examples_of_scheduled_sizes():
     assert ends == [12, 25]  # 3 x 4 + 4 x 8 + 5 x 12 >= 100
 
 
-def test_batches_of_the_state_cannot_be_left_out_or_compiled_ahead():
+def test_from_state_batches_cannot_be_skipped_or_compiled_ahead():
     loop = jaxloop.TrainLoop(Regression())
     state = loop.step.initialize_model([1, 3])
     with pytest.raises(ValueError, match="Batches 2 can't be left out, because from_state makes each batch"):

@@ -1,4 +1,4 @@
-"""The benchmarks, as small as they come: what they would say is right, how fast all is does not matter here."""
+"""Runs the benchmarks at a tiny size, to test their results and reports rather than the speed."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from benchmarks.targets import Target
 
 @pytest.fixture(autouse=True)
 def collections(monkeypatch):
-    """Notes each garbage collection in place of it, which takes long where so many tests have left something."""
+    """Records garbage collections instead of running them, which is slow after many other tests."""
     noted = []
     monkeypatch.setattr(rounds.gc, "collect", lambda: noted.append("collected"))
     return noted
@@ -29,7 +29,7 @@ def w0():
     return workloads.workload("W0")
 
 
-def test_all_train_the_same_and_are_timed_in_each_round(w0):
+def test_contestants_train_alike_and_are_timed_in_each_round(w0):
     names = (REFERENCE, SCAN, DEFAULTS, FUSED, AUTO, FUNCTIONAL)
     chosen = {name: lineup.contestants_for(w0)[name] for name in names}
     comparison = compare(w0, chosen, num_rounds=2, num_steps=64)
@@ -47,10 +47,10 @@ def test_all_train_the_same_and_are_timed_in_each_round(w0):
         contestants.hand_written_loop_with_logs,
     ],
 )
-def test_so_do_those_that_take_long_to_start(w0, contestant, writer, monkeypatch):
+def test_slow_starting_contestants_train_alike(w0, contestant, writer, monkeypatch):
     writer.close = lambda: None
     monkeypatch.setattr(jaxloop, "default_writer", lambda workdir: writer)
-    with jax.numpy_dtype_promotion("standard"):  # As clu needs it.
+    with jax.numpy_dtype_promotion("standard"):  # Needed by clu.
         trained = contestant(w0)(128)
     expected = contestants.hand_written_loop(w0)(128)
     assert trained.secs_per_step > 0 and trained.cpu_secs_per_step > 0
@@ -58,7 +58,7 @@ def test_so_do_those_that_take_long_to_start(w0, contestant, writer, monkeypatch
 
 
 @pytest.mark.parametrize("contestant", [contestants.hand_written_loop, contestants.hand_written_scan, None])
-def test_several_devices_train_what_one_does(contestant):
+def test_training_on_several_devices_matches_one_device(contestant):
     workload = workloads.workload("W4", num_devices=2)
     contestant = contestant or contestants.train_loop(contestants.data_parallel)
     trained = contestant(workload)(32)
@@ -67,7 +67,7 @@ def test_several_devices_train_what_one_does(contestant):
     assert workload.final_loss(trained.params) == pytest.approx(workload.final_loss(expected.params), rel=1e-4)
 
 
-def test_who_does_not_train_the_same_is_found_out(w0):
+def test_contestant_with_different_training_raises(w0):
     def lazy(workload):
         train = contestants.hand_written_loop(workload)
         return lambda num_steps: train(num_steps - 32)
@@ -76,7 +76,7 @@ def test_who_does_not_train_the_same_is_found_out(w0):
         compare(w0, {"diligent": contestants.hand_written_loop, "lazy": lazy}, num_rounds=1, num_steps=128)
 
 
-def test_who_is_absent_says_why(w0):
+def test_report_explains_an_absent_contestant(w0):
     def absent(workload):
         raise Absent("It is not installed.")
 
@@ -85,17 +85,17 @@ def test_who_is_absent_says_why(w0):
     assert "peer was not run: It is not installed." in report.text_table(comparison)
 
 
-def test_contestants_take_turns_in_an_order_that_shifts(collections):
+def test_contestants_take_turns_in_rotating_order(collections):
     calls = []
     contestants = {name: lambda name=name: calls.append(name) or len(calls) for name in "ABC"}
     results = take_turns(contestants, num_rounds=3, num_warmup=1)
     assert calls == [*"ABC", *"BCA", *"CAB", *"ABC"]
-    assert [each["A"] for each in results] == [6, 8, 10]  # Not that of the round that warms up.
+    assert [each["A"] for each in results] == [6, 8, 10]  # Without the warmup round.
     assert len(collections) == 12  # One before each call.
 
 
-def test_ratios_are_of_the_same_round(w0):
-    # The machine is ten times slower in the second round, and everything is slow in it.
+def test_ratios_compare_times_within_a_round(w0):
+    # The machine is ten times slower in the second round, for both contestants.
     slow_then_fast = {"one": [1.0, 10.0, 2.0], "other": [1.1, 11.0, 2.2]}
     turns = {name: iter([0.0, *seconds]) for name, seconds in slow_then_fast.items()}
 
@@ -120,7 +120,7 @@ MEASURED = Comparison(
 )
 
 
-def test_the_report_has_a_row_for_each_contestant_and_target(tmp_path):
+def test_report_has_a_row_for_each_contestant_and_target(tmp_path):
     report.plot([MEASURED], tmp_path / "plot.png")
     text = report.markdown(
         [MEASURED], "python -m benchmarks", tmp_path / "plot.png", tmp_path / "BENCHMARKS.md", ["W3"]
@@ -138,7 +138,7 @@ def test_the_report_has_a_row_for_each_contestant_and_target(tmp_path):
     assert f"jax {jax.__version__}," in text
 
 
-def test_a_target_is_a_ratio_or_a_figure():
+def test_target_is_a_ratio_or_a_figure():
     measured = {"W0": MEASURED}
     assert Target("W0", FUNCTIONAL, 1.1).measured(measured) == pytest.approx(1.15)
     assert Target("W0", FIT, 1.1, against=FUNCTIONAL).measured(measured) == pytest.approx((14 / 12 + 28 / 22) / 2)
@@ -146,7 +146,7 @@ def test_a_target_is_a_ratio_or_a_figure():
     assert Target("W0", AUTO, 1.1).measured(measured) is None and Target("W1", DEFAULTS, 1.1).measured(measured) is None
 
 
-def test_each_target_names_what_is_measured():
+def test_each_target_refers_to_a_measurement():
     known = {name: set(lineup.contestants_for(workloads.workload(name))) for name in workloads.NAMES}
     for target in targets.TARGETS:
         if target.comparison in known:
@@ -156,7 +156,7 @@ def test_each_target_names_what_is_measured():
     assert set(targets.REASONS) <= {(target.comparison, target.name) for target in targets.TARGETS}
 
 
-def test_a_part_has_a_process_of_its_own_with_as_many_devices(monkeypatch):
+def test_part_runs_in_a_new_process_with_the_requested_devices(monkeypatch):
     started = []
 
     def run(command, env, check):
@@ -187,20 +187,20 @@ def test_moments_are_measured(moment):
     assert comparison.reference == next(iter(comparison.seconds))
 
 
-def test_a_small_transformer_trains():
+def test_small_transformer_trains():
     model = transformer.Transformer(vocabulary=64, length=16, depth=1, width=32, num_heads=2)
     workload = transformer.workload(model, batch_size=2)
-    with jax.numpy_dtype_promotion("standard"):  # As Flax's LayerNorm needs it.
+    with jax.numpy_dtype_promotion("standard"):  # Needed by Flax's LayerNorm.
         trained = contestants.train_loop()(workload)(3)
     for before, after in zip(*map(jax.tree.leaves, (workload.first_params, trained.params)), strict=True):
         assert after.dtype == np.float32 and np.isfinite(after).all() and np.any(before != np.asarray(after))
 
 
-def test_the_large_transformer_is_of_the_size_of_gpt_2():
+def test_large_transformer_has_the_size_of_gpt_2():
     workload = transformer.workload()
     with jax.numpy_dtype_promotion("standard"):
         variables = jax.eval_shape(workload.model.init, jax.random.key(0), np.zeros([1, 1024], np.int32))
     num_params = sum(leaf.size for leaf in jax.tree.leaves(variables))
     assert round(num_params / 1e6) == 124
-    # 6 N for each token, and about a seventh more for attention.
+    # 6 N FLOPs per token, and about a seventh more for attention.
     assert transformer.step_flops(workload.model, num_params, 1) == pytest.approx(6 * num_params * 1024, rel=0.15)

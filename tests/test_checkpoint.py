@@ -38,7 +38,7 @@ def save(directory, *steps_and_states):
     writer.close()
 
 
-def test_the_filter_of_the_documentation_leaves_out_what_orbax_tells(tmp_path, logs):
+def test_documented_log_filter_hides_orbax_messages(tmp_path, logs):
     page = (pathlib.Path(__file__).parents[1] / "docs" / "debugging.md").read_text()
     (keeps,) = re.findall(r"`.*\.addFilter\((lambda .*)\)`", page)
     save(tmp_path, (1, examples.tiny_regression()[1]))
@@ -49,7 +49,7 @@ def test_the_filter_of_the_documentation_leaves_out_what_orbax_tells(tmp_path, l
     assert "already has a checkpoint of step 1" in said.getMessage()
 
 
-def test_the_newest_checkpoint_is_restored_or_the_one_asked_for(tmp_path, assert_same):
+def test_restore_model_restores_the_newest_or_the_given_step(tmp_path, assert_same):
     step, state, batches = examples.tiny_regression()
     first, _ = step(state, batches[0])
     first_values = jax.device_get(first)
@@ -62,7 +62,7 @@ def test_the_newest_checkpoint_is_restored_or_the_one_asked_for(tmp_path, assert
     assert int(template.step) == 0  # Still usable.
 
 
-def test_step_zero_means_step_zero(tmp_path):
+def test_step_0_can_be_restored_explicitly(tmp_path):
     step, state, batches = examples.tiny_regression()
     save(tmp_path, (0, state))
     state, _ = step(state, batches[0])
@@ -71,21 +71,21 @@ def test_step_zero_means_step_zero(tmp_path):
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_no_checkpoint_is_said_and_the_state_returned(tmp_path, logs, exists):
+def test_restore_without_checkpoints_logs_and_returns_the_state(tmp_path, logs, exists):
     directory = tmp_path if exists else tmp_path / "nowhere"
     step, state, _ = examples.tiny_regression()
     assert step.restore_model(state, directory) is state
     assert f"No checkpoint found in {directory}" in logs.messages
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+def test_restoring_a_missing_step_raises_and_lists_the_steps(tmp_path):
     step, state, _ = examples.tiny_regression()
     save(tmp_path, (3, state), (5, state))
     with pytest.raises(FileNotFoundError, match="No checkpoint of step 4 in .*, which holds steps 3, 5"):
         step.restore_model(state, tmp_path, step=4)
 
 
-def test_without_a_step_the_newest_that_is_whole_is_restored_and_nothing_moved(tmp_path, warnings_logged):
+def test_restore_model_skips_a_damaged_checkpoint_without_moving_it(tmp_path, warnings_logged):
     step, state, _ = examples.tiny_regression()
     with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
         for number in (1, 2):
@@ -97,7 +97,7 @@ def test_without_a_step_the_newest_that_is_whole_is_restored_and_nothing_moved(t
         step.restore_model(state, tmp_path, step=2)
 
 
-def test_a_relative_directory_is_taken(tmp_path, monkeypatch):
+def test_relative_directory_is_accepted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     step, state, _ = examples.tiny_regression()
     save("runs/first", (3, state))
@@ -114,13 +114,13 @@ MANAGERS = {
 
 
 @pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
-def test_managers_of_both_styles_are_written_and_read(tmp_path, make, assert_same):
+def test_managers_of_both_styles_save_and_restore(tmp_path, make, assert_same):
     step, state, _ = examples.tiny_regression()
     save(make(tmp_path), (3, state))
     assert_same(step.restore_model(state, tmp_path), state)
 
 
-def test_what_plain_orbax_and_plain_flax_wrote_is_read(tmp_path):
+def test_checkpoint_of_plain_orbax_and_flax_is_restored(tmp_path):
     model = nn.Dense(1)
     params = model.init(jax.random.key(5), jnp.ones([1, 3]))["params"]
     plain = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
@@ -132,7 +132,7 @@ def test_what_plain_orbax_and_plain_flax_wrote_is_read(tmp_path):
     np.testing.assert_array_equal(restored.params["kernel"], params["kernel"])
 
 
-def test_python_and_numpy_leaves_of_a_state_are_restored(tmp_path):
+def test_python_and_numpy_leaves_are_restored(tmp_path):
     step, state, _ = examples.tiny_regression()
     odd = state.replace(step=np.int32(7), batch_stats={"scale": 0.5})
     save(tmp_path, (7, odd))
@@ -140,7 +140,7 @@ def test_python_and_numpy_leaves_of_a_state_are_restored(tmp_path):
     assert int(restored.step) == 7 and float(restored.batch_stats["scale"]) == 0.5
 
 
-def test_another_model_is_refused_leaf_by_leaf(tmp_path):
+def test_restoring_a_different_model_lists_the_mismatched_leaves(tmp_path):
     save(tmp_path, (3, Step(jax.random.key(0), nn.Dense(2), optax.sgd(0.1, momentum=0.9)).initialize_model([1, 3])))
     other = Step(jax.random.key(0), nn.Dense(4, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16), optax.sgd(0.1))
     state = other.initialize_model([1, 3])
@@ -152,7 +152,7 @@ def test_another_model_is_refused_leaf_by_leaf(tmp_path):
     assert jnp.isfinite(state.params["kernel"]).all()  # Still usable.
 
 
-def test_transforms_map_old_names_onto_new_ones(tmp_path):
+def test_transforms_rename_leaves(tmp_path):
     class Renamed(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -172,7 +172,7 @@ def test_transforms_map_old_names_onto_new_ones(tmp_path):
     checkpoint.check_fits(tmp_path, 3, step.initialize_model([1, 3]), transforms)
 
 
-def test_transforms_rename_what_the_optimizer_and_an_nnx_model_keep(tmp_path, assert_same):
+def test_transforms_rename_optimizer_state_and_nnx_leaves(tmp_path, assert_same):
     class Old(nnx.Module):
         def __init__(self, *, rngs):
             self.first, self.second = nnx.Linear(3, 2, rngs=rngs), nnx.Linear(2, 2, rngs=rngs)
@@ -186,14 +186,14 @@ def test_transforms_rename_what_the_optimizer_and_an_nnx_model_keep(tmp_path, as
     original = original.replace(opt_state=jax.tree.map(lambda leaf: leaf + 5, original.opt_state))
     save(tmp_path, (3, original))
     template = step.initialize_model()
-    transforms = {"**/first/*": "**/second/*", "**/second/*": "**/third/*"}  # Not one after the other.
+    transforms = {"**/first/*": "**/second/*", "**/second/*": "**/third/*"}  # Applied at once, not one after the other.
     restored = step.restore_model(template, tmp_path, transforms=transforms)
     values = checks.leaves_by_path(original)
     renamed = {path.replace("second", "third").replace("first", "second"): leaf for path, leaf in values.items()}
     assert_same(checks.leaves_by_path(restored), renamed)
 
 
-def test_transforms_that_do_not_lead_to_the_state_are_errors(tmp_path):
+def test_transforms_that_do_not_fit_the_state_raise(tmp_path):
     _, state, _ = examples.tiny_regression()
     save(tmp_path, (1, state))
     for wrong, error, text in [
@@ -210,7 +210,7 @@ def test_transforms_that_do_not_lead_to_the_state_are_errors(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 1), (4, 2), (2, 8), (1, 4)])
-def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path, data_parallel, assert_same, before, after):
+def test_checkpoint_is_restored_onto_a_different_mesh(tmp_path, data_parallel, assert_same, before, after):
     _, state, _ = examples.tiny_regression(partitioner=data_parallel(before))
     save(tmp_path, (3, state))
     step, template, batches = examples.tiny_regression(partitioner=data_parallel(after))
@@ -228,7 +228,7 @@ class Network(nnx.Module):
 
 
 @pytest.mark.parametrize("partitioner", [partition.SingleDevicePartitioner(), "mesh"])
-def test_an_nnx_state_with_typed_keys_comes_back(tmp_path, partitioner, data_parallel):
+def test_nnx_state_with_typed_keys_is_restored(tmp_path, partitioner, data_parallel):
     partitioner = data_parallel(8) if partitioner == "mesh" else partitioner
     step = Step(jax.random.key(7), Network, optax.sgd(0.1), partitioner, nnx_model_args=())
     state = step.initialize_model([1, 3])
@@ -240,14 +240,14 @@ def test_an_nnx_state_with_typed_keys_comes_back(tmp_path, partitioner, data_par
     np.testing.assert_array_equal(restored.params["dense"]["kernel"][...], state.params["dense"]["kernel"][...])
 
 
-# The best ---------------------------------------------------------------------------------------------
+# The best checkpoint ----------------------------------------------------------------------------------
 
 
 STATE = {"step": jnp.int32(0)}
 
 
 def save_with(action, values):
-    """Saves at the steps 100, 200, ..., at which these were measured."""
+    """Saves at steps 100, 200, ..., with these test accuracies (None: not measured)."""
     history = History()
     for index, value in enumerate(values):
         elapsed = Elapsed((index + 1) * 100, samples=index)
@@ -260,7 +260,7 @@ def save_with(action, values):
 @pytest.mark.parametrize(
     ("best", "values", "kept", "best_step"),
     [
-        ("test/accuracy", [0.9, 0.9, 0.3, 0.2, 0.1], [200, 400, 500], 200),  # The newest of equal ones.
+        ("test/accuracy", [0.9, 0.9, 0.3, 0.2, 0.1], [200, 400, 500], 200),  # The newest of equal values.
         (("test.accuracy", "min"), [0.1, 0.9, 0.3, 0.2], [100, 300, 400], 100),
         (("test/accuracy", "max"), [0.1, 0.2, 0.3], [200, 300], 300),
         ("test/accuracy", [0.1, 0.9, None, None], [200, 300, 400], 200),
@@ -269,7 +269,7 @@ def save_with(action, values):
     ],
     ids=repr,
 )
-def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, best, values, kept, best_step):
+def test_best_checkpoint_is_kept_along_with_the_newest(tmp_path, best, values, kept, best_step):
     action = CheckpointAction(tmp_path, keep=2, best=best)
     save_with(action, values)
     action.close()
@@ -277,7 +277,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, best, values, k
     assert action.best_step == checkpoint.best_step(tmp_path) == best_step
 
 
-def test_the_best_survives_restarts(tmp_path):
+def test_best_checkpoint_survives_restarts(tmp_path):
     for values in ([0.9, 0.4], [0.9, 0.4, 0.5, None], [0.9, 0.4, 0.5, None, 0.7]):
         action = CheckpointAction(tmp_path, keep=1, best="test/accuracy")
         save_with(action, values)
@@ -286,17 +286,17 @@ def test_the_best_survives_restarts(tmp_path):
     assert checkpoint.best_step(tmp_path) == 100
 
 
-def test_a_train_metric_can_tell_the_best(tmp_path):
+def test_train_metric_can_select_the_best(tmp_path):
     action = CheckpointAction(tmp_path, keep=1, best="loss")
     for step, losses in [(1, [3.0, 2.0]), (2, [1.0, 2.0]), (3, [9.0, 0.0])]:
         action(STATE, {"loss": losses}, step_num=step)
-    assert action.best_step == 2  # While it is saved, too.
+    assert action.best_step == 2  # Even while a save is in progress.
     action.close()
     assert checkpoint.all_steps(tmp_path) == [2, 3]
     assert action.uses_outputs and not CheckpointAction(tmp_path).uses_outputs
 
 
-def test_what_was_best_for_an_orbax_manager_is_found(tmp_path):
+def test_best_step_reads_the_metrics_of_an_orbax_manager(tmp_path):
     options = orbax_checkpoint.CheckpointManagerOptions(best_fn=lambda metrics: metrics["score"])
     with orbax_checkpoint.CheckpointManager(tmp_path, options=options) as manager:
         for step, score in [(1, 3.0), (2, 5.0), (3, 4.0)]:
@@ -307,7 +307,7 @@ def test_what_was_best_for_an_orbax_manager_is_found(tmp_path):
     assert checkpoint.best_step(tmp_path / "nowhere") is None
 
 
-def test_a_best_that_was_never_measured_is_said(tmp_path, warnings_logged):
+def test_best_metric_that_was_never_measured_warns(tmp_path, warnings_logged):
     action = CheckpointAction(tmp_path, best="test/accuracy", interval=every(steps=100))
     save_with(action, [None, None])
     action.close()
@@ -319,7 +319,7 @@ def test_a_best_that_was_never_measured_is_said(tmp_path, warnings_logged):
     assert len(warnings_logged()) == 1
 
 
-def test_best_needs_a_directory_and_a_name(tmp_path):
+def test_best_requires_a_directory_and_a_metric_name(tmp_path):
     with pytest.raises(ValueError, match="`best` needs a directory.*whose own options"):
         CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), best="loss")
     with pytest.raises(TypeError, match=r"best must be the name of a metric or a pair .*, got \('loss',\)"):
@@ -328,7 +328,7 @@ def test_best_needs_a_directory_and_a_name(tmp_path):
         CheckpointAction(tmp_path, keep=0)
 
 
-def test_checkpoints_come_last():
+def test_checkpoint_action_runs_last():
     assert CheckpointAction.runs_last and CheckpointAction.time_category == "checkpoints"
 
 
@@ -338,7 +338,7 @@ NOTED = {"elapsed": Elapsed(3, 96, 1.5, 2).to_dict(), "actions": [{"best": 0.5, 
 
 
 @pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
-def test_what_is_noted_with_a_checkpoint_is_read_again(tmp_path, make):
+def test_metadata_round_trips(tmp_path, make):
     writer = checkpoint.CheckpointWriter(make(tmp_path))
     writer.save(3, STATE, metadata=NOTED)
     writer.save(4, STATE)
@@ -347,7 +347,7 @@ def test_what_is_noted_with_a_checkpoint_is_read_again(tmp_path, make):
     assert checkpoint.metadata(tmp_path, 4) == {}
 
 
-def test_the_action_notes_how_far_the_run_is(tmp_path):
+def test_action_saves_elapsed_in_the_metadata(tmp_path):
     action = CheckpointAction(tmp_path, best="loss")
     action(STATE, {"loss": 1.0}, step_num=3, elapsed=Elapsed(3, 96, 1.5, 2))
     action.save(4, STATE, None, metadata={"more": [2], "fixed": types.MappingProxyType({"a": 1})})
@@ -362,16 +362,16 @@ def test_checkpoints_of_plain_orbax_have_no_metadata(tmp_path):
         with make(tmp_path / name) as manager:
             manager.save(1, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}))
         assert checkpoint.metadata(tmp_path / name, 1) == {}
-        (tmp_path / name / "1" / "_CHECKPOINT_METADATA").unlink()  # As those of long ago.
+        (tmp_path / name / "1" / "_CHECKPOINT_METADATA").unlink()  # As in checkpoints of old Orbax versions.
         assert checkpoint.metadata(tmp_path / name, 1) == {}
 
 
-def test_metadata_of_no_checkpoint_are_an_error(tmp_path):
+def test_metadata_of_a_missing_checkpoint_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="No checkpoint of step 3 in .*, which holds none"):
         checkpoint.metadata(tmp_path, 3)
 
 
-def test_metadata_in_a_circle_are_refused(tmp_path):
+def test_circular_metadata_raises(tmp_path):
     circle = {"a": []}
     circle["a"].append(circle)
     with pytest.raises(ValueError, match="Circular"):
@@ -387,17 +387,17 @@ def test_metadata_in_a_circle_are_refused(tmp_path):
         ({"a": {(1, 2): 3, "b": None}}, r"metadata\['a'\] of a checkpoint must have strings as keys, got \(1, 2\)"),
     ],
 )
-def test_metadata_that_json_would_change_are_refused(tmp_path, metadata, message):
+def test_metadata_that_json_would_change_raises(tmp_path, metadata, message):
     with pytest.raises(TypeError, match=message):
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=metadata)
 
 
-# What else belongs to a run -----------------------------------------------------------------------------
+# Runs and trees -----------------------------------------------------------------------------------------
 
 RUN = {"batches": 3, "names": ["a", None], "nested": {"x": [0.1, 1e300, True]}, "text": "long " * 300_000}
 
 
-def a_run(seed):
+def make_run(seed):
     """The state, `run`, `trees` and metadata of a small run."""
     rng = np.random.default_rng(seed)
     state = {"w": jnp.asarray(rng.standard_normal([64, 8]), jnp.float32), "key": jax.random.key(seed)}
@@ -418,13 +418,13 @@ def a_run(seed):
 def save_runs(directory, *steps, **options):
     writer = checkpoint.CheckpointWriter(directory, **options)
     for step in steps:
-        state, run, trees, metadata = a_run(step)
+        state, run, trees, metadata = make_run(step)
         writer.save(step, state, {"accuracy": step / 10}, metadata, run=run, trees=trees)
     writer.close()
 
 
 def values(tree):
-    """The bits of a tree, typed keys as their data."""
+    """Converts the leaves of a tree to NumPy arrays, and typed keys to their data."""
     as_numpy = lambda leaf: np.asarray(
         jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and "key<" in str(leaf.dtype) else leaf
     )
@@ -432,12 +432,12 @@ def values(tree):
 
 
 def assert_is_run(directory, step, state):
-    """That the state, and all that is read of the directory, is what was saved under the step."""
-    saved = a_run(step)
+    """Checks that the state, and everything read from the directory, is what was saved for the step."""
+    saved = make_run(step)
     read = (
         state,
         checkpoint.run(directory, step),
-        checkpoint.trees(directory, step, a_run(0)[2]),
+        checkpoint.trees(directory, step, make_run(0)[2]),
         {"elapsed": checkpoint.metadata(directory, step)["elapsed"]},
     )
     assert jax.tree.structure(read) == jax.tree.structure(saved)
@@ -445,16 +445,16 @@ def assert_is_run(directory, step, state):
         assert one.dtype == two.dtype and one.tobytes() == two.tobytes()
 
 
-def test_a_run_comes_back_bit_by_bit(tmp_path):
+def test_run_round_trips_bit_for_bit(tmp_path):
     save_runs(tmp_path, 3, 4)
     for step in (3, 4):
-        assert_is_run(tmp_path, step, checkpoint.restore(tmp_path, step, a_run(0)[0]))
-    read = checkpoint.trees(tmp_path, 4, {"best": a_run(0)[2]["best"], "nothing": {}})
+        assert_is_run(tmp_path, step, checkpoint.restore(tmp_path, step, make_run(0)[0]))
+    read = checkpoint.trees(tmp_path, 4, {"best": make_run(0)[2]["best"], "nothing": {}})
     assert list(read) == ["best", "nothing"] and read["best"][0].mu["w"].dtype == jnp.bfloat16
-    assert type(checkpoint.trees(tmp_path, 3, {"loop/0": a_run(0)[2]["loop/0"]})["loop/0"]["sum"]) is np.ndarray
+    assert type(checkpoint.trees(tmp_path, 3, {"loop/0": make_run(0)[2]["loop/0"]})["loop/0"]["sum"]) is np.ndarray
 
 
-def test_a_run_of_megabytes_comes_back_and_none_is_empty(tmp_path):
+def test_large_run_round_trips_and_a_missing_one_is_empty(tmp_path):
     writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(0, STATE, run=RUN)
     writer.save(1, STATE)
@@ -468,7 +468,7 @@ def test_a_run_of_megabytes_comes_back_and_none_is_empty(tmp_path):
         checkpoint.run(tmp_path, 2)
 
 
-def test_what_was_given_can_be_changed_and_donated_once_save_returns(tmp_path):
+def test_saved_values_can_be_changed_and_donated_once_save_returns(tmp_path):
     writer = checkpoint.CheckpointWriter(tmp_path)
     state, trees = (
         {"w": jnp.full([500_000], 1.0)},
@@ -489,7 +489,7 @@ def test_what_was_given_can_be_changed_and_donated_once_save_returns(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (1, 4)])
-def test_trees_are_restored_onto_another_mesh(tmp_path, data_parallel, before, after):
+def test_trees_are_restored_onto_a_different_mesh(tmp_path, data_parallel, before, after):
     def split(devices, values):
         mesh = data_parallel(devices).mesh
         return jax.device_put(values, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
@@ -505,7 +505,7 @@ def test_trees_are_restored_onto_another_mesh(tmp_path, data_parallel, before, a
     assert checkpoint.trees(tmp_path, 1, {"sums": {"x": shape}})["sums"]["x"].sharding == x.sharding
 
 
-def test_other_templates_are_refused_leaf_by_leaf(tmp_path):
+def test_mismatched_templates_are_listed_leaf_by_leaf(tmp_path):
     save_runs(tmp_path, 3)
     wrong = {
         "loop/0": {"sum": np.zeros(3, np.float32), "n": np.float32(0), "key": jax.random.key(0)},
@@ -519,7 +519,7 @@ def test_other_templates_are_refused_leaf_by_leaf(tmp_path):
     ]
 
 
-def test_a_dtype_is_never_cast_silently(tmp_path):
+def test_dtype_is_never_cast_silently(tmp_path):
     save(tmp_path, (1, {"old": jnp.ones([2], jnp.float32)}))
     transforms = {"old": "new"}
     assert checkpoint.restore(tmp_path, 1, {"new": jnp.zeros([2])}, transforms=transforms)["new"].dtype == jnp.float32
@@ -531,7 +531,7 @@ def test_a_dtype_is_never_cast_silently(tmp_path):
 
 
 @pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
-def test_with_a_manager_the_state_is_saved_alone_and_that_is_said_once(tmp_path, make, logs):
+def test_manager_saves_only_the_state_and_logs_it_once(tmp_path, make, logs):
     with make(tmp_path) as manager:
         writer = checkpoint.CheckpointWriter(manager)
         for step in (1, 2):
@@ -544,12 +544,12 @@ def test_with_a_manager_the_state_is_saved_alone_and_that_is_said_once(tmp_path,
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_a_plain_manager_restores_what_a_writer_saved(tmp_path):
+def test_plain_manager_restores_a_checkpoint_of_the_writer(tmp_path):
     save_runs(tmp_path, 3, best=("accuracy", "max"))
     with orbax_checkpoint.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [3]
         for args in (orbax_checkpoint.args.PyTreeRestore(), None):
-            np.testing.assert_array_equal(manager.restore(3, args=args)["w"], a_run(3)[0]["w"])
+            np.testing.assert_array_equal(manager.restore(3, args=args)["w"], make_run(3)[0]["w"])
 
 
 @pytest.mark.parametrize(
@@ -570,7 +570,7 @@ def test_a_plain_manager_restores_what_a_writer_saved(tmp_path):
         ({"trees": {"a/b": np.ones(1), "a": {"b": np.ones(1)}}}, ValueError, "two leaves a/b and a/b"),
     ],
 )
-def test_what_would_not_come_back_is_refused(tmp_path, given, error, message):
+def test_values_that_do_not_round_trip_raise(tmp_path, given, error, message):
     with pytest.raises(error, match=message):
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, **given)
 
@@ -580,7 +580,7 @@ def test_what_would_not_come_back_is_refused(tmp_path, given, error, message):
 
 @pytest.fixture(scope="module")
 def saved_runs(tmp_path_factory):
-    """A directory with the runs of the steps 1 and 2, to be copied."""
+    """A directory with the checkpoints of steps 1 and 2, for tests to copy."""
     directory = tmp_path_factory.mktemp("runs")
     save_runs(directory, 1, 2, best=("accuracy", "max"))
     return directory
@@ -603,22 +603,22 @@ DAMAGES = {
     "truncated": lambda path, rng: path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)]),
     "with a bit flipped": flip_a_bit,
 }
-# Orbax writes these, or a part of them, at the commit, after the seal. Nothing is read of that part.
+# Orbax writes these files, or parts of them, when it commits, after the seal. jaxloop doesn't read those parts.
 NOT_SEALED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_no_damage_is_silent_and_an_older_checkpoint_takes_its_place(saved_runs, tmp_path, warnings_logged, damage):
+def test_damage_is_detected_and_an_older_checkpoint_restored(saved_runs, tmp_path, warnings_logged, damage):
     rng = random.Random(0)
     files = sorted(path.relative_to(saved_runs) for path in (saved_runs / "2").rglob("*") if path.is_file())
-    template = a_run(0)[0]
+    template = make_run(0)[0]
     for case, file in enumerate(
         [*rng.sample(files, 10), pathlib.Path("2/SEAL"), pathlib.Path("2/_CHECKPOINT_METADATA")]
     ):
         directory = pathlib.Path(shutil.copytree(saved_runs, tmp_path / str(case)))
         before = (directory / file).read_bytes()
         damage(directory / file, rng)
-        assert not (directory / file).exists() or (directory / file).read_bytes() != before  # The fault fired.
+        assert not (directory / file).exists() or (directory / file).read_bytes() != before  # The file was damaged.
         state, step = checkpoint.restore_newest(directory, template)
         assert_is_run(directory, step, state)
         if step == 1:
@@ -632,27 +632,27 @@ def test_no_damage_is_silent_and_an_older_checkpoint_takes_its_place(saved_runs,
     assert len(warnings_logged()) >= 10
 
 
-def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(runs):
+def test_step_of_a_damaged_checkpoint_can_be_saved_again(runs):
     for name in ("2", "2-2", "2-3"):
         flip_a_bit(runs / "2" / "run" / "metadata", random.Random(0))
-        state, step = checkpoint.restore_newest(runs, a_run(0)[0])
+        state, step = checkpoint.restore_newest(runs, make_run(0)[0])
         assert step == 1 and (runs / "damaged" / name / "default").exists()
         save_runs(runs, 2, best=("accuracy", "max"))
         assert checkpoint.all_steps(runs) == [1, 2] and checkpoint.best_step(runs) == 2
-    state, step = checkpoint.restore_newest(runs, a_run(0)[0])
+    state, step = checkpoint.restore_newest(runs, make_run(0)[0])
     assert_is_run(runs, 2, state)
     with orbax_checkpoint.CheckpointManager(runs) as manager:
         assert manager.all_steps() == [1, 2]
 
 
-def test_a_checkpoint_that_lost_all_of_its_files_is_damaged(runs):
+def test_empty_checkpoint_is_damaged(runs):
     shutil.rmtree(runs / "2")
     (runs / "2").mkdir()
-    assert checkpoint.restore_newest(runs, a_run(0)[0])[1] == 1
+    assert checkpoint.restore_newest(runs, make_run(0)[0])[1] == 1
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_lists_the_files(runs, saved_runs):
-    template = a_run(0)[0]
+def test_restoring_a_damaged_step_raises_and_lists_the_files(runs, saved_runs):
+    template = make_run(0)[0]
     (runs / "2" / "default" / "_METADATA").unlink()
     flip_a_bit(runs / "2" / "trees" / "manifest.ocdbt", random.Random(0))
     with pytest.raises(checkpoint.CheckpointError) as caught:
@@ -663,35 +663,35 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_lists_the_file
     assert any(line.startswith("  trees/manifest.ocdbt is changed") for line in lines)
     assert "restore_newest restores the newest undamaged checkpoint" in lines[-1]
     with pytest.raises(checkpoint.CheckpointError, match="trees/manifest"):
-        checkpoint.trees(runs, 2, a_run(0)[2])
-    assert checkpoint.run(runs, 2) == a_run(2)[1]  # The item is whole.
-    assert (template["w"] == a_run(0)[0]["w"]).all()
-    assert checkpoint.all_steps(runs) == [1, 2] and not (runs / "damaged").exists()  # Only restore_newest moves.
+        checkpoint.trees(runs, 2, make_run(0)[2])
+    assert checkpoint.run(runs, 2) == make_run(2)[1]  # This item is intact.
+    assert (template["w"] == make_run(0)[0]["w"]).all()
+    assert checkpoint.all_steps(runs) == [1, 2] and not (runs / "damaged").exists()  # Only restore_newest moves them.
 
 
-def test_who_only_reads_moves_nothing(runs, warnings_logged):
+def test_restore_newest_without_quarantines_moves_nothing(runs, warnings_logged):
     (runs / "2" / "run" / "metadata").write_text("")
-    assert checkpoint.restore_newest(runs, a_run(0)[0], quarantines=False)[1] == 1
+    assert checkpoint.restore_newest(runs, make_run(0)[0], quarantines=False)[1] == 1
     assert checkpoint.all_steps(runs) == [1, 2] and "Step 1 was restored instead" in warnings_logged()[-1]
 
 
-def test_where_all_are_damaged_nothing_is_restored_or_moved(runs):
+def test_nothing_is_restored_or_moved_if_all_checkpoints_are_damaged(runs):
     for step in (1, 2):
         (runs / str(step) / "run" / "metadata").write_text("")
     with pytest.raises(checkpoint.CheckpointError, match="All checkpoints in .* are damaged") as caught:
-        checkpoint.restore_newest(runs, a_run(0)[0])
+        checkpoint.restore_newest(runs, make_run(0)[0])
     assert caught.value.steps == (2, 1) and str(caught.value).count("run/metadata has 0 bytes") == 2
     assert checkpoint.all_steps(runs) == [1, 2]
 
 
-def test_a_checkpoint_of_another_model_is_not_damaged(runs):
+def test_checkpoint_of_a_different_model_is_not_damaged(runs):
     with pytest.raises(ValueError, match=r"w: float32\[64, 8\] -> float32\[4\]"):
         checkpoint.restore_newest(runs, {"w": jnp.zeros([4]), "key": jax.random.key(0)})
-    assert checkpoint.all_steps(runs) == [1, 2] and checkpoint.restore_newest(runs, a_run(0)[0])[1] == 2
+    assert checkpoint.all_steps(runs) == [1, 2] and checkpoint.restore_newest(runs, make_run(0)[0])[1] == 2
     assert checkpoint.restore_newest(runs / "nowhere", STATE) is None
 
 
-def test_damaged_metadata_and_metrics_are_errors(runs):
+def test_damaged_metadata_and_metrics_raise(runs):
     path = runs / "2" / "_CHECKPOINT_METADATA"
     path.write_text(path.read_text().replace('"elapsed": 2', '"elapsed": 3'))
     with pytest.raises(
@@ -703,22 +703,22 @@ def test_damaged_metadata_and_metrics_are_errors(runs):
         checkpoint.best_step(runs, ("accuracy", "max"))
 
 
-def test_damage_to_what_orbax_notes_for_itself_does_no_harm(runs):
+def test_damaged_orbax_metadata_is_harmless(runs):
     path = runs / "2" / "_CHECKPOINT_METADATA"
     path.write_text(path.read_text().replace('"item_handlers"', '"item_hcndlers"'))
     with pytest.raises(ValueError, match="item_hcndlers"):
         orbax_checkpoint.metadata.get_step_metadata(runs / "2")
-    assert_is_run(runs, 2, checkpoint.restore_newest(runs, a_run(0)[0])[0])
+    assert_is_run(runs, 2, checkpoint.restore_newest(runs, make_run(0)[0])[0])
 
 
-def test_a_checkpoint_that_can_not_be_the_best_any_more_does_not_stop_a_run(runs, warnings_logged):
-    shutil.rmtree(runs / "1" / "metrics")  # As where its deletion was killed half-way.
+def test_checkpoint_without_metrics_does_not_stop_a_run(runs, warnings_logged):
+    shutil.rmtree(runs / "1" / "metrics")  # As if its deletion had been killed halfway.
     save_runs(runs, 3, best=("accuracy", "max"), keep=1)
     assert checkpoint.all_steps(runs) == [3] and checkpoint.best_step(runs) == 3
     assert len(warnings_logged()) == 1 and "damaged/1. It can't be the best any more" in warnings_logged()[0]
 
 
-def test_unsealed_files_that_orbax_can_not_read_are_errors_with_its_own(tmp_path):
+def test_unreadable_unsealed_files_raise_from_the_orbax_error(tmp_path):
     for step in (1, 2):
         save(orbax_checkpoint.CheckpointManager(tmp_path), (step, STATE))
     (tmp_path / "2" / "default" / "manifest.ocdbt").write_text("")
@@ -731,7 +731,7 @@ def test_unsealed_files_that_orbax_can_not_read_are_errors_with_its_own(tmp_path
     assert checkpoint.restore_newest(tmp_path, STATE)[1] == 1
 
 
-def test_what_fails_with_a_whole_checkpoint_is_no_damage(tmp_path):
+def test_failure_with_intact_files_is_not_damage(tmp_path):
     writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(1, {"w": jnp.ones([64, 8])})  # Only one leaf: Orbax doesn't wait for others when one fails.
     writer.save(2, {"w": jnp.ones([64, 8])})
@@ -745,12 +745,12 @@ def test_what_fails_with_a_whole_checkpoint_is_no_damage(tmp_path):
     assert checkpoint.all_steps(tmp_path) == [1, 2]
 
 
-# Saves that fail --------------------------------------------------------------------------------------
+# Failed saves -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def files_of_at_most(size):
-    """Lets the system refuse to write longer files, as a full disk or a quota does."""
+def limit_file_size(size):
+    """Limits the size of files, so that longer writes fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -772,13 +772,13 @@ TOO_MUCH = {
 @pytest.mark.parametrize(
     ("kept", "surfaces_in"),
     [*[(kept, "wait") for kept in TOO_MUCH.values()], (TOO_MUCH["state"], "close"), (TOO_MUCH["state"], "save")],
-    ids=[*TOO_MUCH, "said by close", "said by the next save"],
+    ids=[*TOO_MUCH, "raised by close", "raised by the next save"],
 )
-def test_a_save_that_fails_is_said_once_and_can_be_made_again(tmp_path, kept, surfaces_in):
+def test_failed_save_raises_once_and_can_be_retried(tmp_path, kept, surfaces_in):
     writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(1, SMALL)
     writer.wait()
-    with files_of_at_most(100_000), pytest.raises(checkpoint.CheckpointError) as caught:
+    with limit_file_size(100_000), pytest.raises(checkpoint.CheckpointError) as caught:
         writer.save(2, **kept)
         writer.save(3, SMALL) if surfaces_in == "save" else getattr(writer, surfaces_in)()
     assert caught.value.steps == (2,) and caught.value.directory == tmp_path
@@ -793,10 +793,10 @@ def test_a_save_that_fails_is_said_once_and_can_be_made_again(tmp_path, kept, su
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_save_of_a_manager_that_fails_is_named_too(tmp_path, asynchronous):
+def test_failed_save_of_a_manager_names_the_step(tmp_path, asynchronous):
     options = orbax_checkpoint.CheckpointManagerOptions(enable_async_checkpointing=asynchronous)
     writer = checkpoint.CheckpointWriter(orbax_checkpoint.CheckpointManager(tmp_path, options=options))
-    with files_of_at_most(100_000), pytest.raises(checkpoint.CheckpointError, match="File too large") as caught:
+    with limit_file_size(100_000), pytest.raises(checkpoint.CheckpointError, match="File too large") as caught:
         writer.save(2, LARGE)
         writer.wait()
     assert caught.value.steps == (2,)
@@ -805,7 +805,7 @@ def test_a_save_of_a_manager_that_fails_is_named_too(tmp_path, asynchronous):
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, SMALL)["w"], LARGE["w"])
 
 
-def test_a_save_that_can_not_be_sealed_is_none(tmp_path, monkeypatch):
+def test_save_that_cannot_be_sealed_is_discarded(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("The disk is gone.")
 
@@ -822,7 +822,7 @@ def test_a_save_that_can_not_be_sealed_is_none(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_a_save_whose_directory_can_not_be_made_fails_at_once_and_leaves_no_thread(tmp_path, monkeypatch, code):
+def test_save_without_a_directory_fails_at_once_and_leaks_no_thread(tmp_path, monkeypatch, code):
     def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
@@ -853,7 +853,7 @@ def replace(directory):
 
 @pytest.mark.parametrize("lose", [move, replace, shutil.rmtree])
 @pytest.mark.parametrize("surfaces_in", ["save", "close"])
-def test_nothing_is_saved_in_a_directory_that_is_no_longer_the_locked_one(tmp_path, lose, surfaces_in):
+def test_nothing_is_saved_once_the_locked_directory_is_lost(tmp_path, lose, surfaces_in):
     directory, moved = tmp_path / "run", tmp_path / "moved"
     writer = checkpoint.CheckpointWriter(directory)
     with DirectoryLock(directory):
@@ -867,7 +867,7 @@ def test_nothing_is_saved_in_a_directory_that_is_no_longer_the_locked_one(tmp_pa
     assert checkpoint.all_steps(moved) == ([] if lose is shutil.rmtree else [1])
 
 
-def test_a_directory_that_is_lost_during_a_save_is_noticed_before_the_commit(tmp_path, monkeypatch):
+def test_directory_lost_during_a_save_is_detected_before_the_commit(tmp_path, monkeypatch):
     write = seal.write
     lose_it = lambda *args: (write(*args), (tmp_path / ".trainer.lock").unlink())
     monkeypatch.setattr(seal, "write", lose_it)
@@ -878,7 +878,7 @@ def test_a_directory_that_is_lost_during_a_save_is_noticed_before_the_commit(tmp
     assert checkpoint.all_steps(tmp_path) == []
 
 
-def test_a_checkpoint_that_is_gone_at_the_end_is_an_error(tmp_path):
+def test_close_raises_if_a_saved_checkpoint_is_gone(tmp_path):
     writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(1, STATE)
     writer.save(2, STATE)
@@ -889,7 +889,7 @@ def test_a_checkpoint_that_is_gone_at_the_end_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda path: path, orbax_checkpoint.CheckpointManager], ids=["directory", "manager"])
-def test_threads_save_side_by_side(tmp_path, make):
+def test_threads_save_concurrently(tmp_path, make):
     writers = [checkpoint.CheckpointWriter(make(tmp_path / str(number))) for number in range(4)]
     together = threading.Barrier(len(writers))
 
@@ -905,7 +905,7 @@ def test_threads_save_side_by_side(tmp_path, make):
         assert checkpoint.all_steps(tmp_path / str(number))[-1] == 5
 
 
-def test_a_directory_that_can_not_be_written_is_an_error_with_the_step(tmp_path):
+def test_saving_to_an_unwritable_directory_names_the_step(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         checkpoint.CheckpointError, match="Saving the checkpoint of step 5 .*Can't write to the directory"
@@ -913,9 +913,9 @@ def test_a_directory_that_can_not_be_written_is_an_error_with_the_step(tmp_path)
         checkpoint.CheckpointWriter(tmp_path / "file").save(5, STATE)
 
 
-def test_a_directory_in_which_no_byte_can_be_written_is_refused(tmp_path):
+def test_prepare_directory_raises_on_a_full_disk(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # As on a full disk, an empty file can be made.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # As on a full disk, empty files can still be created.
     try:
         with pytest.raises(OSError, match="Can't write to the directory"):
             checkpoint.prepare_directory(tmp_path)
@@ -924,9 +924,9 @@ def test_a_directory_in_which_no_byte_can_be_written_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_killed_saves_left_is_cleared(runs, logs):
+def test_clear_leftovers_removes_unfinished_saves(runs, logs):
     def stop():
-        raise SystemExit  # As late as can be: all is written, and only the commit is left.
+        raise SystemExit  # As late as possible: everything is written, and only the commit is missing.
 
     options = orbax_checkpoint.options.AsyncOptions(post_finalization_callback=stop)
     options = orbax_checkpoint.CheckpointManagerOptions(async_options=options)
@@ -940,14 +940,14 @@ def test_what_killed_saves_left_is_cleared(runs, logs):
     assert checkpoint.clear_leftovers(runs) == left and left[0] in logs.messages[-1]
     assert checkpoint.clear_leftovers(runs) == [] == checkpoint.clear_leftovers(runs / "nowhere")
     assert sorted(path.name for path in runs.iterdir()) == [".run_id", "1", "2"]
-    assert checkpoint.restore_newest(runs, a_run(0)[0])[1] == 2
+    assert checkpoint.restore_newest(runs, make_run(0)[0])[1] == 2
 
 
 def interrupt(*args, **kwargs):
     raise KeyboardInterrupt
 
 
-def test_the_probe_of_a_killed_process_is_gone_after_the_next(tmp_path, monkeypatch):
+def test_write_probe_of_a_killed_process_is_removed_by_the_next(tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(type(checkpoint.absolute(tmp_path)), "unlink", interrupt)
         checkpoint.prepare_directory(tmp_path)
@@ -956,8 +956,8 @@ def test_the_probe_of_a_killed_process_is_gone_after_the_next(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_state_that_is_empty_in_other_places_is_restored_too(tmp_path):
-    """As that of an optimizer with one more part, which keeps nothing."""
+def test_state_with_different_empty_subtrees_is_restored(tmp_path):
+    """For example, the optimizer may have an additional transformation without a state."""
     params = {"w": jnp.ones(3)}
     state = {"params": params, "nothing": {}, "opt_state": optax.adam(0.1).init(params)}
     action = CheckpointAction(tmp_path)
@@ -971,7 +971,7 @@ def test_a_state_that_is_empty_in_other_places_is_restored_too(tmp_path):
 PARTS_OF_A_CHECKPOINT = ("SEAL", "_CHECKPOINT_METADATA", "default", "run")
 
 
-def run_of_twenty_steps(directory, total=20):
+def short_run(directory, total=20):
     step, state, batches = examples.tiny_regression()
     save = CheckpointAction(directory, every(steps=10))
     outer_loop = OuterLoop(
@@ -981,9 +981,9 @@ def run_of_twenty_steps(directory, total=20):
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
+def finished_run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
-    return directory, run_of_twenty_steps(directory)
+    return directory, short_run(directory)
 
 
 def subsets(names):
@@ -991,9 +991,9 @@ def subsets(names):
 
 
 @pytest.mark.parametrize("missing", subsets(PARTS_OF_A_CHECKPOINT), ids="+".join)
-def test_a_checkpoint_of_which_a_part_is_missing_is_damaged(missing, whole_run, tmp_path, assert_same):
-    directory, state = tmp_path / "copy", whole_run[1]
-    shutil.copytree(whole_run[0], directory)
+def test_checkpoint_with_a_missing_part_is_damaged(missing, finished_run, tmp_path, assert_same):
+    directory, state = tmp_path / "copy", finished_run[1]
+    shutil.copytree(finished_run[0], directory)
     for name in missing:
         path = directory / "20" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -1001,15 +1001,15 @@ def test_a_checkpoint_of_which_a_part_is_missing_is_damaged(missing, whole_run, 
     with pytest.raises(checkpoint.CheckpointError, match="is damaged"):
         checkpoint.restore(directory, 20, template)
     assert checkpoint.restore_newest(directory, template, quarantines=False)[1] == 10
-    assert_same(run_of_twenty_steps(directory), state)
+    assert_same(short_run(directory), state)
     assert (directory / "damaged" / "20").exists() and checkpoint.all_steps(directory) == [10, 20]
 
 
 @pytest.mark.parametrize("step", [20, 30])
-def test_a_checkpoint_copied_from_another_run_is_set_aside(step, whole_run, tmp_path, warnings_logged):
+def test_checkpoint_copied_from_a_different_run_is_quarantined(step, finished_run, tmp_path, warnings_logged):
     directory, other = tmp_path / "copy", tmp_path / "other"
-    shutil.copytree(whole_run[0], directory)
-    run_of_twenty_steps(other, total=30)
+    shutil.copytree(finished_run[0], directory)
+    short_run(other, total=30)
     shutil.rmtree(directory / str(step), ignore_errors=True)
     shutil.copytree(other / str(step), directory / str(step))
     newest = 10 if step == 20 else 20
@@ -1018,14 +1018,14 @@ def test_a_checkpoint_copied_from_another_run_is_set_aside(step, whole_run, tmp_
     assert any("another run saved it" in text for text in warnings_logged())
 
 
-def test_a_checkpoint_copied_into_an_empty_directory_begins_its_run_there(whole_run, tmp_path, assert_same):
-    shutil.copytree(whole_run[0] / "10", tmp_path / "new" / "10")
-    assert_same(run_of_twenty_steps(tmp_path / "new"), whole_run[1])
+def test_run_resumes_from_a_checkpoint_copied_to_an_empty_directory(finished_run, tmp_path, assert_same):
+    shutil.copytree(finished_run[0] / "10", tmp_path / "new" / "10")
+    assert_same(short_run(tmp_path / "new"), finished_run[1])
     assert checkpoint.restore_newest(tmp_path / "new", examples.tiny_regression()[1])[1] == 20
 
 
 def change_metadata(path, change):
-    """Changes what is noted with a checkpoint, and seals it again."""
+    """Changes the metadata of a checkpoint, and seals it again."""
     file = path / "_CHECKPOINT_METADATA"
     content = json.loads(file.read_text())
     change(content["custom_metadata"])
@@ -1042,14 +1042,16 @@ def change_run(path, change):
     change_metadata(path, lambda noted: None)
 
 
-def test_a_checkpoint_of_another_format_is_an_error_with_both_versions(whole_run, tmp_path):
+def test_checkpoint_of_a_different_format_raises_with_both_versions(finished_run, tmp_path):
     directory = tmp_path / "copy"
-    shutil.copytree(whole_run[0], directory)
+    shutil.copytree(finished_run[0], directory)
     change_metadata(directory / "20", lambda noted: noted.update({"jaxloop/format": 99, "jaxloop/version": "9.9.9"}))
     expected = r"was saved by jaxloop 9\.9\.9 in format 99, and jaxloop \S+ resumes from format 3"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
-        run_of_twenty_steps(directory)
-    assert checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == 20  # The state alone.
+        short_run(directory)
+    assert (
+        checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == 20
+    )  # The state alone can be restored.
 
 
 @pytest.mark.parametrize(
@@ -1067,21 +1069,21 @@ def test_a_checkpoint_of_another_format_is_an_error_with_both_versions(whole_run
         (lambda run: run.update(kept_states=None), change_run),
     ],
 )
-def test_what_a_checkpoint_keeps_in_another_form_is_a_checkpoint_error(change, where, whole_run, tmp_path):
+def test_malformed_checkpoint_content_raises_checkpoint_error(change, where, finished_run, tmp_path):
     directory = tmp_path / "copy"
-    shutil.copytree(whole_run[0], directory)
+    shutil.copytree(finished_run[0], directory)
     where(directory / "20", change)
     expected = r"saved by jaxloop \S+, does not contain what jaxloop \S+ exp"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
-        run_of_twenty_steps(directory)
+        short_run(directory)
     if where is change_metadata:
         with pytest.raises(checkpoint.CheckpointError, match=expected):
             checkpoint.Checkpoint.at(directory, 20).elapsed()
 
 
-def test_resuming_from_a_state_that_a_plain_manager_saved_is_a_warning(tmp_path, warnings_logged):
+def test_resuming_from_a_state_of_a_plain_manager_warns(tmp_path, warnings_logged):
     _, state, _ = examples.tiny_regression()
     with orbax_checkpoint.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=orbax_checkpoint.args.PyTreeSave(state))
-    run_of_twenty_steps(tmp_path)
+    short_run(tmp_path)
     assert any("contains only a train state" in text for text in warnings_logged())

@@ -1,4 +1,4 @@
-"""The notebooks run as they are, offline, and were saved with their outputs."""
+"""Tests that the notebooks run offline and unchanged, and were saved with their outputs."""
 
 import base64
 import functools
@@ -13,8 +13,8 @@ import pytest
 CHECK_FIRST = (pathlib.Path(__file__).parent / "programs" / "check_first.py").read_text()
 COMPILE_FAST = "import jax\njax.config.update('jax_disable_most_optimizations', True)"
 _COLABS = pathlib.Path(__file__).parents[1] / "colabs"
-_LARGEST_PICTURE = 60_000  # In bytes.
-_PATH_OF_A_MACHINE = re.compile(r"(?<![\w.<])/(?:dev|root|work|home|Users|tmp|usr|opt|var|mnt|srv|content)\b")
+_LARGEST_PICTURE = 60_000  # Bytes.
+_LOCAL_PATH = re.compile(r"(?<![\w.<])/(?:dev|root|work|home|Users|tmp|usr|opt|var|mnt|srv|content)\b")
 
 
 def _load_execute():
@@ -31,7 +31,7 @@ each_notebook = pytest.mark.parametrize("path", execute.notebooks(), ids=lambda 
 
 @functools.cache
 def executed(path):
-    """The notebook, executed once for all tests of this file; each run in it is checked first, without an alarm."""
+    """Executes a notebook once for all tests in this file. Each run is checked first, and must have no problems."""
     return execute.execute(path, first=f"{CHECK_FIRST}\ncheck_first()\n{COMPILE_FAST}")
 
 
@@ -44,13 +44,13 @@ def shown(notebook):
 
 
 def in_cell(name, cell_id):
-    """What one cell of a notebook shows as text, when it is executed."""
+    """Returns the text output of one cell of an executed notebook."""
     (cell,) = [cell for cell in executed(_COLABS / f"{name}.ipynb").cells if cell.id == cell_id]
     return "".join(execute.texts(cell))
 
 
 def pictures(notebook):
-    """The PNG files that a notebook shows, by cell."""
+    """Returns the PNG images that a notebook shows, by cell."""
     found = {}
     for cell in code_cells(notebook):
         for output in cell.outputs:
@@ -59,14 +59,14 @@ def pictures(notebook):
     return found
 
 
-def test_there_are_notebooks():
+def test_all_notebooks_are_found():
     assert {"custom_loop", "debugging", "loop_language", "quick_start", "resume_anywhere", "scaling"} <= {
         path.stem for path in execute.notebooks()
     }
 
 
 @each_notebook
-def test_runs_without_errors_and_without_noise(path):
+def test_notebook_runs_without_errors_or_stderr(path):
     outputs = [output for cell in code_cells(executed(path)) for output in cell.outputs]
     assert outputs
     assert not [output for output in outputs if output.output_type == "error"]
@@ -74,7 +74,7 @@ def test_runs_without_errors_and_without_noise(path):
 
 
 @each_notebook
-def test_was_saved_with_its_outputs(path):
+def test_notebook_was_saved_with_outputs(path):
     saved, fresh = nbformat.read(path, as_version=4), executed(path)
     nbformat.validate(saved)
     kinds = lambda notebook: {cell.id: [output.output_type for output in cell.outputs] for cell in code_cells(notebook)}
@@ -82,7 +82,7 @@ def test_was_saved_with_its_outputs(path):
 
 
 @each_notebook
-def test_was_saved_without_what_differs_from_run_to_run(path):
+def test_notebook_was_saved_in_normalized_form(path):
     saved = nbformat.read(path, as_version=4)
     assert set(saved.metadata) == {"kernelspec", "language_info"}
     assert not [cell.id for cell in saved.cells if cell.metadata]
@@ -99,12 +99,12 @@ def test_pictures_are_small(path):
 
 
 @each_notebook
-def test_names_no_path_of_a_machine(path):
+def test_notebook_contains_no_local_paths(path):
     found = {}
     for notebook in (nbformat.read(path, as_version=4), executed(path)):
         for cell in notebook.cells:
             for text in (cell.source, *execute.texts(cell)):
-                if _PATH_OF_A_MACHINE.search(text):
+                if _LOCAL_PATH.search(text):
                     found[cell.id] = text
     assert not found
 
@@ -118,7 +118,7 @@ def test_custom_loop_learns_and_resumes():
     assert accuracies[400] > 0.8
 
 
-def test_custom_loop_shows_the_error_of_a_state_used_twice():
+def test_custom_loop_shows_the_error_for_a_donated_state():
     assert "was already donated to" in shown(executed(_COLABS / "custom_loop.ipynb"))
 
 
@@ -134,7 +134,7 @@ def test_quick_start_shows_the_curves_and_the_digits():
     assert set(pictures(executed(_COLABS / "quick_start.ipynb"))) == {"plot", "predictions"}
 
 
-def test_quick_start_goes_on_where_it_stopped():
+def test_quick_start_resumes_where_it_stopped():
     assert "stopped at step 115" in in_cell("quick_start", "stop")
     text = in_cell("quick_start", "go-on")
     assert re.findall(r"^step (\d+)  eval", text, re.MULTILINE) == ["138", "161", "184", "207", "230"]
@@ -154,7 +154,7 @@ def test_loop_language_shows_when_schedules_fire():
     ]
 
 
-def test_loop_language_calls_back_when_it_says():
+def test_loop_language_runs_callbacks_on_schedule():
     said = r"^step (\d+): t\w+ accuracy (\d\.\d+)$"
     for cell_id, steps in {
         "loop": [100, 200, 250, 300, 400, 500],
@@ -184,14 +184,14 @@ def test_loop_language_shows_curves():
 
 @pytest.fixture(params=["saved", "executed"])
 def resume_anywhere(request):
-    """What a cell shows, in the notebook as it was saved and as it is executed now."""
+    """Returns the text output of a cell, in the saved and in the newly executed notebook."""
     path = _COLABS / "resume_anywhere.ipynb"
     notebook = nbformat.read(path, as_version=4) if request.param == "saved" else executed(path)
     cells = {cell.id: cell for cell in notebook.cells}
     return lambda cell_id: "".join(execute.texts(cells[cell_id]))
 
 
-def test_a_killed_run_ends_as_the_whole_one(resume_anywhere):
+def test_killed_run_matches_the_uninterrupted_one(resume_anywhere):
     assert "exit code -9\n" in resume_anywhere("kill")
     resumed_at = int(re.findall(r"Resumed at step (\d+)", resume_anywhere("resume"))[0])
     assert resumed_at in (75, 100) and "exit codes 0 0\n" in resume_anywhere("resume")
@@ -202,7 +202,7 @@ def test_a_killed_run_ends_as_the_whole_one(resume_anywhere):
     assert "False" not in resume_anywhere("rows")
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_sigterm_saves(resume_anywhere):
+def test_damaged_checkpoint_is_skipped_and_sigterm_saves(resume_anywhere):
     assert re.search(r"is changed: its CRC-32 is \w+, and \w+ was sealed", resume_anywhere("damage"))
     assert "Step 175 was restored instead." in resume_anywhere("damage") and "Resumed at step 175" in resume_anywhere(
         "damage"
@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_sigterm_saves(resume_anywhere):
     assert f", {last_step}]\n" in resume_anywhere("sigterm")
 
 
-def test_scaling_trains_alike_in_each_layout_and_shows_it():
+def test_scaling_trains_alike_in_each_layout():
     lines = in_cell("scaling", "train").splitlines()
     assert len(lines) == 5 and all(line.endswith("< 1e-5") for line in lines)
     assert "params/Dense_0/kernel          [64, 512]  float32  P(None, 'data')    16.0 KiB" in in_cell(
@@ -231,13 +231,13 @@ def test_scaling_trains_alike_in_each_layout_and_shows_it():
         assert said in errors
 
 
-def test_scaling_goes_on_after_a_process_was_killed():
+def test_scaling_resumes_after_a_process_is_killed():
     killed = in_cell("scaling", "kill")
     assert "Process 1 has failed: ended by SIGKILL" in killed and "checkpoints: [25" in killed
     assert re.search(r"step 100 on 4 devices, last loss 0\.0\d+\n", in_cell("scaling", "again"))
 
 
-def test_debugging_finds_the_mistakes_before_a_step_runs():
+def test_debugging_finds_mistakes_before_a_step_runs():
     text = in_cell("debugging", "check")
     assert text.startswith("2 errors, 3 warnings. Nothing was run")
     for said in ("-> bfloat16[10]", "'test/acuracy' is measured", "They end at step 22", "every(steps=1000)"):
@@ -245,14 +245,14 @@ def test_debugging_finds_the_mistakes_before_a_step_runs():
     assert in_cell("debugging", "run").startswith("No problem. ")
 
 
-def test_debugging_explains_what_is_compiled_again():
+def test_debugging_explains_recompilations():
     text = in_cell("debugging", "recompile")
     assert "  state/params/Dense_0/bias: float32[10] (weakly typed) -> float32[10]\n" in text
     assert "max_batch_shapes=3 is the limit" in text
     assert re.fullmatch(r"step 22, last loss \S+, without warnings\n", in_cell("debugging", "recompile-mended"))
 
 
-def test_debugging_finds_the_step_and_the_operation_that_made_nan():
+def test_debugging_finds_the_step_and_operation_that_produced_nan():
     assert "NonFiniteError: Step 14 is the first" in in_cell("debugging", "nan")
     assert "runs/1/failures/14/batches.npz" in in_cell("debugging", "nan")
     text = in_cell("debugging", "replay")
@@ -268,13 +268,13 @@ def test_debugging_finds_the_step_and_the_operation_that_made_nan():
         ("step 69  eval: loss 0.5  [1, 2]\n", "step 69  eval: loss 0.5  [1, 2]\n"),
     ],
 )
-def test_bars_are_saved_without_their_times(text, saved):
+def test_bars_are_saved_without_times(text, saved):
     cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=text)])
     notebook = execute.normalize(nbformat.v4.new_notebook(cells=[cell]))
     assert notebook.cells[0].outputs[0].text == saved
 
 
-def test_a_cell_that_raises_is_reported(tmp_path):
+def test_error_in_a_cell_is_raised(tmp_path):
     path = tmp_path / "broken.ipynb"
     cells = [nbformat.v4.new_code_cell("1 / 0")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
@@ -282,7 +282,7 @@ def test_a_cell_that_raises_is_reported(tmp_path):
         execute.execute(path)
 
 
-def test_an_unknown_name_is_an_error(capsys):
+def test_unknown_notebook_name_is_rejected(capsys):
     with pytest.raises(SystemExit):
         execute.main(["costum_loop"])
     assert "unknown notebook: costum_loop; choose from custom_loop" in capsys.readouterr().err

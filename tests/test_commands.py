@@ -17,7 +17,7 @@ from jaxloop import checkpoint, commands, every, examples
 
 
 class Commander:
-    """Data that gives commands when they are read: `{batch number: commands}`."""
+    """Data that sends commands when batches are read. `given` maps batch numbers to commands."""
 
     def __init__(self, workdir, given):
         self.workdir, self.given, self.read = workdir, given, []
@@ -34,7 +34,7 @@ class Commander:
 
 
 def train(workdir, given=None, total=60, *, saves_every=20, log_interval=None, more=(), **options):
-    """Trains, and returns the state, the outer loop and the outputs. A log point, every 5 steps, looks for commands."""
+    """Trains, and returns the state, the outer loop and the outputs. Log points, every 5 steps, read the commands."""
     step, state, _ = examples.tiny_regression()
     save = jaxloop.CheckpointAction(workdir, interval=every(steps=saves_every), keep=None)
     outer_loop = jaxloop.OuterLoop(
@@ -55,7 +55,7 @@ def leaves(state):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state))]
 
 
-def test_save_saves_after_the_next_log_point(tmp_path):
+def test_save_command_saves_after_the_next_log_point(tmp_path):
     train(tmp_path, {11: ["save"]}, saves_every=1000)
     (answer,) = commands.answers(tmp_path)
     assert (answer.command, answer.error) == ("save", None)
@@ -63,7 +63,7 @@ def test_save_saves_after_the_next_log_point(tmp_path):
     assert checkpoint.all_steps(tmp_path) == [answer.step]
 
 
-def test_stop_saves_and_ends_the_run_which_can_be_resumed(tmp_path):
+def test_stop_command_saves_and_ends_a_resumable_run(tmp_path):
     state, _, outputs = train(tmp_path, {11: ["stop"]})
     stopped_at = int(state.step)
     assert 12 <= stopped_at <= 17 and outputs[jaxloop.STOP_LOOP] and checkpoint.all_steps(tmp_path)[-1] == stopped_at
@@ -81,7 +81,7 @@ def printed(workdir, command):
     return stream.getvalue()
 
 
-def test_log_every_adds_a_row_at_once_and_then_at_its_steps(tmp_path):
+def test_log_every_adds_a_row_at_once_and_then_every_n_steps(tmp_path):
     _, outer_loop, _ = train(tmp_path, {12: ["log_every=20"]}, total=70)
     steps = [step for step, logs in rows(outer_loop) if "train" in logs]
     (answer,) = commands.answers(tmp_path)
@@ -120,7 +120,7 @@ def test_log_every_in_a_single_long_loop_counts_each_step_once(tmp_path):
     np.testing.assert_allclose(means, expected, rtol=1e-5)
 
 
-def test_an_action_declares_what_may_be_changed(tmp_path):
+def test_action_declares_the_options_that_commands_may_change(tmp_path):
     stopping = jaxloop.EarlyStoppingAction("loss", patience=1000, min_delta=10.0, interval=every(steps=1))
     state, _, _ = train(tmp_path, {11: ["early_stopping.patience=3"]}, more=[stopping])
     (answer,) = commands.answers(tmp_path)
@@ -131,7 +131,7 @@ def test_an_action_declares_what_may_be_changed(tmp_path):
     "command",
     ["foo", "save=3", "profile=0", "profile=x", "log_every=-1", "early_stopping.patience=0", "checkpoint.keep=3"],
 )
-def test_what_it_can_not_do_is_rejected_with_what_it_can_do(tmp_path, command):
+def test_invalid_command_is_rejected_with_a_list_of_valid_ones(tmp_path, command):
     stopping = jaxloop.EarlyStoppingAction("loss", patience=1000, interval=every(steps=1))
     state, outer_loop, _ = train(tmp_path, {11: [command]}, more=[stopping], total=30)
     (answer,) = commands.answers(tmp_path)
@@ -142,7 +142,7 @@ def test_what_it_can_not_do_is_rejected_with_what_it_can_do(tmp_path, command):
             assert known in answer.error
 
 
-def test_a_profile_of_the_next_steps(tmp_path):
+def test_profile_command_profiles_the_next_steps(tmp_path):
     train(tmp_path, {11: ["profile=3"]}, saves_every=10)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     checkpoint_after = checkpoint.all_steps(tmp_path)[-1]
@@ -153,7 +153,7 @@ def test_a_profile_of_the_next_steps(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 8}], ids=["single", "fused"])
 @pytest.mark.parametrize("kept", [20, 40])
-def test_a_killed_run_repeats_the_commands_after_its_checkpoint(tmp_path, options, kept):
+def test_killed_run_repeats_the_commands_after_its_checkpoint(tmp_path, options, kept):
     given = {13: ["log_every=7"], 24: ["checkpoint.interval=9", "early_stopping.patience=6"], 47: ["save", "profile=2"]}
     make = lambda: [jaxloop.EarlyStoppingAction("loss", patience=100, min_delta=10.0, interval=every(steps=3))]
     state, whole, _ = train(tmp_path / "whole", given, more=make(), total=80, **options)
@@ -172,8 +172,8 @@ def test_a_killed_run_repeats_the_commands_after_its_checkpoint(tmp_path, option
     assert commands.answers(tmp_path / "killed") == commands.answers(tmp_path / "whole")
 
 
-def hostile_files(directory, number):
-    """Makes a malformed or hostile command."""
+def make_hostile_file(directory, number):
+    """Creates a malformed or hostile command file."""
     path = directory / f"{2**62 + number}-{number:016x}.json"
     kinds = [
         lambda: path.write_bytes(b"\xff\xfe" * 50),
@@ -203,7 +203,7 @@ def test_hostile_commands_change_nothing(tmp_path):
         directory = tmp_path / "run" / "commands"
         directory.mkdir()
         for number in range(200):
-            hostile_files(directory, number)
+            make_hostile_file(directory, number)
 
     state, outer_loop, _ = train(tmp_path / "run", {7: [attack]}, total=100)
     assert leaves(state) == leaves(whole) and rows(outer_loop) == rows(plain)
@@ -211,7 +211,7 @@ def test_hostile_commands_change_nothing(tmp_path):
     assert len(found) >= 150 and all(answer.error for answer in found)
 
 
-def test_a_link_in_place_of_the_directory_is_not_followed(tmp_path):
+def test_symlink_in_place_of_the_command_directory_is_not_followed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / f"{2**62}-{0:016x}.json").write_text('{"command": "stop"}')
@@ -219,7 +219,7 @@ def test_a_link_in_place_of_the_directory_is_not_followed(tmp_path):
     assert int(state.step) == 60 and len(list(elsewhere.iterdir())) == 1
 
 
-def test_a_run_that_ended_takes_no_commands(tmp_path, capsys):
+def test_finished_run_rejects_commands(tmp_path, capsys):
     train(tmp_path, total=20)
     assert command_line.main(["tell", os.fspath(tmp_path), "save"]) == 1
     assert "has ended: finished" in capsys.readouterr().err
@@ -229,7 +229,7 @@ def test_a_run_that_ended_takes_no_commands(tmp_path, capsys):
         jaxloop.tell(tmp_path, "save now")
 
 
-def test_another_run_in_the_directory_does_not_repeat_them(tmp_path):
+def test_new_run_in_the_directory_does_not_repeat_commands(tmp_path):
     step, state, _ = examples.tiny_regression()
     for given in ({7: ["stop"]}, {}):
         outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=tmp_path, log_interval=every(steps=5))

@@ -1,4 +1,4 @@
-"""What is compiled: once, ahead where asked, and explained where it is done again."""
+"""Compilation: once per program, ahead of time on request, and with an explanation of each recompilation."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from jaxloop.stat_loop import ALL_STATS, STAT_MFU
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """The names of the programs that XLA compiles from now on."""
+    """The names of the programs that XLA compiles during the test."""
     names, compile_or_get_cached = [], jax._src.compiler.compile_or_get_cached
 
     def counting(backend, computation, *args, **kwargs):
@@ -57,14 +57,14 @@ def batches(number, rows=8):
     ]
 
 
-# Ahead ------------------------------------------------------------------------------------------------
+# Ahead of time ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize(
     "options", [{}, {"steps_per_dispatch": 4}, {"nan_policy": "raise"}, {"nan_policy": "skip", "steps_per_dispatch": 4}]
 )
-def test_what_was_compiled_ahead_is_what_the_loop_runs(options, devices, data_parallel, compilations):
+def test_loop_runs_the_program_compiled_ahead_of_time(options, devices, data_parallel, compilations):
     step, state = make(None if devices == 1 else data_parallel(devices))
     loop = jaxloop.TrainLoop(step, **options)
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batches(1)[0])
@@ -79,7 +79,7 @@ def test_what_was_compiled_ahead_is_what_the_loop_runs(options, devices, data_pa
     assert not any("run" in name or "fused" in name for name in compilations)
 
 
-def test_an_evaluation_is_compiled_ahead_too(compilations):
+def test_evaluation_can_be_compiled_ahead_of_time(compilations):
     step, state = make()
     loop = jaxloop.EvalLoop(step)
     loop.compile(state, batches(1)[0])
@@ -88,7 +88,7 @@ def test_an_evaluation_is_compiled_ahead_too(compilations):
     assert step.traces == traces == 1
 
 
-def test_a_run_compiles_once_for_training_and_once_for_evaluating():
+def test_run_compiles_once_for_training_and_once_for_evaluation():
     train_step, state = make()
     eval_step, _ = make()
     run = jaxloop.OuterLoop(jaxloop.TrainLoop(train_step), [jaxloop.EvalLoop(eval_step)])
@@ -99,7 +99,7 @@ def test_a_run_compiles_once_for_training_and_once_for_evaluating():
 # Flat states ------------------------------------------------------------------------------------------
 
 
-def test_the_leaves_of_a_flat_state_keep_their_names():
+def test_leaves_of_a_flat_state_keep_their_names():
     _, state = make()
     names = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     flat, count = FlatState.of(state)
@@ -110,7 +110,7 @@ def test_the_leaves_of_a_flat_state_keep_their_names():
 
 @pytest.mark.parametrize("devices", [None, 1, 8])
 @pytest.mark.parametrize("options", [{}, {"nan_policy": "skip"}, {"steps_per_dispatch": 4}])
-def test_a_loop_trains_as_its_step_does(options, devices, data_parallel):
+def test_loop_and_step_train_alike(options, devices, data_parallel):
     partitioner = devices and data_parallel(devices)
     step, state = make(partitioner)
     for batch in batches(10):
@@ -121,7 +121,7 @@ def test_a_loop_trains_as_its_step_does(options, devices, data_parallel):
     assert type(other) is type(state) and step.traces == 1 + ("steps_per_dispatch" in options)
 
 
-def test_arguments_of_jit_are_for_the_state_as_it_is():
+def test_jit_arguments_apply_to_the_unflattened_state():
     step, state = make()
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     step.compile(in_shardings=(jax.tree.map(lambda _: place, state), None))
@@ -129,7 +129,7 @@ def test_arguments_of_jit_are_for_the_state_as_it_is():
     assert int(state.step) == 10 and step.traces == 1
 
 
-def test_a_partitioner_of_ones_own_compiles_for_the_state_as_it_is():
+def test_custom_partitioner_gets_the_unflattened_state():
     seen = []
 
     class Mine(jaxloop.SingleDevicePartitioner):
@@ -147,24 +147,24 @@ def test_a_partitioner_of_ones_own_compiles_for_the_state_as_it_is():
     assert seen == [jaxloop.TrainState] * 2
 
 
-# What it costs ----------------------------------------------------------------------------------------
+# Cost -------------------------------------------------------------------------------------------------
 
 
-def test_the_cost_of_a_step_is_that_of_its_products():
+def test_cost_of_a_step_is_that_of_its_matrix_products():
     step, state = make()
     with pytest.raises(ValueError, match=r"is not compiled yet. Call step.cost_analysis\(state, batch\)"):
         step.cost_analysis()
     found = step.cost_analysis(state, batches(1, rows=4096)[0])
-    products = 2 * 2 * 4096 * 3  # Forward, and the gradient of the kernel; that of the inputs is not asked for.
+    products = 2 * 2 * 4096 * 3  # Forward pass and kernel gradient. The gradient of the inputs isn't needed.
     assert products <= found.flops <= 2.5 * products and found == step.cost_analysis()
     assert step.num_flops == found.flops
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert found.argument_bytes >= state_bytes + 4096 * 4 * 4
-    assert found.alias_bytes >= state_bytes - state.step.nbytes  # Which is not donated.
+    assert found.alias_bytes >= state_bytes - state.step.nbytes  # `state.step` isn't donated.
     assert found.peak_bytes >= found.argument_bytes and "KiB of a device's memory" in str(found)
 
 
-def test_the_utilization_is_operations_over_what_could_be_done(caplog):
+def test_mfu_is_achieved_flops_over_peak_flops(caplog):
     step, state = make()
     loop = jaxloop.TrainLoop(step, stat_names=ALL_STATS)
     loop.peak_flops_per_sec = 1e6
@@ -173,17 +173,17 @@ def test_the_utilization_is_operations_over_what_could_be_done(caplog):
     assert outputs[STAT_MFU] == pytest.approx(expected)
 
 
-def test_a_peak_that_is_not_known_is_said(caplog):
+def test_unknown_peak_flops_are_logged(caplog):
     step, state = make()
     _, outputs = jaxloop.TrainLoop(step, stat_names=[STAT_MFU])(state, batches(2))
     assert STAT_MFU not in outputs and "Set loop.peak_flops_per_sec" in caplog.text
     assert cost.peak_flops_per_sec("NVIDIA H100 PCIe") < cost.peak_flops_per_sec("NVIDIA H100 80GB HBM3")
 
 
-# Once more --------------------------------------------------------------------------------------------
+# Recompilation ----------------------------------------------------------------------------------------
 
 
-def test_another_dtype_of_the_batch_is_explained(caplog):
+def test_recompilation_for_a_different_batch_dtype_is_explained(caplog):
     step, state = make()
     data = batches(4)
     data[2]["y"] = data[2]["y"].astype(np.int32)
@@ -193,7 +193,7 @@ def test_another_dtype_of_the_batch_is_explained(caplog):
     assert "batch['y']: float32[8, 1] -> int32[8, 1]" in caplog.text and "state/" not in caplog.text
 
 
-def test_a_weakly_typed_leaf_of_the_state_is_explained(caplog):
+def test_recompilation_for_a_weakly_typed_leaf_is_explained(caplog):
     class Weak(Traced):
         def run(self, state, batch):
             self.traces += 1
@@ -205,7 +205,7 @@ def test_a_weakly_typed_leaf_of_the_state_is_explained(caplog):
     assert step.traces == 2 and "state/w: float32[] (weakly typed) -> float32[]" in caplog.text
 
 
-def test_a_short_batch_and_a_second_loop_need_no_explanation(caplog):
+def test_short_batch_and_second_loop_need_no_explanation(caplog):
     step, state = make()
     loop = jaxloop.TrainLoop(step)
     state, _ = loop(state, [*batches(3), *batches(1, rows=5)])
@@ -213,7 +213,7 @@ def test_a_short_batch_and_a_second_loop_need_no_explanation(caplog):
     assert step.traces == 2 and "once more" not in caplog.text
 
 
-def test_another_sharding_of_device_arrays_is_explained(caplog, data_parallel):
+def test_recompilation_for_a_different_sharding_is_explained(caplog, data_parallel):
     partitioner = data_parallel(8)
     step = Traced(
         jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, partitioner=partitioner, should_shard_batch=False
@@ -224,7 +224,7 @@ def test_another_sharding_of_device_arrays_is_explained(caplog, data_parallel):
     assert "batch['x'] from float32[8, 3] over P('data',) to float32[8, 3] over P()" in caplog.text
 
 
-# A cache ----------------------------------------------------------------------------------------------
+# Compilation cache ------------------------------------------------------------------------------------
 
 PROGRAM = """
 import json, sys, jax
@@ -240,7 +240,7 @@ print(json.dumps([sum(name.endswith(kind) for name in events) for kind in ("/cac
 """
 
 
-def test_a_second_start_compiles_nothing(tmp_path):
+def test_second_process_compiles_nothing(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     counts = []
     for _ in range(2):

@@ -33,7 +33,7 @@ ENTRY %main (x: (s32[], bf16[4,8]), y: f32[6], z: pred[5]) -> f32[6] {
 """
 
 
-def test_collectives_are_counted_as_often_as_they_run():
+def test_collectives_in_a_loop_are_counted_per_iteration():
     found = {each.kind: (each.count, each.bytes) for each in cost.collectives_of(PROGRAM)}
     assert found == {
         "all-gather": (3, 3 * 16 * 8 * 2),
@@ -69,12 +69,12 @@ def convolve(images, kernel):
     ],
     ids=["products", "convolution", "gradients of a convolution", "elementwise"],
 )
-def test_without_loops_there_are_as_many_flops_as_xla_counts(fn, args):
+def test_flops_without_loops_match_xla(fn, args):
     expected = jax.jit(fn).lower(*args).cost_analysis()["flops"]
     assert flops(fn, *args) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_body_counts_as_often_as_it_runs(data_parallel):
+def test_flops_of_a_loop_body_are_counted_per_iteration(data_parallel):
     once, mesh = 2 * 8**3, data_parallel(8).mesh
     product = lambda x: x @ x
     repeated = lambda x: jax.lax.scan(lambda x, _: (product(x), None), x, length=6)[0]
@@ -87,7 +87,7 @@ def test_a_body_counts_as_often_as_it_runs(data_parallel):
     assert flops(lambda x: x.astype(int) + 1, SQUARE) == 0
 
 
-def test_micro_batches_change_no_flops_and_fused_steps_count_as_many_times():
+def test_accumulation_keeps_the_flops_and_fusing_multiplies_them():
     batch = {"x": np.zeros([16, 128], np.float32), "y": np.zeros([16, 64], np.float32)}
     found = {}
     for accumulate in (1, 4):
@@ -107,7 +107,7 @@ def make_step(partitioner, **options):
     return jaxloop.LossStep(jax.random.key(0), nn.Dense(64), optax.sgd(1e-2, 0.9), partitioner, **options)
 
 
-def test_what_a_step_costs_is_known_without_a_state():
+def test_cost_of_a_step_can_be_computed_from_abstract_values():
     mesh = partition.create_mesh(data=-1)
     batch = {"x": np.zeros([16, 128], np.float32), "y": np.zeros([16, 64], np.float32)}
     spec = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
@@ -123,7 +123,7 @@ def test_what_a_step_costs_is_known_without_a_state():
         }
         assert step.cost_analysis(state, batch) == costs[type(partitioner)]
         assert partitioner.report(abstract).bytes_per_device == partitioner.report(state).bytes_per_device
-    # The gradients of the parameters, and a loss, go from each device to the others.
+    # The devices all-reduce the gradients of the parameters and the loss.
     reduced = costs[jaxloop.DataParallelPartitioner].collectives[0]
     assert reduced.kind == "all-reduce" and reduced.bytes >= (128 * 64 + 64) * 4
     assert "all-gather" in {each.kind for each in costs[jaxloop.FSDPPartitioner].collectives}
@@ -131,17 +131,17 @@ def test_what_a_step_costs_is_known_without_a_state():
     assert single.cost_analysis(single.abstract_state([1, 128]), spec).collectives == ()
 
 
-ROWS = 2**31  # 34 GB in all. XLA fails on larger axes in JAX 0.9.
-IN_ALL_WAYS = [
+ROWS = 2**31  # 34 GB in total. XLA fails on larger axes in JAX 0.9.
+SPEC_FORMS = [
     lambda spec: {name: jax.ShapeDtypeStruct(*each) for name, each in spec.items()},
     lambda spec: spec,
     lambda spec: {name: list(shape) for name, (shape, _) in spec.items()},
 ]
 
 
-@pytest.mark.parametrize("as_batch", IN_ALL_WAYS, ids=["structs", "pairs", "shapes"])
+@pytest.mark.parametrize("as_batch", SPEC_FORMS, ids=["structs", "pairs", "shapes"])
 @pytest.mark.parametrize("devices", [None, 8])
-def test_a_batch_that_no_memory_holds_is_compiled_for_by_its_shapes(as_batch, devices, data_parallel):
+def test_compiling_for_a_batch_spec_allocates_no_batch(as_batch, devices, data_parallel):
     class Regression(jaxloop.Step):
         def begin(self, state, batch):
             assert batch["x"].shape == (ROWS, 3) and batch["x"][5, 2] == 0

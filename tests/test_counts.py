@@ -1,4 +1,4 @@
-"""What a run costs, counted: reads of the devices, waits for them, dispatches, and what is alive."""
+"""Counts the device reads, the waits and the live arrays of a run."""
 
 import gc
 import itertools
@@ -12,7 +12,7 @@ from jaxloop import every, examples, metrics, never
 
 
 def long_run(steps, log, **options):
-    """Trains for so many steps, with everything on that a run has; logged at each `log`-th."""
+    """Trains for `steps` steps, with a log point every `log` steps."""
     step, state, batches = examples.tiny_regression()
     loop = jaxloop.TrainLoop(step, **options)
     run = jaxloop.OuterLoop(loop, log_interval=every(steps=log))
@@ -21,7 +21,7 @@ def long_run(steps, log, **options):
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 32}])
 @pytest.mark.parametrize(("steps", "log"), [(1000, 100), (3000, 300), (3000, 1000)])
-def test_a_run_reads_the_devices_when_it_logs(steps, log, options, reads):
+def test_run_reads_device_values_only_at_log_points(steps, log, options, reads):
     _, run = long_run(steps, log, **options)
     assert len(run.history) == steps / log
     assert reads() <= steps / log + 5
@@ -29,7 +29,7 @@ def test_a_run_reads_the_devices_when_it_logs(steps, log, options, reads):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often values were read from the devices so far."""
+    """Returns the number of times that device values have been read."""
     reads, fetch = [], metrics.fetch
 
     def counting(tree):
@@ -42,7 +42,7 @@ def reads(monkeypatch):
 
 
 @pytest.mark.parametrize(("log_interval", "most"), [(never(), 20), (100, 30), (1, 1010)])
-def test_the_end_of_a_loop_reads_the_devices_only_if_something_is_due(log_interval, most, reads):
+def test_end_of_a_loop_reads_device_values_only_if_something_is_due(log_interval, most, reads):
     step, state, batches = examples.tiny_regression()
     run = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=log_interval)
     run(state, itertools.cycle(batches), 10_000, 10, log_train_total_steps=False)
@@ -50,7 +50,7 @@ def test_the_end_of_a_loop_reads_the_devices_only_if_something_is_due(log_interv
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 32}])
-def test_as_much_is_alive_after_ten_thousand_steps_as_after_a_hundred(options):
+def test_number_of_live_arrays_does_not_grow(options):
     alive = {}
 
     class Count(jaxloop.Action):
@@ -64,7 +64,7 @@ def test_as_much_is_alive_after_ten_thousand_steps_as_after_a_hundred(options):
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 20])
-def test_the_host_is_no_further_ahead_than_it_may_be(most, monkeypatch):
+def test_max_steps_in_flight_limits_how_far_the_host_runs_ahead(most, monkeypatch):
     started, done, ahead = 0, 0, []
     waited_at, wait = [0], metrics.wait
     monkeypatch.setattr(metrics, "wait", lambda tree: waited_at.append(started) or wait(tree))
@@ -90,13 +90,13 @@ def test_the_host_is_no_further_ahead_than_it_may_be(most, monkeypatch):
     jaxloop.Loop(step, max_steps_in_flight=most)(state, batches())
     jax.effects_barrier()
     assert done == 200 and max(ahead) <= most
-    # A CPU may be as fast as the host: what bounds it is that it waits.
+    # A CPU may keep up with the host, so also check the waits, which enforce the limit.
     assert max(after - before for before, after in itertools.pairwise(waited_at)) <= most
     assert waited_at[-1] > 200 - most
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True])
-def test_how_far_ahead_is_a_positive_int(bad):
+def test_max_steps_in_flight_must_be_a_positive_int(bad):
     step, _, _ = examples.tiny_regression()
     for loop in (jaxloop.Loop, jaxloop.TrainLoop, jaxloop.EvalLoop):
         with pytest.raises((TypeError, ValueError), match="max_steps_in_flight must be a positive int or None"):

@@ -11,7 +11,7 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
 class Tensor:
-    """As much of a torch.Tensor as NumPy needs: on an accelerator, with a gradient."""
+    """The parts of a torch.Tensor that are needed here. By default it is on an accelerator and has a gradient."""
 
     __module__ = "torch"
 
@@ -37,13 +37,13 @@ class Tensor:
 
 
 class Parameter(Tensor):
-    """A subclass from elsewhere."""
+    """A subclass defined outside torch."""
 
     __module__ = "user"
 
 
 class DataLoader:
-    """As a torch DataLoader: each pass begins anew, with lists of tensors."""
+    """Like a torch DataLoader: each iteration starts over, and batches are lists of tensors."""
 
     def __iter__(self):
         return iter([[Tensor(batch["x"]), Tensor(batch["y"])] for batch in BATCHES])
@@ -61,19 +61,19 @@ def test_torch_tensors_become_numpy_arrays(make):
     assert_equal(data.numpy_batch(batch), {"a": x, "b": [y, (y, "text", None, 1)], "c": Pair(x, y)})
 
 
-def test_bfloat16_tensors_keep_their_type():
+def test_bfloat16_tensors_keep_their_dtype():
     converted = data.numpy_batch(Tensor(np.ones(3, np.float32), "torch.bfloat16"))
     assert converted.dtype == jnp.bfloat16 and converted.tolist() == [1, 1, 1]
 
 
-def test_other_leaves_are_left_alone():
+def test_other_leaves_are_unchanged():
     batch = {"device": jnp.ones(2), "host": np.ones(2), "number": 1.5, "object": object(), "set": {1}}
     converted = data.numpy_batch(batch)
     assert all(converted[name] is value for name, value in batch.items())
 
 
 class WithCall(list):
-    """Iterable and callable: a dataset, and no function."""
+    """Iterable and callable: it must be treated as a dataset, not as a function."""
 
     def __call__(self):
         raise AssertionError
@@ -92,22 +92,22 @@ class WithCall(list):
     ],
     ids=["list", "tuple", "iterator", "generator", "function", "generator function", "callable list"],
 )
-def test_any_iterable_is_run_through(make):
+def test_batches_accepts_any_iterable(make):
     assert list(data.batches(make())) == BATCHES
 
 
-def test_a_function_of_functions_is_refused():
+def test_function_that_returns_a_function_raises():
     with pytest.raises(TypeError, match="The dataset function <lambda> must return batches, got function"):
         data.batches(lambda: lambda: BATCHES)
 
 
-def test_a_data_loader_gives_numpy():
+def test_data_loader_yields_numpy_arrays():
     for _ in range(2):
         found = list(data.batches(DataLoader()))
         assert_equal(found, [[batch["x"], batch["y"]] for batch in BATCHES])
 
 
-def test_tensorflow_datasets_are_run_through():
+def test_batches_accepts_tensorflow_datasets():
     tf = pytest.importorskip("tensorflow")
     tfds = pytest.importorskip("tensorflow_datasets")
     dataset = tf.data.Dataset.from_tensor_slices({"x": np.arange(5, dtype=np.float32), "y": np.arange(5)}).batch(2)
@@ -122,7 +122,7 @@ def test_tensorflow_datasets_are_run_through():
         data.batches(tf.ones(3))
 
 
-def test_grain_datasets_are_run_through_and_keep_their_position():
+def test_batches_accepts_grain_datasets_and_keeps_their_position():
     grain = pytest.importorskip("grain")
     dataset = grain.MapDataset.source(list(range(10))).batch(4)
     loader = grain.DataLoader(
@@ -142,7 +142,7 @@ def test_grain_datasets_are_run_through_and_keep_their_position():
         assert next(iterator).tolist() == [0, 1, 2, 3]
 
 
-def test_batches_know_their_position():
+def test_batches_save_and_restore_their_position():
     iterator = data.batches(BATCHES)
     next(iterator)
     saved = iterator.get_state()
@@ -167,7 +167,7 @@ def test_batches_know_their_position():
         (lambda: BATCHES[0], r"got dict.*write \[batch\]"),
     ],
 )
-def test_what_is_no_dataset_is_refused(given, message):
+def test_non_dataset_raises(given, message):
     with pytest.raises(TypeError, match=f"(?s)A dataset must be an iterator or an iterable of batches, .*{message}"):
         data.batches(given)
 
@@ -183,20 +183,20 @@ def test_what_is_no_dataset_is_refused(given, message):
         (data.batches(BATCHES), True),
     ],
 )
-def test_whether_a_second_pass_would_be_empty(source, expected):
+def test_is_one_pass(source, expected):
     assert data.is_one_pass(source) is expected
 
 
-def test_peeking_loses_nothing():
-    drawn = []
-    source = (drawn.append(number) or number for number in range(3))
+def test_peek_loses_no_batch():
+    read = []
+    source = (read.append(number) or number for number in range(3))
     first, iterator = data.peek(source)
-    assert (first, drawn) == (0, [0])
+    assert (first, read) == (0, [0])
     again, same = data.peek(iterator)
-    assert again == 0 and same is iterator and drawn == [0]
+    assert again == 0 and same is iterator and read == [0]
     assert list(iterator) == [0, 1, 2]
 
 
-def test_peeking_at_no_data_says_so():
+def test_peek_at_an_empty_dataset_raises():
     with pytest.raises(ValueError, match="The dataset has no batch. An iterator can be read only once"):
         data.peek(iter([]))

@@ -1,4 +1,4 @@
-"""The demo does what it says: it learns, it resumes to the bit, and it reads 97.5% of the held-out digits."""
+"""Tests that the demo learns, resumes bit for bit, and reaches a test accuracy of 97.5%."""
 
 import contextlib
 import functools
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tests_of_short_runs():
-    # Optax raises floats to the power of an integer count, which strict promotion refuses.
+def evaluate_every_10_steps():
+    # Optax raises floats to integer powers, which strict dtype promotion rejects.
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(digits, "WHEN_TO_TEST", jaxloop.every(steps=10) | jaxloop.last())
         yield
@@ -52,15 +52,15 @@ def press_ctrl_c():
     signal.raise_signal(signal.SIGINT)
 
 
-def digits_interrupted_at(step, happening):
-    """The digits, but something happens when the batch after a step is drawn."""
+def digits_interrupted_at(step, callback):
+    """Returns a loader of the digits that calls `callback` when the batch after a step is read."""
 
     def load(batch_size, seed):
         data = load_digits(batch_size, seed)
 
         def batch_of(number):
             if number == step:
-                happening()
+                callback()
             return data.train_batches.make_batch(number)
 
         return data._replace(train_batches=jaxloop.from_index(batch_of))
@@ -70,8 +70,8 @@ def digits_interrupted_at(step, happening):
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """A short run from its start to its end: its directory, its state, what it printed; its directory after step 25."""
+def uninterrupted(tmp_path_factory):
+    """A short uninterrupted run: its directory, state and printed text, and a copy of its directory after step 25."""
     workdir, at_step_25 = tmp_path_factory.mktemp("unbroken"), tmp_path_factory.mktemp("killed")
     keep = lambda: shutil.copytree(workdir, at_step_25, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*tmp*"))
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -81,13 +81,13 @@ def unbroken(tmp_path_factory):
 
 
 def measured(workdir):
-    """What a run has measured, and after how many steps and samples."""
+    """Returns the steps, samples and logs of each row of the history."""
     history = jaxloop.History.load(workdir / "history.jsonl")
     return [(row.elapsed.steps, row.elapsed.samples, row.logs) for row in history]
 
 
 def assert_same_training(state, expected):
-    """Compares what training has come to, bit by bit."""
+    """Compares the step, parameters and optimizer state bit for bit."""
     for one, other in [
         (state.step, expected.step),
         (state.params, expected.params),
@@ -97,8 +97,8 @@ def assert_same_training(state, expected):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_a_short_run_learns_and_leaves_checkpoints_events_and_its_history(unbroken):
-    workdir, state, printed, _ = unbroken
+def test_short_run_learns_and_writes_checkpoints_events_and_history(uninterrupted):
+    workdir, state, printed, _ = uninterrupted
     history = jaxloop.History.load(workdir / "history.jsonl")
     assert history.collect("steps", "train.loss")[0] == [1, 10, 20, 30]
     steps, losses = history.collect("steps", "test.loss")
@@ -110,8 +110,8 @@ def test_a_short_run_learns_and_leaves_checkpoints_events_and_its_history(unbrok
     assert re.search(r"^30 steps in .* compiling, .*\.$", printed, re.MULTILINE)
 
 
-def test_a_finished_run_says_so_and_shows_its_result_and_its_curves_again(unbroken, capsys):
-    workdir, state, printed, _ = unbroken
+def test_rerunning_a_finished_run_shows_its_result_and_curves_again(uninterrupted, capsys):
+    workdir, state, printed, _ = uninterrupted
     curves = workdir / "learning_curves.png"
     drawn = curves.read_bytes()
     curves.unlink()
@@ -119,7 +119,7 @@ def test_a_finished_run_says_so_and_shows_its_result_and_its_curves_again(unbrok
     assert_same_training(again, state)
     shown = capsys.readouterr()
     assert "Finished at step 30." in shown.out
-    assert not shown.err  # No progress.
+    assert not shown.err  # No progress bar.
     line = f"test accuracy    {accuracy:.2%}"
     assert line in shown.out
     assert line in printed
@@ -127,9 +127,7 @@ def test_a_finished_run_says_so_and_shows_its_result_and_its_curves_again(unbrok
     assert curves.read_bytes() == drawn
 
 
-def test_a_run_that_was_broken_off_twice_ends_with_the_parameters_of_an_unbroken_one(
-    unbroken, tmp_path, monkeypatch, capsys
-):
+def test_run_interrupted_twice_matches_an_uninterrupted_one(uninterrupted, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(digits, "load_digits", digits_interrupted_at(0, press_ctrl_c))
         with pytest.raises(SystemExit, match="130"):
@@ -138,16 +136,16 @@ def test_a_run_that_was_broken_off_twice_ends_with_the_parameters_of_an_unbroken
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk has gone"):
         patch.setattr(digits, "load_digits", digits_interrupted_at(17, fail))
         run_short(tmp_path)
-    assert "Resumed at step 1." in capsys.readouterr().out  # Ctrl-C lets a step end.
+    assert "Resumed at step 1." in capsys.readouterr().out  # Ctrl-C lets the current step finish.
 
     state, _ = run_short(tmp_path)
 
     assert "Resumed at step 17." in capsys.readouterr().out
-    assert_same_training(state, unbroken.state)
+    assert_same_training(state, uninterrupted.state)
 
 
-def test_ctrl_c_in_the_last_evaluation_stops_the_run_and_the_next_one_evaluates(
-    unbroken, tmp_path, monkeypatch, capsys
+def test_ctrl_c_in_the_last_evaluation_stops_the_run_and_the_next_run_evaluates(
+    uninterrupted, tmp_path, monkeypatch, capsys
 ):
     class Interrupted(list):
         reads = 0
@@ -173,28 +171,28 @@ def test_ctrl_c_in_the_last_evaluation_stops_the_run_and_the_next_one_evaluates(
     state, _ = run_short(tmp_path)
 
     assert "Resumed at step 30." in capsys.readouterr().out
-    assert_same_training(state, unbroken.state)
-    assert measured(tmp_path) == measured(unbroken.workdir)
+    assert_same_training(state, uninterrupted.state)
+    assert measured(tmp_path) == measured(uninterrupted.workdir)
 
 
-def test_a_run_that_was_killed_ends_with_the_parameters_and_the_history_of_an_unbroken_one(unbroken, capsys):
-    assert measured(unbroken.at_step_25)[-1][0] == 20
+def test_killed_run_matches_an_uninterrupted_one(uninterrupted, capsys):
+    assert measured(uninterrupted.at_step_25)[-1][0] == 20
 
-    state, _ = run_short(unbroken.at_step_25)
+    state, _ = run_short(uninterrupted.at_step_25)
 
     assert re.search(r"Resumed at step [12]0\.", capsys.readouterr().out)
-    assert_same_training(state, unbroken.state)
-    assert measured(unbroken.at_step_25) == measured(unbroken.workdir)
+    assert_same_training(state, uninterrupted.state)
+    assert measured(uninterrupted.at_step_25) == measured(uninterrupted.workdir)
 
 
-def test_more_steps_train_a_finished_run_further(unbroken, tmp_path, capsys):
-    shutil.copytree(unbroken.workdir, tmp_path, dirs_exist_ok=True)
+def test_finished_run_can_be_extended(uninterrupted, tmp_path, capsys):
+    shutil.copytree(uninterrupted.workdir, tmp_path, dirs_exist_ok=True)
     state, _ = run_short(tmp_path, train_steps=31)
     assert state.step == 31
     assert "Resumed at step 30." in capsys.readouterr().out
 
 
-def test_the_split_is_that_of_scikit_learns_own_example():
+def test_split_matches_the_scikit_learn_example():
     images, labels = datasets.load_digits(return_X_y=True)
     _, images, _, labels = model_selection.train_test_split(images, labels, test_size=0.5, shuffle=False)
     (batch,) = digits.load_digits(batch_size=32, seed=0).test_batches
@@ -209,13 +207,13 @@ def test_the_split_is_that_of_scikit_learns_own_example():
         ("mnist", "tensorflow_datasets", "pip install tensorflow-cpu tensorflow-datasets"),
     ],
 )
-def test_a_missing_package_is_one_line_that_says_what_to_install(dataset, module, remedy, tmp_path, monkeypatch):
+def test_missing_package_error_says_what_to_install(dataset, module, remedy, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match=remedy):
         run_short(tmp_path, dataset=dataset)
 
 
-def test_mnist_comes_through_tensorflow_datasets(tmp_path):
+def test_mnist_is_loaded_from_tensorflow_datasets(tmp_path):
     import tensorflow_datasets as tfds
 
     with tfds.testing.mock_data(num_examples=40):
@@ -249,9 +247,9 @@ def test_ctrl_c_before_the_first_step_ends_with_one_message_and_exit_code_130(mo
     assert capsys.readouterr().out.startswith("Interrupted. Run the same command again to resume")
 
 
-def test_the_command_reads_the_held_out_digits_as_well_as_it_says(tmp_path):
+def test_command_reaches_the_documented_accuracy(tmp_path):
     command = [sys.executable, "-m", "jaxloop.examples.digits", "--workdir=runs/digits"]
-    # Without the number of threads that the tests set for their eight devices.
+    # Without NPROC, the number of threads that the tests set for their eight devices.
     env = {name: value for name, value in os.environ.items() if name != "NPROC"}
     finished = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr

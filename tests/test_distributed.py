@@ -1,4 +1,4 @@
-"""Several processes, each started by the launcher."""
+"""Runs with several processes, and their launcher."""
 
 import os
 import pathlib
@@ -21,12 +21,12 @@ PROGRAM, TOGETHER, DOORS = (
 )
 
 
-def of_process(place, output):
-    """What one of two processes has printed."""
+def output_of(place, output):
+    """Returns the output of one of two processes."""
     return re.sub(rf"^\[{1 - place}\].*\n", "", output, flags=re.MULTILINE)
 
 
-def test_several_processes_come_to_what_one_comes_to(tmp_path):
+def test_two_processes_match_one(tmp_path):
     found = {}
     for processes, devices in ((2, 2), (1, 1)):
         file = tmp_path / f"{processes}x{devices}.npz"
@@ -41,16 +41,16 @@ def test_several_processes_come_to_what_one_comes_to(tmp_path):
         np.testing.assert_allclose(two[f"{kind} losses"], single[f"{kind} losses"], rtol=1e-6, atol=1e-7)
 
 
-def test_where_one_process_fails_all_end_soon(tmp_path):
+def test_failure_of_one_process_ends_all(tmp_path):
     job, secs = launch(PROGRAM, tmp_path / "none.npz", "exception", processes=2)
-    assert job.returncode == 1 and secs < 40  # Of which it takes some to start.
+    assert job.returncode == 1 and secs < 40  # This includes the time to start.
     assert "Process 1 has failed: exit code 1" in job.stderr and "Process 0 has ended too" in job.stderr
     assert "[1] Process 1 of 2 ends with an exception." in job.stdout
     assert re.search(r"\[1\] OSError: the disk is gone\n\[1\] in the dataset, after step 20", job.stdout)
     assert "[0] jaxloop.distributed.ProcessError: Process 1 of 2 has failed" in job.stdout
 
 
-def test_what_runs_in_one_process_alone_says_so(tmp_path):
+def test_functional_loop_rejects_several_processes(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "from jaxloop import distributed, functional as jf\ndistributed.initialize()\njf.loop(0, [], tasks={}, stop=1)"
@@ -59,7 +59,7 @@ def test_what_runs_in_one_process_alone_says_so(tmp_path):
     assert job.returncode == 1 and "NotImplementedError: jf.loop supports one process only" in job.stdout
 
 
-def test_processes_with_data_of_different_length_end_together_and_count_each_example_once():
+def test_processes_with_uneven_data_end_together_and_count_each_example_once():
     job, _ = launch(TOGETHER, processes=2, devices=2)
     assert job.returncode == 0, job.stdout + job.stderr
     for place in range(2):
@@ -71,20 +71,20 @@ def test_processes_with_data_of_different_length_end_together_and_count_each_exa
         assert f"[{place}] uneven: ValueError: The processes have batches of 4, 2 rows for one step" in job.stdout
         assert f"[{place}] over one iterator [27, 27]\n" in job.stdout
         assert f"[{place}] exhausted: ValueError: The training dataset ended at step 9" in job.stdout
-        assert f"[{place}] seen 4 32\n[{place}] seen 8 64\n" in of_process(place, job.stdout)
+        assert f"[{place}] seen 4 32\n[{place}] seen 8 64\n" in output_of(place, job.stdout)
         assert f"[{place}] unnamed" not in job.stdout
         assert f"[{place}] another run: ValueError: The run is not the same in all processes" in job.stdout
     assert "  total_steps=100 -> total_steps=50" in job.stdout
 
 
-def test_all_processes_turn_back_from_a_spike_and_leave_the_same_batches_out(tmp_path):
+def test_all_processes_make_the_same_detour_after_a_spike(tmp_path):
     job, _ = launch(TOGETHER.parent / "detour.py", tmp_path, processes=2, devices=2)
     assert job.returncode == 0, job.stdout + job.stderr
     for place in range(2):
         assert f"[{place}] left out [38, 39, 40] True\n" in job.stdout
 
 
-def test_the_other_doors_in_two_processes(tmp_path):
+def test_fit_evaluation_and_nan_detection_in_two_processes(tmp_path):
     job, _ = launch(DOORS, tmp_path / "run", processes=2, devices=2)
     assert job.returncode == 0, job.stdout + job.stderr
     seen = set()
@@ -96,42 +96,42 @@ def test_the_other_doors_in_two_processes(tmp_path):
         assert f"[{place}] evaluated [30]\n" in job.stdout
         seen.update(re.findall(rf"\[{place}\] bad number in step 71 seen after step (\d+)\n", job.stdout))
     assert len(seen) == 1 and int(seen.pop()) < 71 + 64
-    assert len(list((tmp_path / "run").glob("events*"))) == 2  # Of two runs, by the first process.
+    assert len(list((tmp_path / "run").glob("events*"))) == 2  # One for each of two runs, written by the first process.
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """The final state of a run in which nothing happened."""
+def uninterrupted(tmp_path_factory):
+    """The final state of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("unbroken")
     job, _ = launch(JOB, directory, processes=2, devices=2)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert len(list(directory.glob("events*"))) == 1  # The first process alone writes.
+    assert len(list(directory.glob("events*"))) == 1  # Only the first process writes.
     assert (directory / "checkpoints" / "history.jsonl").read_text().count("\n") == 6
     return final_of(directory)
 
 
-def test_a_killed_process_ends_all_and_the_run_goes_on_in_another_layout_to_the_same_bits(unbroken, tmp_path):
+def test_run_with_a_killed_process_resumes_bit_identically_in_a_different_layout(uninterrupted, tmp_path):
     assert break_and_go_on(tmp_path, "kill", then=(1, 4)) == []
     final = final_of(tmp_path)
-    assert len(final) == 14 and all(np.array_equal(final[name], unbroken[name]) for name in unbroken)
+    assert len(final) == 14 and all(np.array_equal(final[name], uninterrupted[name]) for name in uninterrupted)
 
 
-def test_sigterm_in_one_process_has_all_save_the_same_step(tmp_path):
+def test_sigterm_in_one_process_makes_all_save_the_same_step(tmp_path):
     job, _ = launch(JOB, tmp_path, "--fault=term", "--in=0", processes=2, devices=2)
     steps = re.findall(r"Stopped by SIGTERM at step (\d+); saving its state", job.stdout)
     assert job.returncode == 143 and len(steps) == 2 and len(set(steps)) == 1
     assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == int(steps[0])
 
 
-def test_processes_with_different_versions_of_a_step_say_so_before_they_run_it(tmp_path):
+def test_different_versions_of_a_step_are_detected_before_it_runs(tmp_path):
     job, _ = launch(JOB, tmp_path, "--version=0.5", processes=2)
     assert job.returncode == 1
     assert "LossStep.run, with its model, loss and optimizer, is not the same in all processes." in job.stdout
     assert re.search(r"compiled program \w+, \d+ characters -> compiled program \w+", job.stdout)
 
 
-def joint(batches, **options):
-    """What draws in several processes, of which there is one."""
+def joint_reader(batches, **options):
+    """Returns the reader for several processes, in a single process."""
     count = lambda batch: len(batch["x"])
     options = {"secs": time.perf_counter, "fill_to": None, "until_all_processes_end": False, **options}
     options["before_reading"] = lambda: None
@@ -140,60 +140,60 @@ def joint(batches, **options):
     )
 
 
-def test_to_draw_together_is_to_draw_ahead_within_a_limit():
+def test_joint_reader_reads_ahead_within_a_limit():
     iterator = iter([{"x": np.full([4], number)} for number in range(100)])
-    draw = joint(iterator)
-    draw.begin(5, ahead=0)
-    drawn = [draw() for _ in range(5)]
-    assert [batch["x"][0] for batch in drawn] == [0, 1, 2, 3, 4] and draw.held == 0
-    assert [examples for examples, _ in draw.counted(5)] == [4] * 5
+    reader = joint_reader(iterator)
+    reader.begin(5, ahead=0)
+    read = [reader() for _ in range(5)]
+    assert [batch["x"][0] for batch in read] == [0, 1, 2, 3, 4] and reader.held == 0
+    assert [examples for examples, _ in reader.counted(5)] == [4] * 5
     assert next(iterator)["x"][0] == 5
-    draw.begin(None, ahead=0)
-    assert [draw()["x"][0] for _ in range(3)] == [6, 7, 8]
-    assert draw.held > 0 and next(iterator)["x"][0] == 9 + draw.held
+    reader.begin(None, ahead=0)
+    assert [reader()["x"][0] for _ in range(3)] == [6, 7, 8]
+    assert reader.held > 0 and next(iterator)["x"][0] == 9 + reader.held
 
 
-def test_what_ends_the_data_comes_after_the_last_batch():
+def test_joint_reader_raises_only_after_the_last_batch():
     def failing():
         yield {"x": np.zeros([4])}
         yield {"x": np.zeros([4])}
         raise OSError("the disk is gone")
 
-    draw = joint(failing())
-    draw.begin(None, ahead=0)
-    draw(), draw()
+    reader = joint_reader(failing())
+    reader.begin(None, ahead=0)
+    reader(), reader()
     with pytest.raises(OSError, match="the disk is gone") as raised:
-        draw()
+        reader()
     assert agreement.is_known_to_all_processes(raised.value) and not agreement.is_known_to_all_processes(OSError())
-    draw = joint([{"x": np.zeros([4])}])
-    draw.begin(None, ahead=0)
-    draw()
+    reader = joint_reader([{"x": np.zeros([4])}])
+    reader.begin(None, ahead=0)
+    reader()
     for _ in range(2):
         with pytest.raises(StopIteration):
-            draw()
+            reader()
 
 
-def test_a_signal_is_heeded_when_all_know_of_it():
+def test_signal_takes_effect_once_all_processes_know_of_it():
     with interrupt.Interruptible(defers=True) as requests:
-        draw = joint([{"x": np.zeros([4])}] * 100)
-        draw._requests = requests
-        draw.begin(None, ahead=0)
-        draw()
+        reader = joint_reader([{"x": np.zeros([4])}] * 100)
+        reader._requests = requests
+        reader.begin(None, ahead=0)
+        reader()
         signal.raise_signal(signal.SIGINT)
         assert not requests.requested
         while not requests.requested:
-            draw()
+            reader()
         assert requests.signal_name == "Ctrl-C"
 
 
-def test_texts_and_lines_of_one_process():
+def test_agreement_of_a_single_process():
     assert agreement.gather_texts("one") == ["one"]
     agreement.check_same("A run", ["one", "two"])
     job = agreement.Job(True)
     assert not job.any_stops(False) and job.any_stops(True) and job.from_first_process(True)
 
 
-def test_processes_find_each_other_by_the_variables_of_slurm(tmp_path):
+def test_initialize_uses_the_slurm_variables(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "from jaxloop import distributed\ndistributed.initialize()\nimport jax\n"
@@ -213,7 +213,7 @@ def test_processes_find_each_other_by_the_variables_of_slurm(tmp_path):
         assert f"process {place} of 2\n" in task.communicate(timeout=60)[0]
 
 
-def test_a_launcher_passes_on_output_and_the_exit_code(tmp_path):
+def test_launcher_forwards_output_and_exit_code(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os, sys; print(*sys.argv[1:], os.environ['JAX_NUM_CPU_DEVICES']); sys.exit(3)")
     job, _ = launch(program, "--flag=1", "word", processes=2, devices=5)
@@ -223,7 +223,7 @@ def test_a_launcher_passes_on_output_and_the_exit_code(tmp_path):
     assert job.returncode == 0 and "[0] Beautiful is better than ugly." in job.stdout
 
 
-def test_a_launcher_waits_for_a_process_and_not_for_what_it_leaves_behind(tmp_path):
+def test_launcher_does_not_wait_for_children_of_a_process(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import os, subprocess, sys, time\n"
@@ -237,7 +237,7 @@ def test_a_launcher_waits_for_a_process_and_not_for_what_it_leaves_behind(tmp_pa
     assert "Process 0 was still running 3 s later and was killed; it may have been hanging." in job.stderr
 
 
-def test_a_launcher_tells_a_process_that_is_killed_from_one_that_fails_because_of_it(tmp_path):
+def test_launcher_distinguishes_a_killed_process_from_one_that_fails_because_of_it(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import os, pathlib, signal, sys, time\n"
@@ -255,27 +255,27 @@ def test_a_launcher_tells_a_process_that_is_killed_from_one_that_fails_because_o
     assert "Process 0 has ended too: exit code 1." in job.stderr
 
 
-def test_once_jax_has_started_it_is_too_late():
+def test_initialize_after_jax_has_started_raises():
     jax.devices()
     with pytest.raises(RuntimeError, match="must be called before JAX starts, but JAX has already started"):
         distributed.initialize()
 
 
-def test_all_about_the_others_or_nothing():
+def test_initialize_requires_all_arguments_or_none():
     with pytest.raises(ValueError, match="or none of them, but got no num_processes, process_id"):
         distributed.initialize("localhost:1234")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGKILL, signal.SIGTERM])
-def test_with_a_launcher_end_its_processes_and_what_they_have_started(signum, tmp_path):
+def test_killing_the_launcher_ends_its_process_tree(signum, tmp_path):
     assert leaving.problems_of_killing(tmp_path / "job", signum) == []
 
 
 @pytest.mark.parametrize(("fault", "code"), [("sys_exit", 7), ("hang", 143)])
-def test_a_process_that_exits_or_hangs_ends_the_job(fault, code, tmp_path):
+def test_process_that_exits_or_hangs_ends_the_job(fault, code, tmp_path):
     job, _ = launch("--signal-secs=3", JOB, tmp_path, f"--fault={fault}", "--at=13", processes=2)
     ended = time.time() - (tmp_path / "fired").stat().st_mtime
     assert job.returncode == code, job.stdout + job.stderr
-    assert ended < 15  # JAX itself gives a process that is silent up after more.
+    assert ended < 15  # JAX itself waits longer before it gives up on a silent process.
     said = {"sys_exit": "Process 1 has failed: exit code 7.", "hang": "was still running 3 s after SIGTERM"}
     assert said[fault] in job.stderr

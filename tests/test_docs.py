@@ -1,4 +1,4 @@
-"""Each block of code in the documentation runs."""
+"""Tests that the code blocks of the documentation run."""
 
 import pathlib
 import re
@@ -16,16 +16,16 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def blocks(page):
-    """The blocks of Python code of a page: of what kind each is, and its text."""
+    """Returns the kind and the text of each Python block of a page."""
     return re.findall(r"```python ?([a-z]*)\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
 @each_page
-def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, capsys, checked_first, compile_fast):
+def test_code_blocks_of_a_page_run(page, tmp_path, monkeypatch, capsys, checked_first, compile_fast):
     monkeypatch.chdir(tmp_path)
     names = {}
     assert {kind for kind, _ in blocks(page)} <= {"", "continued", "program"}
-    with jax.numpy_dtype_promotion("standard"):  # As a user has it.
+    with jax.numpy_dtype_promotion("standard"):  # JAX's default.
         for kind, text in blocks(page):
             if kind != "program":
                 names = names if kind else {"__name__": "__main__"}
@@ -34,7 +34,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatc
 
 
 @each_page
-def test_the_programs_of_a_page_run_in_one_process_and_in_two(page, tmp_path):
+def test_programs_of_a_page_run_in_one_and_two_processes(page, tmp_path):
     for number, text in enumerate(text for kind, text in blocks(page) if kind == "program"):
         program = tmp_path / f"program_{number}.py"
         program.write_text(text)
@@ -54,9 +54,9 @@ def test_files_and_flags_that_a_page_names_are_there(page):
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
-def test_the_calls_that_the_page_about_the_inside_lists_are_those_of_a_run(tmp_path):
+def test_documented_call_traces_are_up_to_date(tmp_path):
     page = shutil.copy(traces.PAGE, tmp_path)
-    # In a process of its own, where nothing is remembered of other runs.
+    # In a new process, without anything cached by other runs.
     subprocess.run([sys.executable, traces.__file__, "--write", page], check=True)
     written = pathlib.Path(page).read_text()
     assert written == traces.PAGE.read_text(), "Run `python tests/programs/traces.py --write`."

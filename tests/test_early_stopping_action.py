@@ -15,7 +15,7 @@ from jaxloop.types import STOP_LOOP
 
 
 def stops_at(action, values, *, every_steps=100, state=None, samples_per_step=10):
-    """The step at which it stops of a run with these accuracies, a measurement each; None if it doesn't."""
+    """Calls the action with each accuracy in turn, and returns the step at which it stops, or None."""
     for index, value in enumerate(values):
         step = (index + 1) * every_steps
         outputs = {} if value is None else {"accuracy": value}
@@ -49,13 +49,13 @@ def stops_at(action, values, *, every_steps=100, state=None, samples_per_step=10
     ],
     ids=repr,
 )
-def test_it_stops_when_the_patience_is_over(options, values, stop):
+def test_stops_when_patience_runs_out(options, values, stop):
     action = EarlyStoppingAction("accuracy", **options)
     assert stops_at(action, values) == stop
     assert action.stopped is (stop is not None)
 
 
-def test_the_best_is_known():
+def test_best_value_is_available():
     action = EarlyStoppingAction("accuracy", patience=5)
     assert action.best is None and action.best_elapsed is None
     stops_at(action, [0.5, 0.8, 0.7, 0.8])
@@ -82,13 +82,13 @@ def test_the_best_is_known():
         ({"patience": 9}, [0.5, -math.inf], "accuracy is -inf."),
     ],
 )
-def test_why_it_stopped_is_said_in_a_sentence(options, values, sentence, logs):
+def test_reason_for_stopping_is_logged(options, values, sentence, logs):
     stop = stops_at(EarlyStoppingAction("accuracy", **options), values)
     assert stop == 100 * len(values)
     assert logs.messages == [f"Stopped at step {stop}: {sentence}"]
 
 
-def test_a_metric_of_an_evaluation_is_found_in_the_history():
+def test_eval_metric_is_read_from_the_history():
     action, history = EarlyStoppingAction("test/accuracy", patience=2), History()
     for step in range(50, 500, 50):
         elapsed, outputs = Elapsed(step), {"accuracy": 0.1 * step}
@@ -99,11 +99,11 @@ def test_a_metric_of_an_evaluation_is_found_in_the_history():
         if outputs.get(STOP_LOOP):
             break
     assert step == 400 and action.best_elapsed == Elapsed(200)
-    assert EarlyStoppingAction.runs_last  # For the evaluations of the step to be there.
+    assert EarlyStoppingAction.runs_last  # So that the evaluations of the step have finished.
 
 
 def states():
-    """States of the steps 100, 200, ..., each of which takes over the memory of the one before."""
+    """Yields the states of steps 100, 200, ..., and deletes the previous one, as a train step does."""
     _, state, _ = examples.tiny_regression()
     state = state.replace(collections={"rngs": jax.random.key(3), "name": "static"})
     for step in range(100, 1000, 100):
@@ -125,7 +125,7 @@ def run_over_states(action, values):
 
 
 @pytest.mark.parametrize("values", [[0.5, 0.8, 0.7, 0.6], [0.5, 0.8, 0.7], [0.5, 0.8, math.nan]], ids=repr)
-def test_the_state_of_the_best_comes_back_however_the_run_ends(values):
+def test_restore_best_returns_the_best_state_however_the_run_ends(values):
     action = EarlyStoppingAction("accuracy", patience=2, restore_best=True)
     kernels, state = run_over_states(action, values)
     best = action.finish(state)
@@ -134,13 +134,13 @@ def test_the_state_of_the_best_comes_back_however_the_run_ends(values):
     assert best.collections["rngs"] == jax.random.key(3) and best.collections["name"] == "static"
 
 
-def test_without_restore_best_the_newest_state_comes_back():
+def test_without_restore_best_the_newest_state_is_returned():
     action = EarlyStoppingAction("accuracy", patience=2)
     _, state = run_over_states(action, [0.5, 0.8, 0.7])
     assert action.finish(state) is state
 
 
-def test_the_copy_keeps_its_place_on_the_mesh(data_parallel):
+def test_copy_of_the_best_state_keeps_its_sharding(data_parallel):
     _, state, _ = examples.tiny_regression(partitioner=data_parallel(8))
     action = EarlyStoppingAction("accuracy", patience=2, restore_best=True)
     action(state, {"accuracy": 0.5}, step_num=1)
@@ -149,7 +149,7 @@ def test_the_copy_keeps_its_place_on_the_mesh(data_parallel):
     assert best.params["kernel"].sharding == state.params["kernel"].sharding
 
 
-def test_a_resumed_run_goes_on_with_its_patience():
+def test_resume_restores_the_patience():
     values = [0.5, 0.8, 0.7, 0.6, 0.5]
     whole = EarlyStoppingAction("accuracy", patience=3)
     assert stops_at(whole, values) == 500
@@ -164,7 +164,7 @@ def test_a_resumed_run_goes_on_with_its_patience():
         assert resumed.state_dict() == whole.state_dict()
 
 
-def test_after_a_resume_a_missing_copy_is_said(warnings_logged):
+def test_missing_copy_after_a_resume_warns(warnings_logged):
     action, resumed = (EarlyStoppingAction("accuracy", patience=3, restore_best=True) for _ in range(2))
     _, state, _ = examples.tiny_regression()
     action(state, {"accuracy": 0.8}, step_num=100)
@@ -177,21 +177,21 @@ def test_after_a_resume_a_missing_copy_is_said(warnings_logged):
     assert resumed.finish(state) is not state  # The new best has a copy.
 
 
-def test_the_state_dict_of_another_action_is_refused():
+def test_state_dict_of_a_different_action_raises():
     with pytest.raises(ValueError, match=r"remembers \['best', .*, and was given \['traces'\]: of another action?"):
         EarlyStoppingAction("loss", patience=3).load_state_dict({"traces": 1})
 
 
-def test_the_next_run_begins_anew():
+def test_next_run_starts_over():
     action = EarlyStoppingAction("accuracy", patience=2)
     assert stops_at(action, [0.9, 0.8, 0.8]) == 300
     action.finish(None)
-    assert action.stopped and action.best == 0.9  # To be asked after the run.
+    assert action.stopped and action.best == 0.9  # Still available after the run.
     assert stops_at(action, [0.5, 0.4, 0.4]) == 300 and action.best == 0.5
-    assert stops_at(action, [0.3, 0.2]) is None and action.best == 0.3  # The run before was interrupted.
+    assert stops_at(action, [0.3, 0.2]) is None and action.best == 0.3  # The previous run was interrupted.
 
 
-def test_an_action_that_never_saw_its_metric_says_so(warnings_logged):
+def test_metric_that_was_never_measured_warns(warnings_logged):
     action, history = EarlyStoppingAction("test/accuracy", patience=2, interval=always()), History()
     for step in (100, 200):
         action(None, {"loss": 1.0}, step_num=step, elapsed=Elapsed(step), history=history)
@@ -199,7 +199,7 @@ def test_an_action_that_never_saw_its_metric_says_so(warnings_logged):
     assert "test/accuracy was not measured at any of its calls. Let its interval coincide" in warnings_logged()[0]
 
 
-def test_a_begin_action_can_not_stop():
+def test_begin_action_cannot_stop():
     action, history = EarlyStoppingAction("accuracy", patience=1), History()
     for step in (1, 2):
         history.commit(Elapsed(step), {"test": {"accuracy": 0.5}})
@@ -224,18 +224,18 @@ def test_a_begin_action_can_not_stop():
         ({"patience": 1, "interval": 0}, ValueError, "interval must be a positive int, or a schedule"),
     ],
 )
-def test_wrong_options_are_refused(options, error, message):
+def test_invalid_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         EarlyStoppingAction("loss", **options)
 
 
-def test_its_repr_names_metric_and_patience():
+def test_repr_shows_metric_and_patience():
     assert repr(EarlyStoppingAction("loss", patience=3)) == "EarlyStoppingAction('loss', patience=3, interval=1)"
     action = EarlyStoppingAction("loss", after(steps=10), interval=every(5))
     assert repr(action) == "EarlyStoppingAction('loss', patience=after(steps=10), interval=every(steps=5))"
 
 
-def test_a_check_points_out_an_interval_that_leaves_too_few_measurements_to_stop():
+def test_check_reports_an_interval_with_too_few_measurements_to_stop():
     def run(**options):
         step, state, batches = examples.tiny_regression(num_batches=40)
         evaluated = jaxloop.EvalLoop(examples.tiny_regression(train=False)[0])
@@ -254,7 +254,7 @@ def test_a_check_points_out_an_interval_that_leaves_too_few_measurements_to_stop
     assert report.startswith("No problem") and steps == 16
 
 
-def test_the_own_output_of_a_loop_is_monitored_where_others_have_its_name():
+def test_monitor_prefers_the_output_of_its_own_loop():
     step, state, batches = examples.tiny_regression(num_batches=40)
     stopping = EarlyStoppingAction("loss", patience=2, min_delta=1e9)
     evaluation = jaxloop.EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[stopping])

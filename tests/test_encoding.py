@@ -1,4 +1,4 @@
-"""Values as JSON."""
+"""Encoding of values as JSON."""
 
 import json
 
@@ -34,20 +34,20 @@ def same(one, two):
         np.array(3, np.int32),
     ],
 )
-def test_through_json_a_value_comes_back_to_the_last_bit(value):
+def test_json_round_trip_is_bit_exact(value):
     through_json = json.loads(json.dumps(encoding.encode(value), allow_nan=False))
     assert same(encoding.decode(through_json), value)
 
 
-def test_an_array_of_jax_comes_back_as_one_of_numpy():
+def test_jax_array_is_decoded_as_numpy_array():
     assert same(encoding.decode(encoding.encode({"x": jnp.ones(3)})), {"x": np.ones(3, np.float32)})
 
 
-def test_a_decoded_array_can_be_written_to():
+def test_decoded_array_is_writable():
     encoding.decode(encoding.encode(np.zeros(3)))[0] = 1
 
 
-def test_thousands_of_losses_take_little_more_than_their_bytes():
+def test_list_of_scalars_is_encoded_compactly():
     losses = [np.float32(number / 7) for number in range(10_000)]
     assert len(json.dumps(encoding.encode(losses))) < 1.4 * 4 * len(losses)
 
@@ -61,11 +61,11 @@ def test_thousands_of_losses_take_little_more_than_their_bytes():
         ({3}, "of type set. Use numbers, strings"),
     ],
 )
-def test_what_json_cannot_hold_is_refused_with_its_place(value, message):
+def test_unsupported_value_raises_with_its_path(value, message):
     with pytest.raises(TypeError, match=message):
         encoding.encode(value)
 
 
-def test_other_json_is_refused():
+def test_decoding_unknown_json_raises():
     with pytest.raises(ValueError, match="a dict with the keys \\['__reduce__'\\]"):
         encoding.decode({"__reduce__": ["os.system", "true"]})

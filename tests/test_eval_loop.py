@@ -28,7 +28,7 @@ def short_batches(num_examples, batch_size):
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("num_examples", [1, 7, 8, 13, 16, 17, 24])
-def test_the_mean_is_exact_when_the_last_batch_is_short(devices, num_examples, data_parallel):
+def test_mean_is_exact_with_a_short_last_batch(devices, num_examples, data_parallel):
     tiny, state, _ = examples.tiny_regression(partitioner=data_parallel(devices))
     x, y, batches = short_batches(num_examples, batch_size=8)
     kernel, bias = (np.asarray(state.params[name], np.float64) for name in ("kernel", "bias"))
@@ -41,15 +41,15 @@ def test_the_mean_is_exact_when_the_last_batch_is_short(devices, num_examples, d
     assert summary["clu"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_evaluation_can_not_change_the_state():
-    step, state, batches = examples.tiny_regression()  # Its run makes an update.
+def test_evaluation_does_not_change_the_state():
+    step, state, batches = examples.tiny_regression()  # Its `run` makes an update.
     before = jax.device_get(state)
     same_state, _ = EvalLoop(step)(state, batches)
     assert same_state is state
     jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
-def test_evaluation_between_train_loops_changes_no_bit(assert_same):
+def test_evaluation_does_not_affect_training(assert_same):
     def train(evaluates):
         step, state, batches = examples.tiny_regression()
         train_loop, eval_loop = TrainLoop(step), EvalLoop(step)
@@ -62,34 +62,34 @@ def test_evaluation_between_train_loops_changes_no_bit(assert_same):
     assert_same(train(True), train(False))
 
 
-def test_asking_for_a_new_state_is_refused():
+def test_return_state_from_step_raises():
     step, state, batches = examples.tiny_regression()
     with pytest.raises(ValueError, match="an evaluation can't change the state"):
         EvalLoop(step)(state, batches, return_state_from_step=True)
 
 
-def test_an_endless_dataset_is_said_out_loud(warnings_logged):
+def test_endless_dataset_warns(warnings_logged):
     step, state, batches = examples.tiny_regression(train=False)
-    endless = itertools.islice(itertools.cycle(batches), 120)  # For the test to end.
+    endless = itertools.islice(itertools.cycle(batches), 120)  # Finite, so that the test ends.
     EvalLoop(step, endless_after=100)(state, endless)
     assert len(warnings_logged()) == 1
     assert "has run more than 100 steps without reaching the end" in warnings_logged()[0]
     assert "num_steps" in warnings_logged()[0]
 
 
-def test_a_dataset_of_many_steps_that_was_asked_for_is_not(warnings_logged):
+def test_num_steps_prevents_the_endless_dataset_warning(warnings_logged):
     step, state, batches = examples.tiny_regression(train=False)
     EvalLoop(step, endless_after=10)(state, batches, num_steps=20)
     assert warnings_logged() == []
 
 
-def test_a_step_in_training_mode_is_said(warnings_logged):
+def test_step_in_training_mode_warns(warnings_logged):
     tiny, _, _ = examples.tiny_regression()
     EvalLoop(ErrorStep(tiny.base_prng, tiny.model, tiny.optimizer, train=True))
     assert "a step with train=True" in warnings_logged()[0]
 
 
-def test_one_compilation_serves_a_whole_evaluation():
+def test_evaluation_compiles_once():
     traces = []
     tiny, state, _ = examples.tiny_regression()
     step = ErrorStep(tiny.base_prng, tiny.model)

@@ -19,7 +19,7 @@ PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
 
 @pytest.mark.parametrize(("api", "kinds"), [("objects", ["at_once", "flushed"]), ("functions", ["at_once"])])
-def test_after_sigkill_tensorboard_shows_each_point_once(api, kinds, tmp_path):
+def test_tensorboard_shows_each_point_once_after_sigkill(api, kinds, tmp_path):
     command = [sys.executable, PROGRAMS / "summaries.py"]
     killed = [subprocess.Popen([*command, tmp_path / kind, api, kind]) for kind in kinds]
     summaries.run(tmp_path / "whole", api=api)
@@ -32,7 +32,7 @@ def test_after_sigkill_tensorboard_shows_each_point_once(api, kinds, tmp_path):
     assert resumed == [whole] * len(kinds)
 
 
-def test_files_made_within_a_second_or_by_a_clock_that_was_wrong_are_read_in_their_order(tmp_path):
+def test_files_with_equal_or_wrong_timestamps_are_read_in_order(tmp_path):
     for step in (1, 2):
         with contextlib.closing(actions.default_writer(tmp_path)) as writer:
             writer.write_scalars(step, {"loss": 0.5})
@@ -44,8 +44,8 @@ def test_files_made_within_a_second_or_by_a_clock_that_was_wrong_are_read_in_the
     assert summaries.points_in(tmp_path)[0]["loss"][1:] == [[2, "0.25"]]
 
 
-def test_writers_of_one_directory_make_a_file_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(type(epath.Path(tmp_path)), "iterdir", lambda self: iter(()))  # None sees that of the other.
+def test_concurrent_writers_create_separate_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "iterdir", lambda self: iter(()))  # Neither sees the other's file.
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             writer = stack.enter_context(contextlib.closing(actions.default_writer(tmp_path)))
@@ -61,23 +61,23 @@ def test_writers_of_one_directory_make_a_file_each(tmp_path, monkeypatch):
         {"file": 3, "begins": 0, "ends": 10},
     ],
 )
-def test_a_position_that_no_writer_gave_is_rejected(position, tmp_path):
+def test_invalid_position_is_rejected(position, tmp_path):
     with contextlib.closing(actions.default_writer(tmp_path)) as writer:
         writer.write_scalars(1, {"loss": 0.5})
         with pytest.raises(ValueError, match="is not a position in an event file"):
             writer.resume(1, position)
 
 
-def test_a_writer_that_nobody_closed_closes_its_file_when_it_is_garbage(tmp_path):
+def test_unclosed_writer_closes_its_file_when_garbage_collected(tmp_path):
     for is_in_a_cycle in (False, True):
         writer = actions.default_writer(tmp_path)
         writer.write_scalars(1, {"loss": 0.5})
         writer.itself = writer if is_in_a_cycle else None
         del writer
-        gc.collect()  # A file that is still open warns here, which fails the test.
+        gc.collect()  # A file that is still open causes a warning here, which fails the test.
 
 
-def test_an_event_that_can_not_be_written_raises_with_the_path_of_the_file(tmp_path):
+def test_failed_write_raises_with_the_path(tmp_path):
     with contextlib.closing(actions.default_writer(tmp_path)) as writer:
         writer.write_scalars(1, {"loss": 0.5})
         (path,) = tmp_path.iterdir()
@@ -94,7 +94,7 @@ def test_an_event_that_can_not_be_written_raises_with_the_path_of_the_file(tmp_p
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [3, "0.25"]]
 
 
-def test_a_flush_waits_for_the_disk_and_a_file_that_was_closed_is_opened_again(tmp_path, monkeypatch):
+def test_flush_syncs_to_disk_and_a_closed_file_is_reopened(tmp_path, monkeypatch):
     synced, writer = [], actions.default_writer(tmp_path)
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     for step in (1, 2):
@@ -106,7 +106,7 @@ def test_a_flush_waits_for_the_disk_and_a_file_that_was_closed_is_opened_again(t
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.5"]]
 
 
-def test_an_earlier_file_that_is_gone_is_reported_and_its_step_stays(tmp_path, logs):
+def test_missing_earlier_file_is_reported_and_its_step_is_kept(tmp_path, logs):
     with contextlib.closing(actions.default_writer(tmp_path)) as writer:
         for step in (1, 2, 3):
             writer.write_scalars(step, {"loss": float(step)})
@@ -116,7 +116,7 @@ def test_an_earlier_file_that_is_gone_is_reported_and_its_step_stays(tmp_path, l
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "1.0"], [2, "2.0"]]
 
 
-def test_an_earlier_file_that_is_damaged_is_reported(tmp_path, logs):
+def test_damaged_earlier_file_is_reported(tmp_path, logs):
     with contextlib.closing(actions.default_writer(tmp_path)) as writer:
         writer.write_scalars(1, {"loss": 0.5})
         position = writer.position()
@@ -126,8 +126,8 @@ def test_an_earlier_file_that_is_damaged_is_reported(tmp_path, logs):
     assert "TensorBoard may miss points of step 1" in logs.text
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of TensorFlow's.
-def test_writers_of_clu_hide_the_points_after_the_checkpoint(tmp_path):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Raised by TensorFlow.
+def test_clu_writer_hides_the_points_after_the_checkpoint(tmp_path):
     pytest.importorskip("tensorflow")
     from clu import metric_writers
 
@@ -144,7 +144,7 @@ def test_writers_of_clu_hide_the_points_after_the_checkpoint(tmp_path):
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.0"], [2, "0.0"], [3, "2.0"], [4, "2.0"]]
 
 
-def test_an_action_of_yours_has_written_all_before_a_checkpoint_is_saved(tmp_path):
+def test_custom_action_is_flushed_before_a_checkpoint(tmp_path):
     class Queueing(actions.Action):
         queued, written = 0, 0
 

@@ -1,4 +1,4 @@
-"""An exported model gives the same outputs in a process that has neither jaxloop nor its code."""
+"""Tests that an exported model gives the same outputs without jaxloop and the model's code."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def loss(outputs, batch):
     return outputs.mean(-1)
 
 
-def call_elsewhere(path, tmp_path, **inputs):
+def call_in_new_process(path, tmp_path, **inputs):
     np.savez(tmp_path / "inputs.npz", **inputs)
     command = [sys.executable, "-I", "-c", PROGRAM, path, tmp_path / "inputs.npz", tmp_path / "outputs.npy"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -66,7 +66,7 @@ IMAGES = np.random.default_rng(0).normal(size=[5, 8, 8, 1]).astype(np.float32)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx", "bfloat16", "fsdp"])
-def test_another_process_computes_the_same_outputs_for_any_batch_size(kind, tmp_path):
+def test_exported_model_gives_the_same_outputs_in_a_new_process(kind, tmp_path):
     options = {"nnx_model_args": ()} if kind == "nnx" else {}
     options |= {"compute_dtype": jnp.bfloat16} if kind == "bfloat16" else {}
     if kind == "fsdp":
@@ -75,28 +75,28 @@ def test_another_process_computes_the_same_outputs_for_any_batch_size(kind, tmp_
     state = step.initialize_model([1, 8, 8, 1], **({} if kind == "nnx" else {"train": False}))
     path = tmp_path / "model.jaxexport"
     path.write_text("an older file")
-    with jax.numpy_dtype_promotion("standard"):  # As Flax's BatchNorm needs it in bfloat16.
+    with jax.numpy_dtype_promotion("standard"):  # Needed by Flax's BatchNorm in bfloat16.
         jaxloop.export(step, state, [1, 8, 8, 1], path)
         expected = step.predict(state, [{"x": IMAGES}])
-    outputs, platforms = call_elsewhere(path, tmp_path, x=IMAGES)
+    outputs, platforms = call_in_new_process(path, tmp_path, x=IMAGES)
     assert platforms == ["cpu", "cuda", "tpu"]
     tolerance = 1e-2 if kind == "bfloat16" else 1e-5  # Versions of XLA round intermediate values differently.
     np.testing.assert_allclose(outputs, expected, rtol=tolerance, atol=tolerance / 10)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["inputs.npz", "model.jaxexport", "outputs.npy"]
 
 
-def test_inputs_by_name_and_a_fixed_batch_size(tmp_path):
+def test_named_inputs_and_a_fixed_batch_size(tmp_path):
     step = jaxloop.LossStep(jax.random.key(0), TwoInputs(), loss=loss)
     spec = {"number": [1], "x": [1, 3]}
     state = step.initialize_model(spec)
     jaxloop.export(step, state, spec, tmp_path / "model", batch_size=2, platforms=["cpu"])
     inputs = {"number": np.float32([2, 3]), "x": np.ones([2, 3], np.float32)}
-    outputs, platforms = call_elsewhere(tmp_path / "model", tmp_path, **inputs)
+    outputs, platforms = call_in_new_process(tmp_path / "model", tmp_path, **inputs)
     assert platforms == ["cpu"]
     np.testing.assert_allclose(outputs, state.apply_fn(state.variables, **inputs), rtol=1e-6)
 
 
-def test_a_model_that_needs_a_batch_size_raises_an_error_that_says_so(tmp_path):
+def test_error_suggests_batch_size_if_the_model_needs_it(tmp_path):
     model = (lambda key, x: jnp.ones(3), lambda params, x: x @ jnp.ones([3, x.shape[0] // 2 + 1]))
     step = jaxloop.LossStep(jax.random.key(0), model, loss=loss)
     state = step.initialize_model([1, 3])

@@ -1,4 +1,4 @@
-"""The flight recorder: a step that failed is run again from what was written down."""
+"""The flight recorder, which records a failed step for replay."""
 
 import json
 
@@ -21,7 +21,7 @@ def fail(outer_loop, state, data, error: type[Exception] = FloatingPointError, *
     return raised.value
 
 
-def test_a_step_is_replayed_from_a_checkpoint_bit_for_bit(data_parallel, tmp_path, logs):
+def test_failed_step_is_replayed_from_a_checkpoint(data_parallel, tmp_path, logs):
     step, state = make(1, data_parallel)
     data = batches(40, {33})
     action = jaxloop.CheckpointAction(tmp_path / "checkpoints", interval=jaxloop.every(steps=10))
@@ -31,7 +31,7 @@ def test_a_step_is_replayed_from_a_checkpoint_bit_for_bit(data_parallel, tmp_pat
     assert any(f"jaxloop.replay({str(folder)!r}, step)" in note for note in error.__notes__)
     noted = json.loads((folder / "failure.json").read_text())
     assert noted["state_step"] == 30 and sorted(noted["batches"]) == ["31", "32", "33"]
-    other = make(1, data_parallel)[0]  # In another process, say.
+    other = make(1, data_parallel)[0]  # As in a new process.
     for path in (tmp_path, folder):
         after, outputs = jaxloop.replay(path, other)
         assert int(after.step) == 33 and np.isnan((outputs or {})["loss"]) and np.isnan(after.params["kernel"]).any()
@@ -46,11 +46,11 @@ class OverflowStep(RegressionStep):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_replayed_numbers_are_those_of_the_run(devices, data_parallel, tmp_path, assert_same):
+def test_replay_matches_the_run(devices, data_parallel, tmp_path, assert_same):
     placed = {} if devices == 1 else {"partitioner": data_parallel(8)}
     step = OverflowStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1, momentum=0.9), train=True, **placed)
     data = batches(5)
-    data[4]["divisor"][:] = 0  # An infinite loss, and parameters that are finite.
+    data[4]["divisor"][:] = 0  # An infinite loss, but finite parameters.
     seen, _ = jaxloop.TrainLoop(step, nan_policy="ignore")(step.initialize_model([1, 3]), data, num_steps=5)
     loop = jaxloop.TrainLoop(step, nan_policy="raise")
     fail(jaxloop.OuterLoop(loop, workdir=tmp_path), step.new_state(), data)
@@ -70,7 +70,7 @@ class FailingStep(RegressionStep):
         return state, batch
 
 
-def test_an_error_in_a_step_is_recorded_with_its_state(data_parallel, tmp_path, assert_same):
+def test_error_in_a_step_is_recorded_with_its_state(data_parallel, tmp_path, assert_same):
     step = FailingStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True)
     data = batches(6)
     data[3]["x"][0, 0] = 100
@@ -85,7 +85,7 @@ def test_an_error_in_a_step_is_recorded_with_its_state(data_parallel, tmp_path, 
         jaxloop.replay(tmp_path, step)
 
 
-def test_the_first_step_and_a_failing_dataset_are_not_recorded(data_parallel, tmp_path):
+def test_failures_of_the_first_step_and_of_the_dataset_are_not_recorded(data_parallel, tmp_path):
     def failing():
         yield from batches(3)
         raise OSError("gone")
@@ -118,7 +118,7 @@ def test_at_most_five_failures_are_kept(data_parallel, tmp_path):
     assert sorted(path.name for path in (tmp_path / "failures").iterdir()) == ["2", "3", "4", "5", "6"]
 
 
-def test_a_record_that_fails_hides_nothing(data_parallel, tmp_path, logs):
+def test_failure_to_record_does_not_hide_the_error(data_parallel, tmp_path, logs):
     step, state = make(1, data_parallel)
     (tmp_path / "failures").write_text("in the way")
     error = fail(
@@ -127,7 +127,7 @@ def test_a_record_that_fails_hides_nothing(data_parallel, tmp_path, logs):
     assert not any("replay" in note for note in error.__notes__) and "could not be recorded" in logs.text
 
 
-def test_what_a_replay_lacks_is_said(data_parallel, tmp_path):
+def test_replay_error_names_what_is_missing(data_parallel, tmp_path):
     step, state = make(1, data_parallel)
     fail(jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path), state, batches(80, {70}))
     with pytest.raises(ValueError, match="the state of step .* is not available; the given one is of step 0"):

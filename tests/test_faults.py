@@ -1,4 +1,4 @@
-"""Whatever breaks a run, it goes on as if nothing had happened. `make chaos` does the same at length."""
+"""Tests that a run resumes exactly after any fault. `make chaos` runs the same faults at length."""
 
 import contextlib
 import dataclasses
@@ -19,31 +19,31 @@ import jaxloop
 from jaxloop import checkpoint, seal
 from jaxloop import whole_run as wholes
 
-PROGRAM = functools.cache(whole_run.make_program)  # Initialised and compiled once.
+PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
 
 
 def run(directory, **options):
     return whole_run.run(directory, **{"program": PROGRAM(), "source": "index", **options})
 
 
-def whole_of(tmp_path_factory, **options):
-    """A run without a break that keeps a checkpoint of every step, and what it came to."""
+def uninterrupted_run(tmp_path_factory, **options):
+    """Returns the directory and result of an uninterrupted run that keeps a checkpoint of every step."""
     directory = tmp_path_factory.mktemp("whole")
     return directory, run(directory, **options)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return whole_of(tmp_path_factory)
+def uninterrupted(tmp_path_factory):
+    return uninterrupted_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def whole_in_epochs(tmp_path_factory):
-    return whole_of(tmp_path_factory, total=15, epochs=2, loop_steps=None)
+def uninterrupted_in_epochs(tmp_path_factory):
+    return uninterrupted_run(tmp_path_factory, total=15, epochs=2, loop_steps=None)
 
 
 def at(place, number, do):
-    """Does something at a place, once."""
+    """Returns a watcher that calls `do` once, at a place and number."""
     left = [None]
 
     def watch(where, what):
@@ -69,51 +69,51 @@ def press_ctrl_c():
 # Resumes at odd moments -------------------------------------------------------------------------------
 
 
-def test_a_second_and_a_third_resume_are_like_the_first(whole, tmp_path):
-    directory, expected = whole
+def test_repeated_resumes_match_the_uninterrupted_run(uninterrupted, tmp_path):
+    directory, expected = uninterrupted
     for number, step in enumerate([2, 5, 8]):
         target = as_of(step, directory, tmp_path / str(number))
         assert_goes_on_as_if_nothing_had_happened(run(target), expected, step)
         directory = target
 
 
-def test_at_the_edge_of_an_epoch_the_next_one_begins(whole_in_epochs, tmp_path):
-    directory, expected = whole_in_epochs
+def test_resume_at_the_end_of_an_epoch_starts_the_next_one(uninterrupted_in_epochs, tmp_path):
+    directory, expected = uninterrupted_in_epochs
     target = as_of(whole_run.BATCHES, directory, tmp_path / "resumed")
     resumed = run(target, total=15, epochs=2, loop_steps=None, saves=False)
     assert_goes_on_as_if_nothing_had_happened(resumed, expected, whole_run.BATCHES)
     assert resumed["ids"] == [0, 1, 2]
 
 
-def test_ctrl_c_before_the_first_step_ends_the_run_after_it(whole, tmp_path):
+def test_ctrl_c_before_the_first_step_ends_the_run_after_that_step(uninterrupted, tmp_path):
     ended = run(tmp_path, watch=at("opened", 0, press_ctrl_c))
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [1] and ended["step"] == 1 and ended["ids"] == [0]
-    assert_goes_on_as_if_nothing_had_happened(run(tmp_path), whole[1], 1)
+    assert_goes_on_as_if_nothing_had_happened(run(tmp_path), uninterrupted[1], 1)
 
 
-def test_data_that_fail_before_the_first_step_save_step_0(whole, tmp_path):
+def test_data_error_before_the_first_step_saves_step_0(uninterrupted, tmp_path):
     with pytest.raises(BrokenError):
         run(tmp_path, watch=at("data", 0, fail))
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [0]
-    assert_goes_on_as_if_nothing_had_happened(run(tmp_path), whole[1], 0)
+    assert_goes_on_as_if_nothing_had_happened(run(tmp_path), uninterrupted[1], 0)
 
 
-def test_a_checkpoint_of_step_0_is_gone_on_from(whole, tmp_path):
+def test_run_resumes_from_a_checkpoint_of_step_0(uninterrupted, tmp_path):
     writer = checkpoint.CheckpointWriter(tmp_path / "checkpoints")
     with contextlib.closing(writer):
         writer.save(0, PROGRAM().state)
-    assert_goes_on_as_if_nothing_had_happened(run(tmp_path, saves=False), whole[1], 0)
+    assert_goes_on_as_if_nothing_had_happened(run(tmp_path, saves=False), uninterrupted[1], 0)
 
 
-def test_a_finished_run_makes_no_update_and_returns_the_same_state(whole, tmp_path):
+def test_finished_run_makes_no_update_and_returns_the_same_state(uninterrupted, tmp_path):
     run(tmp_path)
     again = run(tmp_path)
-    assert_goes_on_as_if_nothing_had_happened(again, whole[1], 10)
+    assert_goes_on_as_if_nothing_had_happened(again, uninterrupted[1], 10)
     assert again["ids"] == [] and again["written"] == []
     assert (tmp_path / "checkpoints" / "STOPPED").exists()
 
 
-def test_it_goes_on_with_other_devices(tmp_path):
+def test_run_resumes_on_a_different_number_of_devices(tmp_path):
     programs = [whole_run.make_program(devices=devices) for devices in (4, 2)]
     expected = run(tmp_path / "whole", program=programs[0], save=5)
     resumed = run(as_of(5, tmp_path / "whole", tmp_path / "resumed"), program=programs[1], save=5)
@@ -127,7 +127,7 @@ def test_it_goes_on_with_other_devices(tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-# One ingredient left out: these tests can fail ---------------------------------------------------------
+# Tampering, to show that these tests can fail ----------------------------------------------------------
 
 
 def without_position(monkeypatch):
@@ -174,8 +174,8 @@ TAMPERINGS = {
 
 
 @pytest.mark.parametrize("tamper", TAMPERINGS.values(), ids=TAMPERINGS)
-def test_what_is_left_out_of_a_checkpoint_is_seen(whole, tmp_path, monkeypatch, tamper):
-    directory, expected = whole
+def test_missing_part_of_a_checkpoint_is_detected(uninterrupted, tmp_path, monkeypatch, tamper):
+    directory, expected = uninterrupted
     assert_goes_on_as_if_nothing_had_happened(run(as_of(5, directory, tmp_path / "1"), saves=False), expected, 5)
     tamper(monkeypatch)
     if tamper is TAMPERINGS["step counter"]:
@@ -187,11 +187,10 @@ def test_what_is_left_out_of_a_checkpoint_is_seen(whole, tmp_path, monkeypatch, 
         assert_goes_on_as_if_nothing_had_happened(resumed, expected, 5)
 
 
-# However a run ends -----------------------------------------------------------------------------------
+# Ends of a run ----------------------------------------------------------------------------------------
 
 
-# At which place and number, what happens, what is raised, the step that is saved (None: one that comes later), and what
-# the notes say.
+# Place, number, fault, raised exception, saved step (None: a later one), and words in the exception's notes.
 ENDS = {
     "the end": ("nowhere", 0, fail, None, 8, []),
     "the step": ("step", 6, fail, BrokenError, 6, ["NoisyStep", "after step 6", "TrainLoop"]),
@@ -205,7 +204,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("place", "number", "do", "error", "saved", "words"), ENDS.values(), ids=ENDS)
-def test_whatever_ends_a_run_it_is_saved_and_goes_on(whole, tmp_path, place, number, do, error, saved, words):
+def test_run_is_saved_and_resumes_however_it_ends(uninterrupted, tmp_path, place, number, do, error, saved, words):
     happened = []
     watch = at(place, number, lambda: happened.append(place) or do())
     writer = whole_run.Writer(watch)
@@ -215,23 +214,23 @@ def test_whatever_ends_a_run_it_is_saved_and_goes_on(whole, tmp_path, place, num
     notes = "\n".join(caught.value.__notes__) if caught else ""
     assert [word for word in words if word not in notes] == []
     directory = tmp_path / "checkpoints"
-    saved = comes_to_the_writer_again(directory, number) if saved is None else saved
+    saved = newest_step_after_writer_error(directory, number) if saved is None else saved
     assert checkpoint.all_steps(directory)[-1] == saved and seal.problems(directory / str(saved)) == []
     assert int(checkpoint.restore(directory, saved, PROGRAM().state).step) == saved
     assert writer.flushes > 0 and chaos.leftovers(tmp_path) == []
     assert (directory / "STOPPED").exists() == (place == "nowhere")
-    assert_ends_like(whole[1], run(tmp_path, save=4), saved, () if place == "nowhere" else writer.written)
+    assert_ends_like(uninterrupted[1], run(tmp_path, save=4), saved, () if place == "nowhere" else writer.written)
 
 
-def comes_to_the_writer_again(directory, step):
-    """The newest checkpoint of a run whose writer failed, in the background, for a row of a step."""
+def newest_step_after_writer_error(directory, step):
+    """Returns the newest saved step of a run whose writer failed in the background, for a row of `step`."""
     newest = checkpoint.all_steps(directory)[-1]
     assert newest >= step
     return newest
 
 
 def assert_ends_like(expected, resumed, step, written):
-    """Compares with a run without a break; `written` are the rows from before, if it could write them in order."""
+    """Compares with an uninterrupted run. If `written`, the rows before the resume, is empty, only later rows count."""
     assert resumed["state"] == expected["state"] and resumed["history"] == expected["history"]
     assert resumed["ids"] == expected["ids"][step:]
     after = [row for row in expected["written"] if row[0] > step]
@@ -239,22 +238,22 @@ def assert_ends_like(expected, resumed, step, written):
 
 
 @pytest.mark.parametrize("how", [fail, press_ctrl_c], ids=["exception", "Ctrl-C"])
-def test_sums_of_clu_metrics_have_the_same_bits_wherever_a_run_was_broken_off(how, tmp_path):
+def test_metric_sums_are_bit_identical_wherever_a_run_is_interrupted(how, tmp_path):
     options = {"total": 12, "loop_steps": 12, "save": 5}
-    whole = run(tmp_path / "whole", **options)
+    uninterrupted = run(tmp_path / "whole", **options)
     for batch in (6, 10, 11):
         directory, writer = tmp_path / str(batch), whole_run.Writer()
         with contextlib.suppress(BrokenError):
             run(directory, watch=at("step", batch, how), writer=writer, **options)
         saved = max(checkpoint.all_steps(directory / "checkpoints"))
         assert saved == batch + (how is press_ctrl_c)
-        assert_ends_like(whole, run(directory, **options), saved, writer.written)
+        assert_ends_like(uninterrupted, run(directory, **options), saved, writer.written)
 
 
 @pytest.mark.parametrize("steps", [(6, 7), (15, 24)], ids=["inside a loop", "at the end of the data"])
-def test_sums_that_were_broken_off_twice_have_the_same_bits(steps, tmp_path):
+def test_metric_sums_are_bit_identical_after_two_interruptions(steps, tmp_path):
     options = {"source": "list", "total": None, "epochs": 2, "loop_steps": None, "save": 5}
-    whole, written, done = run(tmp_path / "whole", **options), [], [0]
+    uninterrupted, written, done = run(tmp_path / "whole", **options), [], [0]
     for step in steps:
         writer = whole_run.Writer()
 
@@ -265,18 +264,18 @@ def test_sums_that_were_broken_off_twice_have_the_same_bits(steps, tmp_path):
 
         assert run(tmp_path / "broken", watch=watch, writer=writer, **options)["step"] == step
         written += writer.written
-    assert_ends_like(whole, run(tmp_path / "broken", **options), steps[-1], written)
+    assert_ends_like(uninterrupted, run(tmp_path / "broken", **options), steps[-1], written)
 
 
-def test_the_checkpoint_interval_changes_no_bit_of_the_sums(whole, tmp_path):
-    assert run(tmp_path, save=7)["history"] == whole[1]["history"]
+def test_metric_sums_do_not_depend_on_the_checkpoint_interval(uninterrupted, tmp_path):
+    assert run(tmp_path, save=7)["history"] == uninterrupted[1]["history"]
 
 
 # Writers ----------------------------------------------------------------------------------------------
 
 
 class BadWriter(whole_run.Writer):
-    """Sleeps, or raises, for rows of a step, the first `spared` left out, or when it is flushed."""
+    """Sleeps or raises for rows of `steps`, except for the first `spared`, or when it is flushed."""
 
     def __init__(self, steps=(), *, secs=0.0, raises=False, flush=False, spared=0):
         super().__init__()
@@ -287,15 +286,15 @@ class BadWriter(whole_run.Writer):
         if step in self.steps:
             self.spared -= 1
             if self.spared < 0:
-                self._be_bad()
+                self._misbehave()
         super().write_scalars(step, scalars)
 
     def flush(self):
         super().flush()
         if self.bad_flush:
-            self._be_bad()
+            self._misbehave()
 
-    def _be_bad(self):
+    def _misbehave(self):
         self.calls += 1
         time.sleep(self.secs)
         if self.raises:
@@ -303,46 +302,46 @@ class BadWriter(whole_run.Writer):
 
 
 @pytest.mark.parametrize("options", [{"steps": range(11)}, {"flush": True}], ids=["in write_scalars", "in flush"])
-def test_a_slow_writer_changes_no_bit(whole, tmp_path, options):
+def test_slow_writer_does_not_affect_the_result(uninterrupted, tmp_path, options):
     writer = BadWriter(secs=0.05, **options)
-    assert_goes_on_as_if_nothing_had_happened(run(tmp_path, writer=writer), whole[1], 0)
+    assert_goes_on_as_if_nothing_had_happened(run(tmp_path, writer=writer), uninterrupted[1], 0)
     assert writer.calls > 0
 
 
 @pytest.mark.parametrize(("step", "spared"), [(6, 0), (8, 0), (8, 1)], ids=["inside", "at the end", "of an evaluation"])
-def test_a_writer_that_raises_ends_the_run_and_no_row_is_doubled_or_missing(whole, tmp_path, step, spared):
+def test_writer_error_ends_the_run_without_lost_or_repeated_rows(uninterrupted, tmp_path, step, spared):
     writer = BadWriter([step], raises=True, spared=spared)
     with pytest.raises(BrokenError) as caught:
         run(tmp_path, writer=writer, save=3)
     assert writer.calls == 1 and f"after step {step}" in caught.value.__notes__[0]
-    saved = comes_to_the_writer_again(tmp_path / "checkpoints", step)
-    assert_ends_like(whole[1], run(tmp_path, save=3), saved, writer.written)
+    saved = newest_step_after_writer_error(tmp_path / "checkpoints", step)
+    assert_ends_like(uninterrupted[1], run(tmp_path, save=3), saved, writer.written)
 
 
-def test_a_writer_that_still_raises_ends_the_next_run_too(whole, tmp_path):
+def test_writer_that_still_raises_ends_the_next_run(uninterrupted, tmp_path):
     for _ in range(2):
         writer = BadWriter(range(11), raises=True)
         with pytest.raises(BrokenError):
             run(tmp_path, writer=writer)
         assert writer.calls == 1 and writer.written == []
     saved, resumed = checkpoint.all_steps(tmp_path / "checkpoints")[-1], run(tmp_path)
-    assert resumed["written"] == whole[1]["written"]  # Those of step 3 on, that the checkpoint has kept.
+    assert resumed["written"] == uninterrupted[1]["written"]  # All rows from step 3 on, which the checkpoint has kept.
     after = [row for row in resumed["written"] if row[0] > saved]
-    assert_ends_like(whole[1], {**resumed, "written": after}, saved, ())
+    assert_ends_like(uninterrupted[1], {**resumed, "written": after}, saved, ())
 
 
-def test_a_writer_that_can_not_flush_before_a_checkpoint_ends_the_run_with_all_saved(whole, tmp_path):
+def test_flush_error_before_a_checkpoint_ends_and_saves_the_run(uninterrupted, tmp_path):
     writer = BadWriter(raises=True, flush=True)
     with pytest.raises(BrokenError) as caught:
         run(tmp_path, writer=writer)
     assert "in SummaryAction(interval=every(steps=3)), after step 3: flush" in caught.value.__notes__
     assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 6 and chaos.leftovers(tmp_path) == []
     resumed = run(tmp_path)
-    assert resumed["written"][0][0] == 6  # The row that was due when the run was told.
-    assert_ends_like(whole[1], {**resumed, "written": resumed["written"][1:]}, 6, ())
+    assert resumed["written"][0][0] == 6  # The row that was due when the error was raised in the run.
+    assert_ends_like(uninterrupted[1], {**resumed, "written": resumed["written"][1:]}, 6, ())
 
 
-# In processes of their own ----------------------------------------------------------------------------
+# In separate processes --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +354,7 @@ def arena(tmp_path_factory):
     ("fault", "count"),
     [("sigkill", 8), ("signals", 12), ("two_trainers", 2), ("donated", 12), ("damaged", 1)],
 )
-def test_runs_survive(arena, fault, count):
+def test_runs_survive_faults(arena, fault, count):
     done = 0
     for faults, problems in chaos.PARTS[fault][0](arena, count, seed=0):
         assert problems == []

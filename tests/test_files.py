@@ -1,4 +1,4 @@
-"""Files of a work directory, which may hold anything."""
+"""Files in a work directory, which may contain anything."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ KINDS = {
     "a FIFO": os.mkfifo,
     "a directory": os.mkdir,
     "a symbolic link": lambda path: path.symlink_to(path.parent / "precious"),
-    "a device": lambda path: os.mknod(path, 0o020666, os.makedev(1, 7)),  # As /dev/full.
+    "a device": lambda path: os.mknod(path, 0o020666, os.makedev(1, 7)),  # Like /dev/full.
 }
 
 
@@ -34,7 +34,7 @@ def test_only_regular_files_are_opened(kind, mode, tmp_path):
     assert (tmp_path / "precious").read_text() == "keep me"
 
 
-def test_files_are_opened_as_by_open(tmp_path):
+def test_open_file_behaves_like_open(tmp_path):
     path = tmp_path / "file"
     for mode, text in [("w", "one"), ("a", " two"), ("w", "three"), ("a", "é")]:
         with files.open_file(path, mode) as file:
@@ -44,7 +44,7 @@ def test_files_are_opened_as_by_open(tmp_path):
         files.open_file(tmp_path / "missing", "rb")
 
 
-def test_a_read_is_bounded(tmp_path):
+def test_read_bytes_is_bounded(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     assert files.read_bytes(tmp_path / "file", 5) == b"12345"
     with pytest.raises(ValueError, match="has more than 4 bytes"):
@@ -52,7 +52,7 @@ def test_a_read_is_bounded(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 1_000_000, '{"a":' * 1_000_000])
-def test_json_that_is_nested_too_deeply_is_a_value_error(text):
+def test_deeply_nested_json_raises_value_error(text):
     with pytest.raises(ValueError, match="nested too deeply"):
         files.parse_json(text)
 
@@ -68,7 +68,7 @@ def experiment(directory):
 
 @pytest.mark.parametrize("name", ["history.jsonl", ".write_probe", "STOPPED"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_never_opens_what_is_not_a_regular_file(kind, name, tmp_path):
+def test_run_opens_only_regular_files(kind, name, tmp_path):
     directory = tmp_path / "run"
     put(kind, directory / name)
     if name == "STOPPED":  # It is removed at the start of each run.
@@ -80,7 +80,7 @@ def test_a_run_never_opens_what_is_not_a_regular_file(kind, name, tmp_path):
     assert (directory / "precious").read_text() == "keep me"
 
 
-def test_a_damaged_checkpoint_is_not_moved_through_a_link(tmp_path, caplog):
+def test_damaged_checkpoint_is_not_moved_through_a_symlink(tmp_path, caplog):
     directory, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     experiment(directory)
     elsewhere.mkdir()

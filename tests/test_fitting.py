@@ -12,7 +12,7 @@ from jaxloop import functional as jf
 from jaxloop.fitting import fit, lr_schedule
 
 
-def test_the_learning_rate_warms_up_and_goes_down():
+def test_lr_schedule_warms_up_and_decays():
     schedule = lr_schedule(0.2, steps_per_epoch=10, epochs=8, warmup_epochs=2)
     rates = np.array([schedule(step) for step in range(100)])
     np.testing.assert_allclose(rates[[0, 10, 20]], [0.02, 0.11, 0.2], rtol=1e-5)
@@ -21,19 +21,19 @@ def test_the_learning_rate_warms_up_and_goes_down():
     assert (np.diff(rates[:21]) > 0).all() and (np.diff(rates[20:81]) < 0).all()
 
 
-def test_the_defaults_are_a_hundred_epochs_of_which_five_warm_up():
+def test_lr_schedule_defaults_to_100_epochs_with_5_of_warmup():
     schedule = lr_schedule(1.0, 2)
     np.testing.assert_allclose([schedule(step) for step in (0, 10, 200)], [0.1, 1.0, 0.01], rtol=1e-5)
 
 
-def test_without_a_warm_up_it_begins_at_the_peak():
+def test_lr_schedule_without_warmup_starts_at_the_peak():
     schedule = lr_schedule(0.5, 10, epochs=2, warmup_epochs=0)
     np.testing.assert_allclose([schedule(0), schedule(20)], [0.5, 0.005], rtol=1e-5)
 
 
-def test_an_optimizer_takes_it():
+def test_optimizer_accepts_lr_schedule():
     optimizer = optax.sgd(lr_schedule(1.0, 10, epochs=2, warmup_epochs=1))
-    with jax.numpy_dtype_promotion("standard"):  # Optax's.
+    with jax.numpy_dtype_promotion("standard"):  # Needed by Optax.
         updates, _ = optimizer.update(np.float32(1), optimizer.init(np.float32(0)))
     np.testing.assert_allclose(updates, -0.1, rtol=1e-5)
 
@@ -51,7 +51,7 @@ def test_an_optimizer_takes_it():
         ((0.1, 10, 5), ValueError, "smaller than epochs, got warmup_epochs=5 and epochs=5. Lower it; 0 means no"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, error, message):
+def test_invalid_lr_schedule_arguments_raise(arguments, error, message):
     with pytest.raises(error, match=message):
         lr_schedule(*arguments)
 
@@ -61,7 +61,7 @@ def test_wrong_arguments_are_refused(arguments, error, message):
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 3)).astype(np.float32)
 Y = X @ np.array([[1.0], [-2.0], [0.5]], np.float32)
-PAIRS = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 60, 8)]  # The last has four rows.
+PAIRS = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 60, 8)]  # The last batch has four rows.
 DICTS = [{"x": x, "y": y} for x, y in PAIRS]
 
 
@@ -94,8 +94,7 @@ def test_fit_trains_and_evaluates_each_epoch():
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_what_fit_reports_is_exact():
-    """The last eval batch is short."""
+def test_eval_loss_is_exact_with_a_short_last_batch():
     state, history = fit_linear(eval_dataset=DICTS, train_epochs=1)
     kernel, bias = np.array(state.params["kernel"]), np.array(state.params["bias"])
     expected = np.mean((X.astype(np.float64) @ kernel + bias - Y) ** 2)
@@ -111,7 +110,7 @@ DATA = {
 
 @pytest.fixture
 def recorded(monkeypatch, writer):
-    """What `fit` writes, in the place of event files."""
+    """Records what `fit` would write to event files."""
     writer.hparams = []
     writer.write_hparams = writer.hparams.append
     writer.close = lambda: None
@@ -120,13 +119,13 @@ def recorded(monkeypatch, writer):
 
 
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA.keys())
-def test_data_of_any_kind_train_alike(data, assert_same):
+def test_all_kinds_of_data_train_alike(data, assert_same):
     expected, _ = fit_linear()
     state, _ = fit_linear(data)
     assert_same(state.params, expected.params)
 
 
-def test_tf_data_and_an_iterator(assert_same):
+def test_tf_data_and_iterators_train_alike(assert_same):
     import tensorflow as tf
 
     expected, _ = fit_linear(train_epochs=1)
@@ -136,21 +135,21 @@ def test_tf_data_and_an_iterator(assert_same):
         assert_same(state.params, expected.params)
 
 
-def test_steps_pass_over_the_data_as_often_as_needed():
+def test_train_total_steps_repeats_the_data():
     state, history = fit_linear(train_total_steps=20, eval_dataset=DICTS[:1], eval_interval=every(7))
     assert int(state.step) == 20
     assert history.collect("steps", "eval.loss")[0] == [7, 14, 20]
     assert history.collect("steps", "train.loss")[0] == list(range(1, 21))
 
 
-def test_an_iterator_that_ends_before_the_steps_is_said(warnings_logged):
+def test_iterator_that_ends_early_warns(warnings_logged):
     state, _ = fit_linear(iter(DICTS), train_total_steps=100)
     assert int(state.step) == 8
     assert any("ended at step 8 of train_total_steps=100" in text for text in warnings_logged())
 
 
-def test_the_three_doors_give_the_same_parameters(assert_same):
-    """One call, functions and objects, the same model and data."""
+def test_the_three_apis_give_the_same_parameters(assert_same):
+    """Trains the same model on the same data with `fit`, with objects and with functions."""
     by_call, _ = fit_linear(train_epochs=3)
 
     step = jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, loss=squared, batch_size=8)
@@ -164,8 +163,8 @@ def test_the_three_doors_give_the_same_parameters(assert_same):
     assert len(history) == 24
 
 
-def test_a_train_step_written_by_hand_is_the_same(assert_same):
-    batches = DICTS[:7]  # Full ones, of which the mean needs no mask.
+def test_handwritten_train_step_gives_the_same_result(assert_same):
+    batches = DICTS[:7]  # Full batches, whose mean needs no mask.
 
     def train_step(state, batch):
         loss, grads = jax.value_and_grad(
@@ -193,7 +192,7 @@ def test_a_train_step_written_by_hand_is_the_same(assert_same):
     np.testing.assert_allclose(history.collect("eval.loss"), expected.collect("eval.loss"), rtol=1e-5)
 
 
-def test_a_state_of_ones_own_is_any_pytree():
+def test_custom_state_can_be_any_pytree():
     def train_step(state, batch):
         weights, count = state["weights"], state["count"]
         grads = jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(weights)
@@ -210,20 +209,20 @@ def test_a_state_of_ones_own_is_any_pytree():
     assert history.collect("steps", "norm")[0] == [8, 16, 24, 32]
 
 
-def test_fit_over_a_mesh_is_fit(data_parallel):
+def test_fit_on_a_mesh_matches_one_device(data_parallel):
     one, history = fit_linear(eval_dataset=DICTS)
     eight, same = fit_linear(eval_dataset=DICTS, partitioner=data_parallel(8))
     np.testing.assert_allclose(one.params["kernel"], eight.params["kernel"], rtol=1e-5)
     np.testing.assert_allclose(history.collect("eval.loss"), same.collect("eval.loss"), rtol=1e-5)
 
 
-def test_without_a_work_directory_no_file_is_written(tmp_path, monkeypatch):
+def test_fit_without_a_workdir_writes_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fit_linear(eval_dataset=DICTS)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_work_directory_has_events_the_history_and_checkpoints(tmp_path, recorded):
+def test_workdir_contains_events_history_and_checkpoints(tmp_path, recorded):
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.0, 32))
     with jax.numpy_dtype_promotion("standard"):
         _, history = fit_linear(
@@ -245,7 +244,7 @@ def test_a_work_directory_has_events_the_history_and_checkpoints(tmp_path, recor
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles SIGKILL."""
+    """An exception that nothing handles, like SIGKILL."""
 
 
 class DieAt(jaxloop.Action):
@@ -260,14 +259,14 @@ class DieAt(jaxloop.Action):
 
 @pytest.mark.parametrize("amount", [{"train_epochs": 4}, {"train_total_steps": 32}], ids=str)
 @pytest.mark.parametrize("killed_at", [7, 9, 16, 31])
-def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, recorded, assert_same):
+def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, assert_same):
     whole, history = fit_linear(eval_dataset=DICTS, **amount)
     with pytest.raises(Killed):
         fit_linear(eval_dataset=DICTS, workdir=tmp_path, actions=[DieAt(killed_at)], **amount)
     resumed, same = fit_linear(eval_dataset=DICTS, workdir=tmp_path, **amount)
     assert_same(whole, resumed)
     assert same.collect("steps", "eval.loss") == history.collect("steps", "eval.loss")
-    again, _ = fit_linear(eval_dataset=DICTS, workdir=tmp_path, **amount)  # There is nothing left to do.
+    again, _ = fit_linear(eval_dataset=DICTS, workdir=tmp_path, **amount)  # Nothing is left to do.
     assert_same(whole, again)
 
 
@@ -305,30 +304,30 @@ def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, 
         ({"progress": "bars"}, ValueError, "'auto', 'tqdm', 'plain', got 'bars'"),
     ],
 )
-def test_arguments_that_can_not_be_meant_are_refused(options, error, message):
+def test_invalid_arguments_raise(options, error, message):
     with pytest.raises(error, match=message):
         fit_linear(**options)
 
 
-def test_eval_data_and_eval_step_belong_together():
+def test_eval_dataset_requires_eval_step():
     train_step = lambda state, batch: (state, None)
     with pytest.raises(ValueError, match="a train_step and eval_dataset without eval_step"):
         fit(np.float32(0), DICTS, DICTS, train_step=train_step, train_epochs=1)
 
 
-def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(tmp_path, recorded):
+def test_unknown_monitor_raises_and_lists_the_metrics(tmp_path, recorded):
     with pytest.raises(ValueError, match="Nothing named 'eval/acuracy' is measured. There is: .*eval/loss"):
         fit_linear(eval_dataset=DICTS, workdir=tmp_path, monitor="eval/acuracy")
 
 
-def test_progress_is_shown_where_asked_for(capsys):
+def test_progress_is_shown_on_request(capsys):
     fit_linear(eval_dataset=DICTS, progress="plain")
     shown = capsys.readouterr().err
     assert "step 16 of 16" in shown
     assert "eval: loss" in shown
 
 
-def test_data_of_unknown_length_show_progress_too(capsys):
+def test_progress_is_shown_for_data_of_unknown_length(capsys):
     import tensorflow as tf
 
     dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8).filter(lambda batch: True)
@@ -337,11 +336,11 @@ def test_data_of_unknown_length_show_progress_too(capsys):
     assert "step 16" in capsys.readouterr().err
 
 
-def test_the_best_checkpoint_has_been_saved_whenever_evaluations_are(tmp_path, recorded):
-    """The learning rate spoils everything after step 21."""
+def test_best_checkpoint_is_saved_for_any_eval_interval(tmp_path, recorded):
+    """The best evaluation is at step 21, after which the learning rate is far too high."""
     rate = optax.piecewise_constant_schedule(0.1, {21: 100.0})
     options = {"train_total_steps": 40, "eval_dataset": DICTS, "eval_interval": every(7), "workdir": tmp_path}
-    with jax.numpy_dtype_promotion("standard"):  # Optax's.
+    with jax.numpy_dtype_promotion("standard"):  # Needed by Optax.
         _, history = fit_linear(optimizer=optax.sgd(rate), **options)
     steps, losses = history.collect("steps", "eval.loss")
     assert steps[int(np.nanargmin(losses))] == 21
@@ -356,6 +355,6 @@ def test_the_best_checkpoint_has_been_saved_whenever_evaluations_are(tmp_path, r
         ({"metrics": [squared]}, "metrics must be a dict of functions"),
     ],
 )
-def test_nothing_is_silently_ignored(options, message):
+def test_no_option_is_silently_ignored(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         fit_linear(**options)

@@ -52,7 +52,7 @@ def values_of(tree):
 # FunctionStep ----------------------------------------------------------------------------------------
 
 
-def test_a_function_step_runs_in_any_loop_with_any_state():
+def test_function_step_runs_in_any_loop_with_any_state():
     def add(state, batch):
         return {"sum": state["sum"] + batch["x"].sum(), "n": state["n"] + 1}, {"n": state["n"]}
 
@@ -65,7 +65,7 @@ def test_a_function_step_runs_in_any_loop_with_any_state():
     assert same is state and [int(n) for n in outputs["n"]] == [5, 5]
 
 
-def test_a_function_step_has_no_model():
+def test_function_step_has_no_model():
     step = FunctionStep(lambda state, batch: (state, None), train=True)
     with pytest.raises(TypeError, match="has no model. Make the state yourself"):
         step.initialize_model([1, 3])
@@ -74,9 +74,9 @@ def test_a_function_step_has_no_model():
     assert step.compute_num_params(new_state()) == values_of(new_state().params).size
 
 
-def test_a_function_step_turns_tensors_into_arrays():
+def test_function_step_converts_tensors_to_arrays():
     class Tensor:
-        """Like that of TensorFlow."""
+        """Like a TensorFlow tensor."""
 
         def __init__(self, value):
             self.value = value
@@ -89,7 +89,7 @@ def test_a_function_step_turns_tensors_into_arrays():
     assert int(outputs["x"]) == 3
 
 
-# Pure functions, compiled ----------------------------------------------------------------------------
+# Compiled pure functions -----------------------------------------------------------------------------
 
 
 def test_results_do_not_depend_on_the_number_of_devices(data_parallel):
@@ -114,7 +114,7 @@ def test_results_do_not_depend_on_the_number_of_devices(data_parallel):
             np.testing.assert_allclose(value, other, atol=1e-6)
 
 
-def test_a_step_keeps_its_name_and_is_called_by_hand():
+def test_step_keeps_its_name_and_can_be_called_directly():
     step = jf.train_step(regression)
     assert (step.__name__, step.__doc__, repr(step)) == ("regression", "Learns.", "train_step(regression)")
     assert repr(jf.step(regression)) == "step(regression)"
@@ -123,7 +123,7 @@ def test_a_step_keeps_its_name_and_is_called_by_hand():
 
 
 @pytest.mark.parametrize("make", [jf.step, jf.train_step])
-def test_both_are_decorators_with_and_without_options(make, data_parallel):
+def test_step_and_train_step_are_decorators_with_options(make, data_parallel):
     @make(partitioner=data_parallel(2))
     def logging(state, batch):
         return regression(state, batch)
@@ -134,23 +134,23 @@ def test_both_are_decorators_with_and_without_options(make, data_parallel):
     )
 
 
-def test_a_step_returns_what_its_function_does():
+def test_step_returns_what_its_function_returns():
     state = {"w": jnp.ones(3)}
     step = jf.step(lambda state, batch: ({"x": batch["x"]}, {"sum": batch["x"].sum()}, {"w": state["w"] + 1}))
     outputs, logs, new = step(state, BATCH)
     assert outputs["x"].shape == (8, 3) and float(new["w"][0]) == 2 and list(logs) == ["sum"]
-    assert float(state["w"][0]) == 1  # Not taken over.
+    assert float(state["w"][0]) == 1  # Not donated.
     assert jf.step(lambda state, batch: None)(state, BATCH) == (None, state)
     assert jf.step(lambda state, batch: None)(state, BATCH)[1] is state
 
 
-def test_outputs_of_a_step_come_to_the_history():
+def test_outputs_of_a_step_are_added_to_the_history():
     step = jf.step(lambda state, batch: ({"x": batch["x"]}, None, None))
     _, history, _ = jf.loop({"w": jnp.ones(3)}, [BATCH] * 2, {jf.every(1): step})
     assert [(elapsed.steps, outputs["x"].shape) for elapsed, outputs in history.outputs] == [(1, (8, 3)), (2, (8, 3))]
 
 
-def test_the_losses_are_summed_up():
+def test_train_step_sums_its_losses():
     def loss(params, scale):
         return scale * jnp.sum(params["w"] ** 2)
 
@@ -169,7 +169,7 @@ class FlaxState(train_state.TrainState):
 
 
 @pytest.mark.parametrize("cls", [jaxloop.TrainState, FlaxState])
-def test_updates_go_into_the_state(cls):
+def test_updates_are_written_to_the_state(cls):
     _, state = jf.train_step(regression)(new_state(cls), BATCH)
     assert np.any(values_of(state.batch_stats) != values_of(new_state().batch_stats))
     np.testing.assert_array_equal(
@@ -178,7 +178,7 @@ def test_updates_go_into_the_state(cls):
 
 
 @pytest.mark.parametrize("how", ["updates", "state"])
-def test_an_nnx_model_trains(how):
+def test_nnx_model_trains(how):
     class Model(nnx.Module):
         def __init__(self, *, rngs):
             self.dense, self.norm = nnx.Linear(3, 1, rngs=rngs), nnx.BatchNorm(1, rngs=rngs)
@@ -199,7 +199,7 @@ def test_an_nnx_model_trains(how):
     assert int(state.step) == 10 and losses[-1] < losses[0] and np.any(values_of(state.batch_stats) != before)
 
 
-def test_a_state_laid_out_by_its_annotations_stays_so():
+def test_annotated_sharding_of_the_state_is_kept():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -241,7 +241,7 @@ def test_broadcasts_are_the_same_on_all_devices(devices, place, data_parallel):
     assert float(logs["sum"]) == pytest.approx(float((BATCH["x"] @ w).sum()), rel=1e-5)
 
 
-def test_statics_are_compiled_in():
+def test_statics_are_compile_time_constants():
     step, total = jf.step(scaled_sum), float(BATCH["x"].sum())
     traced.clear()
     for statics in (2, 3, 2, 3, None):
@@ -252,12 +252,12 @@ def test_statics_are_compiled_in():
     assert [bool(kinds({}, BATCH, statics=statics)[0]["is_bool"]) for statics in (1, True)] == [False, True]
 
 
-def test_in_a_loop_broadcasts_and_statics_are_not_given():
+def test_loop_passes_no_broadcasts_or_statics():
     step = jf.step(lambda state, batch, broadcasts, statics: {"none": (broadcasts, statics) == (None, None)})
     assert jf.loop({}, [BATCH], {jf.every(1): step})[1].collect("none") == [True]
 
 
-def test_statics_that_change_from_step_to_step_are_said(warnings_logged):
+def test_statics_that_change_at_each_step_warn(warnings_logged):
     step = jf.step(scaled_sum)
     for statics in range(1, 20):
         step({}, BATCH, statics=statics)
@@ -271,7 +271,7 @@ def test_statics_that_change_from_step_to_step_are_said(warnings_logged):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_state_that_was_taken_over_is_an_error(devices, data_parallel):
+def test_donated_state_raises(devices, data_parallel):
     train, test = jf.train_step(regression, data_parallel(devices)), jf.step(scaled_sum, data_parallel(devices))
     before = new_state()
     _, state = train(before, BATCH)
@@ -282,7 +282,7 @@ def test_a_state_that_was_taken_over_is_an_error(devices, data_parallel):
     train(state, BATCH)
 
 
-def test_a_step_takes_the_state_over_where_it_is_told_to():
+def test_step_donates_the_state_on_request():
     add = lambda state, batch: (None, {"w": state["w"] + 1})
     kept, given = {"w": jnp.ones(3)}, {"w": jnp.ones(3)}
     jf.step(add)(kept, BATCH)
@@ -292,7 +292,7 @@ def test_a_step_takes_the_state_over_where_it_is_told_to():
         jf.step(add)(given, BATCH)
 
 
-def test_few_steps_are_under_way_on_a_cpu_mesh(data_parallel, monkeypatch):
+def test_few_steps_are_in_flight_on_a_cpu_mesh(data_parallel, monkeypatch):
     waits = []
     monkeypatch.setattr(metrics, "wait", waits.append)
     for partitioner, expected in [(None, 0), (data_parallel(1), 0), (data_parallel(8), 5)]:
@@ -304,7 +304,7 @@ def test_few_steps_are_under_way_on_a_cpu_mesh(data_parallel, monkeypatch):
 # Mistakes --------------------------------------------------------------------------------------------
 
 
-def of_another_structure(state, batch):
+def with_extra_leaf(state, batch):
     return None, {**state, "more": 1}
 
 
@@ -324,7 +324,7 @@ def by_name(state, batch, *, rate):
             r"the loss 'mse', float32\[8, 3\], which is not a scalar. Take its mean",
         ),
         (lambda: jf.train_step(regression), ({"w": 1.0}, BATCH), TypeError, "needs a TrainState, .* got dict"),
-        (lambda: jf.step(of_another_structure), ({"w": 1.0}, BATCH), TypeError, r"more: \(none\) -> int"),
+        (lambda: jf.step(with_extra_leaf), ({"w": 1.0}, BATCH), TypeError, r"more: \(none\) -> int"),
         (lambda: jf.step(lambda s, b: 7.0), ({"w": 1.0}, BATCH), TypeError, "got only float"),
         (
             lambda: jf.step(regression),
@@ -338,13 +338,13 @@ def by_name(state, batch, *, rate):
         (lambda: jf.step(regression, "cpu"), None, TypeError, "must be a jaxloop Partitioner, got 'cpu'"),
     ],
 )
-def test_mistakes_say_what_to_do(make, call, error, message):
+def test_errors_say_what_to_do(make, call, error, message):
     with pytest.raises(error, match=message):
         state, *rest = call if call else (new_state(), BATCH)
         make()(state() if callable(state) else state, *rest)
 
 
-def test_a_batch_that_does_not_divide_is_an_error_in_training_and_none_in_evaluation(data_parallel):
+def test_indivisible_batch_raises_in_training_but_not_in_evaluation(data_parallel):
     short = {name: value[:6] for name, value in BATCH.items()}
     with pytest.raises(ValueError, match=r"batch\['x'\] has 6 rows, which can't be divided evenly among the 4 devices"):
         jf.loop(new_state(), [short], {jf.every(1): jf.train_step(regression, data_parallel(4))})
@@ -353,13 +353,13 @@ def test_a_batch_that_does_not_divide_is_an_error_in_training_and_none_in_evalua
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_batch_that_no_device_can_hold_names_the_leaf(devices, data_parallel):
+def test_error_for_a_batch_with_strings_names_the_leaf(devices, data_parallel):
     batch = {**BATCH, "name": np.array(["a"] * 8)}
     with pytest.raises(TypeError, match=r"batch\['name'\] is <U1\[8\], which holds strings"):
         jf.step(scaled_sum, data_parallel(devices))({}, batch)
 
 
-def test_the_object_door_and_the_function_door_give_the_same_bits(assert_same, data_parallel):
+def test_objects_and_functions_give_bit_identical_results(assert_same, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(4))
     expected, _ = jaxloop.TrainLoop(step)(state, batches, 30)
 
@@ -372,14 +372,14 @@ def test_the_object_door_and_the_function_door_give_the_same_bits(assert_same, d
     assert_same(jf.loop(state, batches, {jf.every(1): train}, stop=30)[0], expected)
 
 
-def test_64_bit_integers_may_come_under_another_name():
+def test_64_bit_integers_may_appear_under_a_new_name():
     step = FunctionStep(lambda state, batch: (state + sum(leaf.sum() for leaf in batch.values()), {}), train=True)
     batches = [{"x": np.ones(4, np.int64)}] * 5 + [{"z": np.ones(4, np.int64)}] * 5
     state, _ = jaxloop.TrainLoop(step)(jnp.int32(0), batches)
     assert int(state) == 40
 
 
-# Dataclasses with equal fields, whose structures JAX finds equal -----------------------------------------
+# Dataclasses that have equal tree structures in JAX ------------------------------------------------------
 
 
 def point_class(cls_number):
@@ -394,7 +394,7 @@ def point_class(cls_number):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_step_computes_each_class_of_states_and_batches_as_that_class(donate):
+def test_step_distinguishes_classes_with_equal_tree_structures(donate):
     classes = [point_class(number) for number in range(8)]
 
     @jf.step(donate=donate)
@@ -412,7 +412,7 @@ def test_a_step_computes_each_class_of_states_and_batches_as_that_class(donate):
     assert [numbers_of(each, first) for each in classes] == [[each.number, 0] for each in classes]
 
 
-def test_a_step_may_not_return_a_state_of_another_class():
+def test_step_that_returns_a_state_of_a_different_class_raises():
     one, other = point_class(1), point_class(2)
     step = jf.step(lambda state, batch: (None, other(state.x)), donate=True)
     with pytest.raises(TypeError, match="Point was given, Point was returned"):
@@ -420,7 +420,7 @@ def test_a_step_may_not_return_a_state_of_another_class():
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_batch_that_does_not_divide_over_the_devices_is_replicated(donate, data_parallel):
+def test_indivisible_batch_is_replicated(donate, data_parallel):
     @jf.step(partitioner=data_parallel(2), donate=donate)
     def add(state, batch):
         return {"sum": batch["x"].sum()}, state + batch["x"].sum()

@@ -47,7 +47,7 @@ def evaluation(state, batch):
 
 
 def steps_of(tasks, num_steps=10, **options):
-    """At which steps a callback under each key is called, in the order of the calls."""
+    """Returns the name and the step of each call of a callback, in order."""
     called = []
     note = lambda name: lambda state, batch, elapsed: called.append((name, elapsed.steps))
     jf.loop(0, BATCHES, [(when, note(name)) for name, when in tasks.items()], stop=num_steps, **options)
@@ -58,7 +58,7 @@ def steps_of(tasks, num_steps=10, **options):
 
 
 def odd_batches(kind):
-    """Eighty batches, of which some are not like the others."""
+    """Yields 80 batches, some of which differ from the rest."""
     batches = examples.tiny_regression()[2][:80]
     x, y = batches[50].values()
     odd = {
@@ -80,7 +80,7 @@ def odd_batches(kind):
 
 
 def run_on(step, kind):
-    """What a run comes to, its error included."""
+    """Returns the calls, the history, and the final state or error of a run."""
     told = lambda elapsed: (elapsed.steps, elapsed.samples, elapsed.is_last)
     history, seen = jf.history(), []
     note = lambda state, batch, elapsed, loop_state: seen.append((told(elapsed), len(loop_state.history)))
@@ -95,8 +95,8 @@ def run_on(step, kind):
     return seen, [(*told(row.elapsed), row.logs) for row in history], end
 
 
-def steps_alike(kind):
-    """A compiled function, and the same hidden in one of Python; the first is called with less ado."""
+def fast_and_general_step(kind):
+    """Returns a compiled function, which a loop calls on its fast path, and a Python wrapper of it."""
     if kind == "train_step":
         compiled = jf.train_step(squared_error)
         return compiled, lambda state, batch: compiled(state, batch)
@@ -115,13 +115,13 @@ KINDS = "nothing,short,one leaf,dtype,another leaf,order,wrong,strings,no dict,a
 
 @pytest.mark.parametrize("step", ["jit", "train_step"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_function_alone_is_called_like_any(kind, step):
-    one, other = (run_on(each, kind) for each in steps_alike(step))
+def test_fast_path_matches_the_general_one(kind, step):
+    one, other = (run_on(each, kind) for each in fast_and_general_step(step))
     assert one == other and len(one[1]) > 18
 
 
-def test_what_is_due_at_the_end_alone_is_called_after_steps_with_less_ado():
-    step, _ = steps_alike("jit")
+def test_callback_due_only_at_the_end_is_called_after_the_fast_path():
+    step, _ = fast_and_general_step("jit")
     _, state, batches = examples.tiny_regression()
     called = []
     tasks = {jf.every(1): [step], jf.at(10) | jf.last(): [lambda state, batch, elapsed: called.append(elapsed.steps)]}
@@ -129,7 +129,7 @@ def test_what_is_due_at_the_end_alone_is_called_after_steps_with_less_ado():
     assert called == [10, 15]
 
 
-def test_at_the_end_of_the_data_the_batch_is_the_last_one():
+def test_callbacks_at_the_end_of_the_data_get_the_last_batch():
     @jax.jit
     def step(state, batch):
         return {"x": batch["x"].sum()}, state + 1
@@ -141,7 +141,7 @@ def test_at_the_end_of_the_data_the_batch_is_the_last_one():
     assert seen == [(90, 90.0), (90, 90.0)]
 
 
-def test_a_compiled_function_may_return_something_else_for_other_batches():
+def test_compiled_function_may_return_a_different_structure_for_other_batches():
     @jax.jit
     def step(state, batch):
         if "x" in batch:
@@ -160,7 +160,7 @@ def test_a_compiled_function_may_return_something_else_for_other_batches():
 
 
 @pytest.mark.parametrize("as_data", [list, itertools.chain])
-def test_ctrl_c_amid_compiled_steps_ends_the_loop_after_one(as_data):
+def test_ctrl_c_during_compiled_steps_ends_the_loop_after_a_step(as_data):
     @jax.jit
     def step(state, batch):
         jax.debug.callback(lambda step: int(step) == 40 and signal.raise_signal(signal.SIGINT), state)
@@ -171,7 +171,7 @@ def test_ctrl_c_amid_compiled_steps_ends_the_loop_after_one(as_data):
     assert history.collect("count") == list(range(int(state)))
 
 
-def test_the_program_of_the_documentation(tmp_path, monkeypatch):
+def test_documented_program_trains_and_saves(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     @jax.jit
@@ -200,7 +200,7 @@ def test_the_program_of_the_documentation(tmp_path, monkeypatch):
     assert re.search(r"4000/4000 \[\d+:\d+<.*steps/s, accuracy=1.0000, loss=", stream.getvalue())
 
 
-def test_equal_schedules_in_one_dictionary_all_count_in_their_order():
+def test_equal_schedules_in_a_dict_all_fire_in_order():
     called = steps_of({"a": jf.every(1), "b": jf.every(2), "c": jf.every(1)}, num_steps=2)
     assert called == [("a", 1), ("c", 1), ("a", 2), ("b", 2), ("c", 2)]
     tasks = {jf.every(1): lambda: order.append("a"), jf.every(1): lambda: order.append("b")}
@@ -219,12 +219,12 @@ def test_equal_schedules_in_one_dictionary_all_count_in_their_order():
         lambda when, callback: ((key, [callback]) for key in [when]),
     ],
 )
-def test_tasks_are_a_dictionary_or_pairs_with_callbacks_in_a_list_or_alone(as_tasks):
+def test_tasks_are_a_dict_or_pairs_of_schedules_and_callbacks(as_tasks):
     state, _, elapsed = jf.loop(0, BATCHES, as_tasks(jf.every(2), count), stop=10)
     assert (state, elapsed.steps) == (5, 10)
 
 
-def test_the_tasks_are_not_changed():
+def test_tasks_are_not_modified():
     callbacks, when = [count, log_state], jf.every(1)
     tasks = {when: callbacks}
     for _ in range(2):
@@ -232,7 +232,7 @@ def test_the_tasks_are_not_changed():
     assert tasks == {when: callbacks} and callbacks == [count, log_state]
 
 
-def test_a_tool_with_two_stars_is_called_at_every_step():
+def test_unpacked_tool_is_called_at_every_step():
     stream = io.StringIO()
     bar = jf.keras_bar(stream=stream, interval=jf.always(), min_seconds=0)
     jf.loop(0, BATCHES, {jf.every(1): log_state, **bar, jf.on_end: lambda: stream.write("end")}, stop=100)
@@ -256,7 +256,7 @@ def test_a_tool_with_two_stars_is_called_at_every_step():
         (functools.partial(lambda mine, state: seen.append((mine, state)), "mine"), ("mine", 0)),
     ],
 )
-def test_callbacks_take_what_they_need(callback, expected):
+def test_callbacks_get_the_arguments_they_declare(callback, expected):
     seen.clear()
     jf.loop(0, BATCHES, {jf.every(1): callback}, stop=1)
     assert seen == [expected]
@@ -297,7 +297,7 @@ def test_callbacks_return_what_they_change(returned, state, logs, outputs):
         ([1.0, 0], lambda state: [1.0, state[1] + 1]),
     ],
 )
-def test_a_state_is_any_pytree(state, step):
+def test_state_can_be_any_pytree(state, step):
     state, _, _ = jf.loop(state, BATCHES, {jf.every(1): step}, stop=3)
     assert jax.tree.leaves(state)[-1] == 3 or state["disc"] == 3
 
@@ -314,7 +314,7 @@ def test_a_state_is_any_pytree(state, step):
         ({"w": 1.0}, jf.Elapsed(1), "got only Elapsed"),
     ],
 )
-def test_a_wrong_result_names_the_callback(state, returned, message):
+def test_error_for_an_invalid_result_names_the_callback(state, returned, message):
     def callback():
         return returned
 
@@ -338,7 +338,7 @@ def by_name_only(state, *, needed):
         (actions.CheckpointAction, "A callback is a function"),
     ],
 )
-def test_a_wrong_callback_is_an_error_before_the_first_step(callback, message):
+def test_invalid_callback_raises_before_the_first_step(callback, message):
     called = []
     with pytest.raises(TypeError, match=message):
         jf.loop(0, BATCHES, {jf.every(1): [lambda: called.append(1), callback]})
@@ -354,7 +354,7 @@ def test_a_wrong_callback_is_an_error_before_the_first_step(callback, message):
         ("every", "Tasks must be"),
     ],
 )
-def test_tasks_of_another_form_are_an_error(tasks, message):
+def test_invalid_tasks_raise(tasks, message):
     with pytest.raises(TypeError, match=message):
         jf.loop(0, BATCHES, tasks)
 
@@ -372,12 +372,12 @@ def test_tasks_of_another_form_are_an_error(tasks, message):
         ),
     ],
 )
-def test_periods_and_options_that_mean_nothing_are_errors(make, message):
+def test_invalid_periods_and_options_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_on_start_and_on_end_are_moments_and_not_schedules():
+def test_on_start_and_on_end_are_not_schedules():
     called = steps_of({"end": jf.on_end, "step": jf.every(1), "start": jf.on_start}, num_steps=2)
     assert called == [("start", 0), ("step", 1), ("step", 2), ("end", 2)]
     with pytest.raises(TypeError):
@@ -389,7 +389,7 @@ def test_on_start_and_on_end_are_moments_and_not_schedules():
     assert state == 3 and batches == [None]
 
 
-# Where a loop ends -----------------------------------------------------------------------------------
+# The end of a loop -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -405,12 +405,12 @@ def test_on_start_and_on_end_are_moments_and_not_schedules():
         (None, 100),
     ],
 )
-def test_a_loop_ends_where_stop_says_or_the_data_does(stop, expected):
+def test_loop_ends_at_stop_or_with_the_data(stop, expected):
     state, _, elapsed = jf.loop(0, BATCHES, {jf.every(1): count}, stop=stop)
     assert (state, elapsed.steps, elapsed.samples) == (expected, expected, 4 * expected)
 
 
-def test_time_is_training_time():
+def test_elapsed_time_is_training_time():
     ticks = itertools.count(0.0, 1.0)
     _, _, elapsed = jf.loop(
         0, itertools.cycle(BATCHES), {jf.every(1): count}, stop=jf.at(time=60), clock=ticks.__next__
@@ -419,7 +419,7 @@ def test_time_is_training_time():
 
 
 @pytest.mark.parametrize("stop", ["ten", 10.0, True])
-def test_a_stop_that_is_no_point_is_an_error(stop):
+def test_invalid_stop_raises(stop):
     with pytest.raises(TypeError, match="stop must be a number of steps, or a Schedule"):
         jf.loop(0, BATCHES, {jf.every(1): count}, stop=stop)
 
@@ -432,7 +432,7 @@ def test_a_stop_that_is_no_point_is_an_error(stop):
         (BATCHES, {"stop": 10, "elapsed": jf.Elapsed(10)}, "Nothing is left to train: step 10 has reached stop"),
     ],
 )
-def test_what_ends_early_is_said(dataset, options, message, warnings_logged):
+def test_early_end_warns(dataset, options, message, warnings_logged):
     jf.loop(0, dataset, {jf.every(1): count}, **options)
     assert len(warnings_logged()) == 1 and re.search(message, warnings_logged()[0])
 
@@ -446,7 +446,7 @@ def stop_at_five(state, batch, elapsed, loop_state):
     [(BATCHES[:5], None, []), (BATCHES, 5, []), (BATCHES, 10, [stop_at_five])],
     ids=["data", "stop", "callback"],
 )
-def test_what_waits_for_the_last_step_belongs_to_its_row(dataset, stop, more):
+def test_logs_of_last_belong_to_the_row_of_the_last_step(dataset, stop, more):
     state, history, elapsed = jf.loop(
         0,
         dataset,
@@ -460,14 +460,14 @@ def test_what_waits_for_the_last_step_belongs_to_its_row(dataset, stop, more):
     assert len(history) == state == elapsed.steps == 5
 
 
-def test_a_callback_may_stop_the_loop_before_its_first_step():
+def test_callback_can_stop_the_loop_before_its_first_step():
     def stop(state, batch, elapsed, loop_state):
         loop_state.stop_iteration = True
 
     assert jf.loop(0, BATCHES, {jf.on_start: stop, jf.every(1): count})[2].steps == 0
 
 
-def test_ctrl_c_returns_what_is_there(interrupted, tmp_path):
+def test_ctrl_c_saves_and_returns_the_current_state(interrupted, tmp_path):
     ends = []
     save = jf.checkpoint(tmp_path, keep=None)
     tasks = {
@@ -481,19 +481,19 @@ def test_ctrl_c_returns_what_is_there(interrupted, tmp_path):
     assert checkpoints.all_steps(tmp_path) == [5, 8]
 
 
-def test_after_ctrl_c_a_bar_shows_how_far_the_loop_came(interrupted):
+def test_bar_shows_the_last_step_after_ctrl_c(interrupted):
     stream = io.StringIO()
     jf.loop(0, interrupted(BATCHES, 40), {jf.every(1): count, **jf.keras_bar(stream=stream, min_seconds=100)}, stop=50)
     assert " 40/50 [" in stream.getvalue().splitlines()[-1]
 
 
-def test_an_evaluation_cut_short_by_ctrl_c_reports_nothing(interrupted):
+def test_evaluation_interrupted_by_ctrl_c_reports_nothing(interrupted):
     test = jf.inner_loop("test", lambda state: jf.loop(state, interrupted(BATCHES, 2), {jf.every(1): log_state}))
     _, history, elapsed = jf.loop(0, BATCHES, {jf.every(1): [count, log_state], jf.every(3): test}, stop=50)
     assert elapsed.steps == 3 and history.paths() == ["state"]
 
 
-def test_an_error_says_in_which_callback_and_at_which_step_and_saves_are_committed(tmp_path):
+def test_error_names_the_callback_and_step_and_commits_saves(tmp_path):
     def fails(state, batch, elapsed):
         if elapsed.steps == 3:
             raise RuntimeError("out of luck")
@@ -503,11 +503,11 @@ def test_an_error_says_in_which_callback_and_at_which_step_and_saves_are_committ
         tasks = {jf.every(1): [jf.checkpoint(tmp_path, keep=None), log_state, fails]}
         jf.loop(jnp.zeros(3).sum(), BATCHES, tasks, history=history)
     assert caught.value.__notes__ == ["in the callback fails, at step 3"]
-    assert checkpoints.all_steps(tmp_path) == [1, 2]  # They come after all other callbacks.
+    assert checkpoints.all_steps(tmp_path) == [1, 2]  # Checkpoints come after all other callbacks.
     assert history.collect("steps") == [1, 2, 3]
 
 
-def test_an_error_of_the_dataset_says_after_which_step():
+def test_dataset_error_names_the_last_step():
     def broken():
         yield from BATCHES[:2]
         raise OSError("no more disk")
@@ -518,7 +518,7 @@ def test_an_error_of_the_dataset_says_after_which_step():
     assert caught.value.__notes__ == ["in the dataset, after step 2"] and len(history) == 2
 
 
-def test_an_error_in_closing_does_not_hide_the_one_before(warnings_logged):
+def test_error_in_close_does_not_hide_an_earlier_one(warnings_logged):
     class Unclosable(actions.Action):
         def __call__(self, state, outputs, **kwargs):
             pass
@@ -539,7 +539,7 @@ def test_an_error_in_closing_does_not_hide_the_one_before(warnings_logged):
 # LoopState -------------------------------------------------------------------------------------------
 
 
-def test_the_loop_state_has_all_that_a_callback_may_ask_for():
+def test_loop_state_has_the_documented_attributes():
     def report(state, batch, elapsed, loop_state):
         return {"drawn": "picture"}, {"loss": float(elapsed.steps)}, None
 
@@ -569,7 +569,7 @@ def test_accumulated_logs_are_weighted_by_examples():
 # Logs and histories ----------------------------------------------------------------------------------
 
 
-def test_logs_are_a_nested_dictionary():
+def test_logs_are_a_nested_dict():
     logs = jf.logs()
     logs.add_metric("accuracy", 0.9)
     logs.add_loss("loss", 0.3)
@@ -584,17 +584,17 @@ def test_logs_are_a_nested_dictionary():
         logs.loss = 3
 
 
-def test_a_compiled_function_alone_goes_the_short_way(monkeypatch):
-    long_way, together, call, commit_all = [], [], CompiledFunction.call, History.commit_all
-    monkeypatch.setattr(CompiledFunction, "call", lambda *args: long_way.append(args) or call(*args))
+def test_single_compiled_function_uses_the_fast_path(monkeypatch):
+    general_path, together, call, commit_all = [], [], CompiledFunction.call, History.commit_all
+    monkeypatch.setattr(CompiledFunction, "call", lambda *args: general_path.append(args) or call(*args))
     monkeypatch.setattr(History, "commit_all", lambda *args: together.extend(args[1]) or commit_all(*args))
     _, state, batches = examples.tiny_regression()
     step = jf.train_step(squared_error)
     state, history, _ = jf.loop(state, itertools.cycle(batches), {jf.every(1): [step]}, stop=200)
-    assert int(state.step) == len(history) == 200 and len(long_way) < 30 and len(together) > 170
+    assert int(state.step) == len(history) == 200 and len(general_path) < 30 and len(together) > 170
 
 
-def test_to_read_logs_leaves_them_what_they_were():
+def test_reading_logs_does_not_change_them():
     logs = jax.jit(lambda: jf.logs().add_loss("loss", 0.3).add("updates", "batch_stats", {"bn": {"mean": 1.0}}))()
     before = jax.tree.structure(logs)
     assert logs.losses.loss == logs.loss == logs["losses"].loss == np.float32(0.3)
@@ -602,14 +602,14 @@ def test_to_read_logs_leaves_them_what_they_were():
     assert jax.tree.structure(logs) == before and type(logs["updates"]["batch_stats"]) is dict
 
 
-def test_what_is_added_to_a_collection_of_logs_is_in_the_logs():
+def test_additions_to_a_collection_appear_in_the_logs():
     for logs in (jf.logs().add_loss("loss", 0.3), jax.jit(lambda: jf.logs().add_loss("loss", 0.3))()):
         logs.losses["other"] = 0.5
         logs["losses"]["third"] = logs.losses.add_metric("x", 1).metrics.x
         assert list(logs["losses"]) == ["loss", "other", "metrics", "third"] and logs.other == 0.5
 
 
-def test_merging_logs_takes_over_all_entries():
+def test_merge_copies_all_entries():
     one, other = jf.logs().add_metric("a", 1).add_metric("b", 2), jf.logs().add_metric("b", 3).add_loss("c", 4)
     assert one.merge(other) == {"metrics": {"a": 1, "b": 3}, "losses": {"c": 4}}
     other.add_metric("b", 5)
@@ -617,7 +617,7 @@ def test_merging_logs_takes_over_all_entries():
     assert jf.logs({"a": 1}).merge({"a": {"b": 2}}) == {"a": {"b": 2}}
 
 
-def test_an_entry_that_is_not_there_or_not_alone_is_an_error():
+def test_missing_or_ambiguous_entry_raises():
     logs = jf.logs().add_metric("loss", 1).add_loss("loss", 2)
     assert logs.entry_value("metrics.loss") == 1 and logs.entry_value("losses/loss") == 2
     with pytest.raises(KeyError, match="2 entries of the logs are named 'loss': metrics.loss, losses.loss"):
@@ -637,13 +637,13 @@ def test_logs_pass_through_jit():
     ]
 
 
-def test_several_callbacks_make_one_row():
+def test_callbacks_of_one_step_share_a_row():
     callbacks = [lambda: jf.logs().add_metric("a", 1), lambda: jf.logs().add_metric("b", 2).add_loss("c", 3)]
     _, history, _ = jf.loop(0, BATCHES, {jf.every(1): callbacks}, stop=1)
     assert [row.logs for row in history] == [{"metrics": {"a": 1, "b": 2}, "losses": {"c": 3}}]
 
 
-def test_updates_are_for_the_state_and_not_for_the_history():
+def test_updates_are_not_added_to_the_history():
     _, history, _ = jf.loop(
         0,
         BATCHES,
@@ -661,7 +661,7 @@ def test_updates_are_for_the_state_and_not_for_the_history():
         ({3: 3}, TypeError, "strings, got 3"),
     ],
 )
-def test_logs_that_no_history_takes_are_an_error_of_the_callback(logs, error, message):
+def test_error_for_invalid_logs_names_the_callback(logs, error, message):
     def bad_logs():
         return logs
 
@@ -670,7 +670,7 @@ def test_logs_that_no_history_takes_are_an_error_of_the_callback(logs, error, me
     assert caught.value.__notes__ == ["in the callback bad_logs, at step 1"]
 
 
-def test_what_is_reported_of_the_state_is_copied_before_the_next_step_takes_it():
+def test_reported_state_is_copied_before_the_next_step_donates_it():
     _, state, batches = examples.tiny_regression()
     report = lambda state: ({"params": state.params}, {"step": state.step}, None)
     _, history, _ = jf.loop(state, batches, {jf.every(1): [regression, report]}, stop=40)
@@ -679,7 +679,7 @@ def test_what_is_reported_of_the_state_is_copied_before_the_next_step_takes_it()
     assert not any(kernel.is_deleted() for kernel in kernels) and not np.array_equal(kernels[0], kernels[-1])
 
 
-def test_a_run_goes_on_by_elapsed_and_history():
+def test_loop_continues_from_elapsed_and_history():
     state, history, elapsed = jf.loop(0, BATCHES, {jf.every(1): [count, log_state]}, stop=10)
     state, same, elapsed = jf.loop(
         state, BATCHES[10:], {jf.every(1): [count, log_state]}, stop=25, history=history, elapsed=elapsed
@@ -689,7 +689,7 @@ def test_a_run_goes_on_by_elapsed_and_history():
     assert steps_of({"a": jf.every(10)}, num_steps=30, elapsed=jf.Elapsed(15)) == [("a", 20), ("a", 30)]
 
 
-def test_the_file_of_a_history_is_complete_at_each_checkpoint_and_at_the_end(tmp_path):
+def test_history_file_is_complete_at_each_checkpoint_and_at_the_end(tmp_path):
     def lines():
         return path.read_text().count("\n") if path.exists() else 0
 
@@ -701,7 +701,7 @@ def test_the_file_of_a_history_is_complete_at_each_checkpoint_and_at_the_end(tmp
         jf.every(6): lambda: seen.append(lines()),
     }
     _, history, _ = jf.loop(jnp.float32(0), BATCHES, tasks, stop=12, history=jf.history(path))
-    assert seen == [5, 10]  # Nothing else has been waited for.
+    assert seen == [5, 10]  # Only the checkpoints wait for the rows.
     assert lines() == len(history) == 12
     with pytest.raises(RuntimeError):
         jf.loop(
@@ -717,12 +717,12 @@ def _broken():
     raise RuntimeError
 
 
-# Waiting and memory ----------------------------------------------------------------------------------
+# Synchronization and memory --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def reads(monkeypatch):
-    """For each tree with device values that was read or waited for, whether it was there already."""
+    """Whether each tree of device values that was read or waited for was ready."""
     found = []
 
     def noting(function, tree):
@@ -736,7 +736,7 @@ def reads(monkeypatch):
     return found
 
 
-def test_nothing_waits_for_the_devices_unless_a_callback_reads_a_value(reads):
+def test_loop_synchronizes_only_if_a_callback_reads_a_value(reads):
     _, state, batches = examples.tiny_regression()
     look = lambda state, batch, elapsed, loop_state: loop_state.logs
     tasks = {jf.every(1): [regression, evaluation, look]}
@@ -750,14 +750,14 @@ def test_nothing_waits_for_the_devices_unless_a_callback_reads_a_value(reads):
     assert len(reads) > 1
 
 
-def test_a_bar_reads_only_what_is_there(reads):
+def test_bar_reads_only_ready_values(reads):
     _, state, batches = examples.tiny_regression()
     bar = jf.keras_bar(stream=io.StringIO(), interval=jf.always(), min_seconds=0)
     jf.loop(state, batches, {jf.every(1): [regression, bar]}, stop=30)
     assert all(reads)
 
 
-def test_a_value_that_is_not_ready_holds_nothing_up():
+def test_pending_value_does_not_block_the_loop():
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 500, lambda _, x: jnp.tanh(x @ x) * 0.5, x).sum())
     slow(jnp.ones((400, 400))).block_until_ready()
     stream = io.StringIO()
@@ -781,7 +781,7 @@ def test_memory_does_not_grow_with_the_number_of_steps():
 # Other callbacks -------------------------------------------------------------------------------------
 
 
-def test_objects_with_the_method_are_callbacks():
+def test_objects_with_loop_callback_are_callbacks():
     class Ema:
         def __init__(self):
             self.value = 0.0
@@ -803,7 +803,7 @@ def test_objects_with_the_method_are_callbacks():
         jf.loop(0, BATCHES, {jf.every(1): [count, Bad()]}, stop=3)
 
 
-def test_a_step_is_a_callback_and_the_object_door_gives_the_same_bits(assert_same):
+def test_step_as_a_callback_matches_a_train_loop(assert_same):
     step, state, batches = examples.tiny_regression()
     expected, outputs = jaxloop.TrainLoop(step)(state, batches, 50)
     _, state, _ = examples.tiny_regression()
@@ -815,7 +815,7 @@ def test_a_step_is_a_callback_and_the_object_door_gives_the_same_bits(assert_sam
     assert history.collect("loss") == same.collect("loss") == [float(loss) for loss in outputs["loss"]]
 
 
-def test_what_a_step_reports_beside_scalars_is_an_output():
+def test_arrays_returned_by_a_step_are_outputs():
     class Reporting(jaxloop.Step):
         def run(self, state, batch):
             value = jaxloop.MetricWithMetadata(jnp.float32(2))
@@ -828,7 +828,7 @@ def test_what_a_step_reports_beside_scalars_is_an_output():
     assert [outputs["array"].shape for _, outputs in history.outputs] == [(8, 3), (8, 3)]
 
 
-def test_loops_are_callbacks_for_the_one_batch(assert_same):
+def test_loops_as_callbacks_run_one_batch(assert_same):
     class Stop(actions.Action):
         def __call__(self, state, outputs, *, step_num, **kwargs):
             outputs[STOP_LOOP] = step_num == 7
@@ -844,7 +844,7 @@ def test_loops_are_callbacks_for_the_one_batch(assert_same):
 
 
 class Note(actions.Action):
-    """Notes what it was called with."""
+    """Records the arguments of each call."""
 
     def __init__(self, interval=1):
         super().__init__(interval)
@@ -858,7 +858,7 @@ class Note(actions.Action):
         self.closed += 1
 
 
-def test_an_action_gets_what_was_logged_since_its_last_call_once():
+def test_action_gets_each_value_since_its_last_call_once():
     note = Note()
     tasks = {jf.every(1): log_state, jf.every(3): [note, lambda: {"test": {"loss": 0.5}}, note], jf.last(): note}
     jf.loop(7, BATCHES, tasks, stop=7)
@@ -870,14 +870,14 @@ def test_an_action_gets_what_was_logged_since_its_last_call_once():
     assert note.closed == 1
 
 
-def test_an_action_after_a_checkpoint_with_a_history_in_a_file_sees_each_value_once(tmp_path):
+def test_action_after_a_checkpoint_gets_each_value_once(tmp_path):
     note = Note()
     tasks = {jf.every(1): lambda state: ({"state": state}, state + 1), jf.every(2): [jf.checkpoint(tmp_path), note]}
     jf.loop(jnp.float32(0), BATCHES, tasks, stop=4, history=jf.history(tmp_path / "history.jsonl"))
     assert note.noted == [(2, {"state": [0, 1]}, [4, 4]), (4, {"state": [2, 3]}, [4, 4])]
 
 
-def test_an_action_with_a_schedule_is_called_when_both_say_so():
+def test_action_is_called_when_both_schedules_fire():
     note = Note(jf.every(2) | jf.last())
     jf.loop(7, BATCHES[:9], {jf.after(4): note})
     assert [step for step, _, _ in note.noted] == [4, 6, 8, 9]
@@ -885,14 +885,14 @@ def test_an_action_with_a_schedule_is_called_when_both_say_so():
         jf.loop(7, BATCHES, {jf.every(1): Note(interval=2)})
 
 
-def test_actions_get_outputs_too(writer):
+def test_actions_get_outputs(writer):
     images = np.zeros([2, 4, 4, 1], np.float32)
     summary = actions.SummaryAction(writer)
     jf.loop(7, BATCHES, {jf.every(1): lambda: ({"drawn": images}, {"loss": 1.0}, None), jf.every(2): summary}, stop=2)
     assert [name for name, *_ in writer.written] == ["write_scalars", "write_images"] and writer.scalars("loss")
 
 
-def test_periodic_actions_of_clu_are_callbacks():
+def test_clu_periodic_actions_are_callbacks():
     called = []
     periodic = periodic_actions.PeriodicCallback(every_steps=3, callback_fn=lambda step, t: called.append(step))
     jf.loop(0, BATCHES, {jf.every(1): periodic}, stop=9)
@@ -903,7 +903,7 @@ def test_periodic_actions_of_clu_are_callbacks():
 
 
 @pytest.mark.parametrize("make", [actions.CheckpointAction, jf.checkpoint])
-def test_a_loop_does_not_save_where_another_thread_trains(tmp_path, make):
+def test_saving_to_a_directory_used_by_another_thread_raises(tmp_path, make):
     save = make(tmp_path)
     run = lambda: jf.loop({"n": jnp.zeros([])}, BATCHES, {jf.every(1): save}, stop=2)
     with lock.DirectoryLock(tmp_path), concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -914,7 +914,7 @@ def test_a_loop_does_not_save_where_another_thread_trains(tmp_path, make):
     assert checkpoints.all_steps(tmp_path)[-1] == 2
 
 
-def test_a_checkpoint_keeps_the_newest_and_the_best(tmp_path):
+def test_checkpoint_keeps_the_newest_and_the_best(tmp_path):
     values = iter([5.0, 1.0, 3.0, 4.0])
     save = jf.checkpoint(tmp_path, keep=1, monitor="test/loss")
     tasks = {jf.every(1): lambda state: (None, {**state, "w": state["w"] + 1}), jf.every(1): [_test(values), save]}
@@ -928,7 +928,7 @@ def _test(values):
     )
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path, assert_same):
+def test_resume_from_a_checkpoint_is_bit_identical(tmp_path, assert_same):
     _, start, batches = examples.tiny_regression()
     tasks = {jf.every(1): regression}
     expected, history, elapsed = jf.loop(start, batches, tasks, stop=60)
@@ -955,7 +955,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path, assert_sam
         save.restore(fresh, step=7)
 
 
-def test_a_state_with_a_typed_key_is_saved_and_restored(tmp_path):
+def test_state_with_a_typed_key_is_saved_and_restored(tmp_path):
     @jax.jit
     def draw(state):
         key, sub = jax.random.split(state["key"])
@@ -977,7 +977,7 @@ def test_a_state_with_a_typed_key_is_saved_and_restored(tmp_path):
         (lambda: jf.checkpoint("model", monitor="los"), True, 1),
     ],
 )
-def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(make, first, step, tmp_path, monkeypatch):
+def test_unknown_monitor_raises_and_lists_the_metrics(make, first, step, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = lambda state: jf.logs().add_metric("loss", 1.0).add("test", "accuracy", 0.5)
     callbacks = [make(), train] if first else [train, make()]
@@ -986,14 +986,14 @@ def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(make, f
     assert re.search(rf"at step {step}", e.value.__notes__[0])
 
 
-def test_a_monitored_value_may_come_later():
+def test_monitored_value_may_appear_later():
     stop = jf.early_stopping("accuracy", patience=2)
     accuracy = lambda: jf.logs().add("test", "accuracy", 0.5)
     tasks = {jf.every(1): [lambda: {"loss": 1.0}, stop], jf.every(10): accuracy}
     assert jf.loop(0, BATCHES, tasks)[2].steps == 31
 
 
-def test_a_callback_that_has_logged_nothing_yet_may_still_log_what_is_monitored(warnings_logged):
+def test_unknown_monitor_only_warns_if_a_callback_may_still_log_it(warnings_logged):
     def sometimes(state, batch, elapsed):
         return {"accuracy": 0.5} if elapsed.steps % 10 == 0 else None
 
@@ -1005,7 +1005,7 @@ def test_a_callback_that_has_logged_nothing_yet_may_still_log_what_is_monitored(
 
 
 @pytest.mark.parametrize(("restore_best", "expected"), [(False, 6), (True, 3)])
-def test_early_stopping_ends_the_loop_and_may_give_the_best_state_back(restore_best, expected):
+def test_early_stopping_ends_the_loop_and_can_restore_the_best_state(restore_best, expected):
     losses = iter([3.0, 2.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     stop = jf.early_stopping("loss", patience=3, restore_best=restore_best)
     tasks = {
@@ -1017,7 +1017,7 @@ def test_early_stopping_ends_the_loop_and_may_give_the_best_state_back(restore_b
     assert (state, elapsed.steps, ends) == (expected, 6, [expected])
 
 
-def test_an_inner_loop_evaluates_inside_training(assert_same):
+def test_inner_loop_evaluates_during_training(assert_same):
     _, state, batches = examples.tiny_regression()
     expected, _, _ = jf.loop(state, batches, {jf.every(1): regression}, stop=40)
     _, state, _ = examples.tiny_regression()
@@ -1034,7 +1034,7 @@ def test_an_inner_loop_evaluates_inside_training(assert_same):
     ("aggregation", "expected"),
     [("mean", 2.0), ("sum", 6.0), ("min", 1.0), ("max", 3.0), ("last", 2.0), (lambda values: len(values), 3)],
 )
-def test_an_inner_loop_reduces_what_its_loop_has_logged(aggregation, expected):
+def test_inner_loop_aggregates_its_logs(aggregation, expected):
     values = iter([1.0, 3.0, 2.0])
     log = lambda: jf.logs().add_metric("value", next(values)).add("parts", "name", 7)
     test = jf.inner_loop("test", lambda: jf.loop(0, BATCHES[:3], {jf.every(1): log}), aggregation)
@@ -1042,7 +1042,7 @@ def test_an_inner_loop_reduces_what_its_loop_has_logged(aggregation, expected):
     assert history.collect("test.value") == [expected] and history.paths() == ["test.value", "test.parts.name"]
 
 
-def test_an_inner_loop_of_something_else_or_that_takes_the_state_over_is_an_error():
+def test_inner_loop_with_a_wrong_result_or_a_donated_state_raises():
     with pytest.raises(TypeError, match=r"inner_loop\('test'\) must return \(state, history, elapsed\), .* got 7"):
         jf.loop(0, BATCHES, {jf.every(1): jf.inner_loop("test", lambda: 7)})
     _, state, batches = examples.tiny_regression()
@@ -1051,7 +1051,7 @@ def test_an_inner_loop_of_something_else_or_that_takes_the_state_over_is_an_erro
         jf.loop(state, batches, {jf.every(1): train})
 
 
-def test_evaluations_are_not_training_time():
+def test_evaluations_do_not_count_as_training_time():
     now = [0.0]
 
     def evaluate(state):
@@ -1064,10 +1064,10 @@ def test_evaluations_are_not_training_time():
 
     tasks = {jf.every(1): [train, jf.inner_loop("test", evaluate)]}
     _, _, elapsed = jf.loop(0, BATCHES, tasks, stop=10, clock=lambda: now[0])
-    assert elapsed.time == 9  # When the tenth batch came.
+    assert elapsed.time == 9  # At the time when the tenth batch was read.
 
 
-def test_the_bars_show_the_newest_values_of_each_kind():
+def test_bar_shows_the_newest_train_and_test_values():
     stream = io.StringIO()
     bar = jf.keras_bar(total=10_000, stream=stream, interval=jf.always(), min_seconds=0)
     log = lambda: jf.logs().add_loss("loss", 0.0718).add_metric("accuracy", 0.9779)
@@ -1080,16 +1080,16 @@ def test_the_bars_show_the_newest_values_of_each_kind():
 
 @pytest.mark.parametrize("make", [jf.keras_bar, jf.tqdm_bar])
 @pytest.mark.parametrize(("stop", "line"), [(jf.at(50), r"100%\|.* 50/50 \["), (None, r"100 steps \[")])
-def test_a_bar_knows_the_total_and_the_last_step_by_itself(make, stop, line):
+def test_bar_infers_the_total_and_the_last_step(make, stop, line):
     stream = io.StringIO()
     jf.loop(0, BATCHES, {jf.every(1): lambda: {"loss": 0.5}, **make(stream=stream)}, stop=stop)
     assert re.match(line + ".*loss=0.5000", re.split("[\r\n]", stream.getvalue().strip())[-1])
 
 
-# By hand ---------------------------------------------------------------------------------------------
+# Handwritten loops -----------------------------------------------------------------------------------
 
 
-def test_a_loop_by_hand_with_the_same_tools(tmp_path, assert_same):
+def test_handwritten_loop_with_the_same_tools(tmp_path, assert_same):
     _, state, batches = examples.tiny_regression()
     expected, same, _ = jf.loop(state, batches, {jf.every(1): regression}, stop=40)
     _, state, _ = examples.tiny_regression()
@@ -1104,7 +1104,7 @@ def test_a_loop_by_hand_with_the_same_tools(tmp_path, assert_same):
         bar(elapsed, logs)
         if save_period(elapsed):
             save(elapsed, state, logs)
-            assert checkpoints.all_steps(tmp_path)[-1] == elapsed.steps  # On disk already.
+            assert checkpoints.all_steps(tmp_path)[-1] == elapsed.steps  # Already on disk.
         if eval_period(elapsed):
             logs, _ = evaluation(state, batch)
             evaluations.append((elapsed.steps, stop(elapsed, state, logs)))
@@ -1131,7 +1131,7 @@ def regression_with_accuracy(state, batch):
     return logs, state.apply_gradients(grads=grads)
 
 
-def test_logs_take_what_a_callback_returns_by_assignment(tmp_path):
+def test_assigning_to_updates_merges_the_logs_of_a_callback(tmp_path):
     _, state, batches = examples.tiny_regression()
     stream, history, call_checkpoint = io.StringIO(), jf.history(), jf.every(steps=8)
     checkpoint, keras_bar = jf.checkpoint(tmp_path, keep=None), jf.keras_bar(total=20, stream=stream)
@@ -1149,7 +1149,7 @@ def test_logs_take_what_a_callback_returns_by_assignment(tmp_path):
     assert checkpoints.all_steps(tmp_path) == [8, 16] and "20/20" in stream.getvalue()
 
 
-def test_logs_merge_each_assignment():
+def test_logs_merge_each_assignment_to_updates():
     logs = jf.logs().add_metric("accuracy", 0.9)
     logs.updates = {"losses": {"loss": 0.3}}
     logs.updates = None
@@ -1169,12 +1169,12 @@ def test_logs_merge_each_assignment():
         "add_entry": r"add\(collection, name, value\)",
     }.items(),
 )
-def test_logs_name_the_method_that_is_meant(name, method):
+def test_unknown_logs_method_suggests_the_right_one(name, method):
     with pytest.raises(AttributeError, match=f"no method '{name}'. Did you mean logs.{method}"):
         getattr(jf.logs(), name)("accuracy", 0.9)
 
 
-def test_a_jitted_callback_takes_how_far_the_loop_is_and_is_compiled_once():
+def test_jitted_callback_gets_elapsed_without_compiling_at_each_step():
     traces = []
 
     @jax.jit
@@ -1187,10 +1187,10 @@ def test_a_jitted_callback_takes_how_far_the_loop_is_and_is_compiled_once():
     assert history.collect("step", "before") == ([1, 2, 3, 4, 5], [0, 1, 2, 3, 4])
     assert history.collect("last") == [False] * 4 + [True]
     np.testing.assert_allclose(history.collect("examples"), [2**31 - 13 + 4 * step for step in range(1, 6)], rtol=1e-6)
-    assert len(traces) <= 3  # A count past 32 bits is a float.
+    assert len(traces) <= 3  # Counts beyond 32 bits are floats.
 
 
-def test_an_elapsed_is_a_tree_of_exact_counts():
+def test_elapsed_is_a_pytree_of_exact_counts():
     elapsed = jf.Elapsed(3, 10**12 + 1, 1.5, 2, is_last=True, previous=jf.Elapsed(2, 10**12))
     same = jax.tree.map(lambda leaf: leaf, elapsed)
     assert same == elapsed and same.previous == elapsed.previous and same.is_last
@@ -1198,7 +1198,7 @@ def test_an_elapsed_is_a_tree_of_exact_counts():
     assert jax.tree.structure(elapsed) == jax.tree.structure(same)
 
 
-def test_elapse_counts_along_and_says_which_step_is_the_last():
+def test_elapse_counts_steps_and_marks_the_last():
     elapsed = [elapsed for elapsed, _ in jf.elapse(BATCHES, stop=3, start=jf.Elapsed(1, samples=4))]
     assert [(each.steps, each.samples, each.is_last) for each in elapsed] == [(2, 8, False), (3, 12, True)]
     assert [each.previous.steps for each in elapsed] == [1, 2]
@@ -1207,8 +1207,8 @@ def test_elapse_counts_along_and_says_which_step_is_the_last():
 
 
 @pytest.mark.parametrize("callback", ["compiled", "two"])
-def test_the_examples_of_ragged_batches_are_counted_as_a_function_says(callback):
-    """Padded batches, of which a mask says what is real."""
+def test_num_examples_counts_the_real_rows_of_padded_batches(callback):
+    """A mask in each batch marks the real rows."""
     mask = lambda real: np.arange(8) < real
     batches = [{"x": np.full(8, real, np.float32), "mask": mask(real)} for real in (8, 2, 5, 8, 1)]
     mean = jax.jit(lambda state, batch: ({"mean": batch["x"].mean()}, state + 1))
@@ -1226,7 +1226,7 @@ def test_the_examples_of_ragged_batches_are_counted_as_a_function_says(callback)
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, "8", None, True, np.ones(2)])
-def test_a_count_of_examples_must_be_a_whole_number(count):
+def test_num_examples_must_return_a_whole_number(count):
     with pytest.raises((TypeError, ValueError), match="num_examples must return a whole number.*got"):
         jf.loop(0, BATCHES, {jf.every(1): log_state}, num_examples=lambda batch: count)
 
@@ -1234,7 +1234,7 @@ def test_a_count_of_examples_must_be_a_whole_number(count):
 # Donated states --------------------------------------------------------------------------------------
 
 
-def test_a_state_that_a_loop_has_taken_over_is_an_error_before_the_next_one_begins(data_parallel):
+def test_donated_state_raises_before_the_loop_begins(data_parallel):
     _, state, batches = examples.tiny_regression()
     train = jf.train_step(squared_error, data_parallel(8))
     jf.loop(state, batches, {jf.every(1): train}, stop=2)
@@ -1244,15 +1244,15 @@ def test_a_state_that_a_loop_has_taken_over_is_an_error_before_the_next_one_begi
         jf.loop(state, batches, {jf.on_start: lambda: os.abort(), jf.every(1): train}, stop=2)
 
 
-# A loop that can't be lost ---------------------------------------------------------------------------
+# Resuming --------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """Nobody catches it: what was saved is all there is."""
+    """An exception that nothing handles, like SIGKILL."""
 
 
 class Counter:
-    """An object that remembers."""
+    """A callback with a saved state."""
 
     def __init__(self):
         self.count = 0
@@ -1276,7 +1276,7 @@ def noisy(state, batch):
 
 
 def resumable(directory, kill_at=None):
-    """A run with all that a loop remembers; the batches' numbers that it was given, and what it has written."""
+    """Runs a loop with all kinds of saved state. Returns the state, rows, steps, batch numbers and written scalars."""
     numbers, written, writer = [], [], types.SimpleNamespace(flush=lambda: None)
     writer.write_scalars = lambda step, scalars: written.append((step, dict(scalars)))
 
@@ -1300,7 +1300,7 @@ def resumable(directory, kill_at=None):
 
 
 @pytest.mark.parametrize("kills", [[1], [3], [7], [12, 16], [5, 8, 17]])
-def test_a_loop_that_was_killed_goes_on_from_its_checkpoint_as_if_nothing_had_happened(kills, tmp_path):
+def test_killed_loop_resumes_exactly_from_its_checkpoint(kills, tmp_path):
     whole = resumable(tmp_path / "whole")
     for kill_at in kills:
         with pytest.raises(Killed):
@@ -1313,7 +1313,7 @@ def test_a_loop_that_was_killed_goes_on_from_its_checkpoint_as_if_nothing_had_ha
     assert written == [each for each in whole[4] if each[0] > saved]
 
 
-def test_a_finished_loop_is_not_run_again(tmp_path, warnings_logged):
+def test_finished_loop_is_not_run_again(tmp_path, warnings_logged):
     tasks = lambda: {jf.every(1): count, jf.every(5): jf.checkpoint(tmp_path, resume=True)}
     assert jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)[2].steps == 10
     state, _, elapsed = jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)
@@ -1321,7 +1321,7 @@ def test_a_finished_loop_is_not_run_again(tmp_path, warnings_logged):
     assert any("Nothing is left to train" in warning for warning in warnings_logged())
 
 
-def test_a_loop_that_was_killed_before_its_first_checkpoint_has_the_row_of_step_0_once(tmp_path):
+def test_restart_before_the_first_checkpoint_does_not_repeat_the_row_of_step_0(tmp_path):
     def tasks(fails):
         def measure(state):
             if fails and state > 2:
@@ -1339,7 +1339,7 @@ def test_a_loop_that_was_killed_before_its_first_checkpoint_has_the_row_of_step_
     assert [json.loads(line)["elapsed"]["steps"] for line in lines] == history.collect("steps", "test")[0] == [0, 3, 6]
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_not_resumed_from(tmp_path):
+def test_resuming_from_a_renamed_checkpoint_raises(tmp_path):
     tasks = lambda: {jf.every(1): count, jf.every(5): jf.checkpoint(tmp_path, resume=True)}
     jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)
     (tmp_path / "10").rename(tmp_path / "110")
@@ -1347,7 +1347,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_resumed_from(tmp_pat
         jf.loop(jnp.int32(0), BATCHES, tasks(), stop=15)
 
 
-def test_a_loop_that_was_stopped_and_is_run_again_has_all_of_its_rows(tmp_path):
+def test_stopped_loop_keeps_its_rows_when_run_again(tmp_path):
     def stop(state, batch, elapsed, loop_state):
         loop_state.stop_iteration = elapsed.steps == 15
 
@@ -1366,7 +1366,7 @@ def test_a_loop_that_was_stopped_and_is_run_again_has_all_of_its_rows(tmp_path):
     assert run() == first
 
 
-def test_a_loop_that_is_stopped_before_its_first_step_is_saved_where_that_is_asked(tmp_path):
+def test_loop_stopped_before_its_first_step_is_saved_if_due(tmp_path):
     def stop(state, batch, elapsed, loop_state):
         loop_state.stop_iteration = True
 
