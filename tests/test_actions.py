@@ -197,9 +197,8 @@ def test_save_reports_its_stall_and_its_wait_for_the_previous_save(tmp_path, war
         action(state, None, step_num=step_num)
         seen.append((action.last_stall_secs, action.last_wait_secs, len(warnings_logged())))
     waits = [0.0, 3.0, 0.5, 1.5, 3.125, 4.0]
-    assert seen == [
-        (wait + 0.25, wait, int(wait >= 3.125)) for wait in waits
-    ]  # It warns once, after two long waits in a row.
+    # It warns once, after two long waits in a row.
+    assert seen == [(wait + 0.25, wait, int(wait >= 3.125)) for wait in waits]
     (warning,) = warnings_logged()
     assert "Saving step 500 blocked training for 3.1 s while step 400 was still being written" in warning
     assert "Save less often than interval=every(steps=100)" in warning

@@ -195,9 +195,8 @@ def test_each_epoch_contains_each_example_once(size, seed, num_epochs):
         assert len(set(map(tuple, epochs))) == num_epochs
     sizes = size if isinstance(size, dict) else {0: size}
     expected = [sizes[max(start for start in sizes if start <= number)] for number in range(len(rows))]
-    assert (
-        list(map(len, rows[:-1])) == expected[:-1] and 0 < len(rows[-1]) <= expected[-1]
-    )  # The last batch may be short.
+    # The last batch may be short.
+    assert list(map(len, rows[:-1])) == expected[:-1] and 0 < len(rows[-1]) <= expected[-1]
     assert set(dataset.batch_sizes) == set(map(len, rows))
     assert [len(batch["row"]) for batch in dataset.first_of_each_size()] == list(dataset.batch_sizes)
 

@@ -1049,9 +1049,8 @@ def test_checkpoint_of_a_different_format_raises_with_both_versions(finished_run
     expected = r"was saved by jaxloop 9\.9\.9 in format 99, and jaxloop \S+ resumes from format 3"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
         short_run(directory)
-    assert (
-        checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == 20
-    )  # The state alone can be restored.
+    # The state alone can be restored.
+    assert checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == 20
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Counts the device reads, the waits and the live arrays of a run."""
+"""Counts the device reads, waits and live arrays of a run."""
 
 import gc
 import itertools

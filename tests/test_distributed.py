@@ -1,4 +1,4 @@
-"""Runs with several processes, and their launcher."""
+"""Tests of runs with several processes, and of the launcher."""
 
 import os
 import pathlib

@@ -230,7 +230,7 @@ def newest_step_after_writer_error(directory, step):
 
 
 def assert_ends_like(expected, resumed, step, written):
-    """Compares with an uninterrupted run. If `written`, the rows before the resume, is empty, only later rows count."""
+    """Compares with an uninterrupted run. `written` are the rows from before the resume, or () to skip them."""
     assert resumed["state"] == expected["state"] and resumed["history"] == expected["history"]
     assert resumed["ids"] == expected["ids"][step:]
     after = [row for row in expected["written"] if row[0] > step]

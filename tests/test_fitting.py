@@ -309,7 +309,7 @@ def test_invalid_arguments_raise(options, error, message):
         fit_linear(**options)
 
 
-def test_eval_dataset_requires_eval_step():
+def test_train_step_with_an_eval_dataset_requires_an_eval_step():
     train_step = lambda state, batch: (state, None)
     with pytest.raises(ValueError, match="a train_step and eval_dataset without eval_step"):
         fit(np.float32(0), DICTS, DICTS, train_step=train_step, train_epochs=1)

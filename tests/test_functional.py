@@ -701,7 +701,7 @@ def test_history_file_is_complete_at_each_checkpoint_and_at_the_end(tmp_path):
         jf.every(6): lambda: seen.append(lines()),
     }
     _, history, _ = jf.loop(jnp.float32(0), BATCHES, tasks, stop=12, history=jf.history(path))
-    assert seen == [5, 10]  # Only the checkpoints wait for the rows.
+    assert seen == [5, 10]  # Only a checkpoint forces rows to be written.
     assert lines() == len(history) == 12
     with pytest.raises(RuntimeError):
         jf.loop(
@@ -722,7 +722,7 @@ def _broken():
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Whether each tree of device values that was read or waited for was ready."""
+    """Records the readiness of each tree of device values that is read or waited for."""
     found = []
 
     def noting(function, tree):
@@ -1064,7 +1064,7 @@ def test_evaluations_do_not_count_as_training_time():
 
     tasks = {jf.every(1): [train, jf.inner_loop("test", evaluate)]}
     _, _, elapsed = jf.loop(0, BATCHES, tasks, stop=10, clock=lambda: now[0])
-    assert elapsed.time == 9  # At the time when the tenth batch was read.
+    assert elapsed.time == 9  # When the tenth batch was read.
 
 
 def test_bar_shows_the_newest_train_and_test_values():
