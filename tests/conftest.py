@@ -7,25 +7,24 @@ import signal
 import sys
 import tempfile
 
-# A shell has what it starts in the background ignore Ctrl-C, and so all that is started from there.
+# Shells make background processes ignore Ctrl-C, and their child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Most tests compile the same few small programs. Each is compiled once a session, for all tests and what they start:
-# the workers of pytest-xdist, and the programs that tests run, find the directory in their environment. What tests
-# write is kept in memory where there is room, and is gone afterwards (`--basetemp=DIRECTORY` keeps what `tmp_path`
-# gave).
+# Most tests compile the same few small programs. A compilation cache makes this happen once per session: the workers of
+# pytest-xdist and the programs that tests start find its directory in their environment. Files that tests write are kept
+# in memory if there is room, and are deleted at the end (`--basetemp=DIRECTORY` keeps the `tmp_path` directories).
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _MEMORY = "/dev/shm"
     _HAS_ROOM = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 2**30
     _SCRATCH = tempfile.TemporaryDirectory(
         prefix="jaxloop_tests_", dir=_MEMORY if _HAS_ROOM else None, ignore_cleanup_errors=True
     )
-    os.chmod(_SCRATCH.name, 0o711)  # For tests that become another user to pass through.
+    os.chmod(_SCRATCH.name, 0o711)  # So that tests that switch to another user can enter it.
     os.environ["TMPDIR"] = tempfile.tempdir = _SCRATCH.name
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(_SCRATCH.name, "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
-# Read when JAX starts: with fewer threads, several devices on few cores wait for each other for ever.
+# JAX reads this when it starts. With fewer threads, several devices on few cores deadlock.
 os.environ["NPROC"] = "32"
 
 import jax
@@ -44,7 +43,7 @@ from programs.check_first import check_first
 
 from jaxloop import partition
 
-# They come first: else one of two workers ends with them, while the other has nothing left to do.
+# These run first. Otherwise, one of the two workers would still be running them while the other is idle.
 LONGEST_FILES = [
     "test_colabs.py",
     "test_mnist_tutorial.py",
@@ -63,7 +62,7 @@ def pytest_collection_modifyitems(items):
 
 
 class RecordingWriter:
-    """Has the methods of clu's `MetricWriter`, and remembers what they were given. It takes no notes."""
+    """Records the calls of the methods of clu's `MetricWriter`. It has no `write_notes`."""
 
     def __init__(self):
         self.written = []
@@ -82,7 +81,7 @@ class RecordingWriter:
         self.flushes += 1
 
     def scalars(self, name):
-        """The `(step, value)` pairs that were written under a name."""
+        """Returns the `(step, value)` pairs that were written under a name."""
         calls = [call for call in self.written if call[0] == "write_scalars"]
         return [(step, values[name]) for _, step, values in calls if name in values]
 
@@ -94,7 +93,7 @@ def writer():
 
 @pytest.fixture
 def assert_same():
-    """Compares two trees, whose static fields may differ, bit by bit."""
+    """Asserts that the leaves of two trees are bit-identical. Their static fields may differ."""
 
     def compare(one, two):
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
@@ -105,7 +104,7 @@ def assert_same():
 
 @pytest.fixture
 def interrupted():
-    """Iterates over batches, and presses Ctrl-C before it gives the one of a number."""
+    """Iterates over batches, and simulates Ctrl-C before it yields the batch at an index."""
 
     def iterate(batches, number):
         for index, batch in enumerate(batches):
@@ -118,13 +117,13 @@ def interrupted():
 
 @pytest.fixture
 def data_parallel():
-    """Makes a `DataParallelPartitioner` over the first `n` devices."""
+    """Returns a `DataParallelPartitioner` over the first `n` devices."""
     return lambda n: partition.DataParallelPartitioner(Mesh(np.array(jax.devices()[:n]), ("data",)), "data")
 
 
 @pytest.fixture
 def logs(caplog):
-    """The log of the test, from INFO up."""
+    """The log records of the test, from level INFO up."""
     caplog.set_level(python_logging.INFO, logger="absl")
     logging.set_verbosity(logging.INFO)
     yield caplog
@@ -133,13 +132,13 @@ def logs(caplog):
 
 @pytest.fixture
 def warnings_logged(logs):
-    """The texts of the warnings logged so far."""
+    """Returns the messages of all warnings logged so far."""
     return lambda: [record.getMessage() for record in logs.records if record.levelno >= python_logging.WARNING]
 
 
 @pytest.fixture
 def checked_first():
-    """Each run of an OuterLoop is checked before, and nothing may be found."""
+    """Calls `check` before each run of an `OuterLoop`, and fails if it finds a problem."""
     undo = check_first()
     yield
     undo()
@@ -147,7 +146,7 @@ def checked_first():
 
 @pytest.fixture(scope="module")
 def compile_fast():
-    """XLA optimizes little: compiling takes most of the time of programs that run for a moment."""
+    """Turns off most XLA optimizations, for programs that take longer to compile than to run."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -156,7 +155,7 @@ def compile_fast():
 
 @pytest.fixture(autouse=True)
 def no_bars_of_other_tests():
-    """Forgets the bars that a test leaves open: tqdm would draw the next ones below them."""
+    """Forgets the progress bars that a test leaves open. tqdm would draw later bars below them."""
     yield
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm._instances.clear()
