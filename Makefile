@@ -1,12 +1,12 @@
-# `make demo` trains a model, `make test` checks everything, `make chaos` breaks many runs, `make bench` measures how
-# long they take, `make test-wheel` and `make test-oldest` check what is to be released. All make their own virtual
-# environments, in .venv or, for the wheel, in a temporary directory.
+# `make demo` trains a model, `make test` runs all checks, `make chaos` breaks many runs, `make bench` measures speed,
+# and `make test-wheel` and `make test-oldest` test a release. Each target creates the virtual environment that it needs,
+# in .venv or (for the wheel) in a temporary directory.
 
-# The newest Python that all the tests' packages support and that is installed. JAX 0.11 and newer need 3.12.
+# The newest installed Python that all packages of the tests support. JAX 0.11 and newer need 3.12.
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3,$(shell $(name) -c pass 2>/dev/null && echo $(name))))
 OLDEST_PYTHON ?= python3.11
 BIN := .venv/bin
-# If a worker dies, the tests end: pytest-xdist would otherwise start another one and, at times, wait forever.
+# End the tests if a worker dies. Otherwise pytest-xdist would start another one, and would sometimes wait forever.
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo test test-wheel test-oldest chaos bench colabs docs clean
@@ -20,11 +20,11 @@ test: .venv/test.installed
 	$(BIN)/pyright
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
-# The wheel as it is installed: first alone, with none of the optional packages, then with all of the tests, which are
-# copied to where the sources are not. TESTS=tests/test_loop.py runs some of them.
+# Test the installed wheel: first without optional packages, then with all tests, which are copied to a directory
+# without the sources. To run only some of the tests, set TESTS=tests/test_loop.py, for example.
 TESTS ?= tests --pyargs jaxloop
-# These look at files of the sources.
-NOT_OF_THE_WHEEL := --deselect tests/test_docs.py::test_files_and_flags_that_a_page_names_are_there \
+# These tests need files of the source tree.
+NEED_SOURCES := --deselect tests/test_docs.py::test_files_and_flags_that_a_page_names_are_there \
   --deselect tests/test_readme.py::test_what_the_readme_points_to_is_there
 
 test-wheel:
@@ -40,10 +40,10 @@ test-wheel:
 	"$$bare" tests/programs/plain_install.py \
 	  "$$("$$bare" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
 	"$$bare" -m pip install --quiet --disable-pip-version-check "$$wheel[test]"; \
-	"$$bare" -m pytest $(IN_PARALLEL) $(NOT_OF_THE_WHEEL) $(TESTS)
+	"$$bare" -m pytest $(IN_PARALLEL) $(NEED_SOURCES) $(TESTS)
 
-# The lowest versions that pyproject.toml allows, on the lowest Python, in an environment of their own. Today's packages
-# may call what that JAX deprecates (Haiku does), so DeprecationWarnings are ignored.
+# Test the lowest versions that pyproject.toml allows, on the lowest Python, in a separate environment. Current packages
+# (such as Haiku) may call functions that this JAX deprecates, so DeprecationWarnings are ignored.
 test-oldest: .venv/oldest/installed
 	.venv/oldest/bin/python -m pytest $(IN_PARALLEL) -W ignore::DeprecationWarning $(TESTS)
 

@@ -49,7 +49,7 @@ def main() -> int:
         command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
         gpu_requested = part.GPU in names
         text = report.markdown(comparisons, command, plot, options.output, failed, gpu_requested)
-        report.plot(comparisons, plot)  # After `markdown`, so that the new picture doesn't make the commit dirty.
+        report.plot(comparisons, plot)  # After `markdown`, so that the new image doesn't mark the commit as dirty.
         options.output.write_text(text)
     if failed:
         print(f"Failed: {', '.join(failed)}.", file=sys.stderr)

@@ -1,8 +1,8 @@
 """The loops that train a workload, each written as its users would write it.
 
-A contestant is a function that receives a workload, does what a program does once, and returns `train(num_steps)`. Each
-call of `train` makes a new state, trains it, waits for the devices, and returns the seconds per step and the final
-parameters. The clock starts after the state is made, and includes what a loop does at its start and end.
+A contestant is a function that receives a workload, does the one-time setup, and returns `train(num_steps)`. Each call
+to `train` makes a new state, trains it, waits for the devices, and returns the seconds per step and the final
+parameters. The measured time begins after the state is made, and includes the loop's own startup and cleanup.
 """
 
 import io
@@ -164,7 +164,7 @@ def _replicated(workload: Workload) -> Any:
 
 
 def _placing(workload: Workload, spec: PartitionSpec) -> Callable[[Any], Any]:
-    """Returns a function that puts batches on the devices. For one device the jitted call does so itself, faster."""
+    """Returns a function that puts batches on the devices. With one device, the jitted call is faster at that."""
     if workload.num_devices == 1:
         return lambda batch: batch
     sharding = NamedSharding(_mesh(workload), spec)
@@ -319,7 +319,7 @@ class TimedPasses:
 
 
 def fit(workload: Workload) -> Train:
-    """One call of `jaxloop.fit` without a progress bar: two epochs. The first one, which compiles, doesn't count."""
+    """One call to `jaxloop.fit` without a progress bar: two epochs. The first one, which compiles, doesn't count."""
 
     def train(num_steps):
         passes = TimedPasses(workload, num_steps)

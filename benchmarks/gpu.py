@@ -13,14 +13,14 @@ from benchmarks.rounds import Comparison, compare
 
 
 def matmul_peak(size: int = 8192, times: int = 50) -> float:
-    """Returns the FLOPs per second of a large bfloat16 matrix product: the most that a model can reach."""
+    """Returns the FLOPs per second of a large bfloat16 matrix product, an upper bound for models."""
 
     @jax.jit
     def multiply(one, other):
         product = jax.lax.fori_loop(0, times, lambda _, matrix: matrix @ other, one)
         return product[0, 0]
 
-    # Random numbers, because a chip uses less power on zeros, and is faster. The scale keeps the products bounded.
+    # Random numbers, because chips use less power on zeros, and then run faster. The scale keeps the products bounded.
     matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / size**0.5
     seconds = [moments.timed(lambda: multiply(matrix, matrix)) for _ in range(4)][1:]  # The first one compiles.
     return 2 * size**3 * times / min(seconds)

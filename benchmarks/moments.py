@@ -42,7 +42,7 @@ def timed(fn: Callable[[], Any]) -> float:
 def compare_functions(
     name: str, title: str, contestants: Mapping[str, Callable[[], float]], num_rounds: int, unit: str
 ) -> Comparison:
-    """Compares functions that return seconds, by calling them in turns. The first one is the reference."""
+    """Compares functions that return seconds, by calling them in turn. The first one is the reference."""
     rounds = take_turns(contestants, num_rounds)
     seconds = {each: [results[each] for results in rounds] for each in contestants}
     return Comparison(name, title, next(iter(contestants)), seconds, unit=unit)
@@ -120,7 +120,7 @@ def short_loops(num_rounds: int = 8, num_steps: int = 10_000) -> Comparison:
 
 
 def state_of_size(megabytes: int) -> dict[str, Any]:
-    """Returns a state of this many matrices of 1 MB each, and a step."""
+    """Returns a state with this many matrices of 1 MB each, and a step counter."""
     key = jax.random.key(0)
     matrices = {
         f"{index:03}": jax.random.normal(jax.random.fold_in(key, index), (512, 512)) for index in range(megabytes)
@@ -200,7 +200,7 @@ def new_matrix() -> jax.Array:
 
 
 def slow_data(secs: float = 11e-3, num_steps: int = 50, num_rounds: int = 5) -> Comparison:
-    """Measures data that take as long to make as the step takes on the device; ideally they overlap completely."""
+    """Measures training if a batch takes as long to make as a step on the device. Ideally, both overlap completely."""
     step, loop = jax.jit(power, donate_argnums=0), jaxloop.TrainLoop(FunctionStep(power, train=True))
     batch = {"times": np.array([_times_for(secs, step)])}
 

@@ -37,7 +37,7 @@ def measure(name: str, num_rounds: int | None, num_steps: int | None, num_device
     if name != GPU:
         environment["JAX_PLATFORMS"] = "cpu"
     if name == "W4":
-        # JAX reads both when it starts. With fewer threads, several devices deadlock on few cores.
+        # JAX reads both variables at startup. With fewer threads, several devices deadlock on few cores.
         environment["NPROC"] = "32"
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""The report: tables for the terminal and for Markdown, targets with their results, and a picture."""
+"""The report: tables for the terminal and for Markdown, targets with their results, and a plot."""
 
 import datetime
 import importlib.metadata
@@ -154,10 +154,10 @@ def markdown(
     Args:
       comparisons: The results.
       command: The command line that produced them.
-      plot_file: The picture.
-      output: The file that the report will be written to. The link to the picture is relative to it.
+      plot_file: The image file of the plot.
+      output: The file that the report will be written to. The link to the plot is relative to it.
       failed: The parts that failed.
-      gpu_requested: Whether the GPU part was requested. The report then notes if there was no GPU.
+      gpu_requested: Whether the GPU part was requested. If so, the report mentions a missing GPU.
     """
     by_name = {comparison.name: comparison for comparison in comparisons}
     names = {name for comparison in comparisons for name in (*comparison.seconds, *comparison.absent)}
@@ -184,7 +184,7 @@ def markdown(
 
 
 def machine() -> list[str]:
-    """Returns the machine, and the versions of the packages, as lines of text."""
+    """Returns lines of text that describe the machine and the versions of the packages."""
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
     return [
@@ -215,7 +215,7 @@ def _commit() -> str:
         return "unknown"
 
 
-# The picture -----------------------------------------------------------------------------------------
+# The plot --------------------------------------------------------------------------------------------
 
 
 def plot(comparisons: Sequence[Comparison], file: pathlib.Path) -> None:

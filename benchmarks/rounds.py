@@ -34,7 +34,7 @@ class Comparison:
     """The times of several contestants, round by round.
 
     Attributes:
-      name: The name of the workload, or of the other thing that was compared.
+      name: The name of the workload or operation.
       title: A short description.
       reference: The contestant that the others are compared with.
       seconds: For each contestant, the time in each round, per step or per repetition.
@@ -72,7 +72,7 @@ def take_turns(
     num_warmup: int = 1,
     check: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> list[dict[str, Any]]:
-    """Calls each contestant once per round, in an order that shifts; returns the results of each round.
+    """Calls each contestant once per round, in a rotating order; returns the results of each round.
 
     Args:
       contestants: Functions without arguments, by name.
@@ -85,7 +85,7 @@ def take_turns(
         shift = number % len(names)
         results = {}
         for name in names[shift:] + names[:shift]:
-            gc.collect()  # So that no contestant spends its time on the garbage of others.
+            gc.collect()  # So that no contestant spends time on the garbage of another.
             results[name] = contestants[name]()
         check(results)
         if number >= num_warmup:
@@ -99,8 +99,8 @@ def compare(
     """Trains a workload with each contestant, and compares their times. The first one is the reference.
 
     Raises:
-      AssertionError: A contestant reached a different loss than the reference in the same round, so they didn't train
-        the same.
+      AssertionError: A contestant reached a different loss than the reference in the same round, so its training was
+        different.
     """
     num_steps = num_steps or workload.num_steps
     trains, absent = {}, {}

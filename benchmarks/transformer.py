@@ -1,4 +1,4 @@
-"""A decoder-only transformer of the size of GPT-2 small: 124M parameters, computed in bfloat16."""
+"""A decoder-only transformer the size of GPT-2 small: 124M parameters, computed in bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +67,9 @@ def workload(model: Transformer | None = None, batch_size: int = 16, num_steps: 
 def step_flops(model: Transformer, num_params: int, batch_size: int) -> float:
     """Returns the FLOPs that the model needs per training step, as in appendix B of the PaLM paper.
 
-    There are six per parameter and token, forward and backward, plus those of attention, which are not halved for
-    causality: https://arxiv.org/abs/2204.02311. The position embedding doesn't count, because it multiplies nothing.
+    These are six per parameter and token for the forward and backward passes, plus those of attention, which are not
+    halved for causality; see https://arxiv.org/abs/2204.02311. The position embedding doesn't count, because it
+    multiplies nothing.
     """
     multiplied = num_params - model.length * model.width
     attention = 12 * model.depth * model.width * model.length

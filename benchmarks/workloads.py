@@ -26,12 +26,12 @@ class Workload:
       model: A module that maps inputs to logits.
       optimizer: An Optax transformation.
       batch_size: Rows per batch.
-      num_steps: Steps that a contestant trains per round.
+      num_steps: Training steps per round.
       make_inputs: Makes the inputs of a batch, `[batch_size, *input_shape]`, from a NumPy generator and that shape.
       input_shape: The shape of one example.
       label_shape: The shape of one example's labels, which are class numbers.
       num_classes: The number of classes.
-      num_devices: The number of devices that the batch is split over; if more than one, virtual devices of the CPU.
+      num_devices: The number of devices that the batch is split over: virtual CPU devices if there are several.
       scans: Whether to run scans over steps. On a CPU, XLA is ten times slower at convolutions inside a scan.
     """
 
@@ -85,7 +85,7 @@ class Workload:
         return state.apply_gradients(grads=grads), {"loss": loss}
 
     def final_loss(self, params: Any) -> float:
-        """Returns the loss on the first eight batches, to check that contestants have trained the same."""
+        """Returns the loss on the first eight batches, to check that all contestants train equally."""
         params = jax.tree.map(np.asarray, params)
         return statistics.mean(float(self._compiled_loss(params, batch)) for batch in self.data[:8])
 
@@ -99,7 +99,7 @@ def cross_entropy(logits: jax.Array, batch: dict[str, Any]) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
-# Layers are named in the alphabetical order of their calls, so that Keras can be given their weights.
+# The layers' names, in alphabetical order, match the order of their calls, so that Keras can receive their weights.
 
 
 class MLP(nn.Module):

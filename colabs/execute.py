@@ -72,7 +72,7 @@ def execute(path: pathlib.Path, *, timeout: int = 300, first: str = "") -> nbfor
 
     Args:
       path: The notebook.
-      timeout: The largest number of seconds per cell.
+      timeout: The maximum number of seconds per cell.
       first: Code to run before the notebook's own.
 
     Raises:

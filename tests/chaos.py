@@ -1,13 +1,14 @@
-"""Breaks runs in all ways that we know of, and looks whether they end as if nothing had happened.
+"""Breaks runs in many ways, and checks that each resumed run ends like an uninterrupted one.
 
-    python tests/chaos.py                            # All of it, in about half an hour: `make chaos`.
-    python tests/chaos.py --only sigkill --count 5   # A part of it.
+    python tests/chaos.py                            # All parts, in about half an hour; the same as `make chaos`.
+    python tests/chaos.py --only sigkill --count 5   # One part.
     python tests/chaos.py --seed 7
 
-Prints a table at its end, and exits with 1 if anything failed. `test_faults.py` does the same with smaller numbers.
+Prints a table at the end, and exits with status 1 if anything failed. `test_faults.py` runs some of the parts with
+smaller counts.
 
-Each run is a process of its own, which may be killed. They are forked from one that has imported everything and has
-started no backend of JAX, and share a cache of compiled programs: such a process is at its first step in no time.
+Most runs are separate processes, so that they can be killed. To start quickly, they are forked from a server that has
+imported everything (but has not initialized a JAX backend), and they share a compilation cache.
 """
 
 import argparse
@@ -60,13 +61,13 @@ from programs import (
 import jaxloop
 from jaxloop import checkpoint, commands, run_log, seal
 
-PATIENCE_SECS = 120.0
+TIMEOUT_SECS = 120.0
 
 # Processes ---------------------------------------------------------------------------------------------
 
 
 class ForkServer:
-    """A process that has imported everything, and forks one for each run."""
+    """A process that has imported everything, and forks a child for each run."""
 
     def __init__(self, directory: pathlib.Path):
         directory.mkdir(parents=True, exist_ok=True)
@@ -80,17 +81,17 @@ class ForkServer:
                 text=True,
             )
 
-    def ask(self, request: Any, patience: float = PATIENCE_SECS) -> int:
+    def ask(self, request: Any, timeout_secs: float = TIMEOUT_SECS) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], patience)
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout_secs)
         if not ready:
             raise TimeoutError
         return int(self._process.stdout.readline())
 
-    def answer(self) -> int:
-        """The answer to a question that was not waited for."""
+    def late_answer(self) -> int:
+        """Waits for the answer to a request that timed out, and returns it."""
         assert self._process.stdout is not None
         return int(self._process.stdout.readline())
 
@@ -108,61 +109,61 @@ class Child:
     """A process that runs a job.
 
     Attributes:
-      first_step: when it has ended, the step of the checkpoint from which it went on.
-      seen: what it has told, as pairs of a place and a number.
-      log: the file with what it has logged.
+      first_step: The step from which the run resumed, or 0. Set when the process has ended.
+      reports: Everything that the job has reported so far, as pairs of a place and a number.
+      log: The log file of the process.
     """
 
     def __init__(self, server: ForkServer, directory: pathlib.Path, job: str, options: dict[str, Any]):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "result.json").unlink(missing_ok=True)
-        # Beside it: in a directory whose disk is full, the log would lack its end.
+        # The log is outside the directory, because it would be cut off if the disk of the directory is full.
         number = len(list(directory.parent.glob(f"{directory.name}.log.*")))
         self.directory, self.log = directory, directory.parent / f"{directory.name}.log.{number}"
         self._fifo = directory / f"progress.{number}"
         os.mkfifo(self._fifo)
         self._pipe = os.open(self._fifo, os.O_RDONLY | os.O_NONBLOCK)
-        self._text, self.seen = "", []
+        self._text, self.reports = "", []
         self.first_step = 0
         self._server = server
         request = {"job": job, "directory": str(directory), "number": number, "options": options}
         self.pid = server.ask(request)
 
     def read(self, timeout: float = 0.0) -> None:
-        """Takes what it has told since the last time."""
+        """Reads new reports from the pipe."""
         if timeout:
             select.select([self._pipe], [], [], timeout)
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._pipe, 65536):
                 self._text += data.decode()
         *lines, self._text = self._text.split("\n")
-        self.seen += [(line.split()[0], int(line.split()[1])) for line in lines]
+        self.reports += [(line.split()[0], int(line.split()[1])) for line in lines]
 
     def wait_for(self, *places: str) -> bool:
-        """Waits until it is at one of these places; False where it ended before."""
-        end = time.monotonic() + PATIENCE_SECS
+        """Waits until the process has reached one of these places; returns False if it ends first."""
+        end = time.monotonic() + TIMEOUT_SECS
         while time.monotonic() < end:
-            if any(place in places for place, _ in self.seen):
+            if any(place in places for place, _ in self.reports):
                 return True
             if not is_alive(self.pid):
                 return False
             self.read(0.005)
             time.sleep(0.001)
-        raise TimeoutError(f"{self.pid} never came to {places}:\n{self.log.read_text()}")
+        raise TimeoutError(f"{self.pid} never reached {places}:\n{self.log.read_text()}")
 
     def send(self, signum: int) -> None:
-        os.kill(self.pid, signum)  # Also where it has ended: the server has not waited for it yet.
+        os.kill(self.pid, signum)  # Also works after it has ended, because the server has not reaped it yet.
 
-    def wait(self, patience: float = PATIENCE_SECS) -> int:
-        """Waits for its end; returns the exit code, or less than zero where a signal has ended it."""
+    def wait(self, timeout_secs: float = TIMEOUT_SECS) -> int:
+        """Waits until the process ends; returns its exit code, which is negative if a signal killed it."""
         try:
-            code = self._server.ask({"wait": self.pid}, patience)
+            code = self._server.ask({"wait": self.pid}, timeout_secs)
         except TimeoutError:
-            self.send(signal.SIGUSR1)  # Has it write where its threads are.
+            self.send(signal.SIGUSR1)  # Makes it log the stacks of its threads.
             time.sleep(2)
             self.send(signal.SIGKILL)
-            self._server.answer()
-            raise TimeoutError(f"{self.pid} does not end:\n{self.log.read_text()}") from None
+            self._server.late_answer()
+            raise TimeoutError(f"{self.pid} has not ended:\n{self.log.read_text()}") from None
         self.read()
         os.close(self._pipe)
         self._fifo.unlink()
@@ -171,11 +172,11 @@ class Child:
         return code
 
     def at(self, place: str) -> list[int]:
-        return [number for where, number in self.seen if where == place]
+        return [number for where, number in self.reports if where == place]
 
     @property
-    def last_done(self) -> int:
-        """The last step that was completed."""
+    def last_completed(self) -> int:
+        """The last completed step."""
         return max(self.at("action"), default=self.first_step)
 
     def result(self) -> Any:
@@ -190,14 +191,14 @@ def is_alive(pid: int) -> bool:
 
 
 def serve(cache: str) -> Any:
-    """Forks a process for each request; returns, in it, the request."""
+    """Serves requests until stdin is closed. Returns the request in each forked child, and None in the server."""
     import grain.python  # noqa: F401
     from jax._src import xla_bridge
 
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    assert not xla_bridge._backends, "with a backend, no process can be forked"
+    assert not xla_bridge._backends, "can't fork after a JAX backend was initialized"
     for line in sys.stdin:
         request = json.loads(line)
         if "import" in request:
@@ -214,7 +215,7 @@ def serve(cache: str) -> Any:
     return None
 
 
-def do_job(request: Any) -> None:
+def run_job(request: Any) -> None:
     directory, number = pathlib.Path(request["directory"]), request["number"]
     log = os.open(directory.parent / f"{directory.name}.log.{number}", os.O_WRONLY | os.O_CREAT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -224,13 +225,13 @@ def do_job(request: Any) -> None:
     faulthandler.register(signal.SIGUSR1)
     logging.set_verbosity(logging.INFO)
     pipe = os.open(directory / f"progress.{number}", os.O_WRONLY)
-    tell = lambda place, number: os.write(pipe, f"{place} {number}\n".encode())
-    result = JOBS[request["job"]](directory, tell, **request["options"])
+    report = lambda place, number: os.write(pipe, f"{place} {number}\n".encode())
+    result = JOBS[request["job"]](directory, report, **request["options"])
     (directory / "result.json").write_text(json.dumps(result))
 
 
-def end_with(function: Callable[[Any], None], argument: Any) -> None:
-    """Calls a function, and ends the process with its exit code, but at once: what a run began, it has to end."""
+def exit_after(function: Callable[[Any], None], argument: Any) -> None:
+    """Calls a function and exits with its exit code, skipping Python's cleanup: a run must finish its own work."""
     code: Any = 0
     try:
         function(argument)
@@ -244,73 +245,75 @@ def end_with(function: Callable[[Any], None], argument: Any) -> None:
     os._exit(code)
 
 
-# What such a process does --------------------------------------------------------------------------------
+# Jobs -----------------------------------------------------------------------------------------------------
 
 
 class ChaosError(RuntimeError):
     pass
 
 
-def run_whole(directory, tell, *, at=None, pace=0.0, **options):
-    """Runs the experiment, or goes on with it.
+def run_experiment(directory, report, *, at=None, pace=0.0, **options):
+    """Runs or resumes the experiment.
 
     Args:
-      at: a place, which visit to it, and what happens there: the name of a signal, "raise" or "sleep".
-      pace: how many seconds each step takes at least.
+      at: A place, the number of a visit to it (from 1), and what happens then: the name of a signal, "raise" or
+        "sleep". None if nothing happens.
+      pace: The minimum number of seconds per step.
     """
     visits = collections.Counter()
 
     def watch(place, number):
-        tell(place, number)
+        report(place, number)
         visits[place] += 1
         if at is not None and at[:2] == [place, visits[place]]:
             if at[2] == "raise":
                 raise ChaosError(f"at {place} {number}")
-            time.sleep(PATIENCE_SECS) if at[2] == "sleep" else os.kill(os.getpid(), getattr(signal, at[2]))
+            time.sleep(TIMEOUT_SECS) if at[2] == "sleep" else os.kill(os.getpid(), getattr(signal, at[2]))
         if place == "step":
             time.sleep(pace)
 
     write_seal = seal.write
 
-    def write_and_tell(path, *args):
-        watch("save", 0)  # In Orbax's thread, in the midst of a save.
+    def write_and_report(path, *args):
+        watch("save", 0)  # In Orbax's thread, in the middle of a save.
         write_seal(path, *args)
 
-    seal.write = write_and_tell
+    seal.write = write_and_report
     result = whole_run.run(directory, watch=watch, **options)
-    tell("returned", 0)
+    report("returned", 0)
     return result
 
 
-def damage_many(directory, tell, *, count, seed):
-    """Damages the newer of two checkpoints in many copies of them; returns what went wrong."""
+def damage_many(directory, report, *, count, seed):
+    """Damages the newer of two checkpoints, each time in a new copy of the run; returns the problems."""
     program = whole_run.make_program()
-    whole = whole_run.run(directory / "whole", program=program, save=5)
-    assert checkpoint.all_steps(directory / "whole" / "checkpoints") == [5, 10]
+    reference = whole_run.run(directory / "reference", program=program, save=5)
+    assert checkpoint.all_steps(directory / "reference" / "checkpoints") == [5, 10]
     rng, problems, state = random.Random(seed), [], program.state
     saved = {
-        step: whole_run.digests(checkpoint.restore(directory / "whole/checkpoints", step, state)) for step in (5, 10)
+        step: whole_run.digests(checkpoint.restore(directory / "reference/checkpoints", step, state))
+        for step in (5, 10)
     }
     for number in range(count):
         copy = directory / "copy"
-        shutil.copytree(directory / "whole", copy)
+        shutil.copytree(directory / "reference", copy)
         (copy / "checkpoints" / "STOPPED").unlink()
         what, path = damage(copy / "checkpoints" / "10", rng)
         where = f"{number}: {what}"
         try:
             if number % 25 == 0:
                 resumed = whole_run.run(copy, program=program, save=5)
-                if (resumed["state"], resumed["history"]) != (whole["state"], whole["history"]):
-                    problems.append(f"{where}: resumed, it ends otherwise")
+                if (resumed["state"], resumed["history"]) != (reference["state"], reference["history"]):
+                    problems.append(f"{where}: the resumed run ends differently")
                 if checkpoint.all_steps(copy / "checkpoints") != [5, 10] or seal.problems(copy / "checkpoints/10"):
-                    problems.append(f"{where}: resumed, the step was not saved again")
+                    problems.append(f"{where}: the resumed run did not save the step again")
             else:
                 restored, step = checkpoint.restore_newest(copy / "checkpoints", state)
                 is_harmless = step == 10 and path.name in NOT_SEALED
                 if whole_run.digests(restored) != saved[step] or not (step == 5 or is_harmless):
                     problems.append(f"{where}: step {step} was restored")
                 if step == 5 and not (copy / "checkpoints" / "damaged" / "10").exists():
-                    problems.append(f"{where}: it was not moved")
+                    problems.append(f"{where}: the damaged checkpoint was not moved")
                 if step == 5 and number % 10 == 1:
                     with contextlib.closing(checkpoint.CheckpointWriter(copy / "checkpoints")) as writer:
                         writer.save(10, state)
@@ -322,13 +325,13 @@ def damage_many(directory, tell, *, count, seed):
     return problems
 
 
-def end_everywhere(directory, tell):
-    """Ends runs at each place by an exception, and by SIGTERM, and goes on with them; returns what then differs."""
-    # Not by threads: a signal from one may come when the run is over.
+def end_everywhere(directory, report):
+    """Ends runs by an exception or SIGTERM at each visit to each place, and resumes them; returns the differences."""
+    # No background threads: a signal raised in one could arrive after the run has ended.
     run = functools.partial(whole_run.run, source="index", program=whole_run.make_program(), save=4, background=False)
     visits, problems = collections.Counter(), {}
-    whole = run(directory / "whole", watch=lambda *place: visits.update([place]))
-    del visits["compile", 0]  # That was once.
+    reference = run(directory / "reference", watch=lambda *place: visits.update([place]))
+    del visits["compile", 0]  # Only the first run compiles: all runs share a program.
     places = [(place, visit) for place in sorted(visits) for visit in range(1, visits[place] + 1)]
     for (place, visit), how in itertools.product(places, ["raise", "SIGTERM"]):
         seen = []
@@ -346,38 +349,40 @@ def end_everywhere(directory, tell):
             run(broken, watch=watch, writer=writer)
         saved = newest_step(broken)
         resumed = run(broken)
-        expected = {**whole, "ids": whole["ids"][saved:]}
+        expected = {**reference, "ids": reference["ids"][saved:]}
         resumed["written"] = writer.written + resumed["written"]
-        differ = [name for name in whole if resumed[name] != expected[name]]
-        problems[f"{how} at {place[0]} {place[1]}, visit {visit}"] = differ if len(seen) >= visit else ["it never came"]
+        differ = [name for name in reference if resumed[name] != expected[name]]
+        problems[f"{how} at {place[0]} {place[1]}, visit {visit}"] = (
+            differ if len(seen) >= visit else ["the place was never reached"]
+        )
         shutil.rmtree(broken)
     return problems
 
 
-def resume_everywhere(directory, tell):
-    """Goes on from each step, and from the start and the end, with each source and prefetch; returns what differs."""
+def resume_everywhere(directory, report):
+    """Resumes from each step, including 0 and the last, with each source and prefetch; returns the differences."""
     program, problems = whole_run.make_program(), {}
     for source, prefetch in itertools.product([name for name in whole_run.SOURCES if name != "many"], range(3)):
         run = functools.partial(whole_run.run, source=source, prefetch=prefetch, program=program)
-        whole = run(directory / "whole")
+        reference = run(directory / "reference")
         for step in range(11):
-            target = whole_run.as_of(step, directory / "whole", directory / "resumed")
+            target = whole_run.as_of(step, directory / "reference", directory / "resumed")
             resumed = run(target, saves=False)
-            expected = {**whole, "ids": whole["ids"][step:]}
-            expected["written"] = [row for row in whole["written"] if row[0] > step]
+            expected = {**reference, "ids": reference["ids"][step:]}
+            expected["written"] = [row for row in reference["written"] if row[0] > step]
             where = f"{source} with prefetch {prefetch} from step {step}"
-            problems[where] = [name for name in whole if resumed[name] != expected[name]]
+            problems[where] = [name for name in reference if resumed[name] != expected[name]]
             shutil.rmtree(target)
-        shutil.rmtree(directory / "whole")
+        shutil.rmtree(directory / "reference")
     return problems
 
 
-# Orbax writes these, or a part of them, at the commit, after the seal. Nothing is read of that part.
+# Orbax writes some or all of the contents of these files at the commit, after the seal. Nothing reads those parts.
 NOT_SEALED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 def damage(path: pathlib.Path, rng: random.Random) -> tuple[str, pathlib.Path]:
-    """Damages one file of a checkpoint; returns what was done, and to which."""
+    """Damages one file of a checkpoint; returns a description, and the path of the file."""
     files = sorted(each for each in path.rglob("*") if each.is_file() and each.stat().st_size)
     file, what = rng.choice(files), rng.choice(["deleted", "emptied", "truncated", "bit-flipped"])
     content = bytearray(file.read_bytes())
@@ -391,8 +396,8 @@ def damage(path: pathlib.Path, rng: random.Random) -> tuple[str, pathlib.Path]:
     return f"{file.relative_to(path)} {what}", file
 
 
-def reuse_donated(directory, tell):
-    """Reuses states that were donated; returns the errors, or what happened instead."""
+def reuse_donated(directory, report):
+    """Reuses donated states; returns the error of each call, or the value that it returned instead."""
     jax.config.update("jax_num_cpu_devices", 4)
     found, batch = {}, whole_run.batch_of(0)
     for devices in (1, 2, 4):
@@ -414,12 +419,12 @@ def reuse_donated(directory, tell):
                 found[f"{name} {devices}"] = f"returned {call(state)}"
             except Exception as error:
                 found[f"{name} {devices}"] = f"{type(error).__name__}: {error}"
-            tell("donated", devices)
+            report("donated", devices)
     return found
 
 
-def run_for_long(directory, tell, *, steps):
-    """Runs many steps; returns what is left of them."""
+def run_many_steps(directory, report, *, steps):
+    """Runs many steps; returns memory sizes and compilations over time, and the threads and files before and after."""
     compilations = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, secs, **kwargs: compilations.append(name) if "backend_compile" in name else None
@@ -433,20 +438,18 @@ def run_for_long(directory, tell, *, steps):
         def __call__(self, state, outputs, *, step_num, **kwargs):
             pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
             sizes.append((step_num, pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(compilations)))
-            tell("action", step_num)
+            report("action", step_num)
 
-    class Forgetful(whole_run.Writer):
+    class DiscardingWriter(whole_run.Writer):
         def write_scalars(self, step, scalars):
             pass
 
-    run = functools.partial(whole_run.run, program=program, source="many", keep=2, writer=Forgetful())
+    run = functools.partial(whole_run.run, program=program, source="many", keep=2, writer=DiscardingWriter())
     files = lambda: sorted(
         str(each.readlink()) for each in pathlib.Path("/proc/self/fd").iterdir() if each.is_symlink()
     )
     names = lambda: (each.read_text().strip() for each in pathlib.Path("/proc/self/task").glob("*/comm"))
-    threads = lambda: sorted(
-        name for name in names() if name != "ts_pool_worker"
-    )  # TensorStore's pool fills by and by.
+    threads = lambda: sorted(name for name in names() if name != "ts_pool_worker")  # TensorStore's pool grows slowly.
     run(directory / "warm", total=100, loop_steps=50, save=10)
     before = threads(), files(), sorted(map(str, threading.enumerate()))
     measure = [Measure(jaxloop.every(steps // 10))]
@@ -456,19 +459,19 @@ def run_for_long(directory, tell, *, steps):
 
 
 JOBS: dict[str, Callable[..., Any]] = {
-    "run": run_whole,
+    "run": run_experiment,
     "damage": damage_many,
     "donated": reuse_donated,
     "end_everywhere": end_everywhere,
     "resume_everywhere": resume_everywhere,
-    "long": run_for_long,
+    "long": run_many_steps,
     "pipeline": pipelines.run,
     "copies": copies.resume_from_each,
     "spikes": spikes.run,
     "without_spikes": spikes.without,
 }
 
-# How runs end --------------------------------------------------------------------------------------------
+# Runs and their results ----------------------------------------------------------------------------------
 
 OPTIONS = [
     {"source": "index", "total": 10, "save": 2, "pace": 0.02},
@@ -483,7 +486,7 @@ def newest_step(directory: pathlib.Path) -> int:
 
 
 def history_of(directory: pathlib.Path) -> list[Any]:
-    """The file of the history, without the times."""
+    """Returns the rows of the history file, without times."""
     rows = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
     return [without_time(row) for row in rows]
 
@@ -495,26 +498,26 @@ def without_time(value: Any) -> Any:
 
 
 @dataclasses.dataclass
-class Whole:
-    """A run without a break."""
+class Reference:
+    """The results of an uninterrupted run."""
 
     result: Any
     history: list[Any]
-    written: list[int]  # The steps of its rows.
+    written: list[int]  # The steps of the rows that the writer received.
     secs: float
 
 
 class Arena:
-    """Where runs are broken.
+    """Runs jobs in child processes, and compares their results with those of uninterrupted runs.
 
     Args:
-      directory: for all that they write.
+      directory: Contains everything that the runs write.
     """
 
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
         self.server = ForkServer(directory)
-        self._wholes: dict[str, Whole] = {}
+        self._references: dict[str, Reference] = {}
         self._count = 0
 
     def close(self) -> None:
@@ -524,48 +527,48 @@ class Arena:
         self._count += 1
         return self.directory / f"{name}_{self._count}"
 
-    def whole(self, options: dict[str, Any], job: str = "run", begins: str = "action") -> Whole:
-        """Runs a job without a break, once; `begins` is the place from which its seconds count."""
+    def reference(self, options: dict[str, Any], job: str = "run", begins: str = "action") -> Reference:
+        """Runs a job without interruption, once per set of options. `secs` starts at the first report of `begins`."""
         key = json.dumps(options)
-        if key not in self._wholes:
-            directory = self.new_directory("whole")
+        if key not in self._references:
+            directory = self.new_directory("reference")
             child = self.server.start(directory, job, **options)
             child.wait_for(begins)
             start = time.monotonic()
             assert child.wait() == 0, child.log.read_text()
             secs = time.monotonic() - start
             rows = history_of(directory) if (directory / "history.jsonl").exists() else []
-            self._wholes[key] = Whole(child.result(), rows, child.at("writer"), secs)
-        return self._wholes[key]
+            self._references[key] = Reference(child.result(), rows, child.at("writer"), secs)
+        return self._references[key]
 
     def finish(self, children: list[Child], directory: pathlib.Path, options: dict[str, Any], exact: bool) -> list[str]:
-        """Goes on with a run that was broken, to its end; returns in what it differs from one that was not.
+        """Resumes an interrupted run to its end; returns how it differs from an uninterrupted one.
 
         Args:
-          children: the processes that have run it so far.
-          exact: whether they could end in order, so that no row was written twice.
+          children: The processes that have run it so far.
+          exact: Whether all of them could shut down cleanly, so that no row may have been written twice.
         """
         child = self.server.start(directory, **options)
         if child.wait() != 0:
             return [f"the last run failed: {child.log.read_text()[-3000:]}"]
-        children, whole, result, problems = [*children, child], self.whole(options), child.result(), []
-        if result["state"] != whole.result["state"]:
+        children, reference, result, problems = [*children, child], self.reference(options), child.result(), []
+        if result["state"] != reference.result["state"]:
             problems.append("the state differs")
-        if result["history"] != whole.result["history"]:
-            problems.append(f"the history: {first_difference(result['history'], whole.result['history'])}")
-        if history_of(directory) != whole.history:
-            problems.append(f"the file of the history: {first_difference(history_of(directory), whole.history)}")
-        ids = whole.result["ids"]
+        if result["history"] != reference.result["history"]:
+            problems.append(f"the history: {first_difference(result['history'], reference.result['history'])}")
+        if history_of(directory) != reference.history:
+            problems.append(f"the history file: {first_difference(history_of(directory), reference.history)}")
+        ids = reference.result["ids"]
         for each in children:  # Those that were killed, too.
             if each.at("step") != ids[each.first_step :][: len(each.at("step"))]:
-                problems.append(f"the data from step {each.first_step}: {each.at('step')} instead of {ids}")
+                problems.append(f"the batches from step {each.first_step}: {each.at('step')} instead of {ids}")
         if child.first_step + len(child.at("step")) != len(ids):
             problems.append(f"the last run trained on {child.at('step')} from step {child.first_step}")
         written = [step for each in children for step in each.at("writer")]
         if (sorted(written) if exact else sorted(set(written))) != sorted(
-            whole.written if exact else set(whole.written)
+            reference.written if exact else set(reference.written)
         ):
-            problems.append(f"rows were written for {written} instead of {whole.written}")
+            problems.append(f"rows were written for {written} instead of {reference.written}")
         problems += [f"left over: {path}" for path in leftovers(directory)]
         return problems
 
@@ -576,48 +579,50 @@ def first_difference(found: list[Any], expected: list[Any]) -> str:
 
 
 def leftovers(directory: pathlib.Path) -> list[pathlib.Path]:
-    is_left = lambda name: "orbax-checkpoint-tmp" in name or name.endswith(".lock") or name.startswith(".write_probe")
-    return [path for path in directory.rglob("*") if is_left(path.name)]
+    is_leftover = lambda name: (
+        "orbax-checkpoint-tmp" in name or name.endswith(".lock") or name.startswith(".write_probe")
+    )
+    return [path for path in directory.rglob("*") if is_leftover(path.name)]
 
 
 # Faults --------------------------------------------------------------------------------------------------
 
-# How many faults there were in a run, and in what it then differed from one without.
-Broken = Iterator[tuple[int, list[str]]]
+# For each run, the number of injected faults, and the problems found.
+Results = Iterator[tuple[int, list[str]]]
 
 
-def sigkill(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken:
-    """Kills runs at random moments, mostly after the first step, and starts them again."""
+def sigkill(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
+    """Kills runs at random moments, mostly after the first step, and resumes them."""
     rng, killed, number = random.Random(seed), 0, 0
     while killed < count:
         options, directory = OPTIONS[number % len(OPTIONS)], arena.new_directory("sigkill")
-        whole, children, problems, number = arena.whole(options), [], [], number + 1
+        reference, children, problems, number = arena.reference(options), [], [], number + 1
         kills = 0
         while kills < min(per_run, count - killed):
             child = arena.server.start(directory, **options)
             if rng.random() < 0.75:
                 child.wait_for("step")
-            time.sleep(rng.uniform(0, 0.6 * whole.secs))
+            time.sleep(rng.uniform(0, 0.6 * reference.secs))
             child.send(signal.SIGKILL)
             code = child.wait()
             children.append(child)
-            if code == 0:  # It was done before.
+            if code == 0:  # It ended before it could be killed.
                 break
             if code != -signal.SIGKILL:
                 problems.append(f"the run ended with {code}: {child.log.read_text()[-3000:]}")
                 break
             kills += 1
-            problems += too_much_lost(child, options["save"], saves_under_way=1)
+            problems += lost_too_much(child, options["save"], saves_under_way=1)
         killed += kills
         if kills or problems:
             yield kills, problems + arena.finish(children, directory, options, exact=False)
 
 
-def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Broken:
-    """Kills runs over data pipelines of tf.data, Grain and PyTorch in each API at random moments, and resumes them."""
+def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Results:
+    """Kills runs with tf.data, Grain and PyTorch pipelines at random moments, and resumes them, in each API."""
     modules, missing = pipelines.libraries()
     for name in missing:
-        print(f"  pipelines: {name} is not installed, and its pipelines are skipped", flush=True)
+        print(f"  pipelines: {name} is not installed; skipping its pipelines", flush=True)
     arena.server.ask({"import": [*modules, "tensorboard.backend.event_processing.plugin_event_accumulator"]})
     rng, killed, kinds = random.Random(seed), 0, collections.Counter()
     cases = [
@@ -629,13 +634,13 @@ def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Bro
             break
         options, directory = {"pipeline": name, "api": api, "pace": 0.01}, arena.new_directory("pipeline")
         start_run = functools.partial(arena.server.start, directory, "pipeline", **options)
-        whole, children = arena.whole(options, "pipeline", "step"), []
+        reference, children = arena.reference(options, "pipeline", "step"), []
         while len(children) < min(per_run, count - killed):
             child = start_run()
             if child.wait_for("step"):
-                time.sleep(rng.uniform(0, 0.7 * whole.secs))
+                time.sleep(rng.uniform(0, 0.7 * reference.secs))
             child.send(signal.SIGKILL)
-            if child.wait() != -signal.SIGKILL:  # It had ended, or failed, which the next one does too.
+            if child.wait() != -signal.SIGKILL:  # It has finished, or failed; then the next process fails, too.
                 break
             children.append(child)
         if not children:
@@ -643,22 +648,22 @@ def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Bro
         last_child = start_run()
         code = last_child.wait()
         children.append(last_child)
-        said = any(re.search(pipelines.WARNING, child.log.read_text()) for child in children)
-        problems, has_begun = [], any(child.first_step for child in children)
+        has_warned = any(re.search(pipelines.WARNING, child.log.read_text()) for child in children)
+        problems, has_resumed = [], any(child.first_step for child in children)
         if code != 0:
             problems.append(f"the last run failed: {last_child.log.read_text()[-3000:]}")
         elif not pipelines.PIPELINES[name].warns:
             result = last_child.result()
             problems += [
-                f"{what}: {first_difference(*map(as_list, (result[what], whole.result[what])))}"
+                f"{what}: {first_difference(*map(as_list, (result[what], reference.result[what])))}"
                 for what in ("leaves", "history", "points")
-                if result[what] != whole.result[what]
+                if result[what] != reference.result[what]
             ]
-            problems += ["it warned that a resume is not exact"] if said else []
-        elif not said:
-            problems.append("it did not warn that a resume is not exact")
+            problems += ["it warned that resuming is not exact"] if has_warned else []
+        elif not has_warned:
+            problems.append("it did not warn that resuming is not exact")
         killed += len(children) - 1
-        kinds[pipelines.PIPELINES[name].library, api, "resumed" if has_begun else "not saved before"] += (
+        kinds[pipelines.PIPELINES[name].library, api, "resumed" if has_resumed else "killed before the first save"] += (
             len(children) - 1
         )
         yield len(children) - 1, [f"{name}, {api}: {problem}" for problem in problems]
@@ -670,17 +675,19 @@ def as_list(value: Any) -> list[Any]:
     return sorted(value.items()) if isinstance(value, dict) else value
 
 
-def too_much_lost(child: Child, save: int, saves_under_way: int) -> list[str]:
-    """The save under way may be lost, and what came after it; the one before that was committed first."""
+def lost_too_much(child: Child, save: int, saves_under_way: int) -> list[str]:
+    """Checks that at most the saves under way, and the steps after them, were lost."""
     saved = newest_step(child.directory)
-    last_begun = max(child.last_done - 1, 0) // save * save  # That of the last step may not have begun.
+    last_begun = (
+        max(child.last_completed - 1, 0) // save * save
+    )  # The save of the last completed step may not have begun.
     if saved < last_begun - saves_under_way * save:
-        return [f"step {child.last_done} was done, and the newest checkpoint is of step {saved}, with {save=}"]
+        return [f"step {child.last_completed} was completed, but the newest checkpoint is {saved}, with {save=}"]
     return []
 
 
-def signals(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken:
-    """Sends SIGTERM and SIGINT at random moments, and in the midst of a compilation, an evaluation and a save."""
+def signals(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
+    """Sends SIGTERM and SIGINT at random moments, and during a compilation, an evaluation, a save and a write."""
     rng, sent, number, kinds = random.Random(seed), 0, 0, set()
     options = OPTIONS[0]
     moments = [
@@ -695,47 +702,49 @@ def signals(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken:
         ["compile", 2],
         ["eval", 2],
     ]
-    whole = arena.whole(options)
+    reference = arena.reference(options)
     while sent < count:
-        directory, children, problems, here = arena.new_directory("signals"), [], [], []
-        while len(here) < min(per_run, count - sent):
+        directory, children, problems, interruptions = arena.new_directory("signals"), [], [], []
+        while len(interruptions) < min(per_run, count - sent):
             signum, moment = [signal.SIGTERM, signal.SIGINT][number // 2 % 2], moments[number % len(moments)]
             number += 1
             child = arena.server.start(directory, **options, at=moment and [*moment, signum.name])
             if moment is None:
                 child.wait_for("data")
-                time.sleep(rng.uniform(0, whole.secs / 2))
+                time.sleep(rng.uniform(0, reference.secs / 2))
                 child.send(signum)
             code = child.wait()
             children.append(child)
-            if code != 143 and (directory / "checkpoints" / "STOPPED").exists():  # The run was over.
+            if code != 143 and (directory / "checkpoints" / "STOPPED").exists():  # The run had finished.
                 break
-            here.append((signum.name, moment, child.first_step, child.last_done))
-            problems += problems_of_signal(child, signum, code)
+            interruptions.append((signum.name, moment, child.first_step, child.last_completed))
+            problems += signal_problems(child, signum, code)
         problems += arena.finish(children, directory, options, exact=True)
-        sent += len(here)
-        kinds.update(name for name, *_ in here)
+        sent += len(interruptions)
+        kinds.update(name for name, *_ in interruptions)
         if sent >= count and len(kinds) < 2:
-            problems.append(f"of the two signals only {kinds} came")
-        yield len(here), [*problems, str(here)] if problems else []
+            problems.append(f"only one kind of signal interrupted a run: {kinds}")
+        yield len(interruptions), [*problems, str(interruptions)] if problems else []
 
 
-def problems_of_signal(child: Child, signum: int, code: int) -> list[str]:
+def signal_problems(child: Child, signum: int, code: int) -> list[str]:
     problems = []
     if code != (143 if signum == signal.SIGTERM else 0):
         problems.append(f"after {signum!r} the exit code is {code}: {child.log.read_text()[-3000:]}")
     begun = child.first_step + len(child.at("step"))
-    if newest_step(child.directory) != begun or child.last_done != begun:
-        problems.append(f"step {newest_step(child.directory)} was saved, {child.last_done} done and {begun} begun")
+    if newest_step(child.directory) != begun or child.last_completed != begun:
+        problems.append(
+            f"step {newest_step(child.directory)} was saved, {child.last_completed} completed and {begun} begun"
+        )
     if signum == signal.SIGINT and code == 0 and child.result()["step"] != begun:
-        problems.append(f"step {child.result()['step']} was returned, and {begun} done")
+        problems.append(f"step {child.result()['step']} was returned, but {begun} completed")
     return problems + [f"left over: {path}" for path in leftovers(child.directory)]
 
 
-def damaged(arena: Arena, count: int, seed: int) -> Broken:
-    """Damages the newest checkpoint: a file deleted, emptied, truncated, or a bit of it flipped."""
+def damaged(arena: Arena, count: int, seed: int) -> Results:
+    """Damages the newest checkpoint: deletes, empties or truncates a file, or flips one of its bits."""
     child = arena.server.start(arena.new_directory("damage"), "damage", count=count, seed=seed)
-    if child.wait(PATIENCE_SECS + count) != 0:
+    if child.wait(TIMEOUT_SECS + count) != 0:
         yield count, [child.log.read_text()[-3000:]]
         return
     problems = child.result()
@@ -744,10 +753,10 @@ def damaged(arena: Arena, count: int, seed: int) -> Broken:
         yield 1, [problem]
 
 
-def disk_full(arena: Arena, count: int, seed: int) -> Broken:
-    """Fills the disk, or lets the system refuse longer files, in the midst of a run; then there is room again."""
+def disk_full(arena: Arena, count: int, seed: int) -> Results:
+    """Lets the disk fill up during a run, after a random number of bytes; then frees the space and resumes the run."""
     rng, options = random.Random(seed), OPTIONS[0]
-    arena.whole(options)
+    arena.reference(options)
     for _ in range(count):
         directory = arena.new_directory("disk_full")
         with small_disk(directory) as fill:
@@ -755,16 +764,16 @@ def disk_full(arena: Arena, count: int, seed: int) -> Broken:
             fill(room)
             child = arena.server.start(directory, **options)
             code, text = child.wait(), child.log.read_text()
-            problems = [] if code == 1 else [f"with {room} bytes, the exit code is {code}: {text[-3000:]}"]
+            problems = [] if code == 1 else [f"with {room} free bytes, the exit code is {code}: {text[-3000:]}"]
             if code == 1 and "No space left" not in text:
-                problems.append(f"with {room} bytes, another error: {text[-3000:]}")
+                problems.append(f"with {room} free bytes, a different error: {text[-3000:]}")
             fill(None)
             yield 1, problems + arena.finish([child], directory, options, exact=False)
 
 
 @contextlib.contextmanager
 def small_disk(directory: pathlib.Path) -> Iterator[Callable[[int | None], None]]:
-    """A file system of its own; gives a function that leaves so many bytes of it, or all."""
+    """Mounts a small file system; yields a function that leaves this many bytes free, or all of them if None."""
     directory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(directory)], check=True)
 
@@ -781,10 +790,10 @@ def small_disk(directory: pathlib.Path) -> Iterator[Callable[[int | None], None]
         subprocess.run(["umount", str(directory)], check=True)
 
 
-def lost_directories(arena: Arena, count: int, seed: int) -> Broken:
-    """Moves or replaces the directory of the checkpoints during a run, or takes the inodes; then undoes it."""
+def lost_directories(arena: Arena, count: int, seed: int) -> Results:
+    """Moves or replaces the checkpoint directory during a run, or uses up all inodes; then undoes it and resumes."""
     options = {**OPTIONS[0], "pace": 0.1}
-    arena.whole(options)
+    arena.reference(options)
     for number in range(count):
         name = list(directories.LOSSES)[number % len(directories.LOSSES)]
         directory = arena.new_directory(name)
@@ -795,51 +804,51 @@ def lost_directories(arena: Arena, count: int, seed: int) -> Broken:
                 code, text = child.wait(), child.log.read_text()
             problems = [] if code == 1 else [f"{name}: the exit code is {code}: {text[-3000:]}"]
             if "CheckpointError: Saving the checkpoint of step" not in text:
-                problems.append(f"{name}: another error: {text[-3000:]}")
+                problems.append(f"{name}: a different error: {text[-3000:]}")
             yield 1, problems + arena.finish([child], directory, options, exact=False)
 
 
-def impostors(arena: Arena, count: int, seed: int) -> Broken:
-    """Puts something else in the place of the lock file, which the run must refuse or take over, and not wait for."""
+def impostors(arena: Arena, count: int, seed: int) -> Results:
+    """Puts something else in place of the lock file. A run must refuse it or replace it, without hanging."""
     options = OPTIONS[0]
-    arena.whole(options)
+    arena.reference(options)
     for number in range(count):
         name = list(directories.IMPOSTORS)[number % len(directories.IMPOSTORS)]
-        make, words = directories.IMPOSTORS[name]
+        make, message = directories.IMPOSTORS[name]
         directory = arena.new_directory("impostor")
         place = directory / "checkpoints" / directories.LOCK
         place.parent.mkdir(parents=True)
         make(place)
-        if words is None:
+        if message is None:
             yield 1, arena.finish([], directory, options, exact=True)
             continue
         child = arena.server.start(directory, **options)
         code, text = child.wait(), child.log.read_text()
-        problems = [] if code == 1 and words in text else [f"{name}: it ended with {code}: {text[-3000:]}"]
+        problems = [] if code == 1 and message in text else [f"{name}: it ended with {code}: {text[-3000:]}"]
         if [path.name for path in place.parent.iterdir()] != [place.name]:
-            problems.append(f"{name}: there is {list(place.parent.iterdir())}")
+            problems.append(f"{name}: the directory contains {list(place.parent.iterdir())}")
         directories.remove(place)
         yield 1, problems + arena.finish([child], directory, options, exact=True)
 
 
-def two_trainers(arena: Arena, count: int, seed: int) -> Broken:
-    """Starts a second trainer in a directory; then kills the first, and starts another."""
+def two_trainers(arena: Arena, count: int, seed: int) -> Results:
+    """Starts a second trainer in the same directory; then kills the first one, and resumes its run."""
     for _ in range(count):
         options, directory = OPTIONS[0], arena.new_directory("two")
-        arena.whole(options)
+        arena.reference(options)
         first = arena.server.start(directory, **options, at=["step", 5, "sleep"])
         first.wait_for("step")
         second = arena.server.start(directory, **options)
         code, text = second.wait(), second.log.read_text()
         problems = []
-        if code != 1 or f"is in use by process {first.pid} on" not in text or second.seen:
-            problems.append(f"the second one ended with {code}: {text[-3000:]}")
+        if code != 1 or f"is in use by process {first.pid} on" not in text or second.reports:
+            problems.append(f"the second trainer ended with {code}: {text[-3000:]}")
         if not is_alive(first.pid):
-            problems.append(f"the first one ended: {first.log.read_text()[-3000:]}")
+            problems.append(f"the first trainer ended: {first.log.read_text()[-3000:]}")
         first.send(signal.SIGKILL)
         first.wait()
         if not (directory / "checkpoints" / ".trainer.lock").exists():
-            problems.append("the lock is not left over, so this is no test that it is taken over")
+            problems.append("the killed trainer left no lock, so this doesn't test that it is taken over")
         yield 1, problems + arena.finish([first], directory, options, exact=False)
 
 
@@ -850,7 +859,7 @@ DONATED = re.compile(
 )
 
 
-def donated(arena: Arena, count: int, seed: int) -> Broken:
+def donated(arena: Arena, count: int, seed: int) -> Results:
     """Reuses donated states, on 1, 2 and 4 devices."""
     child = arena.server.start(arena.new_directory("donated"), "donated")
     code = child.wait()
@@ -861,39 +870,39 @@ def donated(arena: Arena, count: int, seed: int) -> Broken:
         yield 1, [] if DONATED.match(text) else [f"{call}: {text}"]
 
 
-def ends(arena: Arena, count: int, seed: int) -> Broken:
-    """Ends a run at each of its places; the count is given by the run."""
+def ends(arena: Arena, count: int, seed: int) -> Results:
+    """Ends a run at each visit to each place. Ignores the count: the number of cases is fixed."""
     yield from compare_in_one_process(arena, "end_everywhere", count)
 
 
-def resumes(arena: Arena, count: int, seed: int) -> Broken:
-    """Goes on from every step of each source with each prefetch; the count is given by those."""
+def resumes(arena: Arena, count: int, seed: int) -> Results:
+    """Resumes from every step, with each source and prefetch. Ignores the count: the number of cases is fixed."""
     yield from compare_in_one_process(arena, "resume_everywhere", count)
 
 
-def copied(arena: Arena, count: int, seed: int) -> Broken:
-    """Resumes from incomplete and foreign copies of checkpoints, and with a damaged file of the history."""
+def copied(arena: Arena, count: int, seed: int) -> Results:
+    """Resumes from incomplete and foreign copies of checkpoints, and with damaged history files."""
     yield from compare_in_one_process(arena, "copies", count, num_cases=count, seed=seed)
 
 
-def compare_in_one_process(arena: Arena, job: str, count: int, **options: Any) -> Broken:
-    """Does a job that returns, for each run that it broke, in what it then differed."""
+def compare_in_one_process(arena: Arena, job: str, count: int, **options: Any) -> Results:
+    """Runs a job that breaks many runs in one process, and returns the differences found in each of them."""
     child = arena.server.start(arena.new_directory(job), job, **options)
-    if child.wait(5 * PATIENCE_SECS) != 0:
+    if child.wait(5 * TIMEOUT_SECS) != 0:
         yield count, [child.log.read_text()[-3000:]]
         return
     for where, differ in child.result().items():
-        yield 1, [f"{where}: {', '.join(differ)} differ"] if differ else []
+        yield 1, [f"{where}, different or wrong: {', '.join(differ)}"] if differ else []
 
 
-def processes(arena: Arena, count: int, seed: int) -> Broken:
-    """Breaks one of two processes, in all ways in turn, and goes on, now and then in another layout."""
+def processes(arena: Arena, count: int, seed: int) -> Results:
+    """Breaks one of two processes, in each way in turn, and resumes the run, sometimes in a different layout."""
     rng = random.Random(seed)
-    whole = arena.new_directory("whole")
-    whole.mkdir(parents=True)
-    job, _ = launching.launch(launching.JOB, whole, processes=2, devices=2)
+    reference = arena.new_directory("reference")
+    reference.mkdir(parents=True)
+    job, _ = launching.launch(launching.JOB, reference, processes=2, devices=2)
     assert job.returncode == 0, job.stdout + job.stderr
-    expected = launching.final_of(whole)
+    expected = launching.final_of(reference)
     for number in range(count):
         fault = list(launching.FAULTS)[number % len(launching.FAULTS)]
         directory, at, place = arena.new_directory(fault), rng.randrange(2, 58), rng.randrange(2)
@@ -906,8 +915,8 @@ def processes(arena: Arena, count: int, seed: int) -> Broken:
         yield 1, [f"{fault} in process {place} at step {at}, then {then}: {problem}" for problem in problems]
 
 
-def stuck(arena: Arena, count: int, seed: int) -> Broken:
-    """Sends two signals to a run that is stuck: in a writer, in its data, in native code, or that has workers."""
+def stuck(arena: Arena, count: int, seed: int) -> Results:
+    """Sends two signals to a run that is stuck in a writer, its data or native code, or that has worker processes."""
     rng = random.Random(seed)
     for number in range(count):
         kind, directory = stubborn.KINDS[number % len(stubborn.KINDS)], arena.new_directory("stuck")
@@ -917,8 +926,8 @@ def stuck(arena: Arena, count: int, seed: int) -> Broken:
         yield 1, [f"{kind}, {signums}: {problem}" for problem in problems]
 
 
-def launchers(arena: Arena, count: int, seed: int) -> Broken:
-    """Ends a launcher by a signal: its processes end too, and so does what they have started."""
+def launchers(arena: Arena, count: int, seed: int) -> Results:
+    """Ends a launcher with a signal. Its processes must end too, and so must the processes that they started."""
     signums = [signal.SIGHUP, signal.SIGKILL, signal.SIGTERM]
     for number in range(count):
         directory = arena.new_directory("launcher")
@@ -927,13 +936,13 @@ def launchers(arena: Arena, count: int, seed: int) -> Broken:
         yield 1, [f"{signums[number % len(signums)]}: {problem}" for problem in problems]
 
 
-def event_files(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken:
-    """Kills runs at random steps: in the end, TensorBoard shows each point once."""
+def event_files(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
+    """Kills runs at random steps. In the end, TensorBoard must show each point once."""
     rng, done, expected = random.Random(seed), 0, {}
     while done < count:
         api = rng.choice(["objects", "functions"])
         if api not in expected:
-            expected[api] = summaries.kill_and_resume(arena.new_directory("whole"), api, [])
+            expected[api] = summaries.kill_and_resume(arena.new_directory("reference"), api, [])
         kills = sorted(rng.choices(range(1, summaries.NUM_STEPS), k=min(per_run, count - done)))
         found = summaries.kill_and_resume(arena.new_directory("killed"), api, kills)
         names = [name for name in {**found, **expected[api]} if found.get(name) != expected[api].get(name)]
@@ -941,8 +950,8 @@ def event_files(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken
         yield len(kills), [f"{api}, killed at {kills}: {name}: {found.get(name)}" for name in names]
 
 
-def trackers(arena: Arena, count: int, seed: int) -> Broken:
-    """Kills runs at random moments: in the end, each tracker that is installed shows the points of the history."""
+def trackers(arena: Arena, count: int, seed: int) -> Results:
+    """Kills runs at random moments. In the end, each installed tracker must show the points of the history."""
     for number, tracker in enumerate(TRACKERS):
         kills = count // len(TRACKERS) + (number < count % len(TRACKERS))
         command = [sys.executable, tracking.__file__, str(arena.new_directory(tracker)), tracker, str(kills), str(seed)]
@@ -951,18 +960,18 @@ def trackers(arena: Arena, count: int, seed: int) -> Broken:
         yield kills, result["problems"]
 
 
-def transformer(arena: Arena, count: int, seed: int) -> Broken:
-    """Kills the transformer's example in one of two processes."""
+def transformer(arena: Arena, count: int, seed: int) -> Results:
+    """Kills one of two processes of the transformer example, and resumes it."""
     for _ in range(count):
-        yield 1, launching.kill_transformer_and_go_on(arena.new_directory("transformer"))
+        yield 1, launching.kill_transformer_and_resume(arena.new_directory("transformer"))
 
 
-def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Broken:
-    """Mixes all of them."""
+def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Results:
+    """Mixes signals, exceptions, damaged checkpoints and second trainers."""
     rng, done = random.Random(seed), 0
     while done < count:
         options = {"source": "list", "total": 180, "epochs": 15, "loop_steps": None, "save": 3, "keep": 4, "pace": 0.01}
-        directory, whole, children, problems = arena.new_directory("soak"), arena.whole(options), [], []
+        directory, reference, children, problems = arena.new_directory("soak"), arena.reference(options), [], []
         faults, happened = 0, []
         while faults < min(per_run, count - done) and not (directory / "checkpoints" / "STOPPED").exists():
             what = rng.choice(["SIGKILL", "SIGTERM", "SIGINT", "raise", "damage", "two"])
@@ -971,23 +980,23 @@ def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Broken:
             child = arena.server.start(directory, **options, at=at)
             child.wait_for("step")
             children.append(child)
-            time.sleep(rng.uniform(0, whole.secs / 12))
+            time.sleep(rng.uniform(0, reference.secs / 12))
             if what == "two":
                 second = arena.server.start(directory, **options)
-                if second.wait() != 1 and not second.seen:
-                    problems.append(f"a second one was let in: {second.log.read_text()[-3000:]}")
+                if second.wait() != 1 and not second.reports:
+                    problems.append(f"a second trainer was allowed to start: {second.log.read_text()[-3000:]}")
             if what != "raise":
                 child.send(getattr(signal, what) if what.startswith("SIG") else signal.SIGKILL)
             code = child.wait()
             faults += 1
-            happened.append((what, at, child.first_step, child.last_done, code))
+            happened.append((what, at, child.first_step, child.last_completed, code))
             if (directory / "checkpoints" / "STOPPED").exists():
                 break
             expected = {"SIGTERM": 143, "SIGINT": 0, "raise": 1}.get(what, -signal.SIGKILL)
             if code != expected:
                 problems.append(f"after {what} {at} it ended with {code}: {child.log.read_text()[-3000:]}")
             is_orderly = what in ("SIGTERM", "SIGINT")
-            problems += too_much_lost(child, options["save"], saves_under_way=0 if is_orderly else 1)
+            problems += lost_too_much(child, options["save"], saves_under_way=0 if is_orderly else 1)
             checkpoints = directory / "checkpoints"
             if what == "damage" and len(checkpoint.all_steps(checkpoints)) > 1:
                 happened.append(damage(checkpoints / str(newest_step(directory)), rng)[0])
@@ -996,39 +1005,43 @@ def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Broken:
         yield faults, [*found, str(happened)] if found else []
 
 
-def goodput(arena: Arena, count: int, seed: int, most_stops: int = 4) -> Broken:
-    """Kills and stops runs at random moments, and compares their goodput with what was measured from outside."""
+def goodput(arena: Arena, count: int, seed: int, max_stops: int = 4) -> Results:
+    """Kills and stops runs at random moments, and compares their goodput with outside measurements."""
     options = {"source": "many", "total": 150, "loop_steps": 10, "save": 7, "keep": 2, "pace": 0.02}
-    rng, whole = random.Random(seed), arena.whole({**options})
+    rng, reference = random.Random(seed), arena.reference({**options})
     for _ in range(count):
-        directory, children, problems, most, repeated, began = arena.new_directory("goodput"), [], [], 0, 0, 0.0
+        directory, children, problems, furthest, repeated, began = arena.new_directory("goodput"), [], [], 0, 0, 0.0
         for number in itertools.count():
             child = arena.server.start(directory, **options)
             began = time.time() if number == 0 else began
             children.append(child)
-            if number < most_stops:
-                wait_for_start(directory, number + 1)  # Nothing can be known of a process that ended before.
+            if number < max_stops:
+                wait_for_start(directory, number + 1)  # Nothing records a process that ends earlier.
                 if rng.random() < 0.75:
                     child.wait_for("step")
-                time.sleep(rng.uniform(0, whole.secs / 3))
+                time.sleep(rng.uniform(0, reference.secs / 3))
                 child.send(rng.choice([signal.SIGKILL, signal.SIGTERM]))
             code = child.wait()
             steps = child.at("step")
             reached = child.first_step + len(steps)
-            repeated += max(min(reached, most) - child.first_step, 0) if steps else 0
-            most = max(most, reached)
+            repeated += max(min(reached, furthest) - child.first_step, 0) if steps else 0
+            furthest = max(furthest, reached)
             if code == 0:
                 break
-            if code not in (-signal.SIGKILL, -signal.SIGTERM, 143):  # SIGTERM may come before the run has its handler.
+            if code not in (
+                -signal.SIGKILL,
+                -signal.SIGTERM,
+                143,
+            ):  # SIGTERM may arrive before the run has set its handler.
                 problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
                 break
             time.sleep(rng.uniform(0, 0.5))
-        # The last process writes its result when its run has ended. Its exit takes long on a busy machine.
+        # The last process writes its result when the run ends. Its exit may take long after that on a busy machine.
         secs, found = os.stat(directory / "result.json").st_mtime - began, jaxloop.goodput(directory)
         expected = options["total"], repeated, len(children)
-        # A process may be killed after it has counted a step, and before the step has told us that it began.
-        untold = found.repeated_steps - repeated
-        if (found.steps, found.starts) != (expected[0], expected[2]) or not 0 <= untold < len(children):
+        # A process may be killed after it has counted a step, but before the step has reported its start.
+        unreported = found.repeated_steps - repeated
+        if (found.steps, found.starts) != (expected[0], expected[2]) or not 0 <= unreported < len(children):
             problems.append(f"it counts {found.steps, found.repeated_steps, found.starts} instead of {expected}")
         if abs(found.total - secs) > 0.01 * secs:
             problems.append(f"its parts add up to {found.total:.3f} s instead of {secs:.3f} s:\n{found}")
@@ -1036,8 +1049,8 @@ def goodput(arena: Arena, count: int, seed: int, most_stops: int = 4) -> Broken:
 
 
 def wait_for_start(directory: pathlib.Path, number: int) -> None:
-    """Waits until the run log has the line of the n-th start."""
-    end = time.monotonic() + PATIENCE_SECS
+    """Waits until the run log contains this many starts."""
+    end = time.monotonic() + TIMEOUT_SECS
     while len([each for each in run_log.read(directory) if each.started]) < number:
         if time.monotonic() > end:
             raise TimeoutError(f"{directory} has no start {number}")
@@ -1047,8 +1060,8 @@ def wait_for_start(directory: pathlib.Path, number: int) -> None:
 COMMANDS = "save", "log_every=7", "log_every=3", "summary.interval=5", "checkpoint.interval=11", "profile=2"
 
 
-def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Broken:
-    """Commands runs at random moments, and kills them; compares each with one that repeats the commands unbroken."""
+def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
+    """Sends commands to runs and kills them; compares each with an uninterrupted run that repeats the commands."""
     rng = random.Random(seed)
     for number in range(count):
         options: dict[str, Any] = {"source": "many", "total": 150, "loop_steps": [10, None][number % 2], "save": 7}
@@ -1064,7 +1077,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Broken:
                 time.sleep(rng.uniform(0, 0.5))
                 child.send(signal.SIGKILL)
             code = child.wait()
-            answers += commands.answers(directory)  # A run without a checkpoint starts again without its commands.
+            answers += commands.answers(directory)  # Without a checkpoint, a run restarts without its commands.
             if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
                 problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
             if code == 0:
@@ -1072,23 +1085,23 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Broken:
         found, first = child.result(), checkpoint.all_steps(directory / "checkpoints")[0]
         again = whole_run.as_of(first, directory, arena.new_directory("told_again"))
         shutil.copy(directory / "commands.jsonl", again)
-        unbroken = arena.server.start(again, **options)
-        if unbroken.wait() != 0:
-            problems.append(f"the unbroken one failed: {unbroken.log.read_text()[-3000:]}")
+        uninterrupted = arena.server.start(again, **options)
+        if uninterrupted.wait() != 0:
+            problems.append(f"the uninterrupted run failed: {uninterrupted.log.read_text()[-3000:]}")
         for what in ("state", "history"):
-            if found[what] != unbroken.result()[what]:
+            if found[what] != uninterrupted.result()[what]:
                 problems.append(f"the {what} differs: {commands.answers(directory)}")
         rows = [(elapsed["steps"], logs["command"]) for elapsed, logs in found["history"] if "command" in logs]
         done = [(answer.step, answer.command) for answer in commands.answers(directory) if answer.error is None]
         if sorted(rows) != sorted(done):
-            problems.append(f"the history has {rows}, and the answers are {done}")
+            problems.append(f"the history has {rows}, but the answers are {done}")
         if lost := [each for each in given if each is not None and each not in answers]:
             problems.append(f"answers were lost: {lost}")
         yield 1, problems
 
 
-def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Broken:
-    """Kills runs whose loss spikes; compares each with a run whose data never had the batches that it left out."""
+def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
+    """Kills runs whose loss spikes; compares each with a run on data without the batches that it left out."""
     rng = random.Random(seed)
     for number in range(count // spikes.SPIKES):
         options, directory = {"seed": seed * 1000 + number}, arena.new_directory("spikes")
@@ -1120,25 +1133,25 @@ def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Broken:
         yield spikes.SPIKES, problems
 
 
-def topology_checks(arena: Arena, count: int, seed: int) -> Broken:
-    """Compares the verdicts about steps on TPUs, around the largest batch that fits."""
+def topology_checks(arena: Arena, count: int, seed: int) -> Results:
+    """Compares predictions of whether steps fit on TPUs, for batches around the largest one that fits."""
     for number in range(count):
         yield 1, topologies.problems_of(seed + number)
 
 
-def hangs(arena: Arena, count: int, seed: int) -> Broken:
-    """Has each place of a run hang, alone and in one of four processes; a quarter of the runs doesn't hang."""
+def hangs(arena: Arena, count: int, seed: int) -> Results:
+    """Makes a run hang at each place, in a single process and in one of four. Some of the runs don't hang."""
     rng, places = random.Random(seed), [*hanging.PLACES, *hanging.HEALTHY]
     for number in range(count):
         place, processes = places[number % len(places)], 1 if number // len(places) % 2 == 0 else 4
-        process = 0 if place == "save" else rng.randrange(processes)  # The first one seals a checkpoint.
+        process = 0 if place == "save" else rng.randrange(processes)  # Only process 0 seals a checkpoint.
         yield 1, hanging.problems_of(arena.new_directory("hang"), place, processes=processes, process=process)
 
 
-def long_run(arena: Arena, count: int, seed: int) -> Broken:
-    """Takes many steps, and looks what is left of them."""
+def long_run(arena: Arena, count: int, seed: int) -> Results:
+    """Runs many steps, and checks that memory, compilations, threads and open files don't grow."""
     child = arena.server.start(arena.new_directory("long"), "long", steps=count)
-    if child.wait(PATIENCE_SECS + count) != 0:
+    if child.wait(TIMEOUT_SECS + count) != 0:
         yield count, [child.log.read_text()[-3000:]]
         return
     result, problems = child.result(), []
@@ -1150,16 +1163,16 @@ def long_run(arena: Arena, count: int, seed: int) -> Broken:
     if size_at_end - size > 5:
         problems.append(f"the process grew: {result['sizes']}")
     if compiled_at_end != compiled:
-        problems.append(f"something was compiled on the way: {result['sizes']}")
-    for what, were, there in zip(["threads", "files", "threads of Python"], before, after, strict=True):
+        problems.append(f"something was compiled during the run: {result['sizes']}")
+    for what, were, there in zip(["threads", "files", "Python threads"], before, after, strict=True):
         left = collections.Counter(there) - collections.Counter(were)
         if len(there) > len(were):
-            problems.append(f"{what} are left: {dict(left)}")
+            problems.append(f"{what} left over: {dict(left)}")
     yield count, problems
 
 
-# The longest first, for two at a time are done.
-PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
+# The longest parts come first, because two parts run at a time.
+PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "soak": (soak, 100),
     "signals": (signals, 100),
     "sigkill": (sigkill, 100),
@@ -1189,7 +1202,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
 # The table -----------------------------------------------------------------------------------------------
 
 
-# What was broken, how often, how many of the runs were none the worse, and how many seconds it took.
+# The name of a part or test, the number of faults or cases, how many of them passed, and the seconds that it took.
 Row = tuple[str, int, int, float]
 FORMAT = "{:<60} {:>6} {:>6} {:>8.1f}"
 
@@ -1201,8 +1214,8 @@ if importlib.util.find_spec("libtpu") is not None:
     PARTS["topologies"] = (topology_checks, 3)
 
 
-def tests_of_faults(directory: pathlib.Path) -> list[Row]:
-    """Runs test_faults.py and test_whole_run.py; returns a row for each test, which counts its cases."""
+def run_fault_tests(directory: pathlib.Path) -> list[Row]:
+    """Runs test_faults.py and test_whole_run.py; returns a row per test function, which counts its cases."""
     report = directory / "tests.xml"
     tests = pathlib.Path(__file__).parent
     files = [str(tests / "test_faults.py"), str(tests / "test_whole_run.py")]
@@ -1218,10 +1231,10 @@ def tests_of_faults(directory: pathlib.Path) -> list[Row]:
     return [(name, len(rows[name]), passed, secs) for name, (passed, secs) in each.items()]
 
 
-def do_part(directory: pathlib.Path, name: str, seed: int, count: int | None) -> list[Row]:
-    """Does one part; returns its rows of the table."""
+def run_part(directory: pathlib.Path, name: str, seed: int, count: int | None) -> list[Row]:
+    """Runs one part; returns its rows of the table."""
     if name == "tests":
-        return tests_of_faults(directory)
+        return run_fault_tests(directory)
     part, usual_count = PARTS[name]
     done, passed, start = 0, 0, time.monotonic()
     try:
@@ -1240,31 +1253,31 @@ def do_part(directory: pathlib.Path, name: str, seed: int, count: int | None) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[*PARTS, "tests"], action="append", help="a part")
-    parser.add_argument("--count", type=int, help="how many faults of each part")
+    parser.add_argument("--only", choices=[*PARTS, "tests"], action="append", help="run only this part (repeatable)")
+    parser.add_argument("--count", type=int, help="the number of faults per part")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", action="store_true", help="keeps what the runs wrote")
+    parser.add_argument("--keep", action="store_true", help="keep the files of the runs")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
         request = serve(args.serve)
         if request is not None:
-            end_with(do_job, request)
+            exit_after(run_job, request)
         return 0
-    # Where the shell has started this in the background, Ctrl-C would be ignored, here and in all that is started here.
+    # If a shell started this program in the background, this process and its children would ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     print(f"seed {args.seed}, in {directory}", flush=True)
     start = time.monotonic()
     parts = [name for name in [*PARTS, "tests"] if not args.only or name in args.only]
-    do_one = functools.partial(do_part, directory, seed=args.seed, count=args.count)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # The processes mostly wait: for disks, and for each other.
-        rows = list(itertools.chain.from_iterable(pool.map(do_one, parts)))
+    run_one = functools.partial(run_part, directory, seed=args.seed, count=args.count)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # They mostly wait, for disks and for each other.
+        rows = list(itertools.chain.from_iterable(pool.map(run_one, parts)))
     is_wrong = any(passed < count or count == 0 for _, count, passed, _ in rows)
     print(f"\n{'fault':<60} {'count':>6} {'passed':>6} {'seconds':>8}")
     for row in rows:
         print(FORMAT.format(*row))
-    print(f"{time.monotonic() - start:.0f} s in all, seed {args.seed}: {'FAILED' if is_wrong else 'all passed'}")
+    print(f"{time.monotonic() - start:.0f} s in total, seed {args.seed}: {'FAILED' if is_wrong else 'all passed'}")
     if not args.keep and not is_wrong:
         shutil.rmtree(directory)
     return int(is_wrong)

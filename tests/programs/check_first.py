@@ -1,4 +1,4 @@
-"""Has each run of an OuterLoop checked before, for examples in which nothing is wrong."""
+"""Runs `OuterLoop.check` before each run of an OuterLoop, in examples that have no problems."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jaxloop
 
 
 def check_first():
-    """From now on a run of which `OuterLoop.check` finds anything to say is an error. Returns what undoes it."""
+    """Makes each run of an OuterLoop fail if `check` finds a problem; returns a function that undoes this."""
     call = jaxloop.OuterLoop.__call__
 
     @functools.wraps(call)

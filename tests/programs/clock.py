@@ -1,13 +1,13 @@
-"""A clock for tests, which moves when they say so."""
+"""A clock for tests, which moves only when a test moves it."""
 
 import itertools
 
 
 class Clock:
-    """Stands still, but for what a test makes it move.
+    """Returns `now` when called.
 
     Attributes:
-      now: what it shows, in seconds.
+      now: The current time in seconds.
     """
 
     def __init__(self, now=0.0):
@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
     def during(self, batches, seconds):
-        """Gives batches, each after its seconds of a list, or after as many as all others."""
+        """Yields batches, moving the clock before each by `seconds`: a number, or a list with one per batch."""
         seconds = seconds if isinstance(seconds, list) else itertools.repeat(seconds)
         for batch, each in zip(batches, seconds, strict=False):
             self.now += each

@@ -1,4 +1,4 @@
-"""Incomplete and foreign copies of checkpoints, and damaged files of the history; for `chaos.py`."""
+"""Incomplete and foreign copies of checkpoints, and damaged history files; for `chaos.py`."""
 
 import itertools
 import logging
@@ -17,7 +17,7 @@ HISTORY = "history.jsonl"
 
 
 class Warnings(logging.Handler):
-    """Keeps the warnings that are logged."""
+    """Collects logged warnings."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -31,9 +31,9 @@ def remove(path: pathlib.Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def incomplete(whole: pathlib.Path) -> Iterator[Case]:
-    """Removes each subset of the top-level entries of the newest checkpoint, also all of them."""
-    names = sorted(path.name for path in (whole / "checkpoints" / "10").iterdir())
+def incomplete(reference: pathlib.Path) -> Iterator[Case]:
+    """Removes each non-empty subset of the top-level entries of the newest checkpoint."""
+    names = sorted(path.name for path in (reference / "checkpoints" / "10").iterdir())
     for number in range(1, len(names) + 1):
         for missing in itertools.combinations(names, number):
             if missing == ("commit_success.txt",):  # Nothing reads it.
@@ -42,10 +42,10 @@ def incomplete(whole: pathlib.Path) -> Iterator[Case]:
             yield f"checkpoint without {', '.join(missing)}", remove_these
 
 
-def foreign(whole: pathlib.Path, other: pathlib.Path) -> Iterator[Case]:
-    """Copies a checkpoint of this run or of another to the place of step 5, 10 or 15, which is then the newest."""
-    for source, step, target in itertools.product((whole, other), ("5", "10"), ("5", "10", "15")):
-        if (source, step) == (whole, target):
+def foreign(reference: pathlib.Path, other: pathlib.Path) -> Iterator[Case]:
+    """Copies a checkpoint of this run or another one to step 5, 10 or 15, and makes it the newest."""
+    for source, step, target in itertools.product((reference, other), ("5", "10"), ("5", "10", "15")):
+        if (source, step) == (reference, target):
             continue
 
         def copy(run: pathlib.Path, path: pathlib.Path = source / "checkpoints" / step, target: str = target) -> None:
@@ -58,7 +58,7 @@ def foreign(whole: pathlib.Path, other: pathlib.Path) -> Iterator[Case]:
 
 
 def damaged_histories(rng: random.Random, count: int) -> Iterator[Case]:
-    """Changes the history of a run that was killed after step 5."""
+    """Damages the history file of a run that was killed after step 5."""
 
     def edited(content: bytes) -> bytes:
         place = rng.choice([index for index, byte in enumerate(content) if chr(byte).isdigit()])
@@ -88,30 +88,31 @@ def damaged_histories(rng: random.Random, count: int) -> Iterator[Case]:
         yield f"history {kind}, number {number}", damage
 
 
-def resume_from_each(directory: pathlib.Path, tell: Any, *, num_cases: int, seed: int) -> dict[str, list[str]]:
-    """Resumes a run from each of these; returns what is wrong with how it ended.
+def resume_from_each(directory: pathlib.Path, report: Any, *, num_cases: int, seed: int) -> dict[str, list[str]]:
+    """Resumes a run from each of these cases; returns the problems of each.
 
-    It must raise a typed error, or end with the leaves of the uninterrupted run, after a warning that names the
-    directory of the checkpoints. Rows of the history may differ only where it is damaged, and a warning names its file.
+    The run must either raise a typed error or end with the same state as the uninterrupted run. In the latter case it
+    must have logged a warning that names the checkpoint directory. Its history may differ only if the history file was
+    damaged and a warning names that file.
     """
     program, warnings = whole_run.make_program(), Warnings()
     logging.getLogger("absl").addHandler(warnings)
-    whole = whole_run.run(directory / "whole", program=program, save=5)
+    reference = whole_run.run(directory / "reference", program=program, save=5)
     whole_run.run(directory / "other", program=whole_run.make_program(seed=4), save=5)
-    cases = [*incomplete(directory / "whole"), *foreign(directory / "whole", directory / "other")]
+    cases = [*incomplete(directory / "reference"), *foreign(directory / "reference", directory / "other")]
     cases += damaged_histories(random.Random(seed), num_cases - len(cases))
     problems = {}
     for name, damage in cases:
         copy, warnings.texts = directory / "copy", []
-        shutil.copytree(directory / "whole", copy)
+        shutil.copytree(directory / "reference", copy)
         (copy / "checkpoints" / "STOPPED").unlink()
         damage(copy)
         try:
             resumed = whole_run.run(copy, program=program, save=5)
         except (checkpoint.CheckpointError, ValueError, OSError) as error:
-            problems[name] = [] if str(copy) in str(error) else [f"an error that names no path: {error}"]
+            problems[name] = [] if str(copy) in str(error) else [f"an error that doesn't name the path: {error}"]
         else:
-            differ = [what for what in ("state", "history") if resumed[what] != whole[what]]
+            differ = [what for what in ("state", "history") if resumed[what] != reference[what]]
             place = copy / (HISTORY if name.startswith("history") else "checkpoints")
             if any(str(place) in text for text in warnings.texts):
                 differ = [what for what in differ if what != "history" or place.name != HISTORY]

@@ -1,4 +1,4 @@
-"""A run in two processes that turns back from a spike, and one whose data never had its batches: compares them."""
+"""Compares a run that turns back from a spike with one on data without the spiking batches, in several processes."""
 
 import pathlib
 import sys
@@ -37,6 +37,6 @@ def train(name, actions, left_out=()):
 
 params, rows = train("guarded", [jaxloop.SpikeGuard("loss", window=16, interval=every(steps=4))])
 left_out = [row.logs["left_out"]["batch"] for row in rows if "left_out" in row.logs]
-others, _ = train("without", [], left_out)
-same = all(np.array_equal(one, other) for one, other in zip(*map(jax.tree.leaves, (params, others)), strict=True))
+other_params, _ = train("without", [], left_out)
+same = all(np.array_equal(one, other) for one, other in zip(*map(jax.tree.leaves, (params, other_params)), strict=True))
 print("left out", left_out, same)

@@ -1,4 +1,4 @@
-"""What can happen to the directory of a run, or stand in it, and what the run must make of that; for `chaos.py`."""
+"""Ways to lose a checkpoint directory, and objects that may be in place of its lock file; for `chaos.py`."""
 
 import contextlib
 import os
@@ -12,16 +12,16 @@ LOCK = ".trainer.lock"
 
 @contextlib.contextmanager
 def moved(directory: pathlib.Path) -> Iterator[None]:
-    """Moves the directory of the checkpoints elsewhere; then moves it back."""
+    """Moves the checkpoint directory; afterwards moves it back."""
     (directory / "checkpoints").rename(directory / "elsewhere")
     yield
-    assert not (directory / "checkpoints").exists(), "it was made anew"
+    assert not (directory / "checkpoints").exists(), "it was created again"
     (directory / "elsewhere").rename(directory / "checkpoints")
 
 
 @contextlib.contextmanager
 def replaced(directory: pathlib.Path) -> Iterator[None]:
-    """Puts an empty directory in its place; then puts it back."""
+    """Replaces the checkpoint directory with an empty one; afterwards puts it back."""
     (directory / "checkpoints").rename(directory / "elsewhere")
     (directory / "checkpoints").mkdir()
     yield
@@ -31,7 +31,7 @@ def replaced(directory: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_inodes(directory: pathlib.Path) -> Iterator[None]:
-    """Takes all inodes of the file system; then gives them back."""
+    """Uses up all inodes of the file system; afterwards frees them."""
     fillers = directory / "fillers"
     try:
         fillers.mkdir()
@@ -40,7 +40,7 @@ def without_inodes(directory: pathlib.Path) -> Iterator[None]:
     except OSError:
         yield
     else:
-        raise AssertionError("the file system has inodes without end")
+        raise AssertionError("the file system has too many inodes to use up")
     for path in fillers.iterdir() if fillers.exists() else ():
         path.unlink()
     with contextlib.suppress(FileNotFoundError):
@@ -56,7 +56,7 @@ LOSSES: dict[str, Callable[[pathlib.Path], Any]] = {
 
 @contextlib.contextmanager
 def few_inodes(directory: pathlib.Path) -> Iterator[None]:
-    """A file system with few inodes in a directory."""
+    """Mounts a file system with few inodes at a directory."""
     directory.mkdir()
     options = ["-t", "tmpfs", "-o", "size=30m,nr_inodes=2000", "tmpfs"]
     subprocess.run(["mount", *options, str(directory)], check=True)
@@ -78,7 +78,7 @@ def nested_json(path: pathlib.Path) -> None:
     path.write_text("[" * 50_000_000)
 
 
-# What may stand in the place of the lock file, and the words of the error; None if the run must not mind.
+# Objects in place of the lock file, each with a part of the expected error message; None if the run must replace it.
 IMPOSTORS: dict[str, tuple[Callable[[pathlib.Path], Any], str | None]] = {
     "fifo": (os.mkfifo, "found a FIFO"),
     "directory": (os.mkdir, "found a directory"),

@@ -1,4 +1,4 @@
-"""`fit` twice, bad numbers, and the evaluation of checkpoints, in several processes: `doors.py DIRECTORY`."""
+"""Calls `fit` twice, hits a NaN and evaluates checkpoints, in several processes: `doors.py DIRECTORY`."""
 
 import sys
 
@@ -23,12 +23,12 @@ def loss(outputs, batch):
     return ((outputs - batch["y"]) ** 2).mean(-1)
 
 
-mine = data.shard_for_process([make_batch(number) for number in range(12)])
+batches = data.shard_for_process([make_batch(number) for number in range(12)])
 for train_epochs in (2, 3):
     state, history = jaxloop.fit(
         nn.Dense(1),
-        mine[:10],
-        mine[10:],
+        batches[:10],
+        batches[10:],
         loss=loss,
         optimizer=optax.sgd(0.1),
         train_epochs=train_epochs,
@@ -45,20 +45,20 @@ step, eval_step = (
 )
 
 
-def with_a_bad_number():
+def batches_with_nan():
     for number in range(200):
-        batch = mine[number % 10]
-        is_bad = number == 70 and jax.process_index() == 1
-        yield {**batch, "x": batch["x"] * np.float32(np.nan if is_bad else 1)}
+        batch = batches[number % 10]
+        is_nan = number == 70 and jax.process_index() == 1
+        yield {**batch, "x": batch["x"] * np.float32(np.nan if is_nan else 1)}
 
 
 train_loop = jaxloop.TrainLoop(step, nan_policy="raise")
 try:
-    train_loop(step.initialize_model([1, 3]), with_a_bad_number())
+    train_loop(step.initialize_model([1, 3]), batches_with_nan())
 except FloatingPointError as error:
     print("bad number in step", error.step_num, "seen after step", train_loop.step_num)
 
 spec = jaxloop.CheckpointSpec(f"{workdir}/checkpoints", iterate_interval_secs=0)
 outer_loop = jaxloop.OuterLoop(None, [jaxloop.EvalLoop(eval_step)], spec)
-outer_loop(eval_step.initialize_model([1, 3]), eval_specs=[jaxloop.EvalSpec(mine[10:])])
+outer_loop(eval_step.initialize_model([1, 3]), eval_specs=[jaxloop.EvalSpec(batches[10:])])
 print("evaluated", outer_loop.history.collect("steps", "eval.loss")[0])

@@ -1,4 +1,4 @@
-"""A run that hangs at a place, in one of its processes."""
+"""A run that hangs at a given place in one of its processes."""
 
 import functools
 import os
@@ -19,7 +19,8 @@ import jaxloop
 from jaxloop import data, distributed, every, seal
 
 AT = 7
-# What is said of the process that hangs, for each place. All processes run the same program, and hang in it.
+# The watchdog's description of the hanging process, for each place. In "run", all processes hang, because they run the
+# same program.
 PLACES = {
     "data": "reading batch 8",
     "begin": "in HangingStep.begin, step 8",
@@ -28,61 +29,65 @@ PLACES = {
     "save": "in CheckpointAction",
     "eval": "reading batch 8 of the evaluation 'test'",
 }
-# These runs don't hang. The second one compiles for longer than a step may take. In the third, tracing a program, its
-# first run, an evaluation and a save do.
+# These runs don't hang. In the second one, compiling takes longer than a step may take. In the third one, so do tracing
+# a program, its first run, an evaluation and a save.
 HEALTHY = ("none", "compiling", "slow")
 LIMIT_SECS = 2
 
 
 def problems_of(directory, place, *, processes, process):
-    """Runs this program in so many processes, one of which hangs; returns what is wrong with how they end."""
-    devices = 2 if place in HEALTHY else 1  # With two, steps run asynchronously.
+    """Runs this program in several processes, one of which hangs; returns what is wrong with how they end."""
+    devices = 2 if place in HEALTHY else 1  # With two devices, steps run asynchronously.
     launcher = [sys.executable, "-m", "jaxloop.launch", f"--processes={processes}", f"--devices={devices}"]
     command = [*launcher, __file__, directory, place, str(process)]
     job = subprocess.run(command, capture_output=True, text=True, timeout=120)
     printed = job.stdout + job.stderr
     if place in HEALTHY:
-        is_well = job.returncode == 0 and printed.count("ended\n") == processes and "Nothing happened" not in printed
-        if place == "compiling":  # Before the first step and, for batches of another shape, in the middle of the run.
+        is_ok = job.returncode == 0 and printed.count("ended\n") == processes and "Nothing happened" not in printed
+        if (
+            place == "compiling"
+        ):  # Before the first step, and in the middle of the run, for batches with a different shape.
             slow = [
                 secs
                 for secs in re.findall(r"Compiled HangingStep.run in ([\d.]+) s", printed)
                 if float(secs) > LIMIT_SECS
             ]
-            is_well = is_well and len(slow) == 2 * processes
-        return [] if is_well else [f"it ended with {job.returncode}: {printed[-3000:]}"]
+            is_ok = is_ok and len(slow) == 2 * processes
+        return [] if is_ok else [f"it ended with {job.returncode}: {printed[-3000:]}"]
     (hung,) = pathlib.Path(directory).glob("failures/hang-*")
     reports = {number: (hung / f"process-{number}.txt").read_text() for number in range(processes)}
     expected, problems = PLACES[place], []
     for number, text in reports.items():
-        said, secs = text.splitlines()[:2]
-        if (said == expected) != (number == process or place == "run"):
-            problems.append(f"process {number} of {processes} is said to be {said!r}, and {process} hangs in {place}")
+        description, secs = text.splitlines()[:2]
+        if (description == expected) != (number == process or place == "run"):
+            problems.append(
+                f"process {number} of {processes} is reported as {description!r}, but {process} hangs in {place!r}"
+            )
         if float(secs.split()[3]) > LIMIT_SECS + 5:
             problems.append(f"process {number}: {secs}")
     who = f"process {process} is " if processes > 1 and place != "run" else ""
     if f"{who}{expected}" not in printed or job.returncode != 75 or printed.count("exit code 75") not in (0, processes):
-        problems.append(f"it ended with {job.returncode} and said: {printed[-3000:]}")
+        problems.append(f"it ended with {job.returncode} and printed: {printed[-3000:]}")
     return problems
 
 
 def main(directory, place, process):
     distributed.initialize()
-    is_here = jax.process_index() == process
+    is_hanging_process = jax.process_index() == process
     logging.set_verbosity(logging.INFO)
 
     def hang(where):
-        if is_here and where == place:
+        if is_hanging_process and where == place:
             time.sleep(1000)
 
-    def linger(secs=LIMIT_SECS + 0.5):
+    def pause(secs=LIMIT_SECS + 0.5):
         if place == "slow":
             time.sleep(secs)
 
     has_run = set()
 
-    def linger_at_first(rows):
-        linger(LIMIT_SECS / 4 if rows in has_run else LIMIT_SECS + 0.5)
+    def pause_on_first_run(rows):
+        pause(LIMIT_SECS / 4 if rows in has_run else LIMIT_SECS + 0.5)
         has_run.add(rows)
 
     class HangingStep(jaxloop.Step):
@@ -98,15 +103,15 @@ def main(directory, place, process):
             loss, grads = jax.value_and_grad(loss_fn)(state.params)
             if self.train and place == "slow":
                 if len(batch) > 4:
-                    linger()  # While it is traced.
-                jax.debug.callback(functools.partial(linger_at_first, len(batch)))
+                    pause()  # During tracing.
+                jax.debug.callback(functools.partial(pause_on_first_run, len(batch)))
             if self.train and place == "compiling":
                 values = loss + jnp.arange(3.0)
                 for number in range(500):  # Takes several seconds to compile.
                     values = jnp.sort(jnp.sin(values) + number)
                 loss = values[0]
             if self.train and place == "run":
-                stuck = state.step == AT  # Every process hangs: the program is the same in all of them.
+                stuck = state.step == AT  # Every process hangs, because all run the same program.
                 loss = jax.lax.while_loop(lambda x: stuck & (x < jnp.inf), lambda x: x * 0.5 + 1.0, loss)
             return (state.apply_gradients(grads=grads) if self.train else state), {"loss": loss}
 
@@ -125,14 +130,14 @@ def main(directory, place, process):
         if place in ("compiling", "slow") and name == "data" and number >= AT:
             rows *= 2
         if name == "eval" and number == AT:
-            linger()
+            pause()
         return {"x": np.ones([rows, 3], np.float32), "number": np.full([rows], number)}
 
     write_seal = seal.write
 
     def write(*arguments):
         hang("save")
-        linger(3 * LIMIT_SECS)
+        pause(3 * LIMIT_SECS)
         return write_seal(*arguments)
 
     seal.write = write

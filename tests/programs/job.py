@@ -1,7 +1,7 @@
-"""A run of an OuterLoop in as many processes as it is started in: `job.py DIRECTORY --fault=kill --at=33 --in=1`.
+"""Runs an OuterLoop in one or several processes: `job.py DIRECTORY --fault=kill --at=33 --in=1`.
 
-The first process writes the final state to `DIRECTORY/final.npz`. That a fault has come is noted in `DIRECTORY/fired`,
-so that it does not come again at the next start.
+The first process writes the final state to `DIRECTORY/final.npz`. A fault creates `DIRECTORY/fired`, so that it
+doesn't occur again at the next start.
 """
 
 import argparse
@@ -31,17 +31,17 @@ parser.add_argument("--version", type=float, default=0.0)
 options = parser.parse_args()
 logging.set_verbosity(logging.INFO)
 fired = options.directory / "fired"
-is_faulty = options.fault and not fired.exists()
-mine = is_faulty and int(os.environ["JAXLOOP_PROCESS_ID"]) == options.place
-if mine and options.fault == "never_joins":
+is_fault_pending = options.fault and not fired.exists()
+is_faulty_process = is_fault_pending and int(os.environ["JAXLOOP_PROCESS_ID"]) == options.place
+if is_faulty_process and options.fault == "never_joins":
     fired.touch()
     time.sleep(1000)
 distributed.initialize(**({"start_secs": 6} if options.fault == "never_joins" else {}))
 
 
 def fire(fault):
-    """Has a fault come, once."""
-    if not mine or options.fault != fault or fired.exists():
+    """Triggers this fault if it was requested for this process and hasn't occurred yet."""
+    if not is_faulty_process or options.fault != fault or fired.exists():
         return
     fired.touch()
     match fault:
@@ -57,7 +57,7 @@ def fire(fault):
             os.kill(os.getpid(), signal.SIGINT)
         case "sys_exit":
             sys.exit(7)
-        case "hang" | "hang_alone":  # The signal comes to the launcher, or to this process alone.
+        case "hang" | "hang_alone":  # The signal goes to the launcher, or only to this process.
             os.kill(os.getppid() if fault == "hang" else os.getpid(), signal.SIGTERM)
             time.sleep(1000)
         case _:
@@ -83,8 +83,8 @@ class Last(jaxloop.Action):
         if step_num == options.steps:
             fire("last_term")
 
-    def close(self):  # Of the run, which is ending by the other process's signal, when its own comes.
-        if is_faulty and options.fault == "term_twice" and not mine:
+    def close(self):  # The other process's signal is ending the run when this process receives its own.
+        if is_fault_pending and options.fault == "term_twice" and not is_faulty_process:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.3)
 
@@ -93,7 +93,7 @@ class Stopper(jaxloop.Action):
     """Stops the run in one process."""
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
-        if mine and options.fault == "stop_loop" and step_num >= options.at and not fired.exists():
+        if is_faulty_process and options.fault == "stop_loop" and step_num >= options.at and not fired.exists():
             fired.touch()
             outputs[jaxloop.STOP_LOOP] = True
 
@@ -113,7 +113,7 @@ def make_batch(index):
     for fault in ("kill", "stop", "exit", "term", "term_twice", "interrupt", "data", "sys_exit", "hang", "hang_alone"):
         if index == options.at:
             fire(fault)
-    if mine and options.fault == "end" and index == options.at and not fired.exists():
+    if is_faulty_process and options.fault == "end" and index == options.at and not fired.exists():
         fired.touch()
         raise StopIteration
     x = np.random.default_rng(index).normal(size=[16, 8]).astype(np.float32)
@@ -136,7 +136,7 @@ train_loop = jaxloop.TrainLoop(
     ],
 )
 eval_loop = jaxloop.EvalLoop(eval_step, end_actions=[jaxloop.SummaryAction(writer, prefix="eval/")])
-# Of one process more batches than of the others, and the last of them short.
+# Even-numbered processes have one more batch than odd-numbered ones, and that batch is short.
 full = [make_batch(1000 + number) for number in range(3)]
 short = {name: leaf[: 4 + jax.process_index()] for name, leaf in make_batch(1003).items()}
 eval_batches = data.shard_for_process(full) + ([short] if jax.process_index() % 2 == 0 else [])

@@ -1,4 +1,4 @@
-"""Starts jobs of several processes, and breaks them."""
+"""Starts jobs with several processes, and breaks them."""
 
 import os
 import pathlib
@@ -12,11 +12,11 @@ import numpy as np
 from jaxloop import checkpoint
 
 JOB = pathlib.Path(__file__).parent / "job.py"
-# By their names in job.py: how the launcher must end, as of what the fault is in the process where it comes.
+# The exit code that the launcher must have after each fault of job.py.
 FAULTS = {
     "kill": 137,
-    "stop": 134,  # By JAX, in the other process: this one never ends.
-    "exit": (1, 134),  # The other process loses its peer: its own error or JAX ends it, whichever is first.
+    "stop": 134,  # From JAX in the other process, because this one never ends.
+    "exit": (1, 134),  # The other process loses its peer, and its own error or JAX ends it.
     "data": 1,
     "action": 1,
     "never_joins": 134,
@@ -31,13 +31,13 @@ FAULTS = {
     "hang": 143,
     "hang_alone": 143,
 }
-# Faults that are not noticed at once: after how many seconds.
+# The additional seconds until a fault is noticed, if not at once.
 NOTICED_AFTER = {"never_joins": 6, "hang": 15, "hang_alone": 15}
-MOST_SECS = 15
+MAX_SECS = 15
 
 
 def launch(*arguments, processes, devices=1):
-    """Runs a job; returns it, and how many seconds it took."""
+    """Runs a job; returns the finished process, and the seconds that it took."""
     command = [sys.executable, "-m", "jaxloop.launch", f"--processes={processes}", f"--devices={devices}"]
     start = time.monotonic()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAXLOOP_")}
@@ -46,26 +46,26 @@ def launch(*arguments, processes, devices=1):
 
 
 def final_of(directory):
-    """The state that a run of job.py came to."""
+    """Returns the final state of a run of job.py."""
     with np.load(directory / "final.npz") as file:
         return {name: file[name] for name in file.files}
 
 
 def break_and_go_on(directory, fault, *, at=33, place=1, then=(2, 2)):
-    """Breaks a run of two processes by two devices, and starts it again in some layout; returns what was wrong."""
+    """Breaks a run with two processes of two devices each, and resumes it in layout `then`; returns the problems."""
     job, _ = launch(JOB, directory, f"--fault={fault}", f"--at={at}", f"--in={place}", processes=2, devices=2)
     fired, output = directory / "fired", job.stdout + job.stderr
     if not fired.exists():
-        return [f"the fault did not come: {output}"]
+        return [f"the fault did not occur: {output}"]
     problems, secs = [], time.time() - fired.stat().st_mtime
-    if secs > MOST_SECS + NOTICED_AFTER.get(fault, 0):
+    if secs > MAX_SECS + NOTICED_AFTER.get(fault, 0):
         problems.append(f"the job ended {secs:.1f} s after the fault")
     if job.returncode not in np.atleast_1d(FAULTS[fault]):
         problems.append(f"it ended with {job.returncode}: {output}")
     if fault in ("sys_exit", "data", "action") and f"Process {place} has failed" not in output:
-        problems.append(f"another process was named: {output}")
-    if "ended by SIGTERM" in output:  # By the signal itself, which has the same code, and not in order.
-        problems.append(f"a process was killed amid its end: {output}")
+        problems.append(f"the message names a different process: {output}")
+    if "ended by SIGTERM" in output:  # The signal itself killed it, with the same exit code.
+        problems.append(f"a process was killed before it had shut down: {output}")
     processes, devices = then
     job, _ = launch(JOB, directory, processes=processes, devices=devices)
     if job.returncode != 0:
@@ -73,8 +73,8 @@ def break_and_go_on(directory, fault, *, at=33, place=1, then=(2, 2)):
     return problems
 
 
-def kill_transformer_and_go_on(directory):
-    """Kills the transformer's example in one of two processes, and starts it again; returns what was wrong."""
+def kill_transformer_and_resume(directory):
+    """Kills one of two processes of the transformer example, and resumes it; returns the problems."""
     arguments = ["-m", "jaxloop.examples.transformer", f"--workdir={directory}", "--train_steps=12", "--write=0"]
     command = [sys.executable, "-m", "jaxloop.launch", "--processes=2", "--devices=2", *arguments]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -89,4 +89,8 @@ def kill_transformer_and_go_on(directory):
         return [f"it ended with {job.returncode} and checkpoints {saved}: {output}"]
     job, _ = launch(*arguments, processes=2, devices=2)
     saved = checkpoint.all_steps(directory / "checkpoints")
-    return [] if job.returncode == 0 and saved[-1] == 12 else [f"then with {job.returncode}, {saved}: {job.stdout}"]
+    return (
+        []
+        if job.returncode == 0 and saved[-1] == 12
+        else [f"the resumed job ended with {job.returncode} and checkpoints {saved}: {job.stdout}"]
+    )

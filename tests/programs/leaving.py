@@ -1,4 +1,4 @@
-"""A launcher that is killed, with processes that have started others."""
+"""Kills launchers whose processes have started child processes."""
 
 import pathlib
 import signal
@@ -8,7 +8,7 @@ import time
 
 from programs.stubborn import is_alive
 
-# Each process starts another one. Half of them ignore SIGTERM.
+# Each process starts a child. Process 1 and its child ignore SIGTERM.
 PROGRAM = """
 import os, pathlib, signal, subprocess, sys, time
 directory, place = sys.argv[1], os.environ["JAXLOOP_PROCESS_ID"]
@@ -20,21 +20,21 @@ file.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
 file.with_suffix(".new").rename(file)
 time.sleep(1000)
 """
-MOST_SECS = 30
+MAX_SECS = 30
 
 
 def problems_of_killing(directory, signum, signal_secs=1):
-    """Ends a launcher by a signal; returns what is wrong with what becomes of its processes."""
+    """Ends a launcher with a signal; returns the problems, such as processes that are still alive."""
     directory = pathlib.Path(directory)
     directory.mkdir()
     (directory / "program.py").write_text(PROGRAM)
     options = ["--processes=2", f"--signal-secs={signal_secs}", directory / "program.py", directory]
     command = [sys.executable, "-m", "jaxloop.launch", *options]
-    # `nohup` has SIGHUP ignored, and a process inherits that.
-    hearing = (
+    # Under `nohup`, the launcher would inherit that SIGHUP is ignored.
+    restore_sighup = (
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     )
-    job = subprocess.Popen([sys.executable, "-c", hearing, *command], stderr=subprocess.DEVNULL)
+    job = subprocess.Popen([sys.executable, "-c", restore_sighup, *command], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     files = [directory / "0", directory / "1"]
     while not all(file.exists() for file in files):
@@ -44,13 +44,13 @@ def problems_of_killing(directory, signum, signal_secs=1):
         time.sleep(0.01)
     pids = [int(pid) for file in files for pid in file.read_text().split()]
     job.send_signal(signum)
-    problems, deadline = [], time.monotonic() + MOST_SECS
-    code = job.wait(MOST_SECS)
+    problems, deadline = [], time.monotonic() + MAX_SECS
+    code = job.wait(MAX_SECS)
     if code != (-signum if signum == signal.SIGKILL else 143):
         problems.append(f"the launcher ended with {code}")
     while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in left:
-        problems.append(f"process {pids.index(pid)} is alive {MOST_SECS} s later")
+        problems.append(f"process {pids.index(pid)} is still alive after {MAX_SECS} s")
         subprocess.run(["kill", "-KILL", str(pid)], check=False)
     return problems

@@ -1,5 +1,7 @@
-"""The tutorial's program, as a user with TensorFlow and TFDS types it. Prints the training losses of the last loop on
-several meshes; takes the directory for their work directories."""
+"""The tutorial's program, as a user with TensorFlow and TFDS would write it: `mnist_tutorial.py DIRECTORY`.
+
+Trains on several meshes, each with a work directory in DIRECTORY, and prints the training losses of the last loop.
+"""
 
 import json
 import sys
@@ -96,7 +98,7 @@ def main(mesh, work_dir):
 
 
 def offline_mnist(*args, **kwargs):
-    """Stands in for the download: 320 images, brighter for higher digits."""
+    """Replaces the download: returns 320 images, which are brighter for higher digits."""
     rng = np.random.default_rng(0)
     labels = rng.integers(10, size=320)
     images = rng.integers(25, size=[320, 28, 28, 1]) + 25 * labels[:, None, None, None]

@@ -1,4 +1,4 @@
-"""Runs over data pipelines of several libraries, in each API, which can be killed at any moment and resumed."""
+"""Runs on data pipelines of several libraries, in each API, which can be killed at any moment and resumed."""
 
 import dataclasses
 import importlib.util
@@ -19,7 +19,7 @@ from jaxloop import actions, every, functional, last
 ROWS, BATCH, PASSES = 48, 8, 3
 STEPS = PASSES * ROWS // BATCH
 
-# One of these is logged at the start of a run whose resume is not exact.
+# A run that can't be resumed exactly logs a warning that matches this at its start.
 WARNING = r"may change its order after a resume|not continue at the right batch"
 
 
@@ -70,7 +70,7 @@ def torch_loader(stateful: bool = False, seeded: bool = False, epochs: int = 1, 
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         torch.manual_seed(0)
-        # Many passes in one: a sampler that draws more than there are.
+        # One pass over `epochs` copies of the rows.
         data = torch.utils.data.ConcatDataset([Rows()] * epochs)
         chosen = {"generator": torch.Generator().manual_seed(5)} if seeded else {}
         if sampler:
@@ -82,7 +82,7 @@ def torch_loader(stateful: bool = False, seeded: bool = False, epochs: int = 1, 
 
 
 class Alternating:
-    """A sampler that goes forward in one pass, and backward in the next."""
+    """A sampler whose passes alternate between forward and backward order."""
 
     def __init__(self, size: int):
         self._size, self._passes = size, 0
@@ -109,7 +109,7 @@ def grain_loader(epochs: int, workers: int = 0) -> Callable[[], Any]:
         import grain
 
         if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # The processes of its workers are given the flags.
+            flags.FLAGS.mark_as_parsed()  # Grain passes the flags to its worker processes.
         sampler = grain.samplers.IndexSampler(
             ROWS, grain.sharding.NoSharding(), shuffle=True, seed=3, num_epochs=epochs
         )
@@ -122,13 +122,13 @@ def grain_loader(epochs: int, workers: int = 0) -> Callable[[], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Data of some kind.
+    """A data pipeline.
 
     Attributes:
-      library: that they need.
-      make: makes them, the same each time.
-      one_pass: whether a run makes one pass over them; else three.
-      warns: whether a run over them says at its start that a resume is not exact.
+      library: The library that it needs.
+      make: A function that makes the dataset, the same each time.
+      one_pass: Whether a run makes only one pass over the dataset. Otherwise it makes three.
+      warns: Whether a run must warn at its start that it can't be resumed exactly.
     """
 
     library: str
@@ -199,28 +199,28 @@ PIPELINES = {
 
 
 def libraries() -> tuple[list[str], list[str]]:
-    """Returns what has to be imported for the libraries that are installed, and which are not."""
+    """Returns the modules of the installed libraries, and the names of those that are not installed."""
     needed = {"tensorflow": ["tensorflow"], "grain": ["grain"], "torch": ["torch", "torchdata.stateful_dataloader"]}
-    there = {name: all(importlib.util.find_spec(each.split(".")[0]) for each in needed[name]) for name in needed}
-    return [each for name in needed if there[name] for each in needed[name]], [
-        name for name in needed if not there[name]
+    installed = {name: all(importlib.util.find_spec(each.split(".")[0]) for each in needed[name]) for name in needed}
+    return [each for name in needed if installed[name] for each in needed[name]], [
+        name for name in needed if not installed[name]
     ]
 
 
 # The runs ------------------------------------------------------------------------------------------------
 
 
-class Tell(actions.Action):
-    """Tells of each step, and takes some time for it."""
+class ReportSteps(actions.Action):
+    """Reports each step, then sleeps."""
 
     uses_outputs = False
 
-    def __init__(self, tell: Callable[[str, int], Any], pace: float):
+    def __init__(self, report: Callable[[str, int], Any], pace: float):
         super().__init__(every(1))
-        self._tell, self._pace = tell, pace
+        self._report, self._pace = report, pace
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
-        self._tell("step", step_num)
+        self._report("step", step_num)
         time.sleep(self._pace)
 
 
@@ -228,10 +228,10 @@ def loss(predictions: Any, batch: Any) -> Any:
     return ((predictions - batch["y"]) ** 2).mean(axis=-1)
 
 
-def run(directory: Any, tell: Callable[[str, int], Any], *, pipeline: str, api: str, pace: float) -> dict[str, Any]:
-    """Runs, or resumes; returns the leaves, the rows of the history and the points in TensorBoard."""
+def run(directory: Any, report: Callable[[str, int], Any], *, pipeline: str, api: str, pace: float) -> dict[str, Any]:
+    """Runs or resumes; returns the leaves of the state, the history rows and the points in TensorBoard."""
     directory, dataset, optimizer = pathlib.Path(directory), PIPELINES[pipeline].make(), optax.sgd(0.1, momentum=0.9)
-    paced, places = Tell(tell, pace), directory / "checkpoints"
+    paced, checkpoints = ReportSteps(report, pace), directory / "checkpoints"
     if api.startswith("fit"):
         length = {"train_epochs": PASSES} if api == "fit epochs" else {"train_total_steps": STEPS}
         options = {"loss": loss, "optimizer": optimizer, "progress": None, "actions": [paced], "workdir": directory}
@@ -241,13 +241,13 @@ def run(directory: Any, tell: Callable[[str, int], Any], *, pipeline: str, api: 
         state, writer = step.initialize_model([1, 3]), jaxloop.default_writer(directory)
         summaries, saves = actions.SummaryAction(writer, every(1)), every(steps=4) | last()
         if api == "loop":
-            tasks = {every(1): [step, summaries, paced], saves: functional.checkpoint(places, resume=True)}
+            tasks = {every(1): [step, summaries, paced], saves: functional.checkpoint(checkpoints, resume=True)}
             state, history, _ = functional.loop(state, jaxloop.data.batches(dataset), tasks, stop=STEPS)
         else:
             train_loop = jaxloop.TrainLoop(
-                step, end_actions=[summaries, paced, actions.CheckpointAction(places, saves, keep=2)]
+                step, end_actions=[summaries, paced, actions.CheckpointAction(checkpoints, saves, keep=2)]
             )
-            spec = jaxloop.CheckpointSpec(places)
+            spec = jaxloop.CheckpointSpec(checkpoints)
             outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=spec, workdir=directory, log_interval=1)
             length = {"train_epochs": PASSES} if api == "outer epochs" else {"train_total_steps": STEPS}
             if api == "outer steps":
@@ -255,16 +255,16 @@ def run(directory: Any, tell: Callable[[str, int], Any], *, pipeline: str, api: 
             state, _ = outer_loop(state, dataset, **length)
             history = outer_loop.history
         writer.close()
-    kept = history.rows
+    history_rows = history.rows
     return {
         "leaves": [np.asarray(leaf).tobytes().hex() for leaf in jax.tree.leaves(state)],
-        "history": [[row.elapsed.steps, row.elapsed.samples, str(row.logs)] for row in kept],
+        "history": [[row.elapsed.steps, row.elapsed.samples, str(row.logs)] for row in history_rows],
         "points": points(directory),
     }
 
 
 def points(directory: pathlib.Path) -> dict[str, list[Any]]:
-    """Returns what TensorBoard shows of the event files in a directory, without what depends on time."""
+    """Returns the points that TensorBoard shows for a directory, except those that depend on time."""
     from tensorboard.backend.event_processing import plugin_event_accumulator
     from tensorboard.util import tensor_util
 

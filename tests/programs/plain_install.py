@@ -1,8 +1,9 @@
-"""Trains through all doors, saves and goes on, with jaxloop as it was installed and none of the optional packages.
+"""Trains with all three APIs, and resumes, with an installed jaxloop and without the optional packages.
 
     python plain_install.py DIRECTORY
 
-The directory is where jaxloop is to come from. Optional packages that are installed can't be imported here.
+DIRECTORY is the site-packages directory that must contain jaxloop. Optional packages can't be imported, even if they
+are installed.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from jaxloop import examples
 from jaxloop import functional as jf
 
 
-def check_what_is_there(directory):
+def check_package(directory):
     package = pathlib.Path(jaxloop.__file__).parent
     assert package == pathlib.Path(directory).resolve() / "jaxloop", f"jaxloop was imported from {package}"
     assert importlib.metadata.version("jaxloop") == jaxloop.__version__
@@ -83,7 +84,7 @@ def train_with_one_call():
 
 
 if __name__ == "__main__":
-    check_what_is_there(sys.argv[1])
+    check_package(sys.argv[1])
     with tempfile.TemporaryDirectory() as runs, contextlib.redirect_stdout(sys.stderr):
         steps = [train_with_objects(runs, total_steps) for total_steps in (20, 30)]
         losses = [loss for _, loss in steps] + [train_with_functions(), train_with_one_call()]

@@ -1,4 +1,4 @@
-"""Trains in as many processes as it is started in; the first writes what came of it: `processes.py FILE [FAULT]`."""
+"""Trains in one or several processes; the first one writes losses and states: `processes.py FILE [FAULT]`."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def loss(outputs, batch):
     return ((outputs - batch["y"]) ** 2).mean(-1)
 
 
-def exec_fault():
+def fail():
     if fault == "exception":
         raise OSError("the disk is gone")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -38,12 +38,12 @@ def exec_fault():
 def batches():
     rng = np.random.default_rng(0)
     rows = 16 // jax.process_count()
-    mine = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
+    own_rows = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
     for number in range(50):
         if fault and number == 20 and jax.process_index() == 1:
-            exec_fault()
+            fail()
         x = rng.normal(size=[16, 8]).astype(np.float32)
-        yield {"x": x[mine], "y": x[mine].sum(-1, keepdims=True)}
+        yield {"x": x[own_rows], "y": x[own_rows].sum(-1, keepdims=True)}
 
 
 found = {}

@@ -1,4 +1,4 @@
-"""A collection of clu metrics, as a classifier reports it."""
+"""A collection of clu metrics for a classifier."""
 
 import flax
 import jax

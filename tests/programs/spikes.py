@@ -1,4 +1,4 @@
-"""Runs with batches that make the loss spike, for the chaos test of detours."""
+"""Runs with batches that make the loss spike, for the chaos test of `SpikeGuard`."""
 
 import hashlib
 import itertools
@@ -23,15 +23,15 @@ class Noisy(nn.Module):
         return nn.Dense(1)(nn.Dropout(0.2, deterministic=not train)(nn.Dense(16)(x)))
 
 
-class Telling(jaxloop.Action):
-    """Tells each step, and keeps a digest of the state after it."""
+class RecordSteps(jaxloop.Action):
+    """Reports each step, and records a digest of the state after it."""
 
-    def __init__(self, tell):
+    def __init__(self, report):
         super().__init__(every(steps=1) | at(0))
-        self.digests, self._tell = {}, tell
+        self.digests, self._report = {}, report
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
-        self._tell("action", step_num)
+        self._report("action", step_num)
         self.digests[step_num] = digest_of(state)
 
 
@@ -43,13 +43,13 @@ def digest_of(state):
 
 
 def spikes_of(seed):
-    """The numbers of the batches that spike, at least 30 apart."""
+    """Returns the numbers of the batches that spike, at least 30 apart."""
     rng = random.Random(seed)
     return [number * 48 + rng.randint(30, 48) for number in range(SPIKES)]
 
 
 def batches(seed, left_out=()):
-    """The batches of all epochs, each in another order, without those that are left out."""
+    """Yields the batches of all epochs, in a different order in each, except those that are left out."""
     spikes = spikes_of(seed)
     for number in itertools.count(1):
         epoch, index = divmod(number - 1, EPOCH)
@@ -60,40 +60,40 @@ def batches(seed, left_out=()):
             yield {"x": x, "y": y * np.float32([np.nan, 1e3][number % 2] if number in spikes else 1)}
 
 
-def experiment(directory, tell, seed, guarded=True, total=TOTAL):
+def experiment(directory, report, seed, guarded=True, total=TOTAL):
     loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2))
     step = jaxloop.LossStep(jax.random.key(seed), Noisy(), optimizer, train=True, loss=loss)
     interval = every(steps=[1, 4, 10][seed % 3])
     guard = jaxloop.SpikeGuard("loss", sigmas=8, window=20, at_most=3 * SPIKES, interval=interval)
     saving = jaxloop.CheckpointAction(directory / "checkpoints", every(steps=12) | at(0), keep=1000)
-    telling = Telling(tell)
-    actions = [guard, telling, saving] if guarded else [telling, saving]
+    recording = RecordSteps(report)
+    actions = [guard, recording, saving] if guarded else [recording, saving]
     train_loop = jaxloop.TrainLoop(step, end_actions=actions, steps_per_dispatch=[1, 4][seed % 2])
     spec = jaxloop.CheckpointSpec(directory / "checkpoints")
     outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=spec, workdir=directory, log_interval=every(steps=5))
-    return outer_loop, step.initialize_model([1, 4]), telling
+    return outer_loop, step.initialize_model([1, 4]), recording
 
 
-def run(directory, tell, *, seed):
-    """Trains to the end; returns the state, the history, and the batches that were left out."""
-    outer_loop, state, _ = experiment(directory, tell, seed)
+def run(directory, report, *, seed):
+    """Trains to the end; returns digests of the state, the history, and the numbers of the batches left out."""
+    outer_loop, state, _ = experiment(directory, report, seed)
     state, _ = outer_loop(state, jaxloop.skippable(lambda: batches(seed)), TOTAL, train_loop_steps=50)
     rows = outer_loop.history.rows
     left_out = [row.logs["left_out"]["batch"] for row in rows if "left_out" in row.logs]
     return {"state": digest_of(state), "history": train_rows(rows), "left_out": left_out}
 
 
-def without(directory, tell, *, seed, left_out, rewinds):
-    """Trains on data that never had the batches; returns that, and where a rewound run differs from it."""
-    outer_loop, state, telling = experiment(directory, tell, seed, guarded=False)
+def without(directory, report, *, seed, left_out, rewinds):
+    """Trains on data without these batches; returns the same results, and differences from rewound states."""
+    outer_loop, state, recording = experiment(directory, report, seed, guarded=False)
     state, _ = outer_loop(state, jaxloop.skippable(lambda: batches(seed, left_out)), TOTAL, train_loop_steps=50)
     problems, rng = [], random.Random(seed)
-    guarded, _, _ = experiment(directory.parent / rewinds, tell, seed)
+    guarded, _, _ = experiment(directory.parent / rewinds, report, seed)
     for step_num in rng.sample(range(1, TOTAL + 1), 3):
         data = jaxloop.skippable(lambda: batches(seed))
         before = jaxloop.rewind(directory.parent / rewinds, guarded, step_num, None, data, train_loop_steps=50)
-        if digest_of(before.state) != telling.digests[step_num - 1]:
+        if digest_of(before.state) != recording.digests[step_num - 1]:
             problems.append(f"the rewound state before step {step_num} differs")
         batch = next(itertools.islice(batches(seed, left_out), step_num - 1, None))
         if any(before.batch[name].tobytes() != batch[name].tobytes() for name in batch):

@@ -1,4 +1,4 @@
-"""Runs that do not end when a signal asks them to, and what ends them: `stubborn.py DIRECTORY KIND`."""
+"""Runs that get stuck, and the signals that must end them: `stubborn.py DIRECTORY KIND`."""
 
 import contextlib
 import ctypes
@@ -11,19 +11,19 @@ import threading
 import time
 
 KINDS = ["writer", "iterator", "native", "workers"]
-MOST_SECS = 30  # Of which 5 are for cleanup; the rest is for a busy machine.
+MAX_SECS = 30  # 5 s are for cleanup. The rest is slack for a busy machine.
 
 
-def say(word):
+def print_word(word):
     os.write(1, f"{word}\n".encode())
 
 
 class BlockingWriter:
-    """Writes a few rows, and never comes back from the next one."""
+    """Accepts some rows, then blocks forever."""
 
     def write_scalars(self, step, scalars):
         if step == 15:
-            say("ready")
+            print_word("ready")
             threading.Event().wait()
 
     def flush(self):
@@ -31,11 +31,11 @@ class BlockingWriter:
 
 
 def stubborn(batches, kind):
-    """Gives batches; at the 15th, waits in a way that depends on the kind."""
+    """Yields batches; blocks at the 15th, in a way that depends on the kind."""
     for number in range(1000):
         if number == 14 and kind != "writer":
-            say("ready")
-            if kind == "native":  # No signal breaks this off, and Python hears of none.
+            print_word("ready")
+            if kind == "native":  # No signal interrupts this, and no Python handler can run.
                 mutex, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
                 libc.pthread_mutex_lock(mutex)
                 libc.pthread_mutex_lock(mutex)
@@ -49,7 +49,7 @@ def stubborn(batches, kind):
 
 
 def grain_workers():
-    """Has Grain start workers."""
+    """Starts two Grain worker processes; returns the iterator that keeps them alive."""
     import grain
     from absl import flags
 
@@ -75,7 +75,7 @@ def main(directory, kind):
 
 
 class Stubborn:
-    """A run in a process of its own, which is stuck once this is made."""
+    """A run in a separate process, which will get stuck."""
 
     def __init__(self, directory, kind):
         self.directory, self.kind = pathlib.Path(directory), kind
@@ -96,26 +96,26 @@ class Stubborn:
 
         if not self.wait_until_stuck():
             self._errors.seek(0)
-            return [f"it did not begin: {self._errors.read()}"]
+            return [f"it did not start: {self._errors.read()}"]
         children = [int(pid) for pid in self._children().split()]
         for signum in signums:
-            time.sleep(pause)  # Not the same one, sent twice.
+            time.sleep(pause)  # Far enough apart to count as two signals.
             self._process.send_signal(signum)
         problems, began = [], time.monotonic()
         try:
-            code = self._process.wait(MOST_SECS)
+            code = self._process.wait(MAX_SECS)
         except subprocess.TimeoutExpired:
-            problems.append(f"it is alive {MOST_SECS} s after {len(signums)} signals")
+            problems.append(f"it is still alive {MAX_SECS} s after {len(signums)} signals")
             self._process.kill()
             self._process.wait()
             code = None
         if code not in (None, 128 + signums[-1], -signums[-1]):
             problems.append(f"it ended with {code} after {time.monotonic() - began:.1f} s")
-        deadline = time.monotonic() + MOST_SECS
+        deadline = time.monotonic() + MAX_SECS
         while (left := [pid for pid in children if is_alive(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)
         for pid in left:
-            problems.append(f"its worker {pid} is alive")
+            problems.append(f"its worker {pid} is still alive")
             os.kill(pid, signal.SIGKILL)
         if not checkpoint.all_steps(self.directory):
             problems.append("it has no checkpoint")
@@ -126,13 +126,13 @@ class Stubborn:
     def _children(self):
         found = []
         for path in pathlib.Path(f"/proc/{self._process.pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # A thread that has ended meanwhile.
+            with contextlib.suppress(OSError):  # The thread may have ended in the meantime.
                 found.append(path.read_text())
         return " ".join(found)
 
 
 def is_alive(pid):
-    """Whether a process runs, and is not only waited for."""
+    """Returns True if a process exists and is not a zombie."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

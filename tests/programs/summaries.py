@@ -1,4 +1,4 @@
-"""A run that writes points of all kinds for TensorBoard, and that kills itself."""
+"""A run that writes many kinds of points for TensorBoard, and can kill itself."""
 
 import json
 import os
@@ -17,7 +17,7 @@ NUM_STEPS, SAVED_AT, KILLED_AT = 40, 20, 27
 
 
 class Kill(actions.Action):
-    """Kills the process after a step, once the newest checkpoint is on disk: at once, or when all is written."""
+    """Kills the process after a given step, or once a checkpoint is on disk, with or without flushing first."""
 
     def __init__(self, directory, summaries, when):
         super().__init__(every(steps=1))
@@ -38,7 +38,7 @@ class Kill(actions.Action):
 
 
 class Pictures(actions.Action):
-    """Gives a writer more than scalars."""
+    """Writes images and histograms."""
 
     def __init__(self, writer):
         super().__init__(every(steps=5))
@@ -62,27 +62,29 @@ class Pictures(actions.Action):
 
 
 def run(directory, make_writer=jaxloop.default_writer, *, api="objects", kill="never"):
-    """Runs, or resumes; `kill` is "never", "at_once", "flushed" or "step 13"."""
+    """Runs or resumes; `kill` is "never", "at_once", "flushed" or, for example, "step 13"."""
     directory = pathlib.Path(directory)
     step, state, batches = examples.tiny_regression()
-    data, places = jaxloop.from_index(lambda index: batches[index % 100]), directory / "checkpoints"
+    data, checkpoints = jaxloop.from_index(lambda index: batches[index % 100]), directory / "checkpoints"
     writer = make_writer(directory / "events")
     each = actions.SummaryAction(writer, every(steps=1), prefix="each/")
-    ends = [each, Kill(places, each, kill)]
+    ends = [each, Kill(checkpoints, each, kill)]
     if api == "functions":
-        tasks = {every(1): [step, *ends], every(steps=10): functional.checkpoint(places, resume=True)}
+        tasks = {every(1): [step, *ends], every(steps=10): functional.checkpoint(checkpoints, resume=True)}
         functional.loop(state, data, tasks, stop=NUM_STEPS)
     else:
-        # At step 20, which ends a loop, these write after the checkpoint.
+        # Step 20 ends a loop. There, these write after the checkpoint is saved.
         ends = [actions.SummaryAction(writer, prefix="loop/"), Pictures(writer), *ends]
-        train_loop = jaxloop.TrainLoop(step, end_actions=[actions.CheckpointAction(places, every(steps=10)), *ends])
+        train_loop = jaxloop.TrainLoop(
+            step, end_actions=[actions.CheckpointAction(checkpoints, every(steps=10)), *ends]
+        )
         eval_loop = jaxloop.EvalLoop(step, end_actions=[actions.SummaryAction(writer, prefix="eval/")])
-        outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], jaxloop.CheckpointSpec(places))
+        outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], jaxloop.CheckpointSpec(checkpoints))
         outer_loop(state, data, NUM_STEPS, 10, [jaxloop.EvalSpec(batches[:2], eval_loop_interval=1)])
     writer.close()
 
 
-# As TensorBoard's pages read a directory, in a process that has no TensorFlow. Times differ between any two runs.
+# Reads directories like TensorBoard, in a process without TensorFlow. Leaves out jaxloop's times, which vary.
 READ = """
 import json, sys
 sys.modules["tensorflow"] = None
@@ -103,7 +105,7 @@ def points_in(*directories):
 
 
 def kill_and_resume(directory, api, steps):
-    """Kills a run at these steps, one after the other, and lets it end; returns the points that TensorBoard shows."""
+    """Kills a run at each of these steps, then lets it finish; returns the points that TensorBoard shows."""
     command = [sys.executable, __file__, str(directory), api]
     for kill in [*(f"step {step}" for step in steps), "never"]:
         run = subprocess.run([*command, kill], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Loops in two processes whose data differ in length: prints what came of them."""
+"""Runs loops in two processes whose data differ in length, and prints the results."""
 
 import time
 
@@ -39,13 +39,13 @@ print("train", int(state.step), len(outputs["loss"]), train_loop.elapsed.samples
 print("left over", len(list(iterator)))
 
 
-def slow_in_the_second(number):
+def slow_in_second_process(number):
     time.sleep(0 if first else 0.02)
     return {"x": examples[:4], "y": examples[:4, :1]}
 
 
 slow_loop = jaxloop.TrainLoop(step, stat_names=jaxloop.stat_loop.ALL_STATS)
-_, outputs = slow_loop(step.initialize_model([1, 8]), jaxloop.from_index(slow_in_the_second), num_steps=20)
+_, outputs = slow_loop(step.initialize_model([1, 8]), jaxloop.from_index(slow_in_second_process), num_steps=20)
 lead = outputs[jaxloop.stat_loop.STAT_SLOWEST_PROCESS_SECS]
 print("slowest", outputs[jaxloop.stat_loop.STAT_SLOWEST_PROCESS], 0.2 < lead < 2)
 state, _ = train_loop(state, batches([4] * 9, 0), num_steps=5)
@@ -69,7 +69,7 @@ def attempt(name, act):
 attempt("nothing", lambda: eval_loop(state, batches([8] if first else [], 0)))
 attempt("uneven", lambda: train_loop(state, batches([4, 4] if first else [4, 2], 0)))
 state = train_loop.rescued_state
-# Twice over one iterator, of which one process has short batches.
+# Two evaluations read from one iterator, whose batches are short in one of the processes.
 uneven, uneven_loop = batches([8, 8, 8, 8] if first else [8, 3, 3, 8], 0), jaxloop.EvalLoop(new_step())
 print("over one iterator", [sum(uneven_loop(state, uneven, num_steps=2)[1].num_examples) for _ in range(2)])
 

@@ -1,4 +1,4 @@
-"""Checks of steps for TPUs that the machine doesn't have, for the chaos test."""
+"""Checks what jaxloop predicts for steps on TPUs that this machine doesn't have; for `chaos.py`."""
 
 import random
 
@@ -27,7 +27,7 @@ class Wide(nn.Module):
 
 
 def problems_of(seed):
-    """Returns what is wrong with the verdicts about one step: around its largest batch, and of its memory."""
+    """Returns inconsistencies between `largest_batch`, `cost_analysis` and the memory of one random step."""
     rng, problems = random.Random(seed), []
     name, partitioner = NAMES[seed % len(NAMES)], PARTITIONERS[rng.choice(list(PARTITIONERS))]()
     loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
@@ -36,7 +36,7 @@ def problems_of(seed):
     state = step.abstract_state([1, 2])
     batch = lambda rows: {"x": ((rows, 2), np.float32), "y": ((rows, 1), np.float32)}
     devices = topology.devices_of(name)
-    most, memory = step.largest_batch(state, batch(1), topology=name), topology.memory_of(devices[0])
+    largest, memory = step.largest_batch(state, batch(1), topology=name), topology.memory_of(devices[0])
 
     def fits(rows):
         try:
@@ -44,12 +44,12 @@ def problems_of(seed):
         except cost.DeviceMemoryError:
             return False
 
-    for rows in {1, most // 2, most, most + 1, 2 * most} - {0}:
-        if fits(rows) != (rows <= most):
-            problems.append(f"{name}: largest_batch is {most}, and {rows} rows fit: {fits(rows)}")
-    there = step.moved_to(devices)
-    placed = there.partitioner.layout_of(state)
+    for rows in {1, largest // 2, largest, largest + 1, 2 * largest} - {0}:
+        if fits(rows) != (rows <= largest):
+            problems.append(f"{name}: largest_batch is {largest}, but {rows} rows fit: {fits(rows)}")
+    moved_step = step.moved_to(devices)
+    placed = moved_step.partitioner.layout_of(state)
     found = step.cost_analysis(state, batch(len(devices)), topology=name)
-    if found.argument_bytes < there.partitioner.report(placed).bytes_per_device:
-        problems.append(f"{name}: {found} takes less than the state, {there.partitioner.report(placed)}")
+    if found.argument_bytes < moved_step.partitioner.report(placed).bytes_per_device:
+        problems.append(f"{name}: {found} has less memory than the state, {moved_step.partitioner.report(placed)}")
     return problems

@@ -1,7 +1,7 @@
-"""The calls of jaxloop's functions at one batch, at a save, and from a restart to the first batch; a line each.
+"""Traces the calls of jaxloop's functions for one batch, for a save, and from a restart to the first batch.
 
 python tests/programs/traces.py           # Prints them.
-python tests/programs/traces.py --write   # Writes them into docs/inside.md; a test compares.
+python tests/programs/traces.py --write   # Writes them to docs/inside.md, which a test checks.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _INLINED = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 
 class Trace:
-    """Notes which functions of the package are called, and how deep, while `is_on`."""
+    """Records calls of the package's functions, and their depth, while `is_on` is True."""
 
     def __init__(self):
         self.is_on = False
@@ -52,12 +52,12 @@ class Trace:
         self._depth += 1
 
     def lines(self) -> list[str]:
-        """A line for each call, indented by how deep it is; calls repeated at once are one, with their number."""
+        """Returns a line per call, indented by its depth. Consecutive repeats share a line with their count."""
         return _folded(self._calls)
 
 
 def _folded(calls: Sequence[tuple[int, str]]) -> list[str]:
-    groups: list[tuple[str, list[str], int]] = []  # The name, the lines of what it calls, and how often at once.
+    groups: list[tuple[str, list[str], int]] = []  # The name, the lines of inner calls, and the number of repeats.
     index = 0
     while index < len(calls):
         depth, name = calls[index]
@@ -70,7 +70,7 @@ def _folded(calls: Sequence[tuple[int, str]]) -> list[str]:
         index = end
     lines = []
     for name, inner, number in groups:
-        # How many files Orbax writes, say, differs from run to run.
+        # Large counts vary between runs, such as the number of files that Orbax writes.
         times = "" if number == 1 else f" (x{number})" if number < 4 else " (x4 or more)"
         lines += [name + times, *(f"  {line}" for line in inner)]
     return lines
@@ -86,7 +86,7 @@ class Quiet:
 
 
 def one_batch() -> list[str]:
-    """From one batch to the next, where a row of the history and a summary are due at each step."""
+    """Traces one batch of a run that adds a history row and writes a summary after each step."""
     step, state, batches = examples.tiny_regression()
     trace = Trace()
 
@@ -103,7 +103,7 @@ def one_batch() -> list[str]:
 
 
 def save_and_resume(directory: str) -> tuple[list[str], list[str]]:
-    """The second save of a run; and the same run in a new program, from its call to its first batch."""
+    """Traces the second save of a run, and then the resumed run from its call to its first batch."""
 
     class Traced(jaxloop.CheckpointAction):
         trace, calls = Trace(), 0
@@ -138,14 +138,14 @@ def save_and_resume(directory: str) -> tuple[list[str], list[str]]:
 
 
 def traces() -> dict[str, list[str]]:
-    """All of them, by the names that they have in the page."""
+    """Returns the lines of all traces, by their names in the page."""
     with tempfile.TemporaryDirectory() as directory:
         save, resume = save_and_resume(directory)
     return {"one-batch": one_batch(), "a-save": save, "a-resume": resume}
 
 
 def written_into(page: str, lines_by_name: dict[str, list[str]]) -> str:
-    """The page with these traces in the place of its own."""
+    """Returns the page with its traces replaced by these."""
     for name, lines in lines_by_name.items():
         block = "\n".join([f"<!-- trace: {name} -->", "", "```text", *lines, "```"])
         page, number = re.subn(
@@ -157,7 +157,14 @@ def written_into(page: str, lines_by_name: dict[str, list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", metavar="PAGE", type=pathlib.Path, nargs="?", const=PAGE, help="writes them there")
+    parser.add_argument(
+        "--write",
+        metavar="PAGE",
+        type=pathlib.Path,
+        nargs="?",
+        const=PAGE,
+        help="write the traces to a page (default: docs/inside.md)",
+    )
     page = parser.parse_args().write
     if page is not None:
         page.write_text(written_into(page.read_text(), traces()))

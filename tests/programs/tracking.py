@@ -1,4 +1,4 @@
-"""A run that writes to a tracker, which is killed at random moments and started again until it is done."""
+"""A run that writes to a tracker. It is killed at random moments, and restarted until it finishes."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ import traceback
 import jaxloop
 from jaxloop import actions, every, examples
 
-# With a run killed before its first checkpoint, two points of an evaluation at a step of a checkpoint, and so on.
+# These let some evaluations coincide with a checkpoint, and let some kills precede the first checkpoint.
 NUM_STEPS, SAVE, EVAL, PACE_SECS = 40, 7, 14, 0.02
 
 
@@ -25,7 +25,7 @@ class Pace(actions.Action):
 
 
 class Media(actions.Action):
-    """Gives a writer more than scalars."""
+    """Writes texts and images."""
 
     def __init__(self, writer):
         super().__init__(every(steps=10))
@@ -50,7 +50,7 @@ class Media(actions.Action):
 
 
 def run(directory, tracker):
-    """Runs, or resumes."""
+    """Runs or resumes."""
     step, state, batches = examples.tiny_regression()
     writer = WRITERS[tracker](directory)
     writer.write_hparams({"lr": 0.1})
@@ -70,7 +70,7 @@ def run(directory, tracker):
 
 
 def expected(directory):
-    """The points of the history, and of the media."""
+    """Returns the points that a tracker must show: those of the history, and the media."""
     history = jaxloop.History.load(directory / "history.jsonl")
     points = {}
     for name in ("train.loss", "eval.loss"):
@@ -80,7 +80,7 @@ def expected(directory):
     return points | {"more/text": media, "more/image": media}
 
 
-# The trackers, each with what it shows: the points by name, and the number of tracked runs -------------------------
+# The trackers. Each `*_points` function returns the points by name, and the number of tracked runs. -----------------
 
 
 def mlflow_points(directory):
@@ -100,7 +100,7 @@ def mlflow_points(directory):
 
 def mlflow_writer(directory):
     client = importlib.import_module("mlflow").MlflowClient(f"sqlite:///{directory}/mlflow.db")
-    if client.get_experiment_by_name("here") is None:  # With its artifacts where the test looks.
+    if client.get_experiment_by_name("here") is None:  # Keeps the artifacts in this directory.
         client.create_experiment("here", f"file://{directory}/artifacts")
     return actions.MlflowWriter(directory, f"sqlite:///{directory}/mlflow.db", "here")
 
@@ -120,13 +120,15 @@ def trackio_points(directory):
 
 
 def wandb_points(directory):
-    """What `wandb sync` uploads."""
+    """Returns the points that `wandb sync` would upload."""
     records, points, ids = importlib.import_module("wandb.proto.wandb_internal_pb2"), {}, set()
     for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
         ids.add(path.stem)
         for record in map(records.Record.FromString, records_in(path.read_bytes())):
             items = record.history.item
-            row = {"/".join(item.nested_key[:1]) or item.key: item.value_json for item in items}  # One of its details.
+            row = {
+                "/".join(item.nested_key[:1]) or item.key: item.value_json for item in items
+            }  # Media have nested keys.
             for name, value in row.items():
                 value = None if name.startswith("more/") else json.loads(value)
                 points.setdefault(name, []).append([int(row.get("jaxloop/step", -1)), value])
@@ -134,7 +136,7 @@ def wandb_points(directory):
 
 
 def records_in(data, block=32768):
-    """The records of a log in LevelDB's format, after a header of 7 bytes."""
+    """Yields the records of a file in LevelDB's log format, which follow a header of 7 bytes."""
     record, place = b"", 7
     while place + 7 <= len(data):
         if block - place % block < 7:
@@ -155,8 +157,10 @@ def aim_points(directory):
     names, points, empty = aim.Repo(str(directory)).list_all_runs(), {}, 0
     for name in names:
         options = {"system_tracking_interval": None, "capture_terminal_logs": False}
-        run = aim.Run(name, repo=str(directory), force_resume=True, **options)  # To be read, it must not be read-only.
-        if not list(run.metrics()):  # Aim chooses the hash, so a kill while it makes a run leaves an empty one.
+        run = aim.Run(
+            name, repo=str(directory), force_resume=True, **options
+        )  # Reading requires a run that isn't read-only.
+        if not list(run.metrics()):  # A kill while Aim is creating a run leaves an empty one.
             empty += 1
             continue
         assert (run["hparams"]["lr"], run["notes"]["seed"]) == (0.1, 3)
@@ -164,7 +168,7 @@ def aim_points(directory):
             frame = series.dataframe()
             pairs = zip(frame["step"], frame["value"], strict=True)
             points.setdefault(series.name, []).extend([int(step), float(value)] for step, value in pairs)
-    media = [[step, None] for step in range(10, NUM_STEPS + 1, 10)]  # Only looked at by eye.
+    media = [[step, None] for step in range(10, NUM_STEPS + 1, 10)]  # Not checked for Aim.
     return points | {"more/text": media, "more/image": media}, len(names) - empty
 
 
@@ -180,7 +184,7 @@ POINTS = {"mlflow": mlflow_points, "trackio": trackio_points, "wandb": wandb_poi
 
 
 def problems(directory, tracker):
-    """In what the tracker differs from the history."""
+    """Returns the differences between the tracker and the history."""
     shown, number = POINTS[tracker](directory)
     shown = {name: sorted(points) for name, points in shown.items() if "jaxloop/" not in name and name[0] != "_"}
     wanted = expected(directory)
@@ -192,7 +196,7 @@ def problems(directory, tracker):
 
 
 def start(directory, tracker):
-    """Forks a process that runs, or resumes; returns its id."""
+    """Forks a process that runs or resumes; returns its ID."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -212,9 +216,9 @@ def num_rows(directory):
 
 
 def kill_and_resume(directory, tracker, kills, seed):
-    """Kills a run at random moments, and lets it end; returns the number of kills, and in what the tracker differs."""
+    """Kills a run at random moments, then lets it finish; returns the number of kills, and the tracker's problems."""
     directory.mkdir(parents=True)
-    if tracker == "aim":  # A kill while Aim makes a repository would leave half of one.
+    if tracker == "aim":  # A kill while Aim is creating a repository would leave it incomplete.
         subprocess.run(
             [sys.executable, "-c", f"import aim; aim.Repo.from_path({str(directory)!r}, init=True)"], check=True
         )
@@ -222,7 +226,7 @@ def kill_and_resume(directory, tracker, kills, seed):
     while was_killed:
         begins, pid = time.monotonic(), start(directory, tracker)
         if killed < kills:
-            if rng.random() < 0.7:  # Mostly after some steps, when most happens.
+            if rng.random() < 0.7:  # Usually wait for some steps, because most things happen there.
                 number = num_rows(directory) + rng.choice([1, SAVE + 1])
                 while num_rows(directory) < number and time.monotonic() < begins + 60:
                     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -241,9 +245,9 @@ def kill_and_resume(directory, tracker, kills, seed):
 
 
 def main(directory, tracker, kills, seed):
-    """Kills runs, one after the other, until there have been that many kills; returns what went wrong."""
+    """Kills runs, one after the other, until the number of kills is reached; returns the problems."""
     os.environ["TRACKIO_DIR"] = str(directory / "trackio")  # Read when trackio is imported.
-    # Imported before the forks.
+    # Imported before forking, so that the children don't have to.
     for name in ("orbax.checkpoint", *{"mlflow": ["mlflow"], "trackio": ["trackio"]}.get(tracker, [])):
         importlib.import_module(name)
     done, number, found = 0, 0, []

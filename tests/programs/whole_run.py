@@ -1,4 +1,4 @@
-"""An experiment with all that a run remembers, which can be broken off at any moment and gone on with."""
+"""An experiment with every kind of state that a run can have, which can be interrupted and resumed at any moment."""
 
 import dataclasses
 import hashlib
@@ -22,9 +22,9 @@ from jaxloop import actions, checkpoint, data, every, last, optimizers
 BATCHES = 12
 ROWS = 8  # In a batch.
 
-# Is told of what happens, by its place and a number: "data" and "step" with that of the batch, "action" with the step
-# that is done, "eval" with that of the batch, "writer" with the step of the row, "compile", "opened". It may raise, or
-# send a signal.
+# A function that receives each place that a run reaches, with a number: "data", "step" and "eval" with the number of
+# the batch; "action" and "opened" with the number of completed steps; "writer" with the step of the row; "compile" with
+# 0. It may raise an exception or send a signal.
 Watch = Callable[[str, int], None]
 
 
@@ -58,7 +58,7 @@ def tf_dataset():
 
 
 class Loader:
-    """An iterable whose iterators say where they are in the way of torch's."""
+    """An iterable whose iterators have `state_dict` and `load_state_dict`, like PyTorch's."""
 
     def __iter__(self):
         return LoaderIterator()
@@ -97,7 +97,7 @@ SOURCES: dict[str, Callable[[Callable[[int], jaxloop.Batch]], Any]] = {
 
 @flax.struct.dataclass
 class Sums(clu_metrics.Metric):
-    """Sums of so many numbers that another order of adding them up shows in the one that it computes of their bits."""
+    """Sums of many numbers, reduced to a hash of their bits, which shows if the order of addition has changed."""
 
     sums: jax.Array
 
@@ -117,7 +117,7 @@ class Sums(clu_metrics.Metric):
 
 
 class NoisyStep(jaxloop.Step):
-    """A regression with noise from the step's key. Notes the batches that it was given."""
+    """A regression with noise from the step's key. Records the numbers of its batches."""
 
     ids: list[int]
     watch: Watch = staticmethod(watch_nothing)
@@ -145,7 +145,7 @@ class NoisyStep(jaxloop.Step):
 
 
 class Writer:
-    """Keeps what it is given."""
+    """Keeps the rows that it receives."""
 
     def __init__(self, watch: Watch = watch_nothing):
         self.written: list[list[Any]] = []
@@ -162,7 +162,7 @@ class Writer:
 
 
 class TellOfSteps(actions.Action):
-    """Tells of each step that is done."""
+    """Reports each completed step."""
 
     uses_outputs = False
 
@@ -175,7 +175,7 @@ class TellOfSteps(actions.Action):
 
 
 class TellOfLoops(actions.Action):
-    """Tells of each loop that begins."""
+    """Reports the start of each loop."""
 
     def __init__(self, watch: Watch):
         super().__init__()
@@ -186,7 +186,7 @@ class TellOfLoops(actions.Action):
 
 
 class Stopping(actions.EarlyStoppingAction):
-    """Never stops, keeps the best state and returns it at the end; notes what it is given there."""
+    """Never stops; restores the best state at the end, and records the state before that."""
 
     def finish(self, state):
         self.last = digests(state)
@@ -194,7 +194,7 @@ class Stopping(actions.EarlyStoppingAction):
 
 
 class SaveNothing(actions.Action):
-    """Has the run read its outputs when a `CheckpointAction` would, and writes no file."""
+    """Makes the run read its outputs when a `CheckpointAction` would, but writes no file."""
 
     uses_outputs = False
     runs_last = True
@@ -206,7 +206,7 @@ class SaveNothing(actions.Action):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The steps, compiled once, and the state at which a run begins."""
+    """The steps, which are compiled only once, and the initial state."""
 
     train_step: NoisyStep
     eval_step: NoisyStep
@@ -243,17 +243,17 @@ def run(
     steps_per_dispatch: int = 1,
     background: bool = True,
 ) -> dict[str, Any]:
-    """Runs the experiment, or goes on with it.
+    """Runs or resumes the experiment.
 
     Args:
-      directory: of the history; the checkpoints are in `checkpoints`.
-      program: for many runs in one process; None for a new one.
-      save: how many steps lie between two checkpoints.
-      saves: whether any is written.
-      background: whether threads write the summaries.
+      directory: The work directory. The checkpoints are in its subdirectory `checkpoints`.
+      program: A program that several runs in one process can share; None for a new one.
+      save: The number of steps between checkpoints.
+      saves: Whether to save checkpoints.
+      background: Whether background threads write the summaries.
 
     Returns:
-      What the run came to; `ids` and `written` are of this process alone.
+      A dict of results. `ids` and `written` contain only the batches and rows of this call.
     """
     directory = pathlib.Path(directory)
     program = program or make_program()
@@ -308,7 +308,7 @@ def run(
 
 
 def as_of(step: int, directory: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """The directory of a run that was killed when it had saved a step."""
+    """Copies a run to `target`, as if it had been killed right after it saved this step; returns `target`."""
     target.mkdir()
     shutil.copy(directory / "history.jsonl", target)
     if step in checkpoint.all_steps(directory / "checkpoints"):
@@ -324,7 +324,7 @@ def assert_goes_on_as_if_nothing_had_happened(resumed: dict[str, Any], whole: di
 
 
 def digests(state) -> dict[str, str]:
-    """The SHA-256 of each leaf."""
+    """Returns the SHA-256 of each leaf."""
     return {jax.tree_util.keystr(path): digest(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
