@@ -1,6 +1,6 @@
 # `make demo` trains a model, `make test` runs all checks, `make chaos` breaks many runs, `make bench` measures speed,
-# and `make test-wheel` and `make test-oldest` test a release. Each target creates the virtual environment that it needs,
-# in .venv or (for the wheel) in a temporary directory.
+# and `make test-wheel` and `make test-oldest` test a release. Each target creates the virtual environment that it
+# needs, in .venv or (for the wheel) in a temporary directory.
 
 # The newest installed Python that all packages of the tests support. JAX 0.11 and newer need 3.12.
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3,$(shell $(name) -c pass 2>/dev/null && echo $(name))))

@@ -678,9 +678,8 @@ def as_list(value: Any) -> list[Any]:
 def lost_too_much(child: Child, save: int, saves_under_way: int) -> list[str]:
     """Checks that at most the saves under way, and the steps after them, were lost."""
     saved = newest_step(child.directory)
-    last_begun = (
-        max(child.last_completed - 1, 0) // save * save
-    )  # The save of the last completed step may not have begun.
+    # The save of the last completed step may not have begun.
+    last_begun = max(child.last_completed - 1, 0) // save * save
     if saved < last_begun - saves_under_way * save:
         return [f"step {child.last_completed} was completed, but the newest checkpoint is {saved}, with {save=}"]
     return []
@@ -1028,11 +1027,8 @@ def goodput(arena: Arena, count: int, seed: int, max_stops: int = 4) -> Results:
             furthest = max(furthest, reached)
             if code == 0:
                 break
-            if code not in (
-                -signal.SIGKILL,
-                -signal.SIGTERM,
-                143,
-            ):  # SIGTERM may arrive before the run has set its handler.
+            # SIGTERM may arrive before the run has set its handler.
+            if code not in (-signal.SIGKILL, -signal.SIGTERM, 143):
                 problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
                 break
             time.sleep(rng.uniform(0, 0.5))

@@ -44,9 +44,8 @@ def problems_of(directory, place, *, processes, process):
     printed = job.stdout + job.stderr
     if place in HEALTHY:
         is_ok = job.returncode == 0 and printed.count("ended\n") == processes and "Nothing happened" not in printed
-        if (
-            place == "compiling"
-        ):  # Before the first step, and in the middle of the run, for batches with a different shape.
+        if place == "compiling":
+            # Before the first step, and in the middle of the run, for batches with a different shape.
             slow = [
                 secs
                 for secs in re.findall(r"Compiled HangingStep.run in ([\d.]+) s", printed)

@@ -89,8 +89,6 @@ def kill_transformer_and_resume(directory):
         return [f"it ended with {job.returncode} and checkpoints {saved}: {output}"]
     job, _ = launch(*arguments, processes=2, devices=2)
     saved = checkpoint.all_steps(directory / "checkpoints")
-    return (
-        []
-        if job.returncode == 0 and saved[-1] == 12
-        else [f"the resumed job ended with {job.returncode} and checkpoints {saved}: {job.stdout}"]
-    )
+    if job.returncode == 0 and saved[-1] == 12:
+        return []
+    return [f"the resumed job ended with {job.returncode} and checkpoints {saved}: {job.stdout}"]

@@ -126,9 +126,8 @@ def wandb_points(directory):
         ids.add(path.stem)
         for record in map(records.Record.FromString, records_in(path.read_bytes())):
             items = record.history.item
-            row = {
-                "/".join(item.nested_key[:1]) or item.key: item.value_json for item in items
-            }  # Media have nested keys.
+            # Media have nested keys.
+            row = {"/".join(item.nested_key[:1]) or item.key: item.value_json for item in items}
             for name, value in row.items():
                 value = None if name.startswith("more/") else json.loads(value)
                 points.setdefault(name, []).append([int(row.get("jaxloop/step", -1)), value])
@@ -157,9 +156,8 @@ def aim_points(directory):
     names, points, empty = aim.Repo(str(directory)).list_all_runs(), {}, 0
     for name in names:
         options = {"system_tracking_interval": None, "capture_terminal_logs": False}
-        run = aim.Run(
-            name, repo=str(directory), force_resume=True, **options
-        )  # Reading requires a run that isn't read-only.
+        # Reading requires a run that isn't read-only.
+        run = aim.Run(name, repo=str(directory), force_resume=True, **options)
         if not list(run.metrics()):  # A kill while Aim is creating a run leaves an empty one.
             empty += 1
             continue
