@@ -12,7 +12,7 @@ from jaxloop.sources import NO_DATA, check_format, is_function, reads_state
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
-    """Returns an iterator over a dataset, or over the dataset that a function returns.
+    """Returns an iterator over a dataset, which may also be given as a function that returns it.
 
     If the dataset is None, the iterator yields None forever.
 
@@ -36,9 +36,9 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
 
 @final
 class Feed(Iterator[types.Batch]):
-    """Reads batches, one or several at a time, and buffers those read before a step needs them.
+    """Reads one or several batches at a time, and buffers those that no step needs yet.
 
-    If the dataset raises an exception, `Feed` first returns all earlier batches, and raises the exception afterwards.
+    If the dataset raises an exception, `Feed` returns all batches read before it, and only then raises the exception.
 
     >>> feed = Feed(iter([1, 2, 3]))
     >>> feed.has_more(), feed.take(2), feed.take(2), feed.has_more()
@@ -47,11 +47,11 @@ class Feed(Iterator[types.Batch]):
     Args:
       dataset: An iterator of batches.
       read: A function that reads the next batch from the dataset; None to use `next(dataset)`.
-      join: In a multi-process job, a function that turns this process's reader into one that all processes share.
+      join: In a multi-process job, a function that turns this process's reader into one shared by all processes.
 
     Attributes:
       dataset: The iterator.
-      joint: The reader that all processes share; None if there is only one process.
+      joint: The reader shared by all processes; None if there is only one process.
       ahead: The batches that have been read but not used yet.
       reads_state: True if the dataset yields functions that make the batches; see `jaxloop.data.from_state`.
       has_ended: True if the dataset has ended and all of its batches have been used.
@@ -79,16 +79,15 @@ class Feed(Iterator[types.Batch]):
         return len(self.ahead) + (0 if self.joint is None else self.joint.held)
 
     def begin(self, limit: int | None) -> None:
-        """Begins a loop that reads at most `limit` batches; None for no limit."""
+        """Begins a loop that reads at most `limit` batches. If `limit` is None, there is no limit."""
         self.has_ended = False
         if self.joint is not None:
             self.joint.begin(limit, len(self.ahead))
 
     def reader_fn(self, state: Any = None, step_num: int = 0) -> Callable[[], types.Batch]:
-        """Returns a function that reads the next batch. The function is valid until another method is called.
+        """Returns a function that reads the next batch. The function stays valid until another method is called.
 
-        If `reads_state` is True, the function may be called only once, and it makes the batch from `state` and
-        `step_num`.
+        If `reads_state` is True, the function makes the batch from `state` and `step_num`, and may be called only once.
         """
         read = self._read if not self.ahead and self._error is None else self._next
         return (lambda: read()(state, step_num)) if self.reads_state else read
@@ -106,7 +105,7 @@ class Feed(Iterator[types.Batch]):
         return self._read()
 
     def take(self, number: int) -> list[types.Batch]:
-        """Returns the next batches, or fewer if the dataset ends. If none are left, raises any pending error.
+        """Returns the next `number` batches, or fewer if the dataset ends. If none are left, raises any pending error.
 
         Args:
           number: The number of batches to return.
@@ -127,11 +126,11 @@ class Feed(Iterator[types.Batch]):
         return batches
 
     def put_back(self, batches: list[types.Batch]) -> None:
-        """Returns unused batches to the front of the buffer."""
+        """Puts unused batches back at the front of the buffer."""
         self.ahead[:0] = batches
 
     def has_more(self) -> bool:
-        """Returns True if there is a batch to use or an error to raise. Reads a batch ahead if none is buffered."""
+        """Returns True if there is another batch or a pending error. If the buffer is empty, reads a batch ahead."""
         if not self.ahead and self._error is None:
             try:
                 self.ahead.append(self._read())

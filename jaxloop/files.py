@@ -1,4 +1,4 @@
-"""Safe access to the files in a work directory: regular files only, no symbolic links, and reads of limited size.
+"""Safe access to the files in a work directory: only regular files, no symbolic links, and a size limit for reads.
 
 The contents of a work directory are untrusted input. A FIFO would block a run forever, a device would discard the rows
 written to it, and a symbolic link would let the run overwrite a file elsewhere.
@@ -24,12 +24,12 @@ _KIND_NAMES = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-# Windows lacks these flags, but ordinary users can't create links there, and directories don't contain FIFOs.
+# Windows lacks these flags, but ordinary users can't create links there, and its directories don't contain FIFOs.
 _SAFE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Opens a regular file in a local file system, like `os.open`.
+    """Opens a regular file on a local file system, like `os.open`.
 
     The last component of the path must not be a symbolic link, but earlier ones may be. `O_TRUNC` takes effect only
     once the file is known to be regular.
@@ -38,7 +38,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
       OSError: If the path is not a regular file, or can't be opened.
     """
     with contextlib.suppress(FileNotFoundError):
-        found_mode = os.lstat(path).st_mode  # Checks before opening, because opening some devices has side effects.
+        found_mode = os.lstat(path).st_mode  # Checked before opening, because opening some devices has side effects.
         if not stat.S_ISREG(found_mode):
             raise _not_regular(path, found_mode)
     descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFE_FLAGS, mode)
@@ -74,11 +74,11 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
 
 
 def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
-    """Reads a regular file.
+    """Returns the contents of a regular file.
 
     Raises:
       OSError: If the path is not a regular file, or can't be read.
-      ValueError: If the file has more than `max_bytes` bytes.
+      ValueError: If the file is larger than `max_bytes`.
     """
     with open_file(path, "rb") as file:
         content = file.read(max_bytes + 1)
@@ -98,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
 def absolute(directory: Any) -> epath.Path:
     """Returns the absolute path of a directory, with symbolic links resolved.
 
-    Orbax rejects relative paths, but not until the first save.
+    Orbax rejects relative paths, but only at the first save.
     """
     return epath.Path(directory).expanduser().resolve()
 
@@ -107,7 +107,7 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
     """Creates a directory if it is missing, and checks that it is writable.
 
     Raises:
-      OSError: If the directory can't be created or written to. The error states the reason.
+      OSError: If the directory can't be created or written to. The message gives the reason.
     """
     path = absolute(directory)
     probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this process is killed.
@@ -127,7 +127,7 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
 def unwritable(directory: epath.PathLike, error: OSError) -> OSError:
     """Returns the error for a directory that can't be created or written to.
 
-    The message states the reason and explains what to do.
+    The message gives the reason and explains what to do.
     """
     reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     remedy = "free space and inodes" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make this one writable"
@@ -140,7 +140,7 @@ def make_directory(path: epath.PathLike) -> None:
     """Creates a directory and its parents if they are missing.
 
     Raises:
-      OSError: If the path is a symbolic link or not a directory, or the directory can't be created.
+      OSError: If the path is a symbolic link, isn't a directory, or can't be created.
     """
     if not is_remote(path) and os.path.islink(path):
         raise OSError(errno.EINVAL, "Expected a directory and found a symbolic link. Remove it", os.fspath(path))
@@ -148,7 +148,7 @@ def make_directory(path: epath.PathLike) -> None:
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Returns whether a path is in a remote store, such as `gs://`, rather than in a local file system."""
+    """Returns True if a path is in a remote store (such as `gs://`), rather than on a local file system."""
     return "://" in os.fspath(path)
 
 

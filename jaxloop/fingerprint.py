@@ -1,4 +1,4 @@
-"""Fingerprints of datasets, which ensure that a saved position is used only with the dataset it was saved from.
+"""Dataset fingerprints, which ensure that a saved position is only used with the dataset that it belongs to.
 
 A fingerprint is the same in every process.
 """
@@ -32,7 +32,7 @@ _MAX_PARTS = 200
 
 
 def describe_source(dataset: Any) -> list[str]:
-    """Describes a pipeline, with one line per part. The lines are the same in every process that builds the pipeline.
+    """Describes a pipeline, one line per part. Every process that builds the pipeline gets the same lines.
 
     >>> describe_source([{"x": 1}, {"x": 2}])
     ['list of 2']
@@ -75,7 +75,7 @@ def _describe_part(part: Any) -> str:
 
 
 def _attributes(part: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Returns the attributes with these names that exist on a part of a third-party pipeline."""
+    """Looks up attributes of a third-party pipeline's part by name, and skips those that it doesn't have."""
     found = {}
     for name in names:
         with contextlib.suppress(Exception):
@@ -84,7 +84,7 @@ def _attributes(part: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _attempt(ask: Callable[[], Any]) -> Any:
-    """Calls a method of a third-party pipeline. Returns None if the method raises an exception."""
+    """Calls a method of a third-party pipeline, and returns None if it raises an exception."""
     try:
         return ask()
     except Exception:
@@ -92,7 +92,7 @@ def _attempt(ask: Callable[[], Any]) -> Any:
 
 
 def describe_batch(batch: types.Batch) -> list[str]:
-    """Describes the leaves of a batch, with one line per leaf.
+    """Describes the leaves of a batch, one line per leaf.
 
     >>> describe_batch({"x": np.zeros([2, 3], np.float32), "name": "a"})
     ["batch['name']: str", "batch['x']: float32[2, 3]"]
@@ -108,13 +108,13 @@ def _describe_leaf(leaf: Any) -> str:
 
 
 def check_same(saved: list[str] | None, now: list[str], *, sizes: bool = True) -> None:
-    """Raises a `ValueError` that lists the differences between two descriptions.
+    """Raises a `ValueError` that lists the differences between two descriptions, if there are any.
 
     Args:
-      saved: The description that an earlier run saved; None if it saved none.
-      now: The description in this run.
-      sizes: Whether to compare the sizes of arrays. Array sizes may differ between batches of the same dataset, because
-        the last batch may be short.
+      saved: The description saved by an earlier run; None if there is none.
+      now: The description of this run's dataset.
+      sizes: Whether to compare array sizes, which may differ between batches of the same dataset, because the last
+        batch may be short.
     """
     if saved is None:
         return

@@ -97,7 +97,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     dry_run: bool = False,
     topology: str | None = None,
 ) -> tuple[Any, History] | Report:
-    """Trains a model in one call, with the same loops and actions that you would write by hand.
+    """Trains a model in one call, using the same loops and actions that a hand-written program would use.
 
     >>> import numpy as np
     >>> from flax import linen as nn
@@ -124,12 +124,12 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     >>> weight, history = fit(np.float32(0), batches, train_step=train_step, train_epochs=2, progress=None)
 
     An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop and adds a row
-    to the history when it ends. With `train_total_steps`, the history has about a hundred additional rows.
+    to the history when it ends. With `train_total_steps`, the history gets about a hundred additional rows.
 
     With a work directory, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
-    `optax.inject_hyperparams` stores it), `history.jsonl`, and the newest and the best checkpoint (in `checkpoints`).
-    If the run is interrupted, making the same call again resumes it from the newest checkpoint. Without a work
-    directory, `fit` writes no files.
+    `optax.inject_hyperparams` stores it), `history.jsonl`, and the newest and best checkpoints (in `checkpoints`). If
+    the run is interrupted, repeating the call resumes it from the newest checkpoint. Without a work directory, `fit`
+    doesn't write any files.
 
     Args:
       model: Any model that `LossStep` accepts or, if `train_step` is given, a state.
@@ -139,22 +139,22 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         the start. The mean metrics are exact even if the last batch is short.
       loss: A function of `(outputs, batch)`; see `LossStep`.
       optimizer: An Optax transformation.
-      metrics: Functions of `(outputs, batch)` by name; see `LossStep`.
+      metrics: A dict that maps names to functions of `(outputs, batch)`; see `LossStep`.
       inputs: Selects the part of a batch that the model receives; see `LossStep`.
       trainable: The paths of the parameters to train, such as `"head/**"`; see `LossStep`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
         the average, which `jaxloop.optimizers.ema_params(state)` returns.
       train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. It is
         compiled for the devices. The state can be any pytree.
-      eval_step: A pure function `(state, batch) -> outputs` for evaluations, if `train_step` is given.
+      eval_step: A pure function `(state, batch) -> outputs` to use for evaluations if `train_step` is given.
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. The dataset is repeated as often as necessary.
-      eval_interval: When to evaluate. An int counts epochs; a schedule such as `every(steps=500)` is exact to the step.
-        None to evaluate after every epoch. `fit` always evaluates at the end of the run.
+      eval_interval: When to evaluate. An int counts epochs; a schedule such as `every(steps=500)` can also fire within
+        an epoch. None to evaluate after every epoch. `fit` always evaluates at the end of the run.
       workdir: The work directory; if None, no files are written.
       log_name: The name of a subdirectory of the work directory to use for this run.
       hparams: Hyperparameters to write to the TensorBoard events and to the log: numbers, strings, and bools.
-      monitor: The metric that decides which checkpoint is best, such as "eval/accuracy". The default is "eval/loss" if
+      monitor: The metric that determines the best checkpoint, such as "eval/accuracy". The default is "eval/loss" if
         `loss` and `eval_dataset` are given.
       partitioner: Decides where the state and the batches are placed; None to use a single device. "auto" uses all
         devices: the state is replicated if it fits on each device, and sharded otherwise (`FSDPPartitioner`). The
@@ -163,17 +163,17 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       seed: The random seed for initializing the parameters and for dropout.
       steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
-      dry_run: If True, `fit` doesn't train and allocates no memory for the state. It returns the report of
+      dry_run: If True, `fit` doesn't train or allocate memory for the state. It returns the report of
         `OuterLoop.check`, which contains the plan of the run and every problem found.
-      topology: The TPUs to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. Each batch must be a
-        global batch, with the rows for all devices.
+      topology: The TPU topology to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. The dataset must
+        yield global batches, with rows for all devices.
 
     Returns:
       `(state, history)`, or the report if `dry_run` is True.
 
     Raises:
       ValueError: If both or neither of `train_epochs` and `train_total_steps` are given, if the training dataset is an
-        iterator but there is more than one epoch, or if other arguments are incompatible with each other.
+        iterator but there is more than one epoch, or if any other arguments are incompatible.
     """
     if dry_run and data.is_one_pass(train_dataset):
         raise ValueError(
@@ -253,7 +253,10 @@ def _eval_schedule(eval_interval: int | Schedule | None, eval_dataset: Any) -> S
 def _data(
     train_dataset: Any, eval_dataset: Any, train_epochs: int | None, train_total_steps: int | None
 ) -> tuple[data.Passes, data.Passes, int | None]:
-    """Returns both datasets as `Passes`, and the maximum number of epochs; None if the training data is an iterator."""
+    """Returns both datasets as `Passes`, and the maximum number of epochs.
+
+    Without `train_epochs`, the maximum is None if the training dataset is an iterator.
+    """
     checks.check_positive("train_epochs", train_epochs, optional=True)
     checks.check_positive("train_total_steps", train_total_steps, optional=True)
     if (train_epochs is None) == (train_total_steps is None):

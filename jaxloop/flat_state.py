@@ -1,4 +1,4 @@
-"""Flattened train states for passing between compiled steps, and compiled functions that donate the state."""
+"""Train states in flattened form, and compiled functions that donate their state."""
 
 import functools
 import operator
@@ -14,18 +14,18 @@ from jaxloop import structures
 class FlatState:
     """A state as a list of leaves and a structure. `state.step` is passed separately and is not donated.
 
-    Flattening a `TrainState` and rebuilding the new one takes a sixth of the time that jit needs to dispatch a small
-    step. Nothing reads the state between two steps of a loop, so its leaves are passed directly from one call to the
-    next. The leaves keep their names in the compiled function and in errors.
+    Flattening a `TrainState` and rebuilding the new one takes a sixth as long as dispatching a small step with jit.
+    Because nothing reads the state between two steps of a loop, its leaves are passed directly from one call to the
+    next. The leaves keep their names in the compiled function and in error messages.
 
     >>> flat, step = FlatState.of({"kernel": 1.0, "bias": 2.0})
     >>> flat.leaves, flat.whole(step)
     ([2.0, 1.0], {'bias': 2.0, 'kernel': 1.0})
 
     Args:
-      structure: A tuple: the index of `state.step` among the leaves (None if the state has none), followed by the items
-        of the key that `structures.flatten` returns.
-      leaves: The other leaves of the state, in order.
+      structure: A tuple: the index of `state.step` among the leaves (None if the state has no `step`), followed by the
+        items of the key returned by `structures.flatten`.
+      leaves: The leaves of the state, in order, without `state.step`.
     """
 
     __slots__ = ("leaves", "structure")
@@ -36,14 +36,14 @@ class FlatState:
 
     @classmethod
     def of(cls, state: Any) -> tuple[Self, Any]:
-        """Returns a pair: the flattened state without `step`, and `state.step` (None if the state has none)."""
+        """Returns a pair: the flattened state without `step`, and `state.step` (None if there is no `step`)."""
         leaves, structure = structures.flatten(state)
         index = _step_index(structure)
         step = None if index is None else leaves.pop(index)
         return cls((index, *structure), leaves), step
 
     def whole(self, step: Any) -> Any:
-        """Returns the whole state, given its `state.step`."""
+        """Returns the whole state, including the given `step`."""
         index, *_, treedef = self.structure
         leaves = list(self.leaves)
         if index is not None:

@@ -16,14 +16,14 @@ from jaxloop.engine.agenda import Slot
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, every, goal_of, never
 from jaxloop.specs import RunSpec
 
-# The maximum number of moments to predict, and the maximum if the end of the run is unknown.
+# The maximum number of moments to predict if the end of the run is known, and if it is unknown.
 _MOST_MOMENTS, _MOST_IF_OPEN = 20_000, 2_000
 
 At = Literal["begin", "end", "step"]
-"""The place of a call: at the beginning of a loop; inside a loop or at its end; or as part of a step."""
+"""The place of a call: at the beginning of a loop, inside a loop or at its end, or as part of a step."""
 
 Moments = Iterator[tuple[Elapsed, int | None]]
-"""Moments of a run, each with the number of the loop that ends there; None inside a loop."""
+"""Moments of a run, each with the number of the loop that ends there (None inside a loop)."""
 
 
 @final
@@ -42,8 +42,8 @@ class Calls:
     Attributes:
       moments: The progress of the run at each call.
       is_all: True if `moments` contains all calls; False if there may be more at later steps.
-      at_end: True if there is also a call at the end of the run, whose step is unknown.
-      by_clock: True if a time-based schedule may cause calls at other steps.
+      at_end: True if there is also a call when the run ends, at an unknown step.
+      by_clock: True if a time-based schedule may cause additional calls at other steps.
       at_most: True if a user function may skip some of the calls.
     """
 
@@ -60,11 +60,11 @@ class Calls:
 
     @property
     def is_never(self) -> bool:
-        """True if there will definitely be no calls."""
+        """True if there definitely won't be any calls."""
         return not self.moments and self.is_all and not self.at_end and not self.by_clock
 
     def may_coincide(self, other: "Calls") -> bool:
-        """Returns whether calls of both may occur at the same step."""
+        """Returns True if one of these calls and one of `other` may occur at the same step."""
         is_open = [calls.by_clock or not calls.is_all for calls in (self, other)]
         return any(is_open) or (self.at_end and other.at_end) or not set(self.steps).isdisjoint(other.steps)
 
@@ -92,9 +92,9 @@ class Begin:
       elapsed: The progress of the run.
       passes: The number of completed epochs.
       batches: The number of batches used in the current epoch.
-      has_stopped: True if the run was told to stop at this point.
+      has_stopped: True if the run was told to stop when it reached this point.
       last_beginning: The progress when the last loop began; None to use `elapsed`.
-      evaluations: A dict that maps the name of each evaluation to a pair: the number of times it ran, and the progress
+      evaluations: A dict that maps the name of each evaluation to a pair: how many times it has run, and the progress
         when it last ran.
     """
 
@@ -124,8 +124,8 @@ class Course:
       spec: The arguments of the run, including its length.
       begin: The point at which the run begins.
       batches_in_pass: The number of batches in an epoch; None if it is unknown.
-      rows: The number of examples in a batch, or a function that returns the number in the first `n` batches of an
-        epoch.
+      rows: The number of examples in a batch, or a function that returns the total number in the first `n` batches of
+        an epoch.
       updates_per_step: The number of optimizer updates per batch, as in `Step.updates_per_step`.
       stopped_at: The step at which the schedule `stop` ends the run; None if it can't be predicted.
     """
@@ -186,10 +186,10 @@ class Course:
         return dataclasses.replace(self, stopped_at=next(ends, None))
 
     def calls(self, interval: int | Schedule, at: At = "end") -> Calls:
-        """Returns the calls of an action or an evaluation with this interval.
+        """Returns the predicted calls of an action or evaluation with this interval.
 
         Args:
-          interval: The interval, as for an action.
+          interval: The interval, in any form that an action accepts.
           at: "end" for calls inside loops and at their ends; "begin" for calls at the beginning of loops; "step" for
             the actions of a step, which don't know when a loop or the run ends.
         """
@@ -206,11 +206,11 @@ class Course:
         return self._simulated(interval, moments, Calls(at_end=at_end))
 
     def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls, name: str) -> Calls:
-        """Returns the calls of an evaluation's action.
+        """Returns the predicted calls of an evaluation's action.
 
         Args:
           interval: The interval of the action. An int counts evaluations.
-          evaluated: The calls of the evaluation.
+          evaluated: The predicted calls of the evaluation itself.
           name: The name of the evaluation.
         """
         if isinstance(interval, Schedule) and evaluated.at_end:
@@ -218,7 +218,7 @@ class Course:
         return self._simulated(interval, _ends_of_evaluation(self, evaluated.moments, name), evaluated)
 
     def _simulated(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
-        """Returns `known` with the moments at which the engine would call an action with this interval."""
+        """Returns `known`, completed with the moments at which the engine would call an action with this interval."""
         slot, called = Slot(ActionList([_Probe(interval)], unit="loops"), 0), []
         for now, loop in itertools.islice(moments, _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN):
             if slot.is_due(now, loop):
@@ -277,7 +277,7 @@ class Course:
 
 
 class _Probe(Action):
-    """A no-op action for simulating the calls of an interval."""
+    """A no-op action for simulating when an interval fires."""
 
     def __call__(self, state, outputs, **kwargs) -> None: ...
 
@@ -287,7 +287,7 @@ def _as_schedule(interval: int | Schedule) -> Schedule:
 
 
 def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -> Moments:
-    """Yields the end and number of each run of an evaluation, and then the end of training if it is known."""
+    """Yields the end and the number of each run of an evaluation, and finally the end of training if it is known."""
     number_before, last = course.begin.evaluations.get(name, (0, course.start))
     for number, now in enumerate(moments, start=number_before + 1):
         last = dataclasses.replace(now, previous=last.without_previous())
@@ -297,7 +297,7 @@ def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -
 
 
 def _may_fire_at_end(course: Course, interval: int | Schedule) -> bool:
-    """Returns whether an interval may fire at the end of a run whose last step is unknown."""
+    """Returns True if an interval may fire at the end of a run whose last step is unknown."""
     schedule, far = _as_schedule(interval), 2**40
     before = Elapsed(far, far, math.inf, far)
     # The number of the loop is known if there is only one.

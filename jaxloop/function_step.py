@@ -35,9 +35,9 @@ class FunctionStep(NumpyStep):
     (4.0, 1.0)
 
     Args:
-      fn: A pure function. It is compiled, and donates the state.
+      fn: A pure function. It is compiled, and its state argument is donated.
       partitioner: Decides where the state and the batches live.
-      train: True for a step that trains.
+      train: Whether this is a train step.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class CompiledFunction:
 
     def _step_for(self, statics: Hashable, broadcasts: Any) -> "_NamedStep":
         try:
-            key = (type(statics), statics, broadcasts is None)  # With the type, because True == 1.
+            key = (type(statics), statics, broadcasts is None)  # The type is included because True == 1.
             known = self._steps.get(key)
         except TypeError:
             raise TypeError(
@@ -243,7 +243,7 @@ def _with_mean_losses(logs: Mapping[str, Any], rows: int | None) -> Any:
 
 
 class _NamedStep(FunctionStep):
-    """A step that is named after its function."""
+    """A step with a name, which error messages use."""
 
     def __init__(self, fn: Callable[..., Any], partitioner: partition.Partitioner, *, train: bool, name: str):
         super().__init__(fn, partitioner, train=train)
@@ -277,7 +277,7 @@ class _PairStep(_NamedStep):
 
 
 def _unbound(broadcasts: Any, mesh: Any) -> Any:
-    """Copies leaves to the host if they are committed to devices other than those of the mesh."""
+    """Copies leaves to the host if they are committed to devices other than the mesh's."""
     if mesh is None:
         return broadcasts
     devices = set(mesh.devices.flat)
@@ -286,7 +286,7 @@ def _unbound(broadcasts: Any, mesh: Any) -> Any:
 
 
 def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
-    """Returns the state with the variables that the forward pass changed."""
+    """Returns the state, updated with the variables that the forward pass changed."""
     if not updates:
         return state
     if not hasattr(state, "update_variables"):  # Flax's TrainState, with custom fields.
@@ -300,13 +300,13 @@ def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """Returns the name of a function or another callable, for messages."""
+    """Returns the name of a function or other callable, for use in messages."""
     of = function.func if isinstance(function, functools.partial) else function
     return getattr(of, "__name__", None) or repr(of)
 
 
 def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
-    """Returns the names of a function's required positional arguments, and the maximum number of positional arguments.
+    """Returns the names of a function's required positional arguments, and how many positional arguments it accepts.
 
     >>> positional_arguments(lambda state, batch, extra=None: None)
     (['state', 'batch'], 3)
@@ -335,14 +335,14 @@ def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
 
 
 def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any, Any]:
-    """Converts the result of a function to `(outputs, logs, state)`, with None for each part that it didn't return.
+    """Converts a function's result to `(outputs, logs, state)`, with None for each part that is missing.
 
     >>> outputs_logs_and_state(({"loss": 0.5}, 7.0), "train_step", state=6.0)
     (None, {'loss': 0.5}, 7.0)
 
     Args:
       result: None, logs, `(logs, state)`, `(outputs, logs, state)`, or a state that is neither a tuple nor a dict.
-      name: The name of the function, for the error.
+      name: The name of the function, for error messages.
       state: The state that was passed to the function, or None.
 
     Raises:
