@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HISTORY_FILE = "history.jsonl"
-"""The name of the file in the work directory that contains one row of the history per line."""
+"""The name of the history's file in the work directory. Each line contains one row."""
 
 # The maximum number of rows whose values are still on the devices.
 _MAX_PENDING_ROWS = 64
 _UNITS: tuple[str, ...] = ("steps", "samples", "time", "loops")
-# A curve with at most this many points has a marker at each of them.
+# A curve with at most this many points has a marker at each point.
 _FEW_POINTS = 30
 _AXES_IN_A_LINE = 4
 
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass
 class _Column:
-    """The values of one path, and the numbers of their rows in ascending order."""
+    """The values of one path, and their row numbers in ascending order."""
 
     rows: "array.array[int]" = dataclasses.field(default_factory=lambda: array.array("q"))
     values: list[Any] = dataclasses.field(default_factory=list)
@@ -72,7 +72,7 @@ class _Column:
 
 
 class _Form:
-    """The common form of rows whose logs have the same keys, and values of the same types, in the same order.
+    """The form shared by all rows whose logs have the same keys and value types, in the same order.
 
     Attributes:
       paths: The paths of the values.
@@ -88,7 +88,7 @@ class _Form:
         self._keys = self._checked(logs, "")
 
     def _checked(self, logs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """Records the paths of logs, with a prefix, and returns the keys."""
+        """Records the path of each value, with a prefix, and returns the nested keys."""
         keys: dict[str, Any] = {}
         for key, value in logs.items():
             if not isinstance(key, str):
@@ -112,7 +112,7 @@ class _Form:
         return keys
 
     def checked(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the values of logs of this form, with all host values converted to Python objects."""
+        """Returns the values of a row of this form, with all host values converted to Python objects."""
         return [
             value
             if type(value) in _PLAIN
@@ -127,7 +127,7 @@ class _Form:
         return {path: values[place] for path, place in self._from_devices}
 
     def logs_of(self, values: Iterable[Any]) -> dict[str, Any]:
-        """Returns logs of this form with these values."""
+        """Returns logs that have this form and contain these values."""
         return _filled(self._keys, iter(values))
 
 
@@ -136,7 +136,7 @@ def _filled(keys: Mapping[str, Any], values: Iterator[Any]) -> dict[str, Any]:
 
 
 def _key_and_values(logs: Any) -> tuple[Any, list[Any]]:
-    """Returns a key that is the same for all logs of one form, and the values in order."""
+    """Returns a key that identifies the form of the logs, and the values in order."""
     if not isinstance(logs, Mapping):
         raise TypeError(
             f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
@@ -181,13 +181,13 @@ class History:
     all pending values.
 
     With a `path`, rows are also appended to that file. Each line is a JSON object, `{"elapsed": {...}, "logs": {...}}`.
-    A row with only host values is in the file when `commit` returns. A row with device values is written once its
-    values have arrived, at the latest in `flush` or `close`. A row that is written out of order contains its number
-    (`"row": 7`). The file is strict JSON: NaN and infinities are written as the strings `"NaN"`, `"Infinity"` and
-    `"-Infinity"`, and a logged string that equals one of these is written with a leading `'`.
+    A row with only host values is written before `commit` returns. A row with device values is written once its values
+    have arrived on the host, at the latest by `flush` or `close`. A row that is written out of order contains its
+    number (`"row": 7`). Each line is strict JSON: NaN and infinities are written as the strings `"NaN"`, `"Infinity"`
+    and `"-Infinity"`, and a logged string that equals one of these is written with a leading `'`.
 
     Args:
-      path: The file to write the rows to; None to keep the rows only in memory. The directory of the file is created if
+      path: The file to write the rows to; None to keep the rows only in memory. The file's directory is created if
         necessary. If the file already has rows, call `resume` before the first commit.
       writes: False to read the file but never write to it, as in all processes of a job except the first.
     """
@@ -204,13 +204,13 @@ class History:
         self._clear()
 
     def _clear(self) -> None:
-        # The numbers in the `elapsed` of each row, as tuples that the garbage collector need not traverse.
+        # The numbers in the `elapsed` of each row, as tuples, which the garbage collector doesn't have to traverse.
         self._elapsed: list[tuple[Any, ...]] = []
         self._forms: list[_Form] = []  # The form of each row.
         self._columns: dict[str, _Column] = {}
         self._paths_by_end: dict[str, list[str]] = {}
-        # The rows whose values have not all arrived, oldest first, and the queue that holds these values. The queue is
-        # None after a failure, when its contents are unknown.
+        # The rows for which some values have not arrived yet, oldest first, and the queue that holds these values.
+        # After a failure, the queue is None, because its contents are unknown.
         self._waiting: list[int] = []
         self._queue: OutputQueue | None = OutputQueue(_MAX_PENDING_ROWS)
 
@@ -233,7 +233,7 @@ class History:
         Raises:
           TypeError: If a value is not a scalar, or a key is not a string.
           ValueError: If two values have the same path, a path is the name of a field of `elapsed` (steps, samples, time
-            or loops), a device value was donated, or the file has rows of an earlier run and `resume` was not called.
+            or loops), a device value was donated, or the file has rows from an earlier run and `resume` was not called.
         """
         _check_elapsed("commit", elapsed)
         form, values = self._read(logs)
@@ -248,7 +248,7 @@ class History:
         """Appends several rows; see `commit`.
 
         If a row can't be appended, the rows before it are kept, and the rows after it are dropped. A note on the error
-        contains the `Elapsed` of the row that failed.
+        gives the `Elapsed` of the row that failed.
 
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
@@ -295,23 +295,23 @@ class History:
         self.flush()
 
     def checksum(self) -> dict[str, Any] | None:
-        """Returns the length and SHA-256 checksum of the file with all rows so far; None if there is no file."""
+        """Writes all rows so far, and returns the file's length and SHA-256 checksum; None if there is no file."""
         self.flush()
         writes = self._path is not None and self._writes
         return self._in_file.to_dict() if writes and self._in_file is not None else None
 
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
-        """Drops the rows and outputs after a step, so that a run can repeat the steps that follow.
+        """Drops all rows and outputs after a step, so that a run can continue from that step.
 
         With a path, the rows are read from the file if it exists, and the file is rewritten if any row was dropped. An
         incomplete last line, left by a killed process, is dropped too. If no row is kept, the old file is saved as
-        `<path>.before`, in case a program was run twice by mistake. If there are several such files, only the longest
-        is kept.
+        `<path>.before`, in case the program was restarted from scratch by mistake. If that file already exists, the
+        longer of the two is kept.
 
         Args:
           steps: The number of completed updates at the point from which the run continues; 0 to start over.
-          num_rows: The number of rows that the history had at that point, if known. Further rows of that step are
-            dropped too, because the run will repeat them.
+          num_rows: The number of rows that the history had at that point, if known. Additional rows for that step are
+            dropped too, because the run will add them again.
           checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
             is moved to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
 
@@ -436,7 +436,7 @@ class History:
         )
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
-        """Returns the pair `(elapsed, value)` for the newest value with this name, or None if there is no value yet.
+        """Returns the pair `(elapsed, value)` for the latest value with this name, or None if there is no value yet.
 
         The cost doesn't depend on the length of the history. This method waits for the devices only if the value is
         pending.
@@ -526,14 +526,13 @@ class History:
     def plot(self, *names: str, x: str = "steps") -> "Figure":
         """Returns a figure of learning curves, with one plot per name.
 
-        A plot has one line for each value whose path ends in its name. For example, `plot("loss")` shows `train.loss`
-        and `eval.loss` together, labeled `train` and `eval`. A notebook displays the figure if it is the last
-        expression in a cell; `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib, but
-        doesn't change its backend or settings.
+        Each plot has one line for every value whose path ends in the plot's name. For example, `plot("loss")` shows
+        `train.loss` and `eval.loss` together, labeled `train` and `eval`. A notebook displays the figure if it is the
+        last expression in a cell; `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib,
+        but doesn't change its backend or settings.
 
         Args:
-          *names: The values to plot. Without names, all numbers are plotted except the statistics of loops
-            (`jaxloop/...`).
+          *names: The values to plot. Without names, all numbers are plotted except for loop statistics (`jaxloop/...`).
           x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
 
         Raises:
@@ -573,7 +572,7 @@ class History:
         return figure
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Returns the paths to plot, keyed by the name of their axes."""
+        """Returns the paths to plot, keyed by the name of the plot that shows them."""
         drawable = {path for path, column in self._columns.items() if not any(map(_is_text, column.values))}
         if not names:
             chosen = [path for path in self._columns if path in drawable and "jaxloop" not in path.split(".")[:2]]
@@ -605,7 +604,7 @@ class History:
         self._may_append = True
 
     def _read(self, logs: Mapping[str, Any]) -> tuple[_Form, list[Any]]:
-        """Returns the form of logs and their values; raises the errors of `_Form`."""
+        """Returns the form and the values of logs. Raises the same errors as `_Form`."""
         key, values = _key_and_values(logs)
         form = self._known_forms.get(key)
         if form is None:
@@ -640,7 +639,7 @@ class History:
         self._queue = queue
 
     def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Stores values that have arrived in the oldest waiting rows, and writes these rows to the file."""
+        """Fills in the oldest waiting rows with values that have arrived, and writes these rows to the file."""
         numbers = self._waiting[: len(rows)]
         for number, values in zip(numbers, rows, strict=True):
             for path, value in values.items():
@@ -803,7 +802,7 @@ def _is_text(value: Any) -> bool:
 # The file --------------------------------------------------------------------------------------------
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# A string in the logs that equals one of these words, with any number of leading quotes.
+# Matches a logged string that consists of one of these words, with any number of leading quotes.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
 _LONGEST_LINE, _CHUNK = 1 << 24, 1 << 20  # Bytes.
 # The errors that a malformed line can cause.
@@ -880,7 +879,7 @@ class _Reader:
         self.broken_lines: list[str] = []
 
     def rows(self) -> Iterable[_ReadRow]:
-        """Yields the `Elapsed` fields, form and values of each row, sorted by step if the file is damaged."""
+        """Yields each row's `Elapsed` fields, form and values. If the file is damaged, the rows are sorted by step."""
         if not self._is_lenient:
             return self._by_number()
         rows = list(self._by_number()) if self._path.exists() else []
@@ -937,7 +936,7 @@ class _Reader:
             ) from error
 
     def _parse(self, line: bytes, place: int) -> tuple[int, _ReadRow]:
-        """Returns the number of a row, and the row."""
+        """Parses a line, and returns its row number and row."""
         fields = files.parse_json(line)
         if b"NaN" in line or b"Infinity" in line:
             fields = _decoded(fields)
@@ -962,7 +961,7 @@ def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:
 
 
 def _keep_damaged_file(path: epath.Path, suffix: str) -> epath.Path | None:
-    """Moves a file to `<path>.<suffix>`. Returns that path, or None if there is no file or a longer one is there."""
+    """Moves a file to `<path>.<suffix>`, unless a longer file is there. Returns the new path; None if not moved."""
     aside = epath.Path(f"{path}.{suffix}")
     if not path.exists() or (aside.exists() and aside.stat().length > path.stat().length):
         return None

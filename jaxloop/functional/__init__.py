@@ -26,8 +26,8 @@ The state may be any pytree. `Elapsed`, schedules, `History`, actions, checkpoin
 the other APIs.
 
 - `loop` calls the callbacks. `elapse` counts steps in a hand-written loop, where you call the same tools yourself.
-- `logs()` creates an object for the values that a step reports. `history()` creates one for the metrics of a run.
-- `step` and `train_step` compile and shard pure functions as callbacks.
+- `logs()` creates an object for the values that a step reports, and `history()` creates one for a run's metrics.
+- `step` and `train_step` turn pure functions into compiled and sharded callbacks.
 - `checkpoint`, `early_stopping`, `keras_bar`, `tqdm_bar` and `inner_loop` return callbacks.
 """
 

@@ -26,7 +26,7 @@ from jaxloop.text import printable
 
 
 def as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["CallbackOf"]) -> "CallbackOf":
-    """Wraps a callback of any kind. If it is an action, it receives the logs of the `reporters` that come before it."""
+    """Wraps a callback of any kind. An action receives the logs of `reporters`, the callbacks that come before it."""
     if isinstance(callback, Tool):
         return ActionCallback(callback, callback.action, callback.monitor, loop_state, reporters)
     if isinstance(callback, Action) or is_periodic(callback):
@@ -45,7 +45,7 @@ def as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["
 
 
 class CallbackOf(abc.ABC):
-    """A callback of any kind, which is called with the loop state."""
+    """A wrapper around a callback of any kind, called with the loop state."""
 
     def __init__(self, of: Callback):
         self.of = of
@@ -91,13 +91,13 @@ class CallbackOf(abc.ABC):
     def program(self) -> Program | None:
         """Returns the program that runs the callback's steps.
 
-        None unless the callback only calls a compiled function that returns logs.
+        Returns None unless the callback is a compiled function that returns only logs.
         """
         return None
 
     @property
     def _reports_alone(self) -> bool:
-        """True if the callback reports only logs."""
+        """True if the callback has reported logs, and nothing that it reported is part of the state."""
         return self.has_reported and not self._reports_state
 
     def _check_report(self, loop_state: LoopState, outputs: Any, reported: Any, state: Any) -> None:
@@ -111,23 +111,23 @@ class CallbackOf(abc.ABC):
 
     @property
     def kind(self) -> str:
-        """The kind of callback, which must be the same in all processes."""
+        """The kind of callback. The callbacks' states are only restored if all kinds match those in the checkpoint."""
         return type(self.of).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the callback, which `load_state_dict` restores."""
+        """Returns the callback's state, for `load_state_dict`."""
         return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
+        """Restores a state that `state_dict` returned."""
         if state_dict:
             self.of.load_state_dict(state_dict)
 
     def save(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
-        """Saves a checkpoint now, regardless of the callback's schedule, if the callback saves checkpoints."""
+        """Saves a checkpoint now, whether or not one is due. Only has an effect if the callback saves checkpoints."""
 
     def finish(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
-        """Finishes a loop that ended without an error. May set the state that the loop returns."""
+        """Finishes a loop that ended without an error. May replace the state that the loop returns."""
 
     def close(self) -> None:  # noqa: B027 (to override, or not)
         """Finishes all pending work."""
@@ -173,7 +173,7 @@ class _LoopCallback(CallbackOf):
 
 @final
 class ActionCallback(CallbackOf):
-    """Calls an action with the logs since its last call, at most once per step."""
+    """Calls an action, at most once per step, with the logs since its previous call."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class ActionCallback(CallbackOf):
         self._was_measured = self._has_warned = False
         self._newest = NewestReady()
         self._called_at: int | None = None
-        # The position in the history: the next row to read, and the names that were already read in that row.
+        # The position in the history: the next row to read, and the names in that row that were already read.
         self._next_row, self._names_seen = len(loop_state.history), set[str]()
         self._before = loop_state.elapsed
 
@@ -277,7 +277,7 @@ class ActionCallback(CallbackOf):
         return outputs
 
     def _is_measured(self, loop_state: LoopState) -> bool:
-        """Returns True if the monitored value was measured. Raises an error if it can no longer be measured."""
+        """Returns True if the monitored value has been measured. Raises an error if it never will be."""
         if self._was_measured or self._monitor is None:
             return True
         paths = [*loop_state.history.paths(), *dict(entries(loop_state.logs))]
@@ -296,7 +296,7 @@ class ActionCallback(CallbackOf):
 
     def finish(self, loop_state: LoopState) -> None:
         if isinstance(self.of, BarTool) and self._called_at not in (None, loop_state.elapsed.steps):
-            self._call_action(loop_state)  # After Ctrl-C, it shows how far the loop got.
+            self._call_action(loop_state)  # After Ctrl-C, the bar shows how far the loop got.
         loop_state.state = self._action.finish(loop_state.state)
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ class ActionCallback(CallbackOf):
 
 
 def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs]:
-    """Splits the outputs of a `Step` or a `Loop` into non-scalar outputs and logs with the scalars as metrics."""
+    """Splits the outputs of a `Step` or `Loop` into non-scalar outputs and logs, which hold the scalars as metrics."""
     reported, outputs = Logs(), {}
     for name, value in (values or {}).items():
         is_scalar = isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR

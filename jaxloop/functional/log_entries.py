@@ -43,14 +43,14 @@ class Logs(dict[str, Any]):
 
         Args:
           name: The name of the loss.
-          value: A scalar or a `Weighted` mean. In `step` and `train_step`, it may also be an array of losses `[batch]`,
-            which is averaged.
+          value: A scalar or a `Weighted` mean. In `step` and `train_step`, it may also be an array of per-example
+            losses, `[batch]`, which is averaged.
         """
         return self.add("losses", name, value)
 
     @property
     def updates(self) -> "Logs":
-        """The collection `updates`: variables that the forward pass has changed. `train_step` stores them in the state.
+        """The collection `updates`: variables that the forward pass changed. `train_step` stores them in the state.
 
         To add to this collection, call `logs.add("updates", "batch_stats", batch_stats)`. A history doesn't store
         `updates`.
@@ -75,7 +75,7 @@ class Logs(dict[str, Any]):
         To select one collection, prefix the name with it: `entry_value("metrics.loss")`.
 
         Raises:
-          KeyError: If there is no value with this name, or there is more than one.
+          KeyError: If there is no value with this name, or more than one.
         """
         values = dict(entries(self))
         found = [path for path in values if f".{path}".endswith(f".{name.replace('/', '.')}")]
@@ -111,7 +111,7 @@ class Logs(dict[str, Any]):
 
 
 def _nearest_method(name: str) -> str:
-    """Returns the `Logs` method that a misspelled name was probably meant to be, with its arguments."""
+    """Returns the method call that a misspelled name was probably meant for."""
     nearest = next((kind for kind in ("metric", "loss") if kind in name), None)
     return f"add_{nearest}(name, value)" if nearest else "add(collection, name, value)"
 
@@ -156,7 +156,8 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a dict of the entries, keyed by short name.
 
     Entries in the collections `metrics` and `losses` keep their name, such as `loss`. In any other collection, the name
-    of the collection is the prefix, as in `test/loss`. A value that was logged with its weight is a `Weighted`.
+    of the collection is the prefix, as in `test/loss`. A value that was logged with its weight is returned as a
+    `Weighted`.
     """
     named = {}
     joined = metrics.join_weights(dict(entries(logs)))
@@ -168,7 +169,7 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
-    """Returns the number of examples in a row.
+    """Returns the number of examples in the step that a row describes.
 
     If some steps since the previous row have no row, returns the mean number of examples per step.
     """
@@ -177,7 +178,7 @@ def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
 
 @final
 class Means:
-    """The running means over the rows of a history, weighted by the number of examples."""
+    """Running means over the rows of a history, weighted by the number of examples."""
 
     def __init__(self):
         self._num_rows, self._before, self._weight = 0, Elapsed(), 1
@@ -246,21 +247,21 @@ def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
 
 @final
 class NewestReady:
-    """The newest logged values that have arrived on the host."""
+    """The latest logged values that have arrived on the host."""
 
     def __init__(self):
-        # The steps that may be in flight. For earlier steps, only the newest value of each collection is kept.
+        # The steps that may be in flight. For earlier steps, only the latest values of each collection are kept.
         self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=64)
         self._before = Logs()
 
     def push(self, logs: Mapping[str, Any]) -> None:
-        """Adds the logs of the next step. They may still grow until the logs of the following step are added."""
+        """Adds the logs of the next step. More values may be added to these logs until the next call."""
         if self._recent:
             self._before.update(self._recent[-1])
         self._recent.append(logs)
 
     def scalars(self) -> dict[str, Any]:
-        """Returns, by name, the newest values that are on the host or can be read without waiting."""
+        """Returns a dict of the latest values that can be read without waiting, keyed by name."""
         found: dict[str, dict[str, Any]] = {}
         for logs in (*reversed(self._recent), self._before):
             for collection in logs.keys() - found.keys():

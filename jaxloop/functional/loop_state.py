@@ -26,9 +26,9 @@ class Moment:
 
 
 on_start: Moment = Moment("on_start")
-"""The key for callbacks to call before the first step. Their batch is None."""
+"""The key for callbacks that run before the first step. Their batch is None."""
 on_end: Moment = Moment("on_end")
-"""The key for callbacks to call after the last step, even after Ctrl-C, but not after an exception."""
+"""The key for callbacks that run after the last step, even after Ctrl-C, but not after an exception."""
 
 
 @final
@@ -37,17 +37,17 @@ class LoopState:
     """The state of a loop. A callback with four arguments receives it as its last argument.
 
     Attributes:
-      state: The train state. A callback may set it.
+      state: The train state. A callback may replace it.
       history: The history of the run up to the previous step.
       elapsed: The progress of the loop, including this step.
       batch: The batch of this step.
       logs: The values that the callbacks of this step have logged so far.
       outputs: The outputs that the callbacks of this step have returned so far, by name.
-      metadata: A dict for your own use while the loop runs. Checkpoints store it, so its values must be numbers,
-        strings, arrays, lists or dicts.
+      metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
+        numbers, strings, arrays, lists or dicts.
       stop_iteration: Set it to True to end the loop after this step.
-      total_steps: The planned number of steps if `stop` determines it; otherwise None.
-      snapshot: A function that returns what a checkpoint stores besides the state. Set by the loop.
+      total_steps: The planned number of steps; None if `stop` doesn't determine it.
+      snapshot: A function that returns everything that a checkpoint stores except the state. Set by the loop.
       in_history: The paths of the logs that are already in the history. Set by the loop.
     """
 
@@ -66,7 +66,7 @@ class LoopState:
 
     @property
     def accumulated_logs(self) -> Logs:
-        """The example-weighted means of all logs, including this step. Reading it waits for the devices."""
+        """The example-weighted means of all logs, including this step's. Reading them waits for the devices."""
         self._means.take(self.history)
         return self._means.logs_with(self.elapsed, metrics.fetch(self.not_in_history()))
 
@@ -78,11 +78,14 @@ class LoopState:
 
 
 Callback = Any
-"""A function that takes up to four of `(state, batch, elapsed, loop_state)`, an object with `__loop_callback__`, a
-`Step`, an `Action`, a `Loop`, or an object from `clu.periodic_actions`."""
+"""A callback of any kind that a loop accepts.
+
+This is a function that takes up to four arguments, `(state, batch, elapsed, loop_state)`, an object with
+`__loop_callback__`, a `Step`, an `Action`, a `Loop`, or an object from `clu.periodic_actions`.
+"""
 
 Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
-"""Schedules with callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
+"""Schedules and their callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
 
 
 def end_row(loop_state: LoopState) -> None:
@@ -107,7 +110,7 @@ def commit(loop_state: LoopState, logs: Mapping[str, Any]) -> None:
 
 
 def write(loop_state: LoopState) -> None:
-    """Writes the logs so far to the history's file, if it has one."""
+    """Writes the logs so far to the history's file, if there is one."""
     if loop_state.history.path is not None:
         commit(loop_state, loop_state.not_in_history())
         loop_state.in_history = {path for path, _ in entries(loop_state.logs)}

@@ -37,27 +37,27 @@ def loop(
     num_examples: Callable[[Any], int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, History, Elapsed]:
-    """Runs a loop over the batches of a dataset. At each step, it calls the callbacks whose schedules fire.
+    """Loops over the batches of a dataset and, at each step, calls the callbacks whose schedules fire.
 
     The callbacks are called in the order of the tasks, except that checkpoints come last. A callback is a function that
-    takes up to four of the arguments `(state, batch, elapsed, loop_state)`, in this order and passed by position; any
-    further parameters need a default. It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, with None in
-    place of parts that it doesn't change. It may also return just a state, unless the state is a tuple or a dictionary.
-    jaxloop's `Step`s, `Action`s, and `Loop`s are callbacks too (a `Loop` runs on the current batch only), and so are
-    objects with a method `__loop_callback__(loop_state) -> (logs, state)`.
+    takes up to four positional arguments, `(state, batch, elapsed, loop_state)`, in this order; any further parameters
+    need defaults. It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, with None in place of parts that
+    it doesn't change. It may also return just a state, unless the state is a tuple or a dictionary. jaxloop's `Step`s,
+    `Action`s, and `Loop`s are callbacks too (a `Loop` runs on the current batch only), and so are objects with a method
+    `__loop_callback__(loop_state) -> (logs, state)`.
 
     The logs of a step become one row of the history. As long as each step calls only one compiled function, the loop
     adds the rows of up to 32 steps at a time. The loop doesn't wait for the devices unless a callback reads a value.
     Ctrl-C ends the loop after the step in flight, saves a checkpoint if the tasks include one, and returns the results
-    so far. On SIGTERM, the loop does the same, and then exits with status 143.
+    so far. On SIGTERM, the loop does the same, and then the process exits with status 143.
 
     If an action or a tool such as `checkpoint` is due at a step, the next batch is read before the callbacks are
-    called, as in an `OuterLoop`. This way, `elapsed.is_last` is known, and a checkpoint stores the position before that
-    batch.
+    called, as in an `OuterLoop`. This way, `elapsed.is_last` is known. A checkpoint still stores the position before
+    that batch.
 
     With `checkpoint(directory, resume=True)` among the tasks, the loop resumes from the newest checkpoint. It restores
     the state, the position in the dataset, the history, and `LoopState.metadata`. It also restores the state of the
-    tools, and of each object with `__loop_callback__` that has `state_dict()` and `load_state_dict(state_dict)`.
+    tools, and of each `__loop_callback__` object that has the methods `state_dict()` and `load_state_dict(state_dict)`.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -119,7 +119,7 @@ def loop(
             due = plan.due(loop_state.elapsed)
             if due.has_actions and not loop_state.elapsed.is_last:
                 if due.saves:
-                    mark()  # Before the next batch is read, so that the position is that of this step.
+                    mark()  # Before the next batch is read, so that the position is this step's.
                 with stopwatch.counting("data"):
                     is_last = not feed.has_more()
                 if is_last:
@@ -133,7 +133,7 @@ def loop(
             for callback in callbacks:
                 callback.save(loop_state)
         elif loop_state.elapsed is not start:
-            # If the dataset has ended, only now is the last step known to be the last.
+            # If the dataset has ended, the last step was not known to be the last until now.
             now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
             _Due(entry.without(plan.newest.entries) for entry in entries if entry.when(now)).call(loop_state, stopwatch)
         end_row(loop_state)
@@ -155,7 +155,7 @@ def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
 def _set_up_checkpoints(
     loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any
 ) -> tuple[Feed, Callable[[], None]]:
-    """Prepares for checkpoints of the whole loop, and resumes from the newest one if a task requests it.
+    """Prepares to checkpoint the whole loop, and resumes from the newest checkpoint if a task requests it.
 
     Returns:
       The feed, at the right position in the dataset, and a function that marks the position for a checkpoint.
@@ -237,7 +237,7 @@ class _LoopPart:
 
 
 def _steps_of(stop: Any, start: Elapsed) -> int | None:
-    """Returns the planned number of steps; None if `stop` does not determine it."""
+    """Returns the planned number of steps; None if `stop` doesn't determine it."""
     if isinstance(stop, Schedule):
         return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
     return stop
@@ -256,7 +256,7 @@ def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _closing(callbacks: Sequence["CallbackOf"], loop_state: LoopState) -> Iterator[None]:
-    """Closes the callbacks, however the loop ends. An error while closing doesn't hide the one that ended the loop."""
+    """Closes the callbacks, no matter how the loop ends. Errors raised here don't hide an error that ended the loop."""
     has_failed, errors = True, []
     try:
         yield
@@ -282,9 +282,9 @@ class _Entry:
     callbacks: Sequence["CallbackOf"]
 
     def without(self, called: Sequence["_Entry"]) -> "_Entry":
-        """Returns the entry with only those callbacks that must still be called after some entries were called.
+        """Returns the entry, without the callbacks that don't need another call after the entries in `called`.
 
-        If this entry was called, only its actions remain, because they decide themselves whether they are due.
+        If this entry is in `called`, only its actions remain, because actions decide themselves whether they are due.
         """
         if self not in called:
             return self
@@ -292,7 +292,7 @@ class _Entry:
 
 
 class _Due:
-    """The entries that are due, with their callbacks in order, except that checkpoints come last."""
+    """The entries that are due, and their callbacks: in order, except that checkpoints come last."""
 
     def __init__(self, entries: Iterable[_Entry]):
         self.entries = list(entries)
@@ -302,10 +302,9 @@ class _Due:
         self.saves = any(callback.saves for callback in called)
 
     def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch, *, ends_loop: bool = False) -> None:
-        """Calls the callbacks. With `ends_loop`, checkpoints are skipped if a callback has stopped the loop.
+        """Calls the callbacks. With `ends_loop`, skips checkpoints if a callback has stopped the loop.
 
-        In that case, the checkpoint is saved when the loop ends at this step. It includes everything logged at that
-        step.
+        A skipped checkpoint is saved when the loop ends at this step, so it includes everything logged at this step.
         """
         for callback in self.callbacks:
             if callback.saves and ends_loop and loop_state.stop_iteration:
@@ -330,7 +329,7 @@ class _Plan:
     """Determines which entries are due at a step, without evaluating schedules that can't fire yet.
 
     If every step only calls a single compiled function, the plan itself runs the steps until another entry may be due.
-    This matters because a dispatch may take no longer than a few Python calls.
+    This matters because a few Python calls can take as long as a dispatch.
     """
 
     def __init__(self, entries: Sequence[_Entry]):
@@ -354,7 +353,7 @@ class _Plan:
     def advance(
         self, loop_state: LoopState, counting: Counting, interruptible: interrupt.Interruptible
     ) -> tuple[Elapsed, Any] | None:
-        """Runs steps as long as only one compiled function is called, and returns the progress and batch after them.
+        """Runs the steps that only call one compiled function, and returns the progress and the batch of the next step.
 
         Returns None at the end of the run or after a signal. The row of the last step is not yet added to the history.
         """

@@ -23,11 +23,13 @@ from jaxloop.whole_run import elapsed_at
 
 
 class Tool(abc.ABC):
-    """A callback that wraps an action, for tasks and for hand-written loops. In a task, `**tool` runs it at every step.
+    """A callback that wraps an action, for tasks and for hand-written loops.
+
+    In `tasks`, `**tool` runs it at every step.
 
     Attributes:
       action: The action.
-      monitor: The name of the logged value that the action monitors; None if it monitors none.
+      monitor: The name of the logged value that the action monitors; None if there is none.
     """
 
     def __init__(self, text: str, action: Action, monitor: str | None = None):
@@ -39,7 +41,7 @@ class Tool(abc.ABC):
         return self._text
 
     def keys(self) -> list[Schedule]:
-        """Returns its only key, a schedule for every step. Together with `__getitem__`, this makes `{**tool}` work."""
+        """Returns the only key, a schedule for every step. Together with `__getitem__`, this makes `{**tool}` work."""
         return [self._key]
 
     def __getitem__(self, key: Schedule) -> list[Self]:
@@ -52,7 +54,7 @@ class Tool(abc.ABC):
         """Calls the action at a step of a hand-written loop."""
 
     def finish(self, state: Any) -> Any:
-        """Returns the final state of a run. `loop` calls both this method and `close` itself."""
+        """Returns the final state of a run. `loop` calls both this method and `close` automatically."""
         return self.action.finish(state)
 
     def close(self) -> None:
@@ -81,11 +83,11 @@ class CheckpointTool(Tool):
         self.action.flush()
 
     def restore(self, state: Any, step: int | None = None) -> tuple[Any, Elapsed]:
-        """Restores the newest checkpoint, or the one saved at `step`. Returns its state and its progress.
+        """Restores the newest checkpoint, or the one saved at `step`, and returns its state and progress.
 
-        The returned state is laid out like `state`. Pass it and the progress to `loop(state, ..., elapsed=elapsed)`,
-        with a dataset that continues after `elapsed.steps` batches. If there is no checkpoint, the given state is
-        returned with `Elapsed()`.
+        The returned state has the same layout as `state`. Pass it and the progress to `loop(state, ...,
+        elapsed=elapsed)`, with a dataset that continues after `elapsed.steps` batches. If there is no checkpoint,
+        returns the given state and `Elapsed()`.
 
         Raises:
           FileNotFoundError: If there is no checkpoint for step `step`.
@@ -115,12 +117,12 @@ def checkpoint(
     for pending saves before it returns. To restore the state, call `checkpoint(directory).restore(state)`.
 
     Args:
-      directory: The directory, with one subdirectory per checkpoint. The path may be relative.
-      keep: The number of newest checkpoints to keep; None to keep all.
-      monitor: The logged value that determines the best checkpoint, which is also kept. The value must be logged at the
-        steps at which checkpoints are saved.
+      directory: The directory for the checkpoints, each in its own subdirectory. The path may be relative.
+      keep: The number of recent checkpoints to keep; None to keep all.
+      monitor: The logged value that determines the best checkpoint, which is also kept. The value must be logged at
+        every step that saves a checkpoint.
       mode: "min" if the smallest value is the best, or "max" if the largest is.
-      resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and if no history is passed to
+      resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and no history is passed to
         the loop, the loop writes its history to `history.jsonl` in the directory.
     """
     action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
@@ -146,9 +148,9 @@ def early_stopping(
 ) -> EarlyStoppingTool:
     """Returns a callback that ends the loop when a logged value stops improving.
 
-    In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Reading the value waits for the
-    devices. For the arguments, see `EarlyStoppingAction`. `patience` is the time to wait for an improvement: either a
-    number of calls at which the value was logged, or a period such as `after(steps=1000)`.
+    In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Each call reads the value, and
+    therefore waits for the devices. For the arguments, see `EarlyStoppingAction`. `patience` is how long to wait for an
+    improvement: either a number of calls with a newly logged value, or a period such as `after(steps=1000)`.
     """
     action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
     return EarlyStoppingTool(f"early_stopping({monitor!r})", action, monitor)
@@ -163,7 +165,7 @@ class BarTool(Tool):
         self._newest = NewestReady()
 
     def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:
-        """Records a step. If an update is due, also updates the bar with the newest values that have arrived."""
+        """Records a step. If an update is due, also shows the latest values that have arrived on the host."""
         self._newest.push(logs or {})
         if isinstance(self.action.interval, Schedule) and self.action.interval(elapsed):
             outputs = metrics.LoopOutputs(self._newest.scalars())
@@ -173,9 +175,9 @@ class BarTool(Tool):
 def keras_bar(total: int | None = None, **options: Any) -> BarTool:
     """Returns a callback that shows a tqdm progress bar.
 
-    The bar looks like `46%|████▋     | 4650/10000 [00:07<00:08, 670 steps/s, accuracy=0.9779]`. It shows the newest
-    values that have arrived, and never waits for the devices. In a hand-written loop, call the callback with
-    `(elapsed, logs)` at each step, and call its `close()` method at the end.
+    The bar looks like `46%|████▋     | 4650/10000 [00:07<00:08, 670 steps/s, accuracy=0.9779]`. It shows the latest
+    values that have arrived on the host, and never waits for the devices. In a hand-written loop, call the callback
+    with `(elapsed, logs)` at each step, and call its `close()` method at the end.
 
     Args:
       total: The number of steps in the run; None to use the loop's `stop`.
@@ -225,7 +227,7 @@ def inner_loop(
     An evaluation that is interrupted by Ctrl-C logs nothing.
 
     Args:
-      name: The name of the collection in which the values are logged.
+      name: The name of the collection to log the values in.
       run: A function that accepts the same arguments as a callback and returns what `loop` returns. The returned
         state is ignored.
       aggregation: "mean" (weighted by the number of examples), "sum", "min", "max", "last", or a function that takes
@@ -254,9 +256,9 @@ def step(
 
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
     can't be divided evenly across the devices. `broadcasts` are replicated, and `statics` are hashable compile-time
-    constants. The function returns the same kinds of values as any callback; see `loop`. In a `loop`, `broadcasts` and
-    `statics` are None. To pass values for them, call the step from another callback:
-    `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`.
+    constants. The function returns its results in the same form as any callback; see `loop`. In a `loop`, `broadcasts`
+    and `statics` are None. To pass values for them, call the step from another callback: `{every(1): lambda state,
+    batch: test_step(state, batch, broadcasts=teacher)}`.
 
     Args:
       fn: The function to compile.
@@ -274,8 +276,8 @@ def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Part
     The callback differentiates the sum of all losses logged with `add_loss`. The state must be a `TrainState`, and is
     donated. The rows of a batch must divide evenly across the devices.
 
-    Variables that the forward pass changes are stored in the new state if `fn` returns a state that contains them, or
-    if it adds them to the `updates` of the logs: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model,
+    Variables that the forward pass changes are stored in the new state if `fn` either returns a state that contains
+    them or adds them to the `updates` of the logs: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model,
     add all changed variables at once, under any name.
 
     >>> import jax.numpy as jnp
