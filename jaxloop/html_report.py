@@ -29,7 +29,7 @@ svg { max-width: 100%; height: auto; }
 def report(workdir: epath.PathLike) -> str:
     """Returns an HTML page that describes the run in a work directory.
 
-    The page loads no other files and runs no scripts.
+    The page doesn't load other files or run scripts.
 
     Raises:
       FileNotFoundError: If the directory has no run log.
@@ -67,7 +67,7 @@ def report(workdir: epath.PathLike) -> str:
 
 
 def _check(workdir: epath.PathLike) -> Iterable[str]:
-    """Yields the sections with the plan of the run and the problems that the most recent check found."""
+    """Yields the sections with the plan of the run and the problems found by the most recent check."""
     if (found := Report.load(workdir)) is None:
         return
     yield "<h2>Plan</h2>"

@@ -18,10 +18,10 @@ from typing import Any, final
 
 from absl import logging
 
-# A Ctrl-C that comes this soon after one that ended an earlier run is meant for the program that repeats the run.
+# A Ctrl-C this soon after one that ended an earlier run is meant to stop the program, which keeps starting runs.
 _SECOND_WITHIN_SECS = 2.0
-# A second SIGTERM that comes this soon after the first counts as the same one: systemd sends SIGTERM to a launcher and
-# to its child, and the launcher also forwards it to the child.
+# A second SIGTERM this soon after the first counts as the same one: systemd sends SIGTERM to a launcher and to its
+# child, and the launcher also forwards it to the child.
 _SAME_WITHIN_SECS = 0.1
 # Python's default handlers. jaxloop handles a signal only if the program has not replaced its default handler.
 _DEFAULTS: tuple[tuple[signal.Signals, Any], ...] = (
@@ -34,28 +34,28 @@ _PAUSE = 1
 STOP = -1
 """The number to pass to `Interruptible.confirm` to end a run, as Ctrl-C does."""
 DETOUR = -2
-"""The number to pass to `Interruptible.confirm` to interrupt a run that returns to an earlier checkpoint."""
+"""The number to pass to `Interruptible.confirm` to interrupt a run so that it can return to an earlier checkpoint."""
 _NO_SIGNALS = (None, STOP, DETOUR)
 # The time for cleanup after the second signal, and the time within which a job must agree on the first one.
 _CLEANUP_SECS = 5.0
 _AGREEMENT_SECS = 15.0
-_CLOSED = 0  # Sent to the watching thread. No signal has this number.
+_CLOSED = 0  # Sent to the watch thread. No signal has this number.
 
 
 @final
 class Interruptible:
     """A context in which Ctrl-C and SIGTERM (preemption) set `requested` instead of interrupting a step.
 
-    First signal: after SIGTERM, the process exits with code 143 when the outermost context closes, so save and close
-    everything inside the context. After Ctrl-C, the program continues. Exceptions propagate; after SIGTERM, a note is
-    added to them.
+    If the first signal is SIGTERM, the process exits with code 143 when the outermost context closes, so save and close
+    everything inside the context. If it is Ctrl-C, the program continues. Exceptions propagate; after SIGTERM, a note
+    is added to them.
 
-    Second signal: Ctrl-C raises `KeyboardInterrupt`, even if the first Ctrl-C ended an earlier run a moment ago. If one
-    of the two signals is SIGTERM, the second one ends the process by its default action: no `finally` block runs, and
+    A second Ctrl-C raises `KeyboardInterrupt`, even if the first one ended an earlier run a moment ago. If at least one
+    of the two signals is SIGTERM, the second one ends the process by its default action: no `finally` blocks run, and
     the child processes of `multiprocessing` are killed. However, Python handles signals only between bytecode
     instructions, and a program may swallow `KeyboardInterrupt`. Therefore, a thread also watches for signals: 5 s after
-    the second signal, or on the third, it exits the process with code 128 + the signal's number. Interactive sessions
-    don't start this thread.
+    the second signal, or at the third, it ends the process with exit code 128 + the signal's number. Interactive
+    sessions don't start this thread.
 
     If the processes of a job have not agreed on the first signal after 15 s, because one of them hangs, the process
     exits in the same way. Saved checkpoints stay intact in all cases.
@@ -70,8 +70,8 @@ class Interruptible:
 
     Args:
       clock: A function that returns the time in seconds.
-      defers: Whether a signal stays `unconfirmed` until `confirm` is called. A multi-process job confirms a signal once
-        all processes know about it.
+      defers: Whether a signal remains `unconfirmed` until `confirm` is called. A multi-process job confirms a signal
+        once all processes know about it.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, defers: bool = False):
@@ -83,7 +83,7 @@ class Interruptible:
         self._confirmed_elsewhere: int | None = None  # A confirmed signal that this process has not received.
         self.pauses: bool = False  # True if the run pauses after the current dispatch.
         self._pause_is_unconfirmed = False
-        self._times: dict[int, float] = {}  # When each signal last came, in this run or an earlier one.
+        self._times: dict[int, float] = {}  # When each signal last arrived, in this run or an earlier one.
         self._before: dict[int, tuple[Any, Any]] = {}  # The replaced handlers of Python and of the C library.
         self._watch: _Watch | None = None
 
@@ -107,7 +107,7 @@ class Interruptible:
 
     @property
     def signal_name(self) -> str | None:
-        """The first signal, "Ctrl-C" or "SIGTERM"; "a command" for `STOP`; None if no signal has arrived."""
+        """The name of the first signal or request, such as "Ctrl-C" or "a command"; None if there was none."""
         if self._outer is not None:
             return self._outer.signal_name
         names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command", DETOUR: "a detour"}
@@ -137,8 +137,8 @@ class Interruptible:
     def confirm(self, signum: int) -> None:
         """Puts a request into effect, no matter which process of the job received it.
 
-        The hosts of a cluster don't receive a signal at the same time. If this process receives the signal later, that
-        counts as the same signal.
+        The hosts of a cluster may receive a signal at different times. If this process receives it later, it counts as
+        the same signal.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
@@ -184,7 +184,7 @@ class Interruptible:
             )
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        is_worker = os.getpid() != self._pid  # Forked during the run: `Process.terminate()` must end it.
+        is_worker = os.getpid() != self._pid  # Forked during the run; `Process.terminate()` must end it.
         if is_worker and signum == signal.SIGTERM:
             _end_at_once(signum)
         first, now = (None if self.signum in _NO_SIGNALS else self.signum) or self.unconfirmed, self._clock()
@@ -194,7 +194,7 @@ class Interruptible:
         if signum == self._confirmed_elsewhere:
             self._confirmed_elsewhere, self._times[signum] = None, now
             return
-        # A program may repeat a short run, and each run would swallow one Ctrl-C.
+        # A program may start one short run after another, and each would swallow one Ctrl-C.
         is_repeated = signum == signal.SIGINT and since < _SECOND_WITHIN_SECS
         self._times[signum] = now
         if self._defers and self.signum in _NO_SIGNALS:
@@ -232,7 +232,7 @@ class Interruptible:
 
 @final
 class _Watch:
-    """A thread that ends the process if the run doesn't end after signals, even if the main thread hangs."""
+    """A thread that ends the process if signals don't end the run, even if the main thread hangs."""
 
     def __init__(self, interruptible: Interruptible):
         self._interruptible, self._pid = interruptible, os.getpid()
@@ -254,7 +254,7 @@ class _Watch:
 
     def end(self) -> None:
         """Stops the thread."""
-        if os.getpid() != self._pid:  # This process was forked. The thread belongs to its parent.
+        if os.getpid() != self._pid:  # This process was forked, and the thread belongs to its parent.
             return
         if signal.set_wakeup_fd(-1) not in (-1, self._writer):
             logging.warning("The program called signal.set_wakeup_fd during the run, and jaxloop reset it to -1.")
@@ -305,7 +305,7 @@ def _kill_workers() -> None:
 
 
 def _forget_watch() -> None:
-    """Detaches a forked child from its parent's watching thread, which would otherwise receive the child's signals."""
+    """Detaches a forked child from its parent's watch thread, which would otherwise receive the child's signals."""
     open_ = _find_open()
     if open_ is not None and open_._watch is not None:
         signal.set_wakeup_fd(-1)
@@ -325,7 +325,7 @@ def _find_open() -> Interruptible | None:
 
 
 def _end_at_once(signum: int) -> None:
-    """Ends the process with the signal's default action, which nothing can swallow or delay."""
+    """Ends the process with the signal's default action, which can't be swallowed or delayed."""
     signal.signal(signum, signal.SIG_DFL)
     signal.raise_signal(signum)
     os._exit(128 + signum)  # The default action doesn't end the first process of a container.

@@ -2,10 +2,10 @@
 
 `--devices` sets the number of CPU devices of each process; without it, each process uses the devices that JAX finds.
 The launcher prints the output of the processes line by line, prefixed with the process number. If a process fails, the
-launcher reports it, kills the others three seconds later, and exits with the code of the first process that failed. It
-forwards Ctrl-C and SIGTERM to all processes. SIGHUP, which is sent when a terminal closes, is forwarded as SIGTERM.
-Processes that are still running 15 seconds after the first signal (`--signal-secs`) are killed. A process is killed
-together with everything it started. If the launcher itself is killed, all processes are killed too.
+launcher reports the failure, kills the other processes three seconds later, and exits with the code of the first
+process that failed. It forwards Ctrl-C and SIGTERM to all processes. SIGHUP, which is sent when a terminal closes, is
+forwarded as SIGTERM. Processes that are still running 15 seconds after the first signal (`--signal-secs`) are killed. A
+process is killed together with everything it started. If the launcher itself is killed, all processes are killed too.
 """
 
 import argparse
@@ -108,7 +108,7 @@ class _Job:
             self._guard.stdin.flush()
 
     def wait(self) -> int:
-        """Waits for all processes, and returns the exit code."""
+        """Waits for all processes, and returns the exit code of the job."""
         processes, killed = self._processes, []
         while any(each.is_running for each in processes):
             time.sleep(_POLL_SECS)
@@ -183,7 +183,7 @@ class _Process:
                 sys.stdout.flush()
 
     def finish(self) -> None:
-        """Waits until all output of the process has been printed. Doesn't wait for processes that it left behind."""
+        """Waits until all output of the process has been printed, but not for processes that it left behind."""
         self._printer.join(timeout=_POLL_SECS * 20)
 
 
@@ -192,7 +192,7 @@ def _report(
 ) -> int:
     """Prints how the processes failed, and returns the exit code of the first one that failed."""
     failed = sorted((each for each in processes if each.code), key=lambda each: (each in killed, *_rank(each)))
-    hangs = bool(failed) and failed[0] in killed  # No process failed by itself.
+    hangs = bool(failed) and failed[0] in killed  # No process failed on its own.
     since = f"{_GRACE_SECS:.0f} s later" if not hangs else f"{signal_secs:g} s after {signal.Signals(signum or 0).name}"
     for number, each in enumerate(failed):
         if each in killed:
@@ -211,11 +211,11 @@ def _report(
 
 
 def _rank(process: _Process) -> tuple[object, ...]:
-    """Returns a sort key. A process with a lower key is more likely to have caused the failure of the job."""
+    """Returns a sort key. A process with a lower key is more likely to have caused the job's failure."""
     code = process.code or 0
     is_follower = code in (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
-    # If two processes ended between two polls, one by a signal and one with an error, the error may only report the
-    # loss of the other process.
+    # If one process was ended by a signal and another failed with an error between two polls, the error may only report
+    # the loss of the first one.
     is_signal = code < 0 or code == 128 + signal.SIGTERM
     return is_follower, process.ended_at, not is_signal
 

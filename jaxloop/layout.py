@@ -75,7 +75,7 @@ class Layout:
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def plot(self, pattern: str = "") -> None:
-        """Prints diagrams of the sharded leaves with JAX's visualizer, one per distinct layout.
+        """Prints one diagram per distinct layout of the sharded leaves, using JAX's visualizer.
 
         Args:
           pattern: A regular expression. Only leaves whose path contains a match are shown.
@@ -120,7 +120,7 @@ class Layout:
     def summary(self) -> str:
         """Returns a table of the parameters by module. If the state has no `params`, all leaves count as parameters.
 
-        Equal parameters of modules whose names differ only in a number share a row, as in `12 x blocks/*/mlp`.
+        Modules whose names differ only in a number share a row for equal parameters, as in `12 x blocks/*/mlp`.
 
         >>> from jaxloop import examples
         >>> step, state, _ = examples.tiny_regression()
@@ -131,7 +131,8 @@ class Layout:
         total                                4        16 B  of 16 B
         """
         params = [leaf for leaf in self.leaves if leaf.path.startswith("params/")] or self.leaves
-        alike: dict[Any, list[tuple[str, LeafLayout]]] = {}  # Equal leaves of modules that differ only in a number.
+        # Equal leaves of modules whose names differ only in a number.
+        alike: dict[Any, list[tuple[str, LeafLayout]]] = {}
         for leaf in params:
             path = printable(leaf.path.removeprefix("params/").removesuffix("/value"))  # NNX appends the latter.
             module, _, name = path.rpartition("/")
@@ -158,7 +159,7 @@ class Layout:
 
 
 def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
-    """Returns the shape and the sharding of at most two axes of a leaf, preferably split ones."""
+    """Returns the shape and the sharding of at most two axes of a leaf, preferably sharded axes."""
     entries = (*leaf.sharding.spec, *[None] * len(leaf.shape))[: len(leaf.shape)]
     by_weight = sorted(range(len(leaf.shape)), key=lambda axis: (entries[axis] is None, -leaf.shape[axis]))
     axes = sorted(by_weight[:2])

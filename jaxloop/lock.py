@@ -1,6 +1,6 @@
 """Directory locks, which ensure that only one run at a time trains in a directory.
 
-A lock that a killed process left behind can be acquired again.
+A lock left behind by a killed process can be acquired again.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ except ImportError:  # Windows.
 # Errors from file systems that don't support locks, or whose lock server can't be reached.
 _NO_LOCK_ERRNOS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 TRAINER, EVALUATOR = ".trainer.lock", ".evaluator.lock"
-"""Names of the lock files in a directory: for a run that trains, and for a run that only evaluates."""
+"""The names of the lock files: one for a run that trains, and one for a run that only evaluates."""
 
 _COMMAND_LENGTH = 200
 _MAX_BYTES = 10_000  # Limits how much of the file is read, because its content is untrusted.
@@ -47,8 +47,8 @@ class Holder:
 
     Attributes:
       pid: The process ID.
-      host: The name of its host.
-      since: The time when the process acquired the lock, in ISO 8601 format.
+      host: The name of the process's host.
+      since: The time at which the process acquired the lock, in ISO 8601 format.
       command: The command line of the process, shortened to about 200 characters.
     """
 
@@ -66,9 +66,9 @@ class DirectoryInUseError(RuntimeError):
 
     Attributes:
       directory: The directory.
-      holder: The process that holds the lock; None if it is this process, or if it has not described itself in the lock
-        file yet.
-      thread: The name of the thread of this process that holds the lock; None if another process holds it.
+      holder: The process that holds the lock; None if this is the current process, or if the holder hasn't described
+        itself in the lock file yet.
+      thread: The name of the thread that holds the lock, if the thread belongs to this process; None otherwise.
     """
 
     def __init__(self, directory: str, holder: Holder | None, thread: str | None = None):
@@ -102,7 +102,7 @@ class _Lock:
     count: int = 0
 
 
-_held_locks: set[_Lock] = set()  # Per process, like the kernel's locks.
+_held_locks: set[_Lock] = set()  # Belongs to the process, like the kernel's locks.
 _mutex = threading.RLock()
 
 
@@ -125,8 +125,8 @@ class DirectoryLock:
     While the lock is held, a file in the directory describes the process that holds it. The kernel locks the file
     (`flock`) and releases the lock no matter how the process ends. If the process leaves the file behind, the next
     process reuses it. A thread can acquire the lock several times, even through different paths to the same directory,
-    and must release it the same number of times. Meanwhile, no other thread can acquire the lock. Forked processes
-    don't hold it.
+    and must release it the same number of times. Until then, no other thread can acquire it. Forked processes don't
+    inherit the lock.
 
     If the file system doesn't support locks (`gs://`, some network file systems), the lock excludes only other threads
     of this process, and a warning is logged.
@@ -150,7 +150,7 @@ class DirectoryLock:
         self._acquired: list[_Lock] = []
 
     def acquire(self) -> None:
-        """Acquires the lock. If it is held, raises an error instead of waiting.
+        """Acquires the lock. If it is already held, raises an error instead of waiting.
 
         Raises:
           DirectoryInUseError: If another process, or another thread of this process, holds the lock.
@@ -195,7 +195,7 @@ class DirectoryLock:
                 os.close(lock.descriptor)
 
     def check(self) -> None:
-        """Checks that the directory is still the one that this process has locked. Does nothing if it is not locked.
+        """Checks that the directory is still the one that this process locked. Does nothing if it isn't locked.
 
         Raises:
           DirectoryLostError: If the directory or its lock file was moved, deleted, or replaced.
@@ -218,7 +218,7 @@ class DirectoryLock:
         self.release()
 
     def _path(self) -> str:
-        """Returns the path of the lock file, with the symbolic links of the directory resolved."""
+        """Returns the path of the lock file, with symbolic links in the directory's path resolved."""
         directory = self._directory if files.is_remote(self._directory) else os.path.realpath(self._directory)
         return os.path.join(directory, self._name)
 
@@ -231,7 +231,10 @@ class DirectoryLock:
         return stat.st_dev, stat.st_ino, self._name
 
     def _open_locked(self, path: str) -> int | None:
-        """Opens and locks the file, and writes the holder. Returns the descriptor, or None if locks are unavailable."""
+        """Opens and locks the file, and describes this process in it.
+
+        Returns the descriptor, or None if locks aren't supported.
+        """
         reason = "remote file systems and Windows have no locks"
         while fcntl is not None and not files.is_remote(path):
             with contextlib.ExitStack() as stack:
@@ -257,7 +260,7 @@ class DirectoryLock:
         return None
 
     def _write_holder(self, descriptor: int) -> None:
-        """Describes this process in the file. Logs the previous holder if that process did not release the lock."""
+        """Describes this process in the file. Logs the previous holder if it didn't release the lock."""
         own, previous = _this_process(), _read_holder(descriptor)
         if os.fstat(descriptor).st_size:
             level, message = logging.INFO, "%s: took over the lock of %s, which ended without releasing it."

@@ -19,11 +19,11 @@ class Loop:
 
     Hooks:
       begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. When
-        a run resumes in the middle of a loop, `begin` is called again only if the first call returned an iterator other
-        than the one it received. In that case, the state that the second call returns is ignored.
+        a run resumes in the middle of a loop, `begin` is called again only if the first call returned a different
+        iterator from the one it received. In that case, the state returned by the second call is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
-      update_outputs: Called for each step, in order, once its outputs have reached the host, which may be some steps
+      update_outputs: Called for each step, in order, once its outputs have reached the host, which may be a few steps
         later.
       _get_next_batch: Called with the dataset whenever the loop needs a batch. Returns the batch.
       _run_one_step: Called with `(state, batch, per_loop_step_number)` to run the step on each batch. An override
@@ -38,9 +38,8 @@ class Loop:
     Args:
       step: The step to run on each batch.
       clock: A function that returns the time in seconds, for measuring durations.
-      max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. None for the
-        default: 64 steps, or 4 dispatches if that is more and the device is a CPU. If several devices share a CPU, the
-        default is 8 steps.
+      max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. The default is 64
+        steps or, on a CPU, 4 dispatches if that is more. If several devices share a CPU, it is 8 steps.
 
     Attributes:
       engine: The object that runs the loop.
@@ -81,7 +80,7 @@ class Loop:
         """The progress of the training. `elapsed.previous` is the progress one step earlier.
 
         `elapsed.time` is the number of seconds that this loop has spent training. If the loop is called with a state
-        other than the one that it returned last, samples and time are reset to zero. Call `resume` to continue counting
+        other than the last one that it returned, samples and time are reset to zero. Call `resume` to continue counting
         from an earlier run.
         """
         return self.engine.moments.elapsed
@@ -93,7 +92,7 @@ class Loop:
 
     @property
     def was_interrupted(self) -> bool:
-        """True if Ctrl-C or SIGTERM stopped the last call to this loop before it had run all steps."""
+        """True if Ctrl-C or SIGTERM stopped the last call to this loop before all of its steps had run."""
         return self.engine.stepper.call.was_interrupted
 
     @property
@@ -105,7 +104,7 @@ class Loop:
         return self.engine.rescued[0]
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything that this loop runs on batches of this shape, ahead of time.
+        """Compiles ahead of time everything that this loop runs on batches of this shape.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -152,8 +151,8 @@ class Loop:
           `(state, outputs)`. `outputs[name]` is the list of that output's values on the host, one per step.
 
         Raises:
-          Exception: If a hook, an action or the dataset raises it. A note on it names the place and the step, and
-            `rescued_state` holds the state after the last completed step.
+          Exception: If a hook, an action or the dataset raises it. A note on the exception names the place and the
+            step, and `rescued_state` holds the state after the last completed step.
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         if dataset_iterator is None and num_steps is None:
@@ -170,7 +169,7 @@ class Loop:
         return state, self.engine.open(dataset)
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Runs the steps, and returns the newest state and the outputs of all steps.
+        """Runs the steps, and returns the final state and the outputs of all steps.
 
         In an `OuterLoop`, a single call to this method can run several loops if nothing is due between them.
         """

@@ -21,15 +21,15 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
 
 class LossStep(NumpyStep):
-    """A `Step` for which you write only the loss, `loss(outputs, batch)`, as a method or as an argument.
+    """A `Step` for which you only write the loss, `loss(outputs, batch)`, as a method or as an argument.
 
-    `outputs` is the model's output for the inputs of the batch. The loss returns an array `[batch]` with one number per
+    `outputs` is the model's output for the batch's inputs. The loss returns an array `[batch]` with one number per
     example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To add metrics, return a
     pair `(losses, metrics)`, where `metrics` is a dict whose values have one of these three forms.
 
-    With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the batch
-    statistics and other variables of the model. With `train=False`, a step calls the model in evaluation mode, and the
-    state doesn't change. In both cases, the outputs are `{"loss": ..., **metrics}`, averaged over the examples of the
+    With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the model's
+    batch statistics and other variables. With `train=False`, a step calls the model in evaluation mode and doesn't
+    change the state. In both cases, the outputs are `{"loss": ..., **metrics}`, averaged over the examples of the
     batch.
 
     Hooks:
@@ -78,32 +78,31 @@ class LossStep(NumpyStep):
     `jaxloop.models.forward` describes how each kind receives its keys and the training mode. The keys are
     `prng_key(state.step)`, which depends only on `base_prng` and the step. NNX models keep their own keys in the state.
 
-    **Masks and short batches.** A dict batch may contain a `"mask"` of shape `[batch]` with bools, or with 0s and 1s.
-    Examples whose mask is 0 have no weight in means. A mask of any other shape is ignored, so the loss must apply it.
-    No mask is applied to a `Weighted` loss or metric either: multiply its weights by the mask.
+    **Masks and short batches.** A batch that is a dict may contain a `"mask"` of shape `[batch]`, which holds bools, or
+    0s and 1s. Examples whose mask is 0 don't count in means. A mask of any other shape is ignored, so the loss must
+    apply it. Masks aren't applied to `Weighted` losses and metrics either: multiply their weights by the mask.
 
     A short batch is padded with masked copies of its last row if that doesn't change any mean. This requires that the
-    loss and all metrics are per example and that, in training, the model doesn't mix examples (as batch normalization
-    does). An evaluation pads to the size of the loop's first batch, so that it compiles only once. Training pads to
-    `batch_size` or, without it, to the next multiple of the number of devices in the mesh. Short batches that can't be
-    padded stay short. Their means are also exact, but the step compiles once more. A loss that compares the examples of
-    a batch with each other must return a scalar.
+    loss and all metrics are per example and that, in training, the model doesn't mix examples (batch normalization
+    does). An evaluation pads to the size of the loop's first batch, so that the step compiles only once. Training pads
+    to `batch_size` or, if it is None, to the next multiple of the number of devices in the mesh. Short batches that
+    can't be padded stay short. Their means are exact too, but the step has to be compiled again for them. A loss that
+    compares the examples of a batch with each other must return a scalar.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
-    the devices, and sums their gradients, weighted by their numbers of examples. The update is the same as for the
-    whole batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a
-    multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for convolutions in such
-    a loop.
+    the devices, and sums their gradients, weighted by the number of examples. The update is the same as for the whole
+    batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a multiple of
+    four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for convolutions in such a loop.
 
     Args:
-      base_prng: See `Step`, which also describes the other arguments up to `end_actions`.
+      base_prng: See `Step`, which also describes the arguments that are not listed here.
       model: A model of any kind listed above.
       loss: The loss function, unless a subclass defines the method `loss`.
       metrics: A dict of functions `(outputs, batch) -> value` that compute additional metrics.
       inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. By
         default, the inputs are the first element if the batch is a tuple or list; the value under "inputs", "input",
-        "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. A Linen
-        or NNX model with several inputs receives them as a tuple, or as a dict by name. A pytree of parameters has no
+        "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. If a
+        Linen or NNX model has several inputs, they are a tuple, or a dict by name. A pytree of parameters has no
         inputs.
       accumulate: The number of micro-batches into which each training batch is split.
       compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`: parameters and floating-point inputs are
@@ -118,11 +117,11 @@ class LossStep(NumpyStep):
         decay from the number of updates. The optimizer's state contains the average; see `jaxloop.optimizers.ema`.
       use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. The state
         must come from a step with `ema`. Batch statistics are not averaged.
-      **nnx_model_kwargs: Keyword arguments of an NNX class.
+      **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
       TypeError: If the loss is missing, or is given both as an argument and as a method; if a keyword is unknown; or if
-        the model is of an unsupported kind.
+        this kind of model isn't supported.
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class LossStep(NumpyStep):
 
         Args:
           outputs: The output of the model or, if the model is a pytree of parameters, the parameters.
-          batch: The batch, on the devices. With `accumulate`, a micro-batch.
+          batch: The batch or, with `accumulate`, a micro-batch, on the devices.
         """
         assert self._loss is not None
         return self._loss(outputs, batch)
@@ -281,7 +280,7 @@ class LossStep(NumpyStep):
           spec: The spec of the model's inputs, such as `input_spec(batch)`. Not used for an NNX model, an Equinox
             module or a pytree of parameters.
           log_num_params: Whether to log the number of parameters.
-          **init_kwargs: Arguments of the function that creates the parameters, if the model has one.
+          **init_kwargs: Arguments for the function that creates the parameters, if the model has one.
         """
         return super().initialize_model(spec, log_num_params, **init_kwargs)
 
@@ -291,7 +290,7 @@ class LossStep(NumpyStep):
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
         """Returns the spec of the model's inputs for `initialize_model`; None for a pytree of parameters.
 
-        The spec describes the inputs in a host batch, but with a single row.
+        The spec describes the inputs of a host batch, but with a single row.
 
         >>> step = LossStep(jax.random.key(0), (jnp.zeros, jnp.dot), loss=lambda outputs, batch: outputs)
         >>> step.input_spec({"x": np.zeros([32, 28, 28, 1]), "y": np.zeros(32)})
@@ -312,7 +311,7 @@ class LossStep(NumpyStep):
         """Returns the outputs of the model for all examples of a dataset, in order.
 
         The model is called in evaluation mode, with one dispatch per batch, on the devices of the partitioner. The
-        result contains neither padding nor examples whose mask is 0. The loss is not called, so batches need no labels.
+        result doesn't include padding or examples whose mask is 0. The loss isn't called, so batches don't need labels.
 
         >>> model = (lambda key, x: jnp.ones([3, 2]), lambda params, x: x @ params)
         >>> step = LossStep(jax.random.key(0), model, loss=lambda outputs, batch: outputs)
@@ -480,7 +479,7 @@ class LossStep(NumpyStep):
         return grads, values, _with_dtypes_of(state, state.update_variables(updates))
 
     def _accumulated_gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Like `_gradients`, but scans over micro-batches."""
+        """Computes the same values as `_gradients` by scanning over micro-batches."""
         if mask is None:
             raise ValueError(
                 f"{self!r} has accumulate={self._accumulate}, and can't split a batch whose leaves share no leading "
@@ -559,15 +558,15 @@ class LossStep(NumpyStep):
     # Short batches -------------------------------------------------------------------------------
 
     def _padded_size(self, rows: int) -> int:
-        """Returns the number of rows that a batch should have."""
+        """Returns the number of rows to which a batch should be padded."""
         if self.train:
-            # Depends on this batch only, because a resumed run doesn't know the earlier batches.
+            # The size depends only on this batch, because a resumed run doesn't know the earlier batches.
             return self._divisible(max(rows, self._batch_size or rows))
         self._eval_rows = max(rows, self._eval_rows or self._batch_size or rows)
         return self._divisible(self._eval_rows) if self._is_shared else self._eval_rows
 
     def _divisible(self, rows: int) -> int:
-        """Rounds a number of rows up so that they can be divided evenly among the devices of this process."""
+        """Rounds up a number of rows so that this process can divide them evenly among its devices."""
         shards = self._partitioner.local_shards
         return -(-rows // shards) * shards
 
@@ -634,7 +633,7 @@ class _Forward(Step):
 
 
 def _read_rows(outputs: Any, mask: Any) -> Any:
-    """Reads the outputs of a batch, without the examples whose mask is 0."""
+    """Fetches the outputs of a batch, leaving out examples whose mask is 0."""
     chosen = slice(None) if mask is None else np.asarray(fetch(mask), bool)
     return jax.tree.map(lambda leaf: leaf[chosen], fetch(outputs))
 
@@ -660,7 +659,7 @@ def _pad(batch: Any, rows: int, size: int) -> _MaskedBatch:
     """Pads a batch to `size` rows with masked copies of its last row."""
     is_real = _real_rows(rows, size)
     if size > rows:
-        # Copies of a row, because the loss may be undefined for zeros.
+        # Pads with copies of a row, because the loss may be undefined for zeros.
         chosen = np.minimum(np.arange(size), rows - 1)
         # A batch can have no rows if other processes have some.
         copied = lambda leaf: leaf[chosen] if rows else np.zeros([size, *leaf.shape[1:]], leaf.dtype)
@@ -720,7 +719,7 @@ def _combine(value: Any, weights: jax.Array) -> Any:
 
 
 def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns the product, or 0 if the weight is 0, because in that case the value may be NaN."""
+    """Returns the weighted value, or 0 if the weight is 0 (the value may then be NaN)."""
     dtype = _sum_dtype(value)
     return jnp.where(weight > 0, weight.astype(dtype) * value.astype(dtype), 0)
 

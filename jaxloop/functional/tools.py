@@ -85,9 +85,9 @@ class CheckpointTool(Tool):
     def restore(self, state: Any, step: int | None = None) -> tuple[Any, Elapsed]:
         """Restores the newest checkpoint, or the one saved at `step`, and returns its state and progress.
 
-        The returned state has the same layout as `state`. Pass it and the progress to `loop(state, ...,
-        elapsed=elapsed)`, with a dataset that continues after `elapsed.steps` batches. If there is no checkpoint,
-        returns the given state and `Elapsed()`.
+        The returned state has the same layout as `state`. Pass it and the progress to
+        `loop(state, ..., elapsed=elapsed)`, with a dataset that continues after `elapsed.steps` batches. If there is no
+        checkpoint, returns the given state and `Elapsed()`.
 
         Raises:
           FileNotFoundError: If there is no checkpoint for step `step`.
@@ -257,8 +257,8 @@ def step(
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
     can't be divided evenly across the devices. `broadcasts` are replicated, and `statics` are hashable compile-time
     constants. The function returns its results in the same form as any callback; see `loop`. In a `loop`, `broadcasts`
-    and `statics` are None. To pass values for them, call the step from another callback: `{every(1): lambda state,
-    batch: test_step(state, batch, broadcasts=teacher)}`.
+    and `statics` are None. To pass values for them, call the step from another callback:
+    `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`.
 
     Args:
       fn: The function to compile.
