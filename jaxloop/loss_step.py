@@ -101,9 +101,9 @@ class LossStep(NumpyStep):
       metrics: A dict of functions `(outputs, batch) -> value` that compute additional metrics.
       inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. By
         default, the inputs are the first element if the batch is a tuple or list; the value under "inputs", "input",
-        "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. If a
-        Linen or NNX model has several inputs, they are a tuple, or a dict by name. A pytree of parameters has no
-        inputs.
+        "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. A
+        Linen or NNX model with several inputs takes them from a tuple, or from a dict keyed by argument name. A pytree
+        of parameters has no inputs.
       accumulate: The number of micro-batches into which each training batch is split.
       compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`: parameters and floating-point inputs are
         cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
