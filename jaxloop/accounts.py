@@ -21,7 +21,7 @@ _PARTS = {
     "restores": ("restores", "Restores take long: keep checkpoints on a faster disk."),
     "startup": ("start-up", "Import and build less before the run starts."),
     "downtime": ("between processes", "Restart the program sooner after it ends."),
-    "unknown": ("unknown", "Lower log_interval, so that more is known of runs that were killed."),
+    "unknown": ("unknown", "Lower log_interval, so that less time is unknown if a run is killed."),
 }
 
 _OF_STEPS = ("dispatch", "device", "data", "actions")

@@ -100,7 +100,7 @@ def _error_for(failed: np.ndarray) -> ProcessError:
     """Returns the error to raise if other processes failed."""
     places = ", ".join(map(str, np.flatnonzero(failed)))
     return known_to_all_processes(
-        ProcessError(f"Process {places} of {len(failed)} has failed. Its error is in its own output.")
+        ProcessError(f"Process {places} of {len(failed)} has failed. See the error in its own output.")
     )
 
 

@@ -254,7 +254,8 @@ def open_newest(
             else:
                 logging.warning("%s\n%s", error, consequence)
     elif errors:
-        raise _all_damaged_error(directory, errors, "To start from scratch, give another directory or move these away.")
+        remedy = "To start from scratch, use a different directory or move these checkpoints away."
+        raise _all_damaged_error(directory, errors, remedy)
     return found
 
 
@@ -463,7 +464,7 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoin
         return load(Checkpoint.at(directory, step, _ITEM))
     found, errors = _newest_complete(directory, load)
     if found is None and errors:
-        raise _all_damaged_error(directory, errors, "Give another directory.")
+        raise _all_damaged_error(directory, errors, "Use a different directory.")
     if found is None:
         raise FileNotFoundError(f"No checkpoint in {directory}.")
     for error in errors:
@@ -544,7 +545,7 @@ class Checkpoint:
             problems = seal.problems(path)  # The seal is missing.
         saved_by, belongs_to = custom_metadata.get(_RUN_ID_KEY), _read_run_id(path.parent)
         if None not in (saved_by, belongs_to) and saved_by != belongs_to:
-            problems.append(f"another run saved it: run {saved_by}, and this directory belongs to run {belongs_to}")
+            problems.append(f"it was saved by run {saved_by}, but this directory belongs to run {belongs_to}")
         if problems:
             raise _damage_error(path, problems)
         return cls(path, is_sealed, custom_metadata)
@@ -681,9 +682,9 @@ class Checkpoint:
         saved_format = self.custom_metadata.get(_FORMAT_KEY)
         if _SEALED_KEY in self.custom_metadata and saved_format != _FORMAT:
             raise CheckpointError(
-                f"The checkpoint {self.path} was saved by jaxloop {saved_by} in format {saved_format}, and jaxloop "
-                f"{version} resumes from format {_FORMAT}. Resume it with jaxloop {saved_by}, or restore only its "
-                "train state with step.restore_model(state, directory) and start a run in another directory.",
+                f"The checkpoint {self.path} was saved by jaxloop {saved_by} in format {saved_format}, but jaxloop "
+                f"{version} can resume only from format {_FORMAT}. Resume it with jaxloop {saved_by}, or restore only "
+                "its train state with step.restore_model(state, directory) and start a run in another directory.",
                 self.path.parent,
                 [self.step],
             )
@@ -721,8 +722,8 @@ class Checkpoint:
         if len(saved) < len(new_names):
             taken = next(name for name, new in new_names.items() if saved[our_names.get(new, new)] != saved_names[name])
             raise ValueError(
-                f"Another leaf is renamed to {new_names[taken]!r}, which the checkpoint {self.path} contains too. Give "
-                "transforms that keep them apart."
+                f"A leaf is renamed to {new_names[taken]!r}, but the checkpoint {self.path} already contains a leaf "
+                "with that name. Give transforms that keep them apart."
             )
         _check_fits(self.path, _ITEM, {path: self.leaves[at] for path, at in saved.items()}, dict(ours))
         return saved
@@ -882,12 +883,12 @@ def _check_fits(
     misfit, what, remedy = (
         "does not fit this state",
         "state",
-        "Build the model and the optimizer as they were when it was saved, give another directory, or map the old "
-        "names onto the new ones with `transforms`.",
+        "Build the model and the optimizer as they were when it was saved, use a different directory, or map the "
+        "old names onto the new ones with `transforms`.",
     )
     if item == _TREES_ITEM:
         misfit, what = "has trees that do not fit these templates", "template"
-        remedy = "Give templates of the structure, shapes and dtypes that were saved, or another directory."
+        remedy = "Give templates with the saved structure, shapes and dtypes, or use a different directory."
     if is_part:
         misfit, what = "does not fit this tree", "tree"
         remedy = "Give a tree of the same model, or choose leaves of the checkpoint with `paths`."
@@ -994,7 +995,8 @@ def _renamed(
     for path, leaf in ours.items():
         if path not in chosen and isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"No pattern in `paths` leads to {path}, which `into` gives as a shape. Give an array, or a pattern."
+                f"No pattern in `paths` maps a saved leaf to {path}, for which `into` has only a shape. Give an array, "
+                "or add a pattern."
             )
     return chosen, {path: leaf for path, leaf in ours.items() if path in chosen}
 
@@ -1024,7 +1026,10 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ValueError(f"There is a leaf at {path} and one at a part of this path. Give `into` and `paths`.")
+                raise ValueError(
+                    f"There is a leaf at {path}, and also one at the beginning of this path, so they can't be nested "
+                    "in dicts. Give `into` and `paths`."
+                )
         node[name] = value
     return result
 
@@ -1256,7 +1261,7 @@ class CheckpointWriter:
                 try:
                     _metrics(self._directory / str(step))
                 except CheckpointError as error:  # For example, its deletion was killed halfway.
-                    _quarantine(error, "It can't be the best any more.")
+                    _quarantine(error, "It can no longer be the best.")
         self._manager = ocp.CheckpointManager(self._directory, options=self._manager_options())
         return self._manager
 
@@ -1449,5 +1454,5 @@ def clear_leftovers(directory: epath.PathLike) -> list[str]:
     for name in names:
         (directory / name).rmtree()
     if names:
-        logging.info("Removed what was left of incomplete saves in %s: %s", directory, ", ".join(names))
+        logging.info("Removed the remains of incomplete saves in %s: %s", directory, ", ".join(names))
     return names

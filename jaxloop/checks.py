@@ -134,7 +134,7 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
     if value is not None and value % updates:
         below, above = value // updates * updates, (value // updates + 1) * updates
         raise ValueError(
-            f"{name}={value} is not a multiple of {updates}, the updates that {step!r} makes with each batch "
+            f"{name}={value} is not a multiple of {updates}, the number of updates that {step!r} makes per batch "
             f"({type(step).__name__}.updates_per_step). Give {f'{below} or {above}' if below else above}."
         )
 
@@ -144,7 +144,8 @@ def counting_hint(step: Any) -> str:
     if step.updates_per_step > 1:
         return (
             f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: "
-            "call state.apply_gradients(grads=...) that often, or state.replace(step=...). Or correct updates_per_step."
+            "call state.apply_gradients(grads=...) that many times, or state.replace(step=...). Or correct "
+            "updates_per_step."
         )
     return (
         "Each run must add one to it: return state.apply_gradients(grads=...), or "
@@ -180,7 +181,7 @@ def check_alive(state: Any, caller: str) -> None:
     taken_by = getattr(donated_leaf(state), "_jaxloop_donated_to", "an earlier call")
     raise ValueError(
         f"{caller} got a state that was already donated to {taken_by}: its buffers ({listed(deleted, show=3)}) were "
-        "reused for the new state.\nUse the state that that call returned. To keep a copy, make it before the call: "
+        "reused for the new state.\nUse the state returned by that call. To keep a copy, make it before the call: "
         "kept = jax.tree.map(jnp.copy, state)."
     )
 
@@ -316,8 +317,8 @@ def _float64_warning(names: list[str]) -> str:
 def empty_dataset(dataset: Any) -> ValueError:
     """Returns the error for an empty training dataset."""
     return ValueError(
-        f"The training dataset, {describe(dataset)}, gave no batch. Is it an exhausted iterator, or does its pipeline "
-        "filter out everything?"
+        f"The training dataset, {describe(dataset)}, yielded no batch. Is it an exhausted iterator, or does its "
+        "pipeline filter out everything?"
     )
 
 
@@ -424,7 +425,9 @@ class BatchWatch:
             what, remedy = "shape and dtype", "Make each leaf an array of one dtype in all batches."
         elif self._shapes_by_path(by_path) == self._arrays:
             what = "layout"
-            remedy = "Place all batches on the devices alike, or leave that to the step (should_shard_batch=True)."
+            remedy = (
+                "Place all batches on the devices in the same way, or leave that to the step (should_shard_batch=True)."
+            )
         text = f"{step!r} compiles again for each {what} of its batches, and this one changed {shown}."
         if len(self._seen) >= step.max_batch_shapes:
             raise ValueError(

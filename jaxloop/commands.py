@@ -385,7 +385,7 @@ def _warning_of_error() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        logging.warning("A command of the run before the resume was dropped: %s", error)
+        logging.warning("A command that was given before the run was resumed has been dropped: %s", error)
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:

@@ -173,7 +173,7 @@ class Counting:
 def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
     if elapsed.steps == start.steps:
         logging.warning(
-            "The dataset had no batch, so no step ran. An iterator can be read only once: make a new one for each "
+            "The dataset yielded no batch, so no step ran. An iterator can be read only once: make a new one for each "
             "loop, or give a list."
         )
     elif stop is not None:

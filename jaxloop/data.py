@@ -154,7 +154,7 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
         return ahead.peek(), ahead
     except StopIteration:
         raise ValueError(
-            "The dataset has no batch. An iterator can be read only once: give a list, a dataset, or a "
+            "The dataset yielded no batch. An iterator can be read only once: give a list, a dataset, or a "
             "function that returns a new iterator."
         ) from None
 
@@ -282,7 +282,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     if isinstance(data, IndexedBatches):
         make_batch = lambda index: _rows_of_process(data.make_batch(index), place, count)
         if data.reads_state:
-            raise TypeError("shard_for_process can't divide the result of from_state, which one process must read.")
+            raise TypeError("shard_for_process doesn't accept from_state, which works in a single process only.")
         firsts = tuple((size // count, number) for size, number in data.firsts)
         return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, num_before=None)
     if isinstance(data, list | tuple):

@@ -100,7 +100,7 @@ class LeftOut:
         `number` is the number of the newest batch.
         """
         if unreached := [each for each in self._given if each > number]:
-            logging.warning("The run has ended before the batches %s of its skip.", _listed(unreached))
+            logging.warning("The run ended before it reached the batches %s in skip.", _listed(unreached))
 
     # Detours ---------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class LeftOut:
         detours = [Detour(**each) for each in state_dict["detours"]]
         if missed := [each for each in self._given if each <= newest and each not in before]:
             logging.warning(
-                "The run has used the batches %s before step %d, so it can't leave them out any more. Resume from an "
+                "The run has used the batches %s before step %d, so it can no longer leave them out. Resume from an "
                 "earlier checkpoint.",
                 _listed(missed),
                 now.steps,

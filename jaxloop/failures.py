@@ -230,8 +230,8 @@ def replay(
     noted = files.parse_json(files.read_bytes(folder / _FILE))
     if noted["keys"] != encoding.encode_keys(step.base_prng):
         raise ValueError(
-            f"{folder} is of a run with PRNG keys (base_prng) other than those of {step!r}. Make the step with "
-            "the same seed."
+            f"{folder} was recorded in a run whose PRNG keys (base_prng) differ from those of {step!r}. Make the step "
+            "with the same seed."
         )
     if state is None and (state := step.new_state()) is None:
         raise ValueError(

@@ -63,7 +63,7 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
     ...     open_file(directory / "history.jsonl", "rb")
     ... except OSError as error:
     ...     print(error.strerror)
-    Expected a regular file and found a FIFO. Remove it, or give another directory
+    Expected a regular file, but found a FIFO. Remove it, or use a different directory
 
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
@@ -132,7 +132,7 @@ def unwritable(directory: epath.PathLike, error: OSError) -> OSError:
     reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     remedy = "free space and inodes" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make this one writable"
     return OSError(
-        error.errno, f"Can't write to the directory {directory} ({reason}). Give another directory, or {remedy}"
+        error.errno, f"Can't write to the directory {directory} ({reason}). Use a different directory, or {remedy}"
     )
 
 
@@ -154,5 +154,5 @@ def is_remote(path: epath.PathLike) -> bool:
 
 def _not_regular(path: str | os.PathLike[str], mode: int) -> OSError:
     kind = _KIND_NAMES.get(stat.S_IFMT(mode), "something else")
-    message = f"Expected a regular file and found {kind}. Remove it, or give another directory"
+    message = f"Expected a regular file, but found {kind}. Remove it, or use a different directory"
     return OSError(errno.EINVAL, message, os.fspath(path))

@@ -212,7 +212,7 @@ class CompiledFunction:
         if not hasattr(state, "params") or not hasattr(state, "apply_gradients"):
             raise TypeError(
                 f"{self!r} needs a TrainState, with params and apply_gradients, got {checks.describe(state)}. For "
-                "another state, compute the gradient yourself, in a jf.step."
+                "a different kind of state, compute the gradient yourself, in a jf.step."
             )
 
         def sum_of_losses(params: Any) -> tuple[Any, Any]:
@@ -323,8 +323,8 @@ def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
     by_name = [each.name for each in needed if each.kind is each.KEYWORD_ONLY]
     if by_name:
         raise TypeError(
-            f"{name} needs {', '.join(by_name)} by name, but is called with positional arguments. Bind it with "
-            "functools.partial."
+            f"{name} has keyword-only arguments ({', '.join(by_name)}), but is called with positional ones. Bind them "
+            "with functools.partial."
         )
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [each.name for each in needed if each.kind in kinds]

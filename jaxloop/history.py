@@ -101,8 +101,8 @@ class _Form:
                 raise ValueError(f"The logs have two values under the path {printable(path)}. Rename one of them.")
             if path in _UNITS:
                 raise ValueError(
-                    f"The logs have a value under {path!r}, which is the name of a number of elapsed. Leave it out, or "
-                    f"use another key, such as 'my_{printable(path)}'."
+                    f"The logs have a value under {path!r}, a name that is reserved for the progress of the run. Leave "
+                    f"it out, or use another key, such as 'my_{printable(path)}'."
                 )
             if isinstance(value, jax.Array):
                 _check_on_device(value, path)
@@ -175,7 +175,7 @@ class History:
     [0.9]
     >>> history.collect("loss")
     Traceback (most recent call last):
-    ValueError: 'loss' is ambiguous; it may be any of train.loss, eval.loss. Give one of these names.
+    ValueError: 'loss' is ambiguous: it may be any of train.loss, eval.loss. Use one of these names.
 
     `commit` doesn't wait for the devices. Device values are copied to the host in chunks, and reading rows waits for
     all pending values.
@@ -264,7 +264,9 @@ class History:
           ValueError: If `elapsed` and `logs` differ in length, or if `commit` raises it.
         """
         if len(elapsed) != len(logs):
-            raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
+            raise ValueError(
+                f"History.commit_all needs one elapsed for each item of logs, got {len(elapsed)} and {len(logs)}."
+            )
         for now, row in zip(elapsed, logs, strict=True):
             try:
                 self.commit(now, row)
@@ -368,17 +370,19 @@ class History:
         lost = 0 if num_rows is None else num_rows - len(self)
         what = "It is missing. " if not self._path.exists() else ""
         if reader.broken_lines:
-            what += f"Lines that are no rows: {checks.listed(reader.broken_lines)}. "
+            what += f"Lines that are not rows: {checks.listed(reader.broken_lines)}. "
         if lost:
-            newest = f"of which the last is of step {self._steps_at(-1)}" if len(self) else "which is none"
-            what += (
-                f"{lost} of {num_rows} rows up to step {steps} are lost. The run keeps the other {len(self)}, {newest}."
+            kept = (
+                f"The run keeps the other {len(self)}, up to step {self._steps_at(-1)}."
+                if len(self)
+                else "None is left."
             )
+            what += f"{lost} of {num_rows} rows up to step {steps} are lost. {kept}"
         else:
             what += f"All {len(self)} rows up to step {steps} are there, but some were edited or reordered."
         aside = _keep_damaged_file(self._path, "damaged")
         if aside is not None:
-            what += f" The file as it was found is kept as {aside}."
+            what += f" The original file is kept as {aside}."
         logging.warning("%s has changed since the checkpoint of step %d was saved. %s", self._path, steps, what)
         self._in_file = _write(self._path, map(self._row, range(len(self))))
 
@@ -425,9 +429,7 @@ class History:
         if len(found) == 1:
             return found[0]
         if found:
-            raise ValueError(
-                f"{name!r} is ambiguous; it may be any of {checks.listed(found)}. Give one of these names."
-            )
+            raise ValueError(f"{name!r} is ambiguous: it may be any of {checks.listed(found)}. Use one of these names.")
         nearest = difflib.get_close_matches(end, self._paths_by_end, n=1)
         raise ValueError(
             f"Nothing named {name!r} was measured"

@@ -57,7 +57,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
             else f"{type(model).__name__} is a Linen module"
         )
         raise ValueError(
-            f"nnx_model_args={nnx_model_args!r} belongs to an NNX module class, and {what}. Leave it out, or give the "
+            f"nnx_model_args={nnx_model_args!r} is for an NNX module class, but {what}. Leave it out, or give the "
             "class of an NNX module."
         )
     for name in options:

@@ -135,7 +135,9 @@ class OuterLoop:
         if not isinstance(log_interval, Schedule):
             checks.check_positive("OuterLoop.log_interval", log_interval)
         if len({id(loop) for loop in self._loops}) < len(self._loops):
-            raise ValueError("OuterLoop got one loop twice. Make a loop for each EvalSpec; they may share their step.")
+            raise ValueError(
+                "OuterLoop got the same loop twice. Make a loop for each EvalSpec; they may share their step."
+            )
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
         if watchdog is not None and not isinstance(watchdog, Watchdog):
             raise TypeError(f"watchdog must be a Watchdog such as Watchdog(step_secs=600), got {watchdog!r}.")

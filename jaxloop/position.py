@@ -125,7 +125,7 @@ def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
         return jax.tree.map(insert, state, is_leaf=is_reference)
     except KeyError as error:
         raise ValueError(
-            f"The array {error} of a position in the data is missing: give the arrays of to_dict."
+            f"The array {error} of a position in the data is missing. Pass the arrays that to_dict extracted."
         ) from None
 
 
@@ -485,7 +485,7 @@ class PositionedIterator(Iterator[types.Batch]):
         iterator = self._iterate(self._dataset)
         if iterator is self._dataset:
             raise PositionUnknownError(
-                f"{self!r} was read from, and can't go back. Make a new iterator to go to a position."
+                f"{self!r} has already been read from, and can't go back. Make a new iterator to go to a position."
             )
         self.close()
         self._source = source_of(self._dataset, iterator, start)

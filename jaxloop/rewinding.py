@@ -178,7 +178,7 @@ def _restored(
         step_num = before + 1
     if step_num > before:
         raise FileNotFoundError(
-            f"There is no checkpoint of step {before} or before in {', '.join(map(str, places))}. Give the initial "
+            f"There is no checkpoint of step {before} or earlier in {', '.join(map(str, places))}. Give the initial "
             "state of the run, to repeat it from there."
         )
     train_loop.engine.resume(Elapsed(step_num))

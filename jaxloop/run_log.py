@@ -302,7 +302,7 @@ def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
             raise ValueError(f"OuterLoop.notes takes finite numbers, got {name}={value!r}.")
         checked[name] = value
     if len(json.dumps(checked)) > _MAX_LINE_BYTES // 2:
-        raise ValueError("OuterLoop.notes has more than 50,000 characters. Note less, or the name of a file.")
+        raise ValueError("OuterLoop.notes has more than 50,000 characters. Shorten them, or note the name of a file.")
     return checked
 
 

@@ -28,7 +28,7 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
     >>> write(directory)
     >>> _ = (directory / "numbers").write_text("1 2 4")
     >>> problems(directory)
-    ['numbers is changed: its CRC-32 is 698e28fc, and f7eabd5f was sealed']
+    ['numbers has changed: its CRC-32 is 698e28fc, but the seal says f7eabd5f']
 
     Args:
       directory: The directory. Each of its files is read once, in chunks of 4 MiB.
@@ -88,9 +88,9 @@ def _file_problem(path: epath.Path, sealed: tuple[int, int]) -> str | None:
     size, crc = sealed
     found_size = path.stat().length
     if found_size != size:  # No need to read the file.
-        return f"has {found_size} bytes, and {size} were sealed"
+        return f"has {found_size} bytes, but the seal says {size}"
     _, found_crc = _size_and_crc(path)
-    return None if found_crc == crc else f"is changed: its CRC-32 is {found_crc:08x}, and {crc:08x} was sealed"
+    return None if found_crc == crc else f"has changed: its CRC-32 is {found_crc:08x}, but the seal says {crc:08x}"
 
 
 def _values_problem(path: epath.Path, sealed: Mapping[str, int]) -> str | None:
@@ -98,8 +98,8 @@ def _values_problem(path: epath.Path, sealed: Mapping[str, int]) -> str | None:
         found = files.parse_json(files.read_bytes(path))
         changed = [key for key, crc in sealed.items() if key not in found or _value_crc(found[key]) != crc]
     except (ValueError, TypeError) as error:
-        return f"is changed: it is no longer a JSON object ({error})"
-    return f"is changed: {', '.join(changed)} is not what was sealed" if changed else None
+        return f"has changed: it is no longer a JSON object ({error})"
+    return f"has changed: {', '.join(changed)} does not match the seal" if changed else None
 
 
 def _iterate_files(directory: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Path]]:
@@ -148,5 +148,5 @@ def _read_seal(path: epath.Path) -> tuple[dict[str, tuple[int, int]], dict[str, 
     except (ValueError, TypeError, KeyError):
         sealed_files, values = {}, {}
     if text != _serialize(sealed_files, values).encode():
-        raise ValueError(f"{path.name}, the file with the checksums, is changed: it does not match its own checksum")
+        raise ValueError(f"{path.name}, the file with the checksums, has changed: it does not match its own checksum")
     return sealed_files, values

@@ -497,7 +497,7 @@ def reshuffles(dataset: Any) -> bool:
 # PyTorch's loaders -----------------------------------------------------------------------------------
 
 _TORCH_REMEDY = (
-    "Give a DataLoader over a dataset with __getitem__ and with a sampler of PyTorch (shuffle=True uses one), or "
+    "Use a DataLoader with a PyTorch sampler (shuffle=True uses one) over a dataset with __getitem__, or "
     "torchdata's StatefulDataLoader, whose sampler or IterableDataset must have state_dict and load_state_dict"
 )
 

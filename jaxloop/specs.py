@@ -100,7 +100,7 @@ class EvalSpec:
         """Returns the error to raise if the dataset of an evaluation is empty."""
         used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
-            "An eval dataset gave no batch. "
+            "An eval dataset yielded no batch. "
             + (
                 "It is an exhausted iterator. Give an iterable that can be read again for each evaluation (a list, a "
                 "tf.data.Dataset, tfds.as_numpy(...))."

@@ -618,7 +618,7 @@ class Step:
         memory = partition.memory_of(device) if topology is None else topologies.memory_of(device)
         if memory is None:
             raise ValueError(
-                f"The memory of {device.device_kind} is unknown, so no batch can be too large for it. Give a topology, "
+                f"The memory of {device.device_kind} is unknown, so the largest batch is, too. Give a topology, "
                 'such as "v5e:2x4".'
             )
         example = models.example_batch(batch)
@@ -720,7 +720,7 @@ class Step:
         if checks.is_user_defined(self, "shard_batch"):
             return "it has its own `shard_batch`, which places one batch"
         if self._begin_actions.actions or self._end_actions.actions:
-            return "it has actions, which are called for each step; give them to the loop, with a schedule"
+            return "it has actions, which are called for each step; move them to the loop, with a schedule"
         return None
 
     def _has_own(self, name: str) -> bool:

@@ -104,9 +104,9 @@ def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
         begins = "continues" if number == first else "is"
         if got["batch"] != expected["batch"]:
             return (
-                f"The data differ: it {begins} at update {number} with another batch. Use data whose position is known "
-                "(jaxloop.from_index, Grain, tf.data, lists), or declare with jaxloop.skippable that they come in the "
-                "same order."
+                f"The data differ: it {begins} at update {number} with a different batch. Use data whose position is "
+                "known (jaxloop.from_index, Grain, tf.data, lists), or declare with jaxloop.skippable that they come "
+                "in the same order."
             )
         is_known = "state" in expected and "state" in got
         leaves = _differing(expected["state"], got["state"]) if is_known else ""

@@ -294,7 +294,7 @@ class Training:
                 ValueError(f"{text}. Repeat the dataset, or lower train_total_steps.")
             )
         else:
-            logging.warning("%s, and so does the run. Repeat the dataset, or lower train_total_steps.", text)
+            logging.warning("%s, so the run ends, too. Repeat the dataset, or lower train_total_steps.", text)
         return False
 
     # Resuming ------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Training:
         if loop.engine.progress.batches_before and spec.ends_loop(step_num):
             return None
         ends = {
-            "the end of a run that an evaluation or an action stopped (to train on from its state, call "
+            "the end of a run that an evaluation or an action stopped (to train further from its state, call "
             "step.restore_model(state, directory) and use another directory)": resumed and resumed.has_stopped,
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
             f"train_total_steps={spec.total_steps}": spec.total_steps is not None and step_num >= spec.total_steps,
@@ -362,7 +362,8 @@ class Training:
         if not saved:
             logging.info("No checkpoint found in %s", spec.checkpoint_dir)
         elif saved[-1] < step_num:
-            logging.info("The run continues at step %d, which is past the newest checkpoint, %d.", step_num, saved[-1])
+            text = "The run continues at step %d, which is past the newest checkpoint (step %d)."
+            logging.info(text, step_num, saved[-1])
         else:
             given = checks.adopt(state)
             restored = checkpoint.open_newest(

@@ -237,7 +237,7 @@ class WholeRun:
         """
         if not 0 < first_step <= last_step <= now.steps:
             raise ValueError(
-                f"A detour leaves out the batches of steps between 1 and {now.steps}, got {first_step} to {last_step}."
+                f"A detour can leave out only batches of steps 1 to {now.steps}, got {first_step} to {last_step}."
             )
         number_of = lambda step: self.newest_batch(before=(now.steps - step) // updates)
         first, last = number_of(first_step), number_of(last_step)
@@ -335,9 +335,8 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
     """
     if run["keys"] != keys:
         raise ValueError(
-            f"The checkpoints in {directory} come from a run with other PRNG keys (base_prng) than this one, so this "
-            "run can't resume from them. Give the step the same keys, made from the same seed, or give another "
-            "directory."
+            f"The checkpoints in {directory} come from a run with different PRNG keys (base_prng), so this run can't "
+            "resume from them. Give the step the same keys, made from the same seed, or use a different directory."
         )
 
 
@@ -385,7 +384,7 @@ def check_no_newer_checkpoints(
             raise ValueError(
                 f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "
                 f"the directory has checkpoints up to step {found[-1]}. Resume from them with "
-                f"checkpoint_spec=CheckpointSpec({str(directory)!r}), or give another directory."
+                f"checkpoint_spec=CheckpointSpec({str(directory)!r}), or use a different directory."
             )
 
 
@@ -406,13 +405,13 @@ def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool
         source.seek(position)
     elif source.kind == "unknown":
         raise PositionUnknownError(
-            f"The position after {position.count} batches was saved by another number of processes, and that of "
+            f"The position after {position.count} batches was saved by a different number of processes, and that of "
             f"{source!r} is unknown. {source.problem}"
         )
     elif source.count > position.count:
         raise PositionUnknownError(
-            f"The position after {position.count} batches was saved by another number of processes, and {source!r} is "
-            "past it. Give data from which no batch was read."
+            f"The position after {position.count} batches was saved by a different number of processes, and {source!r} "
+            "is past it. Give data from which no batch was read."
         )
     else:
         source.skip(position.count - source.count)

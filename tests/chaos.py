@@ -854,7 +854,7 @@ def two_trainers(arena: Arena, count: int, seed: int) -> Results:
 DONATED = re.compile(
     r"ValueError: .* got a state that was already donated to .*(TrainLoop|NoisyStep).*: its buffers "
     r"\(.*(params|step).*\) were reused.*\n"
-    r"Use the state that that call returned\. To keep a copy, make it before the call"
+    r"Use the state returned by that call\. To keep a copy, make it before the call"
 )
 
 

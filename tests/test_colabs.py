@@ -203,7 +203,7 @@ def test_killed_run_matches_the_uninterrupted_one(resume_anywhere):
 
 
 def test_damaged_checkpoint_is_skipped_and_sigterm_saves(resume_anywhere):
-    assert re.search(r"is changed: its CRC-32 is \w+, and \w+ was sealed", resume_anywhere("damage"))
+    assert re.search(r"has changed: its CRC-32 is \w+, but the seal says \w+", resume_anywhere("damage"))
     assert "Step 175 was restored instead." in resume_anywhere("damage") and "Resumed at step 175" in resume_anywhere(
         "damage"
     )

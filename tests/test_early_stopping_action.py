@@ -171,14 +171,16 @@ def test_missing_copy_after_a_resume_warns(warnings_logged):
     resumed.load_state_dict(action.state_dict())
     resumed(state, {"accuracy": 0.7}, step_num=200)
     assert resumed.finish(state) is state
-    assert "of step 100, because the run was resumed since" in warnings_logged()[0]
+    assert "of step 100, because the run has been resumed since then" in warnings_logged()[0]
     resumed.load_state_dict(action.state_dict())
     resumed(state, {"accuracy": 0.9}, step_num=200)
     assert resumed.finish(state) is not state  # The new best has a copy.
 
 
 def test_state_dict_of_a_different_action_raises():
-    with pytest.raises(ValueError, match=r"remembers \['best', .*, and was given \['traces'\]: of another action?"):
+    with pytest.raises(
+        ValueError, match=r"expects \['best', .* in its state_dict, got \['traces'\]\. Was it saved by a"
+    ):
         EarlyStoppingAction("loss", patience=3).load_state_dict({"traces": 1})
 
 
@@ -196,7 +198,7 @@ def test_metric_that_was_never_measured_warns(warnings_logged):
     for step in (100, 200):
         action(None, {"loss": 1.0}, step_num=step, elapsed=Elapsed(step), history=history)
     action.finish(None)
-    assert "test/accuracy was not measured at any of its calls. Let its interval coincide" in warnings_logged()[0]
+    assert "test/accuracy was not measured at any of its calls. Make its interval coincide" in warnings_logged()[0]
 
 
 def test_begin_action_cannot_stop():
@@ -205,7 +207,7 @@ def test_begin_action_cannot_stop():
         history.commit(Elapsed(step), {"test": {"accuracy": 0.5}})
         if step == 1:
             action(None, None, step_num=step, history=history)
-    with pytest.raises(TypeError, match="Give it to the end_actions"):
+    with pytest.raises(TypeError, match="Add it to the end_actions"):
         action(None, None, step_num=2, history=history)
 
 

@@ -29,7 +29,7 @@ def put(kind, path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_regular_files_are_opened(kind, mode, tmp_path):
     put(kind, tmp_path / "file")
-    with pytest.raises(OSError, match=f"Expected a regular file and found {kind}"):
+    with pytest.raises(OSError, match=f"Expected a regular file, but found {kind}"):
         files.open_file(tmp_path / "file", mode)
     assert (tmp_path / "precious").read_text() == "keep me"
 
@@ -75,7 +75,7 @@ def test_run_opens_only_regular_files(kind, name, tmp_path):
         experiment(directory)
         assert pathlib.Path(directory / name).read_bytes() == b""
     else:
-        with pytest.raises(OSError, match=f"regular file and found {kind}"):
+        with pytest.raises(OSError, match=f"regular file, but found {kind}"):
             experiment(directory)
     assert (directory / "precious").read_text() == "keep me"
 

@@ -284,7 +284,7 @@ def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, a
             "train_epochs=2 needs a train_dataset that can be read more than once",
         ),
         ({"eval_dataset": iter(DICTS)}, ValueError, "Each evaluation reads eval_dataset from its start"),
-        ({"train_dataset": []}, ValueError, "The dataset has no batch"),
+        ({"train_dataset": []}, ValueError, "The dataset yielded no batch"),
         ({"train_dataset": DICTS[0]}, TypeError, "write .batch."),
         ({"loss": None}, ValueError, "a model with a loss and an optimizer"),
         ({"optimizer": None}, ValueError, "a model with a loss and an optimizer"),

@@ -334,7 +334,7 @@ def by_name(state, batch, *, rate):
         ),
         (lambda: jf.step(scaled_sum), ({}, BATCH, None, [1]), TypeError, r"hashable statics, .* got \[1\]"),
         (lambda: jf.step(lambda state: None), None, TypeError, r"must take \(state, batch\) or .* got \(state\)"),
-        (lambda: jf.step(by_name), None, TypeError, "by_name needs rate by name"),
+        (lambda: jf.step(by_name), None, TypeError, "by_name has keyword-only arguments .rate."),
         (lambda: jf.step(regression, "cpu"), None, TypeError, "must be a jaxloop Partitioner, got 'cpu'"),
     ],
 )

@@ -332,7 +332,7 @@ def by_name_only(state, *, needed):
     [
         (lambda a, b, c, d, e: None, r"The callback <lambda> takes \(a, b, c, d, e\), .* receive up to four"),
         (lambda elapsed: None, r"takes \(elapsed\), .* Write \(state, batch, elapsed\)"),
-        (by_name_only, "by_name_only needs needed by name"),
+        (by_name_only, "by_name_only has keyword-only arguments .needed."),
         (jaxloop.Elapsed, "A callback is a function .* got <class"),
         ("train", "A callback is a function .* got 'train'"),
         (actions.CheckpointAction, "A callback is a function"),
@@ -428,7 +428,7 @@ def test_invalid_stop_raises(stop):
     ("dataset", "options", "message"),
     [
         (BATCHES[:5], {"stop": 10}, r"The dataset ended at step 5, before stop=at\(steps=10\)"),
-        (iter([]), {}, "The dataset had no batch"),
+        (iter([]), {}, "The dataset yielded no batch"),
         (BATCHES, {"stop": 10, "elapsed": jf.Elapsed(10)}, "Nothing is left to train: step 10 has reached stop"),
     ],
 )
@@ -881,7 +881,7 @@ def test_action_is_called_when_both_schedules_fire():
     note = Note(jf.every(2) | jf.last())
     jf.loop(7, BATCHES[:9], {jf.after(4): note})
     assert [step for step, _, _ in note.noted] == [4, 6, 8, 9]
-    with pytest.raises(ValueError, match="counts train loops, of which there are none here"):
+    with pytest.raises(ValueError, match="counts train loops, but there are none here"):
         jf.loop(7, BATCHES, {jf.every(1): Note(interval=2)})
 
 
@@ -1000,7 +1000,7 @@ def test_unknown_monitor_only_warns_if_a_callback_may_still_log_it(warnings_logg
     stop = jf.early_stopping("accuracy", patience=2)
     assert jf.loop(0, BATCHES, {jf.every(1): [lambda: {"loss": 1.0}, sometimes, stop]})[2].steps == 30
     assert warnings_logged() == [
-        "Nothing named 'accuracy' was logged. There is: loss. early_stopping('accuracy') goes on waiting for it."
+        "Nothing named 'accuracy' was logged. There is: loss. early_stopping('accuracy') keeps waiting for it."
     ]
 
 

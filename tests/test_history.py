@@ -95,7 +95,7 @@ def test_a_suffix_matches_whole_path_components():
 @pytest.mark.parametrize("ask", [History.collect, History.find, History.last])
 def test_an_ambiguous_name_raises_and_lists_the_candidates(ask):
     with pytest.raises(
-        ValueError, match="'loss' is ambiguous; it may be any of train.loss, test.loss. Give one of these names"
+        ValueError, match="'loss' is ambiguous: it may be any of train.loss, test.loss. Use one of these names"
     ):
         ask(two_curves(), "loss")
 
@@ -203,7 +203,7 @@ def test_values_are_returned_as_plain_python(value, expected):
         ({"a": None}, TypeError, "hold scalars, got NoneType"),
         ({"a": 1j}, TypeError, "hold scalars, got complex"),
         ({"a/b": 1, "a": {"b": 2}}, ValueError, "two values under the path a.b"),
-        ({"steps": 1}, ValueError, "'steps', which is the name of a number of elapsed"),
+        ({"steps": 1}, ValueError, "'steps', a name that is reserved for the progress"),
     ],
 )
 def test_logs_other_than_dicts_of_scalars_raise_and_add_no_row(logs, error, message):
@@ -287,7 +287,7 @@ def test_commit_all_names_the_row_of_an_error():
         )
     assert caught.value.__notes__ == [f"when the row of {Elapsed(2)!r} was committed"]
     assert history.collect("steps", "loss") == ([1], [1.0])
-    with pytest.raises(ValueError, match="takes as many elapsed as logs, got 2 and 1"):
+    with pytest.raises(ValueError, match="needs one elapsed for each item of logs, got 2 and 1"):
         history.commit_all([Elapsed(2), Elapsed(3)], [{"loss": loss}])
     with pytest.raises(TypeError, match="takes an Elapsed, the progress of the run, got 2"):
         history.commit_all([2, 3], [{"loss": loss}] * 2)
@@ -822,9 +822,9 @@ DAMAGES = {
         "rows up to step 20 are lost",
     ),
     "edited": (lambda path: path.write_text(path.read_text().replace('"loss": ', '"loss": 1')), "some were edited"),
-    "reordered": (edit_lines(reversed), "some were edited or reordered"),
-    "a line deleted": (edit_lines(lambda lines: lines[:3] + lines[4:]), "1 of 10 rows up to step 20 are lost"),
-    "nested": (lambda path: path.write_bytes(b"[" * 1_000_000), "Lines that are no rows: 1. 10 of 10 rows"),
+    "reordered": (lines_changed(reversed), "some were edited or reordered"),
+    "a line deleted": (lines_changed(lambda lines: lines[:3] + lines[4:]), "1 of 10 rows up to step 20 are lost"),
+    "nested": (lambda path: path.write_bytes(b"[" * 1_000_000), "Lines that are not rows: 1. 10 of 10 rows"),
 }
 
 

@@ -149,7 +149,7 @@ def test_patterns_that_do_not_fit_raise_an_error(linen_directory, paths, message
 
 def test_a_leaf_without_a_value_needs_a_pattern(linen_directory):
     into = {"encoder": {"kernel": jnp.zeros([4, 8])}, "head": jax.ShapeDtypeStruct([3], jnp.float32)}
-    with pytest.raises(ValueError, match="leads to head, which `into` gives as a shape"):
+    with pytest.raises(ValueError, match="to head, for which `into` has only a shape"):
         checkpoint.load_params(linen_directory, into=into, paths={"body/kernel": "encoder/kernel"})
 
 

@@ -301,12 +301,12 @@ def test_a_failed_release_does_not_hide_the_error_of_the_run(
 )
 def test_anything_but_a_regular_file_is_rejected_and_left_alone(make, kind, tmp_path):
     make(tmp_path / LOCK)
-    with pytest.raises(OSError, match=f"Can't write to .*: Expected a regular file and found {kind}. Remove it"):
+    with pytest.raises(OSError, match=f"Can't write to .*: Expected a regular file, but found {kind}. Remove it"):
         DirectoryLock(tmp_path).acquire()
     assert os.listdir(tmp_path) == [LOCK]
 
 
-FULL = r"No space left on device\). Give another directory, or free space and inodes"
+FULL = r"No space left on device\). Use a different directory, or free space and inodes"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ FULL = r"No space left on device\). Give another directory, or free space and in
     [
         ("os.open", errno.ENOSPC, FULL),
         ("os.pwrite", errno.ENOSPC, FULL),
-        ("fcntl.flock", errno.EIO, r"\(Input/output error\). Give another directory, or make this one"),
+        ("fcntl.flock", errno.EIO, r"\(Input/output error\). Use a different directory, or make this one"),
         ("os.pwrite", KeyboardInterrupt("stop"), "stop"),
     ],
 )
@@ -351,7 +351,7 @@ def test_a_read_only_directory_raises_a_clear_error(read_only):
             DirectoryLock(directory).acquire()
         assert caught.value.strerror == (
             f"Can't write to the directory {directory} ({os.path.join(directory, name).rstrip('/')}: Permission "
-            "denied). Give another directory, or make this one writable"
+            "denied). Use a different directory, or make this one writable"
         )
 
 

@@ -224,8 +224,8 @@ def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (lambda: lambda: iter([]), "gave no batch.*A function must return a new iterator each time"),
-        (lambda: [], "gave no batch. Check that its pipeline does not filter out"),
+        (lambda: lambda: iter([]), "yielded no batch.*A function must return a new iterator each time"),
+        (lambda: [], "yielded no batch. Check that its pipeline does not filter out"),
         (lambda: iter([]), "It is an exhausted iterator. Give an iterable"),
     ],
 )
@@ -459,7 +459,7 @@ def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
     assert checkpoint.all_steps(tmp_path) == [20]
     state, _ = outer_loop(state, iterator, 40, 10)
     assert int(state.step) == 40 and len(list(iterator)) == 60
-    assert "The run continues at step 30, which is past the newest checkpoint, 20." in logs.messages
+    assert "The run continues at step 30, which is past the newest checkpoint (step 20)." in logs.messages
 
 
 def test_an_error_in_an_action_of_a_loop_loses_nothing(tmp_path):

@@ -279,7 +279,7 @@ def test_a_loader_with_a_custom_sampler_warns_that_resuming_is_not_exact(torch):
         loader.sampler = OwnSampler(None)
         warning = PositionedIterator(loader).resume_warning()
         assert message in warning and "its sampler, an OwnSampler, is not one of PyTorch's" in warning
-        assert "with a sampler of PyTorch" in warning and "state_dict" in warning
+        assert "with a PyTorch sampler" in warning and "state_dict" in warning
 
 
 def test_an_evaluation_does_not_advance_the_pytorch_generator(torch):

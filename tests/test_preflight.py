@@ -243,8 +243,8 @@ MISTAKES = {
         "Each batch counts as one example",
         False,
     ),
-    "empty train data": ({"data": []}, "the train data", "list, gave no batch", True),
-    "a batch instead of a dataset": ({"data": batch_of()}, "the train data", "A dataset must be an iterator", True),
+    "train data without a batch": ({"data": []}, "the train data", "list, yielded no batch", True),
+    "one batch for a dataset": ({"data": batch_of()}, "the train data", "A dataset must be an iterator", True),
     "train data that end early": (
         {"data": [batch_of()] * 20},
         "the train data",
@@ -421,14 +421,14 @@ MISTAKES = {
     "an evaluation from an iterator with too few batches": (
         {"eval_data": iter([batch_of()] * 5), "eval_options": {"num_steps": 2, "interval": every(100), **TEST}},
         "eval 'test'",
-        "3 evaluations draw num_steps=2 batches each, and its iterator has 5",
+        "3 evaluations read num_steps=2 batches each, but its iterator has only 5",
         True,
     ),
-    "an empty evaluation dataset": ({"eval_data": []}, "eval 'test'", "gave no batch", True),
-    "an evaluation dataset that is too short": (
+    "an evaluation without a batch": ({"eval_data": []}, "eval 'test'", "yielded no batch", True),
+    "an evaluation that is too short": (
         {"eval_options": {"num_steps": 10, "interval": every(100), "name": "test"}},
         "eval 'test'",
-        "num_steps=10, and its dataset has 2 batches",
+        "num_steps=10, but its dataset has only 2 batches",
         False,
     ),
     "an evaluation that never runs": (
@@ -663,7 +663,7 @@ def test_the_plan_starts_at_the_newest_checkpoint(saved, plan):
     report = plan().check()
     assert report.ok, str(report)
     assert report.plan["train"] == "the run goes from step 100 to step 300; loops end 2 times, at steps 200, 300"
-    assert report.plan["checkpoint"].startswith("goes on from step 100 in ")
+    assert report.plan["checkpoint"].startswith("resumes from step 100 in ")
 
 
 @pytest.mark.parametrize(
@@ -671,7 +671,7 @@ def test_the_plan_starts_at_the_newest_checkpoint(saved, plan):
     [
         ({"model": Network(5)}, "the checkpoint", r"params/Dense_1/kernel: float32\[3, 4\] -> float32\[3, 5\]"),
         ({"optimizer": optax.sgd(0.1)}, "the checkpoint", "opt_state/0/trace/.*: float32.* -> .none."),
-        ({"seed": 1}, "the checkpoint", "other PRNG keys"),
+        ({"seed": 1}, "the checkpoint", "different PRNG keys"),
         ({"data": data_of(rows=4, w=np.zeros(4, np.int32))}, "the train data", r"batch\['w'\]: int32"),
         ({"resumes": False}, "the checkpoints", "has checkpoints up to step 100"),
         ({"options": {"train_total_steps": 100}}, "the train loop", "Nothing is left to train"),
@@ -686,7 +686,9 @@ def test_check_reports_mismatches_with_the_newest_checkpoint(changes, where, tex
 def test_a_checkpoint_behind_the_state_is_ignored(saved, plan):
     report = plan(state=lambda state: state.replace(step=jnp.int32(150))).check()
     assert report.ok, str(report)
-    assert report.plan["checkpoint"] == "the newest, of step 100, is behind the state: going on from the state"
+    assert (
+        report.plan["checkpoint"] == "the newest, of step 100, is behind the state, so the run continues from the state"
+    )
     assert report.plan["train"].startswith("the run goes from step 150 to step 300")
 
 
@@ -700,7 +702,7 @@ def test_check_reports_a_run_that_was_stopped(plan):
     outer_loop(a_plan.initial_state(), data, **options)
     report = plan(train_actions=(Stopping(),)).check()
     assert [problem.where for problem in report.problems] == ["the train loop"], str(report)
-    assert "the run of step 100 was asked to stop there" in report.problems[0].text
+    assert "an evaluation or an action stopped the run at step 100" in report.problems[0].text
 
 
 def test_check_reports_a_directory_in_use(plan, tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_no_warning_if_a_run_resumes_after_the_trace(tmp_path, warnings_logged):
     run(resumed, 20, first_step=11)
     resumed.close()
     assert warnings_logged() == []
-    with pytest.raises(ValueError, match=r"remembers \['traces'\], and was given \['best'\]"):
+    with pytest.raises(ValueError, match=r"expects \['traces'\] in its state_dict, got \['best'\]"):
         resumed.load_state_dict({"best": 1})
 
 

@@ -213,7 +213,7 @@ def test_names_select_and_order_the_metrics(warnings_logged):
     run.steps(3, {"accuracy": 0.5, "other": 1.0, "jaxloop/x": 3.0}).steps(1, {"loss": 0.25}).close()
     assert run.lines[-1].endswith("took 3.0 s  loss 0.2500  accuracy 0.5000  jaxloop/x 3.0000")
     assert warnings_logged() == [
-        "ProgressAction showed no los, because no output is named so. There were: accuracy, jaxloop/x, loss, other."
+        "ProgressAction showed no los, because no output has that name. There were: accuracy, jaxloop/x, loss, other."
     ]
 
 

@@ -50,7 +50,7 @@ def test_resuming_with_different_keys_raises(tmp_path):
     run(tmp_path)
     other = type(STEP)(jax.random.key(7), STEP.model, STEP.optimizer, train=True)
     with pytest.raises(
-        ValueError, match="from a run with other PRNG keys .*made from the same seed, or give another dir"
+        ValueError, match="from a run with different PRNG keys .*made from the same seed, or use a different dir"
     ):
         run(tmp_path, 20, step=other)
 
@@ -113,7 +113,10 @@ def test_added_and_removed_actions_cause_warnings(tmp_path, warnings_logged):
     run(tmp_path, 15)
     assert any("contains the state of an action of class EarlyStoppingAction" in text for text in warnings_logged())
     run(tmp_path, 20, train_actions=[stopping()])
-    assert any("was not part of the run when it was saved, so it starts fresh" in text for text in warnings_logged())
+    assert any(
+        "was not part of the run when the checkpoint was saved, so it starts fresh" in text
+        for text in warnings_logged()
+    )
 
 
 def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, writer, assert_same):

@@ -113,9 +113,9 @@ def test_batches_are_numbered_across_epochs(tmp_path):
 
 def test_warns_if_batches_to_skip_are_unreached_or_already_used(tmp_path, caplog):
     Experiment(tmp_path, skip=[1000])(data(), 20)
-    assert "has ended before the batches 1000 of its skip" in caplog.text
+    assert "ended before it reached the batches 1000 in skip" in caplog.text
     Experiment(tmp_path, skip=[7])(data(), 30)
-    assert "has used the batches 7 before step 20, so it can't leave them out any more" in caplog.text
+    assert "has used the batches 7 before step 20, so it can no longer leave them out" in caplog.text
     assert not Experiment(tmp_path).rows("left_out")
 
 
@@ -190,7 +190,7 @@ def test_spike_guard_requires_checkpoints_and_one_value_per_step(tmp_path):
     step = make_step()
     state = step.initialize_model([1, 4])
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[jaxloop.SpikeGuard("loss")]))
-    with pytest.raises(ValueError, match="returns to checkpoints, and this run has none"):
+    with pytest.raises(ValueError, match="needs checkpoints to return to, but this run has none"):
         outer_loop(state, data(), 100)
     run = Experiment(tmp_path, jaxloop.SpikeGuard("los"))
     with pytest.raises(ValueError, match="needs an output 'los' with a number for each step.*There is: loss"):
@@ -313,7 +313,7 @@ def test_rewind_without_an_earlier_checkpoint_starts_from_the_given_state(tmp_pa
     before = jaxloop.rewind(tmp_path, run.outer_loop, 15, make_step().initialize_model([1, 4]), data())
     assert_same(jax.device_get(before.state), recording.states[14])
     late = run.state.replace(step=jnp.int32(50))
-    with pytest.raises(FileNotFoundError, match="no checkpoint of step 14 or before in"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 14 or earlier in"):
         jaxloop.rewind(tmp_path, run.outer_loop, 15, late, data())
     with pytest.raises(ValueError, match="has no step 101: it ends at train_total_steps=100"):
         jaxloop.rewind(tmp_path, run.outer_loop, 101, None, data(), 100)

@@ -365,7 +365,7 @@ def test_a_run_interrupted_within_an_epoch_resumes_there(tmp_path, interrupted, 
     [
         ({"train_epochs": 2, "loop_steps": 5}, "train_epochs=2 and train_loop_steps=5"),
         ({"train_epochs": 2, "train_dataset": iter([])}, "can be read more than once"),
-        ({"train_epochs": 2, "train_dataset": []}, "gave no batch"),
+        ({"train_epochs": 2, "train_dataset": []}, "yielded no batch"),
         ({"train_epochs": 0}, "train_epochs must be a positive int"),
     ],
 )
@@ -692,7 +692,7 @@ def test_two_loops_can_share_a_spec_but_a_loop_cannot_be_used_twice():
     assert outer_loop.history.collect("steps", "eval.loss")[0] == [5, 10]
     assert outer_loop.history.collect("eval.loss") == outer_loop.history.collect("eval_2.loss")
     loop = EvalLoop(type(step)(step.base_prng, step.model))
-    with pytest.raises(ValueError, match="OuterLoop got one loop twice"):
+    with pytest.raises(ValueError, match="OuterLoop got the same loop twice"):
         OuterLoop(TrainLoop(step), [loop, loop])
 
 

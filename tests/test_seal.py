@@ -52,11 +52,11 @@ def flip_a_bit(path, bit=None):
         (
             "0/deeper/file0",
             lambda path: path.write_bytes(path.read_bytes()[:-1]),
-            "has 999 bytes, and 1000 were sealed",
+            "has 999 bytes, but the seal says 1000",
         ),
-        ("0/deeper/file0", lambda path: path.write_bytes(b""), "has 0 bytes, and 1000"),
-        ("1/deeper/file1", lambda path: path.write_bytes(b"?"), "has 1 bytes, and 0 were sealed"),
-        ("2/deeper/file2", flip_a_bit, "is changed: its CRC-32 is [0-9a-f]{8}, and [0-9a-f]{8} was sealed"),
+        ("0/deeper/file0", lambda path: path.write_bytes(b""), "has 0 bytes, but the seal says 1000"),
+        ("1/deeper/file1", lambda path: path.write_bytes(b"?"), "has 1 bytes, but the seal says 0"),
+        ("2/deeper/file2", flip_a_bit, "has changed: its CRC-32 is [0-9a-f]{8}, but the seal says [0-9a-f]{8}"),
         ("0/deeper/file0", lambda path: [path.unlink(), path.mkdir()], "(has|can't be read)"),
         (
             "0/deeper/file0",
@@ -67,13 +67,21 @@ def flip_a_bit(path, bit=None):
         (
             "about.json",
             lambda path: path.write_text(path.read_text()[:-3]),
-            "about.json is changed: it is no longer a JSON",
+            "about.json has changed: it is no longer a JSON",
         ),
-        ("about.json", lambda path: path.write_text("3"), "about.json is changed: it is no longer a JSON object"),
-        ("about.json", lambda path: path.write_text('{"time": 3}'), "about.json is changed: author is not what was"),
-        ("about.json", lambda path: path.write_text(path.read_text().replace("2.5", "2.4")), "author is not what was"),
-        (seal.NAME, lambda path: path.write_bytes(b""), "SEAL, the file with the checksums, is changed"),
-        (seal.NAME, lambda path: path.write_text(path.read_text().replace("1000", "1001")), "SEAL.* is changed"),
+        ("about.json", lambda path: path.write_text("3"), "about.json has changed: it is no longer a JSON object"),
+        (
+            "about.json",
+            lambda path: path.write_text('{"time": 3}'),
+            "about.json has changed: author does not match the seal",
+        ),
+        (
+            "about.json",
+            lambda path: path.write_text(path.read_text().replace("2.5", "2.4")),
+            "author does not match the seal",
+        ),
+        (seal.NAME, lambda path: path.write_bytes(b""), "SEAL, the file with the checksums, has changed"),
+        (seal.NAME, lambda path: path.write_text(path.read_text().replace("1000", "1001")), "SEAL.* has changed"),
         (seal.NAME, lambda path: [path.unlink(), path.mkdir()], "SEAL.* can't be read"),
     ],
 )

@@ -59,7 +59,7 @@ def test_assert_resumable_detects_a_fault_in_fused_steps():
 
 def test_assert_resumable_detects_data_that_restart():
     with pytest.raises(
-        AssertionError, match="Killed at step 7.*\n.*The data differ: it continues at update 7 with another"
+        AssertionError, match="Killed at step 7.*\n.*The data differ: it continues at update 7 with a different"
     ):
         testing.assert_resumable(make_run_with_restarting_data, at_steps=[7])
 
@@ -103,8 +103,8 @@ def changed(*path, value="other"):
 @pytest.mark.parametrize(
     ("resumed", "message"),
     [
-        (changed("steps", "3", "batch", "x"), "The data differ: it continues at update 3 with another batch"),
-        (changed("steps", "4", "batch", "x"), "The data differ: it is at update 4 with another batch"),
+        (changed("steps", "3", "batch", "x"), "The data differ: it continues at update 3 with a different batch"),
+        (changed("steps", "4", "batch", "x"), "The data differ: it is at update 4 with a different batch"),
         (changed("steps", "3", "state", "opt_state/m"), "The state before update 3 differs in opt_state/m"),
         (changed("steps", "3", "outputs", "loss"), "Update 3 had the same batch and the same state, but other outputs"),
         (changed("steps", "5", value={}), "It made update 5, which the other run did not make"),

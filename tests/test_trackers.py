@@ -385,7 +385,7 @@ def test_a_damaged_identity_file_raises(content, comet, tmp_path):
 
 @pytest.mark.parametrize("run", ["../other", "*", "' OR '", 5, "A" * 100])
 def test_an_invalid_identity_raises(run, comet, tmp_path):
-    with pytest.raises(ValueError, match="is no tracked run of CometWriter"):
+    with pytest.raises(ValueError, match="is not a tracked run of CometWriter"):
         actions.CometWriter(tmp_path).resume(0, {"run": run})
 
 

@@ -164,7 +164,10 @@ class Action(abc.ABC):
         """Raises a `ValueError` if the names in a `state_dict` differ from those that this action saves."""
         if sorted(names) != sorted(state_dict):
             remembered = sorted(names) or "nothing"
-            raise ValueError(f"{self!r} remembers {remembered}, and was given {sorted(state_dict)}: of another action?")
+            raise ValueError(
+                f"{self!r} expects {remembered} in its state_dict, got {sorted(state_dict)}. Was it saved by a "
+                "different action?"
+            )
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
         """Finishes all pending writes. Called at the end of a loop that runs without an `OuterLoop`."""

@@ -207,7 +207,7 @@ class CheckpointAction(Action):
         self._writer.close()
         if self._monitor is not None and self._saves and not self._saves_measured:
             logging.warning(
-                "%r saved no checkpoint that can be the best: %s was not measured at any of its %d saves. Let its "
+                "%r saved no checkpoint that can be the best: %s was not measured at any of its %d saves. Make its "
                 "interval coincide with the evaluations, such as interval=every(steps=500) here and in the EvalSpec.",
                 self,
                 printable(self._monitor.name),

@@ -168,7 +168,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def _begin_action_error(self) -> str:
-        return f"{self!r} can't stop a loop as one of its begin_actions. Give it to the end_actions."
+        return f"{self!r} can't stop a loop as one of its begin_actions. Add it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
         """Records a value. Returns the reason why the run should stop, as a sentence, or None if it should continue."""
@@ -204,8 +204,8 @@ class EarlyStoppingAction(Action):
         memory, name = self._memory, printable(self._monitor.name)
         if memory.seen_at is not None and memory.best is None and not memory.stopped:
             logging.warning(
-                f"{self!r} could not stop the run: {name} was not measured at any of its calls. Let its interval "
-                "coincide with the evaluations, or give it to the end_actions of the eval loop."
+                f"{self!r} could not stop the run: {name} was not measured at any of its calls. Make its interval "
+                "coincide with the evaluations, or add it to the end_actions of the eval loop."
             )
         self._is_over = True
         best_state, self.kept_state = self.kept_state, None
@@ -214,8 +214,8 @@ class EarlyStoppingAction(Action):
         if best_state is None:
             logging.warning(
                 f"{self!r} can't return the state with the best {name}, of step {memory.best_elapsed.steps}, because "
-                "the run was resumed since and the copy is not part of a checkpoint. It returns the newest state. "
-                f"CheckpointAction(directory, best={name!r}) keeps the best one on disk."
+                "the run has been resumed since then and checkpoints don't contain the copy. It returns the newest "
+                f"state. CheckpointAction(directory, best={name!r}) keeps the best one on disk."
             )
             return state
         logging.info("The run returns the state of step %d, with the best %s.", memory.best_elapsed.steps, name)

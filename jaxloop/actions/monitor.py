@@ -113,7 +113,8 @@ class Monitor:
             found = [name for name in names if matches(_parts(name))]
             if len(found) > 1:
                 raise ValueError(
-                    f"{self.name!r} may be any of {', '.join(map(printable, sorted(found)))}. Write one in full."
+                    f"{self.name!r} is ambiguous: it may be any of {', '.join(map(printable, sorted(found)))}. Use a "
+                    "full name."
                 )
             if found:
                 return found[0]

@@ -268,7 +268,7 @@ class ProgressAction(Action):
             missing = [name for name in self._names or () if name not in self._outputs]
             if missing:
                 logging.warning(
-                    f"ProgressAction showed no {checks.listed(missing)}, because no output is named so. There were: "
+                    f"ProgressAction showed no {checks.listed(missing)}, because no output has that name. There were: "
                     f"{checks.listed(sorted(self._outputs)) or 'none'}."
                 )
         self._forget()

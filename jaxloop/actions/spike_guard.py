@@ -69,7 +69,7 @@ class SpikeGuard(Action):
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         if outputs is None:
-            yield f"{self!r} is one of the begin_actions, which receive no outputs. Give it to the end_actions."
+            yield f"{self!r} is one of the begin_actions, which receive no outputs. Add it to the end_actions."
 
     def __repr__(self) -> str:
         return (
@@ -79,7 +79,9 @@ class SpikeGuard(Action):
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         if not can_resume:
-            raise ValueError(f"{self!r} returns to checkpoints, and this run has none. Give the run a CheckpointSpec.")
+            raise ValueError(
+                f"{self!r} needs checkpoints to return to, but this run has none. Give the run a CheckpointSpec."
+            )
         if self._seen_at > step_num or not self._values:
             self._values.clear()
             self._seen_at = step_num
@@ -112,7 +114,7 @@ class SpikeGuard(Action):
         worst = max((values[number] for number in spikes), key=lambda value: (math.isnan(value), value))
         reason = f"{self._monitor.name} was {worst:.6g} in steps {first} to {last}, above the limit of {limit:.6g}."
         if detour is None:
-            raise RuntimeError(f"{reason} {self!r} can't return to a checkpoint: give it to the loop of an OuterLoop.")
+            raise RuntimeError(f"{reason} {self!r} can't return to a checkpoint: add it to the loop of an OuterLoop.")
         detour(first, last, reason, at_most=self._at_most)
 
     def _values_of_steps(self, outputs: types.Output) -> list[Any]:

@@ -135,7 +135,7 @@ class _TrackerWriter(abc.ABC):
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{self._file} is damaged. Delete it to begin a new tracked run.") from error
             if saved is not None and not (isinstance(saved, str) and re.fullmatch("[0-9a-z]{8,64}", saved)):
-                raise ValueError(f"{saved!r} is no tracked run of {type(self).__name__}.")
+                raise ValueError(f"{saved!r} is not a tracked run of {type(self).__name__}.")
             self._id, self._known = saved, None if saved else {}
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -277,7 +277,9 @@ class MlflowWriter(_TrackerWriter):
             if name not in has:
                 new.append(self._module.entities.Param(name, str(value)))
             elif has[name] != str(value)[:6000]:  # MLflow truncates longer values.
-                logging.warning(f"MlflowWriter: the param {name} stays {has[name]}; its new value is {value}.")
+                logging.warning(
+                    f"MlflowWriter: the param {name} keeps the value {has[name]}; its new value, {value}, is ignored."
+                )
         tags = [self._module.entities.RunTag(self._name(name), str(value)) for name, value in self._notes.items()]
         self._client.log_batch(self._run, params=new, tags=tags, synchronous=True)
 

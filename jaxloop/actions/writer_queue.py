@@ -74,7 +74,7 @@ class Call:
         try:
             encoding.encode(kept)
         except TypeError as error:
-            text = "A checkpoint can't keep what %r could not write for step %d: %s"
+            text = "The values that %r could not write for step %d can't be saved in a checkpoint: %s"
             logging.error(text, self.action, self.step, error)
             return None
         self.is_in_checkpoint = True
@@ -276,7 +276,7 @@ class WriterQueue:
                 call.make(self._writer)
             except BaseException as error:
                 if self._has_thread:
-                    error.add_note("It was called in the background, and raised where the run next came to the writer.")
+                    error.add_note("The call ran in the background; its error is raised when the writer is next used.")
                 with self._lock:
                     self._errors, self._is_halted = [error], True
             else:
@@ -367,8 +367,14 @@ def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
 def _calls_in(action: Any, state_dict: Mapping[str, Any]) -> Iterable[Call]:
     """Yields the calls that are stored in an action's state."""
     if set(state_dict) - {"unwritten", "position"}:
-        raise ValueError(f"{action!r} remembers what is unwritten, and was given {sorted(state_dict)}: of another?")
+        raise ValueError(
+            f"{action!r} expects only 'unwritten' and 'position' in its state_dict, got {sorted(state_dict)}. Was it "
+            "saved by a different action?"
+        )
     for kept in state_dict.get("unwritten", ()):
         if kept["method"] not in _METHODS:
-            raise ValueError(f"{action!r} has no call of {kept['method']!r} to make: its state is not one it wrote.")
+            raise ValueError(
+                f"The state of {action!r} has a call of {kept['method']!r}, which is not a method of a writer. Was it "
+                "saved by a different action?"
+            )
         yield Call(action, **kept)

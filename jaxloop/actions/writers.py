@@ -39,7 +39,7 @@ def default_writer(workdir: epath.PathLike) -> Any:
         return metric_writers.create_default_writer(workdir, asynchronous=False)
     logging.warning(
         "Neither TensorFlow nor tensorboardX is installed: summaries are logged, and no event file is written to "
-        f"{workdir}. pip install tensorboardX fixes it."
+        f"{workdir}. To write one: pip install tensorboardX"
     )
     return LogWriter()
 
@@ -195,7 +195,7 @@ class TensorBoardWriter(LogWriter):
         except ModuleNotFoundError as error:
             if error.name not in self._missing:
                 self._missing.add(error.name)
-                logging.warning("%r is not written to the event file: pip install %s fixes it.", name, error.name)
+                logging.warning("%r is not written to the event file. To write it: pip install %s", name, error.name)
 
 
 def as_batch(value: Any, num_axes: int) -> np.ndarray:

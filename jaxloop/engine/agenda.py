@@ -177,7 +177,9 @@ def paired_with_saved(
             left.remove(found)
             yield each, found
         elif action_of(each).state_dict():
-            logging.warning("%r was not part of the run when it was saved, so it starts fresh.", action_of(each))
+            logging.warning(
+                "%r was not part of the run when the checkpoint was saved, so it starts fresh.", action_of(each)
+            )
     for one in left:
         if one["state"] != encoding.encode({}):
             logging.warning(

@@ -208,7 +208,7 @@ class Program:
                 # When the steps run one by one, the failing one raises its own error, with a note.
                 self._has_failed = True
                 logging.warning(
-                    "%r: %d steps in one dispatch failed, so they run one by one: %r", self.step, size, error
+                    "%r: a dispatch of %d steps failed, so they run one at a time: %r", self.step, size, error
                 )
             dispatches.is_in_step = False
         if result is None:
@@ -293,10 +293,10 @@ class StepTimes:
         return STEPS_TRIED if self.fused is not None and self.fused < 0.97 * self.one_by_one else 1
 
     def __str__(self) -> str:
-        text = f"one by one a step takes {self.one_by_one * 1e6:,.0f} us"
+        text = f"a step takes {self.one_by_one * 1e6:,.0f} us on its own"
         if self.fused is None:
             return f"{text}, almost none of it for dispatching"
-        return f"{text}, {STEPS_TRIED} in one dispatch {self.fused * 1e6:,.0f} us each"
+        return f"{text}, and {self.fused * 1e6:,.0f} us in a dispatch of {STEPS_TRIED}"
 
 
 def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batch], *, evaluates: bool = False) -> int:

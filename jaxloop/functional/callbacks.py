@@ -186,8 +186,8 @@ class ActionCallback(CallbackOf):
         super().__init__(of)
         if not isinstance(action.interval, Schedule) and action.interval != 1:
             raise ValueError(
-                f"{action!r} counts train loops, of which there are none here. Leave its interval out: the schedule "
-                "under which it stands says when it is called."
+                f"{action!r} counts train loops, but there are none here. Leave its interval out: the schedule of its "
+                "task determines when it is called."
             )
         self.time_category: str = action.time_category
         self.saves: bool = action.time_category == "checkpoints"
@@ -291,7 +291,7 @@ class ActionCallback(CallbackOf):
             raise ValueError(f"{text} Give the name of one of them to {self.name}.")
         if not self._has_warned:
             self._has_warned = True
-            logging.warning("%s %s goes on waiting for it.", text, self.name)
+            logging.warning("%s %s keeps waiting for it.", text, self.name)
         return False
 
     def finish(self, loop_state: LoopState) -> None:

@@ -222,7 +222,7 @@ class _LoopPart:
         self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
         self._loop_state.stop_iteration = state_dict["has_stopped"]
         if [callback.kind for callback in self.callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
-            logging.warning("The tasks are not those of the checkpoint: what they remember begins anew.")
+            logging.warning("The tasks differ from those in the checkpoint, so their callbacks start fresh.")
             return
         for index, (callback, (_, kept)) in enumerate(zip(self.callbacks, state_dict["callbacks"], strict=True)):
             callback.load_state_dict(encoding.decode(kept))

@@ -38,8 +38,8 @@ def choose(state: Any, rows: int | None) -> Partitioner:
     if jax.process_count() > 1 and (rows is None or rows % len(devices)):
         raise ValueError(
             f"partitioner='auto' splits a batch over the {len(devices)} devices of {jax.process_count()} processes, "
-            f"and together those have {'no common number of' if rows is None else rows} rows. Batch in each process to "
-            f"a multiple of {jax.local_device_count()}."
+            f"but the batch has {'no common number of' if rows is None else rows} rows in total. Batch in each process "
+            f"to a multiple of {jax.local_device_count()}."
         )
     if rows is None or rows % len(devices):
         logging.warning(

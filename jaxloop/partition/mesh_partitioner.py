@@ -108,7 +108,7 @@ class MeshPartitioner(Partitioner):
         for name in names_of(entry):
             if name not in self._mesh.axis_names:
                 axes = ", ".join(map(repr, self._mesh.axis_names))
-                raise ValueError(f"{who} {name!r}, which is not an axis of the mesh, which has {axes}.")
+                raise ValueError(f"{who} {name!r}, which is not an axis of the mesh ({axes}).")
 
     def _holds(self, leaf):
         return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh

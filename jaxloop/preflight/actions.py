@@ -136,7 +136,7 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
     elif called.part.trains and not called.action.runs_last:
         here.warn(
             f"It monitors {monitor.name!r}, but is called before the evaluations of the same step. Set runs_last = "
-            "True in its class, or give it to the end_actions of the eval loop."
+            "True in its class, or add it to the end_actions of the eval loop."
         )
     else:
         there = [name for name in known if monitor.is_measured((), _history_of({name: known[name]}))]
@@ -145,13 +145,13 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
         if patience and comes and called.calls.is_all and len(called.calls.steps) <= patience < len(comes[0].steps):
             here.warn(
                 f"It is called {called.calls}, so patience={patience} can't end the run, although {monitor.name!r} is "
-                f"measured {comes[0]}. Give it to the end_actions of the eval loop, or pass the interval of the "
+                f"measured {comes[0]}. Add it to the end_actions of the eval loop, or pass the interval of the "
                 "evaluation."
             )
         if comes and not called.calls.is_never and not any(map(called.calls.may_coincide, comes)):
             here.warn(
-                f"It is called {called.calls}, but {monitor.name!r} is not measured at any of these steps. Let its "
-                "interval coincide with the evaluations, or give it to the end_actions of the eval loop."
+                f"It is called {called.calls}, but {monitor.name!r} is not measured at any of these steps. Make its "
+                "interval coincide with the evaluations, or add it to the end_actions of the eval loop."
             )
 
 

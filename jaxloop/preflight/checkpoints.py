@@ -32,9 +32,9 @@ def check_checkpoints(experiment: Experiment, state: State, data: TrainData, fou
             found.plan["checkpoint"] = f"none yet in {spec.checkpoint_dir}"
         elif spec is not None and saved[-1] < begin.elapsed.steps:
             where = f"the newest, of step {saved[-1]}, is behind the state"
-            found.plan["checkpoint"] = f"{where}: going on from the state"
+            found.plan["checkpoint"] = f"{where}, so the run continues from the state"
         elif spec is not None:
-            found.plan["checkpoint"] = f"goes on from step {saved[-1]:,} in {spec.checkpoint_dir}"
+            found.plan["checkpoint"] = f"resumes from step {saved[-1]:,} in {spec.checkpoint_dir}"
             begin = _check_checkpoint(spec, saved[-1], train_loop, state, data, here)
     if train_loop is not None:
         with found.at("the checkpoints"):

@@ -102,7 +102,7 @@ def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData,
     if course.is_over:
         text = f"the run is at step {start}, and ends at step {end}"
         if course.begin.has_stopped:
-            text = f"the run of step {start} was asked to stop there, by an evaluation or an action"
+            text = f"an evaluation or an action stopped the run at step {start}"
         here.warn(f"Nothing is left to train: {text}.")
     counter = getattr(state, "step", None)
     if counter is not None and end is not None and end > np.iinfo(counter.dtype).max:
@@ -160,14 +160,14 @@ def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
     calls, number = part.calls, len(part.calls.steps)
     if there is not None and there < (spec.num_steps or 0) * number and not calls.at_most:
         part.here.error(
-            f"Its {number} evaluations draw num_steps={spec.num_steps} batches each, and its iterator has {there}. "
-            "Give one that has enough of them, or a dataset that starts anew each time."
+            f"Its {number} evaluations read num_steps={spec.num_steps} batches each, but its iterator has only "
+            f"{there}. Give an iterator that has enough batches, or a dataset that can be read again each time."
         )
     if spec.num_steps is None and (number > 1 or not calls.is_all) and not calls.at_most:
         part.here.error(
-            f"It will run more than once, and its dataset is {checks.describe(spec.dataset)}, an iterator, which gives "
-            "its batches only once. Give an iterable that starts anew each time (a list, a tf.data.Dataset), or "
-            "EvalSpec(None, dataset_iterator=..., num_steps=...) to go on with it."
+            f"It will run more than once, and its dataset is {checks.describe(spec.dataset)}, an iterator, which "
+            "yields its batches only once. Give an iterable that can be read again (a list, a tf.data.Dataset), or use "
+            "EvalSpec(None, dataset_iterator=..., num_steps=...) to continue where the last evaluation stopped."
         )
 
 
@@ -176,19 +176,19 @@ def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str
     known = num_batches(spec.dataset)
     if spec.num_steps is not None:
         if known is not None and known < spec.num_steps:
-            text = f"num_steps={spec.num_steps}, and its dataset has {known} batches: those are all it will see."
+            text = f"num_steps={spec.num_steps}, but its dataset has only {known} batches, so it will read no more."
             here.warn(f"{text} Lower num_steps, or leave it out.")
         return f"{spec.num_steps} batches"
     if is_endless(spec.dataset):
-        text = "Its dataset has no end, so it would never end either."
-        here.error(f"{text} Set num_steps in its EvalSpec, or give data that end.")
+        text = "Its dataset has no end, so the evaluation would never end."
+        here.error(f"{text} Set num_steps in its EvalSpec, or give a finite dataset.")
         return "endless batches"
     if known is None:
         known, has_ended = _count(batches)
         if not has_ended:
             if known == _LOOK_BATCHES:
                 text = f"Its dataset has not ended after {known:,} batches. If it repeats without end, set num_steps"
-                here.warn(f"{text} in its EvalSpec, or give data that end.")
+                here.warn(f"{text} in its EvalSpec, or give a finite dataset.")
             return f"at least {known:,} batches"
     return f"{known} batch{'es' if known > 1 else ''}"
 
