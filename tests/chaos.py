@@ -366,7 +366,7 @@ def resume_everywhere(directory, report):
         run = functools.partial(whole_run.run, source=source, prefetch=prefetch, program=program)
         reference = run(directory / "reference")
         for step in range(11):
-            target = whole_run.as_of(step, directory / "reference", directory / "resumed")
+            target = whole_run.copy_until(step, directory / "reference", directory / "resumed")
             resumed = run(target, saves=False)
             expected = {**reference, "ids": reference["ids"][step:]}
             expected["written"] = [row for row in reference["written"] if row[0] > step]
@@ -907,7 +907,7 @@ def processes(arena: Arena, count: int, seed: int) -> Results:
         directory, at, place = arena.new_directory(fault), rng.randrange(2, 58), rng.randrange(2)
         then = rng.choice([(2, 2), (2, 2), (1, 4), (4, 1)])
         directory.mkdir()
-        problems = launching.break_and_go_on(directory, fault, at=at, place=place, then=then)
+        problems = launching.break_and_resume(directory, fault, at=at, place=place, then=then)
         if not problems:
             final = launching.final_of(directory)
             problems = [f"{name} differs" for name in expected if not np.array_equal(final[name], expected[name])]
@@ -1079,7 +1079,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
             if code == 0:
                 break
         found, first = child.result(), checkpoint.all_steps(directory / "checkpoints")[0]
-        again = whole_run.as_of(first, directory, arena.new_directory("told_again"))
+        again = whole_run.copy_until(first, directory, arena.new_directory("told_again"))
         shutil.copy(directory / "commands.jsonl", again)
         uninterrupted = arena.server.start(again, **options)
         if uninterrupted.wait() != 0:

@@ -11,8 +11,8 @@ import tempfile
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Most tests compile the same few small programs. A compilation cache makes this happen once per session: the workers of
-# pytest-xdist and the programs that tests start find its directory in their environment. Files that tests write are kept
-# in memory if there is room, and are deleted at the end (`--basetemp=DIRECTORY` keeps the `tmp_path` directories).
+# pytest-xdist and the programs that tests start find its directory in their environment. Files that tests write are
+# kept in memory if there is room, and are deleted at the end (`--basetemp=DIRECTORY` keeps the `tmp_path` directories).
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _MEMORY = "/dev/shm"
     _HAS_ROOM = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 2**30

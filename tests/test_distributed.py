@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 from programs import leaving
-from programs.launching import JOB, break_and_go_on, final_of, launch
+from programs.launching import JOB, break_and_resume, final_of, launch
 
 from jaxloop import agreement, checkpoint, distributed, interrupt
 
-PROGRAM, TOGETHER, DOORS = (
-    pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py", "doors.py")
+PROGRAM, TOGETHER, ALL_APIS = (
+    pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py", "all_apis.py")
 )
 
 
@@ -85,7 +85,7 @@ def test_all_processes_make_the_same_detour_after_a_spike(tmp_path):
 
 
 def test_fit_evaluation_and_nan_detection_in_two_processes(tmp_path):
-    job, _ = launch(DOORS, tmp_path / "run", processes=2, devices=2)
+    job, _ = launch(ALL_APIS, tmp_path / "run", processes=2, devices=2)
     assert job.returncode == 0, job.stdout + job.stderr
     seen = set()
     for place in range(2):
@@ -111,7 +111,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_run_with_a_killed_process_resumes_bit_identically_in_a_different_layout(uninterrupted, tmp_path):
-    assert break_and_go_on(tmp_path, "kill", then=(1, 4)) == []
+    assert break_and_resume(tmp_path, "kill", then=(1, 4)) == []
     final = final_of(tmp_path)
     assert len(final) == 14 and all(np.array_equal(final[name], uninterrupted[name]) for name in uninterrupted)
 

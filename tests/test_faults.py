@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import whole_run
-from programs.whole_run import as_of, assert_goes_on_as_if_nothing_had_happened
+from programs.whole_run import assert_resumed_exactly, copy_until
 
 import jaxloop
 from jaxloop import checkpoint, seal
@@ -72,43 +72,43 @@ def press_ctrl_c():
 def test_repeated_resumes_match_the_uninterrupted_run(uninterrupted, tmp_path):
     directory, expected = uninterrupted
     for number, step in enumerate([2, 5, 8]):
-        target = as_of(step, directory, tmp_path / str(number))
-        assert_goes_on_as_if_nothing_had_happened(run(target), expected, step)
+        target = copy_until(step, directory, tmp_path / str(number))
+        assert_resumed_exactly(run(target), expected, step)
         directory = target
 
 
 def test_resume_at_the_end_of_an_epoch_starts_the_next_one(uninterrupted_in_epochs, tmp_path):
     directory, expected = uninterrupted_in_epochs
-    target = as_of(whole_run.BATCHES, directory, tmp_path / "resumed")
+    target = copy_until(whole_run.BATCHES, directory, tmp_path / "resumed")
     resumed = run(target, total=15, epochs=2, loop_steps=None, saves=False)
-    assert_goes_on_as_if_nothing_had_happened(resumed, expected, whole_run.BATCHES)
+    assert_resumed_exactly(resumed, expected, whole_run.BATCHES)
     assert resumed["ids"] == [0, 1, 2]
 
 
 def test_ctrl_c_before_the_first_step_ends_the_run_after_that_step(uninterrupted, tmp_path):
     ended = run(tmp_path, watch=at("opened", 0, press_ctrl_c))
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [1] and ended["step"] == 1 and ended["ids"] == [0]
-    assert_goes_on_as_if_nothing_had_happened(run(tmp_path), uninterrupted[1], 1)
+    assert_resumed_exactly(run(tmp_path), uninterrupted[1], 1)
 
 
 def test_data_error_before_the_first_step_saves_step_0(uninterrupted, tmp_path):
     with pytest.raises(BrokenError):
         run(tmp_path, watch=at("data", 0, fail))
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [0]
-    assert_goes_on_as_if_nothing_had_happened(run(tmp_path), uninterrupted[1], 0)
+    assert_resumed_exactly(run(tmp_path), uninterrupted[1], 0)
 
 
 def test_run_resumes_from_a_checkpoint_of_step_0(uninterrupted, tmp_path):
     writer = checkpoint.CheckpointWriter(tmp_path / "checkpoints")
     with contextlib.closing(writer):
         writer.save(0, PROGRAM().state)
-    assert_goes_on_as_if_nothing_had_happened(run(tmp_path, saves=False), uninterrupted[1], 0)
+    assert_resumed_exactly(run(tmp_path, saves=False), uninterrupted[1], 0)
 
 
 def test_finished_run_makes_no_update_and_returns_the_same_state(uninterrupted, tmp_path):
     run(tmp_path)
     again = run(tmp_path)
-    assert_goes_on_as_if_nothing_had_happened(again, uninterrupted[1], 10)
+    assert_resumed_exactly(again, uninterrupted[1], 10)
     assert again["ids"] == [] and again["written"] == []
     assert (tmp_path / "checkpoints" / "STOPPED").exists()
 
@@ -116,7 +116,7 @@ def test_finished_run_makes_no_update_and_returns_the_same_state(uninterrupted, 
 def test_run_resumes_on_a_different_number_of_devices(tmp_path):
     programs = [whole_run.make_program(devices=devices) for devices in (4, 2)]
     expected = run(tmp_path / "whole", program=programs[0], save=5)
-    resumed = run(as_of(5, tmp_path / "whole", tmp_path / "resumed"), program=programs[1], save=5)
+    resumed = run(copy_until(5, tmp_path / "whole", tmp_path / "resumed"), program=programs[1], save=5)
     assert resumed["ids"] == expected["ids"][5:]
     states = [
         checkpoint.restore(tmp_path / name / "checkpoints", 10, programs[0].state) for name in ("whole", "resumed")
@@ -176,15 +176,15 @@ TAMPERINGS = {
 @pytest.mark.parametrize("tamper", TAMPERINGS.values(), ids=TAMPERINGS)
 def test_missing_part_of_a_checkpoint_is_detected(uninterrupted, tmp_path, monkeypatch, tamper):
     directory, expected = uninterrupted
-    assert_goes_on_as_if_nothing_had_happened(run(as_of(5, directory, tmp_path / "1"), saves=False), expected, 5)
+    assert_resumed_exactly(run(copy_until(5, directory, tmp_path / "1"), saves=False), expected, 5)
     tamper(monkeypatch)
     if tamper is TAMPERINGS["step counter"]:
         with pytest.raises(ValueError, match="No run can resume from checkpoint 5 in .* its state.step is 4"):
-            run(as_of(5, directory, tmp_path / "2"), saves=False)
+            run(copy_until(5, directory, tmp_path / "2"), saves=False)
         return
-    resumed = run(as_of(5, directory, tmp_path / "2"), saves=False)
+    resumed = run(copy_until(5, directory, tmp_path / "2"), saves=False)
     with pytest.raises(AssertionError):
-        assert_goes_on_as_if_nothing_had_happened(resumed, expected, 5)
+        assert_resumed_exactly(resumed, expected, 5)
 
 
 # Ends of a run ----------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ ENDS = {
     "the end": ("nowhere", 0, fail, None, 8, []),
     "the step": ("step", 6, fail, BrokenError, 6, ["NoisyStep", "after step 6", "TrainLoop"]),
     "the data": ("data", 6, fail, BrokenError, 6, ["in the dataset, after step 6", "TrainLoop"]),
-    "an action": ("action", 6, fail, BrokenError, 6, ["in TellOfSteps", "after step 6", "TrainLoop"]),
+    "an action": ("action", 6, fail, BrokenError, 6, ["in ReportSteps", "after step 6", "TrainLoop"]),
     "an evaluation": ("eval", 101, fail, BrokenError, 4, ["NoisyStep", "after step 4", "EvalLoop"]),
     "a writer": ("writer", 6, fail, BrokenError, None, ["in SummaryAction(interval=every(steps=3)), after step 6"]),
     "Ctrl-C": ("step", 6, press_ctrl_c, None, 7, []),
@@ -304,7 +304,7 @@ class BadWriter(whole_run.Writer):
 @pytest.mark.parametrize("options", [{"steps": range(11)}, {"flush": True}], ids=["in write_scalars", "in flush"])
 def test_slow_writer_does_not_affect_the_result(uninterrupted, tmp_path, options):
     writer = BadWriter(secs=0.05, **options)
-    assert_goes_on_as_if_nothing_had_happened(run(tmp_path, writer=writer), uninterrupted[1], 0)
+    assert_resumed_exactly(run(tmp_path, writer=writer), uninterrupted[1], 0)
     assert writer.calls > 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
 from programs import whole_run
-from programs.whole_run import as_of, assert_goes_on_as_if_nothing_had_happened
+from programs.whole_run import assert_resumed_exactly, copy_until
 
 import jaxloop
 from jaxloop import every, nonfinite
@@ -206,8 +206,8 @@ def test_resuming_from_any_checkpoint_matches_an_uninterrupted_run(source, tmp_p
     whole = whole_run.run(tmp_path / "whole", **options)
     assert int(whole["step"]) == 12 or whole["history"]
     for step in (5, 10):
-        resumed = whole_run.run(as_of(step, tmp_path / "whole", tmp_path / str(step)), **options, saves=False)
-        assert_goes_on_as_if_nothing_had_happened(resumed, whole, step)
+        resumed = whole_run.run(copy_until(step, tmp_path / "whole", tmp_path / str(step)), **options, saves=False)
+        assert_resumed_exactly(resumed, whole, step)
 
 
 @pytest.mark.xfail(jax.__version_info__ < (0, 10), reason="XLA rounded differently inside a scan.")

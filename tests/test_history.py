@@ -822,8 +822,8 @@ DAMAGES = {
         "rows up to step 20 are lost",
     ),
     "edited": (lambda path: path.write_text(path.read_text().replace('"loss": ', '"loss": 1')), "some were edited"),
-    "reordered": (lines_changed(reversed), "some were edited or reordered"),
-    "a line deleted": (lines_changed(lambda lines: lines[:3] + lines[4:]), "1 of 10 rows up to step 20 are lost"),
+    "reordered": (edit_lines(reversed), "some were edited or reordered"),
+    "a line deleted": (edit_lines(lambda lines: lines[:3] + lines[4:]), "1 of 10 rows up to step 20 are lost"),
     "nested": (lambda path: path.write_bytes(b"[" * 1_000_000), "Lines that are not rows: 1. 10 of 10 rows"),
 }
 

@@ -29,5 +29,5 @@ def test_a_run_can_be_resumed_from_every_step(options, tmp_path):
     total = options.get("total", 10)
     assert len(whole["ids"]) == total and len(whole["history"]) > 4 and len(whole["written"]) > 4
     for step in range(total + 1):
-        resumed = run(whole_run.as_of(step, tmp_path / "whole", tmp_path / str(step)), **options, saves=False)
-        whole_run.assert_goes_on_as_if_nothing_had_happened(resumed, whole, step)
+        resumed = run(whole_run.copy_until(step, tmp_path / "whole", tmp_path / str(step)), **options, saves=False)
+        whole_run.assert_resumed_exactly(resumed, whole, step)

@@ -51,7 +51,7 @@ def final_of(directory):
         return {name: file[name] for name in file.files}
 
 
-def break_and_go_on(directory, fault, *, at=33, place=1, then=(2, 2)):
+def break_and_resume(directory, fault, *, at=33, place=1, then=(2, 2)):
     """Breaks a run with two processes of two devices each, and resumes it in layout `then`; returns the problems."""
     job, _ = launch(JOB, directory, f"--fault={fault}", f"--at={at}", f"--in={place}", processes=2, devices=2)
     fired, output = directory / "fired", job.stdout + job.stderr

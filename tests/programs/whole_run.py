@@ -161,7 +161,7 @@ class Writer:
         self.flushes += 1
 
 
-class TellOfSteps(actions.Action):
+class ReportSteps(actions.Action):
     """Reports each completed step."""
 
     uses_outputs = False
@@ -174,7 +174,7 @@ class TellOfSteps(actions.Action):
         self._watch("action", step_num)
 
 
-class TellOfLoops(actions.Action):
+class ReportLoops(actions.Action):
     """Reports the start of each loop."""
 
     def __init__(self, watch: Watch):
@@ -278,11 +278,11 @@ def run(
         *more_actions,
     ]
     if watch is not watch_nothing:
-        train_actions.append(TellOfSteps(watch))
+        train_actions.append(ReportSteps(watch))
     outer_loop = jaxloop.OuterLoop(
         jaxloop.TrainLoop(
             train_step,
-            begin_actions=[TellOfLoops(watch)],
+            begin_actions=[ReportLoops(watch)],
             end_actions=train_actions,
             steps_per_dispatch=steps_per_dispatch,
         ),
@@ -307,7 +307,7 @@ def run(
     }
 
 
-def as_of(step: int, directory: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+def copy_until(step: int, directory: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     """Copies a run to `target`, as if it had been killed right after it saved this step; returns `target`."""
     target.mkdir()
     shutil.copy(directory / "history.jsonl", target)
@@ -316,7 +316,8 @@ def as_of(step: int, directory: pathlib.Path, target: pathlib.Path) -> pathlib.P
     return target
 
 
-def assert_goes_on_as_if_nothing_had_happened(resumed: dict[str, Any], whole: dict[str, Any], step: int) -> None:
+def assert_resumed_exactly(resumed: dict[str, Any], whole: dict[str, Any], step: int) -> None:
+    """Asserts that a run resumed at a step ended like the uninterrupted run."""
     assert resumed["state"] == whole["state"]
     assert resumed["history"] == whole["history"]
     assert resumed["ids"] == whole["ids"][step:]

@@ -1,4 +1,4 @@
-"""Calls `fit` twice, hits a NaN and evaluates checkpoints, in several processes: `doors.py DIRECTORY`."""
+"""Calls `fit` twice, hits a NaN and evaluates checkpoints, in several processes: `all_apis.py DIRECTORY`."""
 
 import sys
 
