@@ -1,23 +1,24 @@
 """jaxloop: a training-loop framework for JAX.
 
-The concepts:
+The main concepts:
 
 - `Step`: processes one batch (`preprocess_batch -> begin -> run -> end`). `run` is pure, jitted and sharded.
-- `Partitioner`: decides where arrays live, on one device or over a mesh.
+- `Partitioner`: decides where arrays live, on one device or across a mesh.
 - `Loop`: runs a bounded number of steps over one dataset. Its subclasses are `TrainLoop` and `EvalLoop`.
-- `Action`: a side effect that runs at chosen moments, such as writing summaries or saving checkpoints.
-- `OuterLoop`: runs the experiment. It trains, evaluates as its `EvalSpec`s define, resumes and stops.
-- `Schedule`: decides when an action or an evaluation runs: `every(steps=100) | last()`, `at(...)`, ...
+- `Action`: a side effect, such as writing summaries or saving checkpoints, that runs at chosen moments.
+- `OuterLoop`: runs the whole experiment: it trains, evaluates according to its `EvalSpec`s, resumes and stops.
+- `Schedule`: decides when an action or an evaluation runs, as in `every(steps=100) | last()` or `at(...)`.
 
-A checkpoint contains the whole run, so a run that is killed and restarted is bit-identical to an uninterrupted one.
+Checkpoints contain everything needed to resume, so a run that is killed and restarted is bit-identical to an
+uninterrupted one.
 
 The package also includes `TrainState`, which extends Flax's `TrainState` to hold all of a model's variables,
 `SummaryAction(default_writer(workdir))` for TensorBoard, `CheckpointAction(directory)`, and `summarize(outputs)` for
 example-weighted means. See `Step` for how to write a step with a Linen module or an NNX class, and `OuterLoop` for how
 to run an experiment.
 
-Steps and train loops donate the state that you pass them, so always continue with the state that they return.
-`state.step` counts completed optimizer updates, and is the only counter.
+Steps and train loops donate the state that you pass them, so always continue with the state that they return. The only
+counter is `state.step`, which counts completed optimizer updates.
 """
 
 from jaxloop.accounts import Goodput, goodput
@@ -146,5 +147,5 @@ outer_loop partition schedules stat_loop step testing train_loop types""".split(
 
 
 def __dir__() -> list[str]:
-    """Lists the public names for tab completion, without internal modules."""
+    """Lists the public names, without internal modules, for tab completion."""
     return sorted([*__all__, "__version__", *(name for name in _PUBLIC_MODULES if name in globals())])

@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxloop status|goodput|compare|report WORKDIR...` and `tell WORKDIR COMMAND...`."""
+"""The command-line interface: `python -m jaxloop COMMAND WORKDIR...`. The `--help` option lists the commands."""
 
 import argparse
 import dataclasses

@@ -30,10 +30,10 @@ _OF_STEPS = ("dispatch", "device", "data", "actions")
 @final
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """A breakdown of where the wall time of runs went.
+    """A breakdown of the wall time of one or more runs.
 
     The parts add up to the time from the first start of a run to its last recorded activity. `str` formats them as a
-    table, followed by the most useful piece of advice.
+    table, followed by advice on how to reduce the largest unproductive part.
 
     >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
     productive steps   90.0%  1 min 30 s  1,000 steps
@@ -44,7 +44,7 @@ class Goodput:
 
     Attributes:
       productive: Seconds spent dispatching new steps and waiting for the devices to run them.
-      repeated: Seconds spent repeating steps that a killed process had run after its last checkpoint.
+      repeated: Seconds spent repeating steps that a killed process had already run after its last checkpoint.
       compiling: Seconds spent tracing and compiling the train step.
       data: Seconds spent waiting for the next batch.
       actions: Seconds spent in actions other than checkpoints.
@@ -53,8 +53,8 @@ class Goodput:
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.
-      unknown: Seconds spent on anything else, such as the time between a process's last log point and the moment it was
-        killed, if no step began in between.
+      unknown: Seconds not covered above, such as those between a process's last log point and the moment it was killed,
+        if no step began in between.
       steps: The number of distinct updates that were started.
       repeated_steps: The number of updates that were started again.
       starts: The number of calls to the `OuterLoop`.
@@ -87,7 +87,7 @@ class Goodput:
 
     @property
     def advice(self) -> str:
-        """The most useful piece of advice, as a sentence; empty if at least 95% of the time was productive."""
+        """Advice on how to reduce the largest unproductive part; empty if at least 95% of the time was productive."""
         part = max(_PARTS, key=lambda part: getattr(self, part) if part != "productive" else 0.0)
         return "" if self.productive >= 0.95 * self.total else _PARTS[part][1]
 
@@ -111,9 +111,9 @@ class Goodput:
 
 
 def goodput(*workdirs: epath.PathLike) -> Goodput:
-    """Breaks down the wall time of runs by activity. A run may still be in progress.
+    """Breaks down the wall time of runs by activity. Also works for runs that are still in progress.
 
-    The times are read from the run log, `goodput.jsonl`. Every `OuterLoop` with a local work directory writes to it
+    The times are read from the run log, `goodput.jsonl`, which every `OuterLoop` with a local work directory writes
     when a run starts, at log points, and when the run ends.
 
     >>> import tempfile, jaxloop
@@ -132,7 +132,7 @@ def goodput(*workdirs: epath.PathLike) -> Goodput:
 
 
 def read_attempts(workdir: epath.PathLike) -> list[run_log.Attempt]:
-    """Returns all starts of a run, in chronological order.
+    """Returns a record of each start of a run, in chronological order.
 
     Raises:
       FileNotFoundError: If the directory has no run log.
@@ -146,7 +146,7 @@ def read_attempts(workdir: epath.PathLike) -> list[run_log.Attempt]:
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
-    """Breaks down the wall time of a run, given its starts in chronological order."""
+    """Breaks down the wall time of a run, given the records of its starts in chronological order."""
     parts = dict.fromkeys(_PARTS, 0.0)
     most, repeated_steps, first, end = 0, 0, None, None
     for attempt in attempts:
@@ -165,7 +165,7 @@ def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
             if spent is not None:
                 seconds = {kind: spent[kind] - before.get(kind, 0.0) for kind in spent}
                 before, pace = spent, {kind: seconds[kind] for kind in _OF_STEPS} if count else pace
-            elif count:  # Steps after a killed process's last line. Assume that their time was spent as before.
+            elif count:  # Steps after a killed process's last line. Assumes that time was spent as before.
                 known = sum(pace.values())
                 seconds = (
                     {kind: (now - when) * pace[kind] / known for kind in pace} if known else {"dispatch": now - when}

@@ -16,8 +16,7 @@ class ActionLoop(StatLoop):
     """A loop that calls actions when it begins, between its steps, and when it ends.
 
     Hooks:
-      begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
-        statistics.
+      begin, end: See `Loop`. Overrides must call `super()`, which calls the actions and adds the statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> import jaxloop
@@ -38,16 +37,16 @@ class ActionLoop(StatLoop):
 
     Args:
       step: The step to run on each batch.
-      begin_actions: Actions to call, in this order, when a loop begins, with `outputs=None`. An int interval counts
-        loops. An action with a schedule is called if the schedule has fired since the previous loop began.
-      end_actions: Actions to call, each with the outputs since its previous call. An action with an int interval is
-        called when a loop ends; the interval counts loops. An action with a schedule is called right after the step at
-        which the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called after the
-        other actions and after the evaluations of an `OuterLoop`.
+      begin_actions: Actions to call, in this order, when a loop begins. They receive `outputs=None`. An int interval
+        counts loops. An action with a schedule is called if the schedule has fired since the previous loop began.
+      end_actions: Actions to call with the outputs since their previous call. If an action's interval is an int, it
+        counts loops, and the action is called when a loop ends. If it is a schedule, the action is called right after
+        the step at which the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called
+        after the other actions and after the evaluations of an `OuterLoop`.
       stat_names: See `StatLoop`, which also describes the remaining arguments.
 
-    Without an `OuterLoop`, a call to the loop returns only after all work that the actions started, such as an
-    asynchronous save, has finished.
+    Without an `OuterLoop`, a call to the loop returns only after its actions have finished all their work, including
+    asynchronous saves.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class ActionLoop(StatLoop):
     def loop_count(self) -> int:
         """The number of loops that have ended.
 
-        To continue the int intervals of an earlier run, set this to that run's count.
+        To continue an earlier run's int intervals, set this to that run's `loop_count`.
         """
         return self.engine.progress.loops
 

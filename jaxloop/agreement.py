@@ -1,9 +1,9 @@
-"""Communication between the processes of a job, so that all of them do the same thing at the same step.
+"""Communication that makes all processes of a job do the same thing at the same step.
 
-Each process reads its own part of each batch, receives its own signals and raises its own errors. But a step must run
-in all processes or in none: a process that ran one more step than the others would wait for them forever. The processes
-therefore send each other messages about what they will do next. All messages have the same size, and all processes send
-them at the same point in their programs.
+Each process reads its own part of each batch, receives its own signals and raises its own errors. However, a step must
+run in all processes or in none: a process that ran one more step than the others would wait for them forever. The
+processes therefore send each other messages about what they will do next. All messages have the same size, and all
+processes send them at the same points in the program.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def known_to_all_processes(error: Any) -> Any:
 
 
 def is_shared(mesh: Mesh | None) -> bool:
-    """Returns whether the devices of a mesh belong to several processes."""
+    """Returns whether the devices of a mesh belong to more than one process."""
     return mesh is not None and mesh.is_multi_process
 
 
@@ -75,13 +75,13 @@ def _checksum(text: str) -> int:
 
 
 def _without_addresses(text: str) -> str:
-    """Removes the addresses in the default `repr` of objects, which differ between processes."""
+    """Removes memory addresses, as in the default `repr` of objects, because they differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 @functools.cache
 def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """Returns the sharding of a message, with one row per process, and the function that gathers all rows."""
+    """Returns the sharding of a message, which has one row per process, and the function that gathers all rows."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[place] for place in range(jax.process_count())]), ("processes",))
     gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -97,7 +97,7 @@ def _send_message(about: str, *numbers: int) -> _Messages:
 
 
 def _error_for(failed: np.ndarray) -> ProcessError:
-    """Returns the error to raise if other processes failed."""
+    """Returns the error to raise when other processes have failed."""
     places = ", ".join(map(str, np.flatnonzero(failed)))
     return known_to_all_processes(
         ProcessError(f"Process {places} of {len(failed)} has failed. See the error in its own output.")
@@ -115,13 +115,13 @@ def report_failure(error: BaseException) -> None:
 
 
 def wait_for_all(where: str) -> None:
-    """Waits until all processes reach this point. Does nothing with a single process."""
+    """Waits until all processes reach this point. Does nothing if there is only one process."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"jaxloop {where}")
 
 
 def gather_texts(text: str) -> list[str]:
-    """Returns the texts of all processes, in order.
+    """Returns the texts of all processes, in process order.
 
     All processes must call this at the same point, each with its own text.
     """
@@ -161,14 +161,14 @@ def check_same(what: str, lines: Sequence[str]) -> None:
 
 @final
 class Job:
-    """The processes that train together. All of them must call these methods at the same points.
+    """The processes that train together, all of which must call these methods at the same points.
 
-    With a single process, the methods return that process's own values.
+    If there is only one process, the methods return its own values.
 
     Args:
       is_shared: Whether there are several processes.
-      requests: An `Interruptible` with the signals that this process has received. Its `confirm` is called when all
-        processes know about a signal. None to create a new one.
+      requests: An `Interruptible` with the signals that this process has received. Its `confirm` method is called when
+        all processes know about a signal. If None, a new one is created.
 
     Attributes:
       is_shared: True if there are several processes.
@@ -185,7 +185,7 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        """True in the one process that writes the files of the job."""
+        """True in the process that writes the job's files."""
         return not self.is_shared or distributed.is_first_process()
 
     def any_stops(self, stops: bool = False) -> bool:
@@ -210,14 +210,14 @@ class Job:
         return bool(_send_message("asks the first process", int(value)).read()[0, 0]) if self.is_shared else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Gathers a value from each process, such as its listing of a directory. Returns them in process order.
+        """Returns the values of all processes, such as their listings of a directory, in process order.
 
         The values must be representable in JSON.
         """
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Returns whether all processes stopped because of this error, at the same step."""
+        """Returns whether all processes stopped at the same step because of this error."""
         return not self.is_shared or is_known_to_all_processes(error)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
@@ -228,24 +228,25 @@ class Job:
 
 @final
 class JointReader:
-    """Reads the same number of batches in all processes, and sums the size of each batch over all processes.
+    """Reads the same number of batches in all processes, and sums each batch's size over the processes.
 
-    Each message covers the next few batches, about 50 ms of training. These batches are read ahead from the dataset,
-    and `held` counts them. If one process reaches the end of its data, raises an error, or receives Ctrl-C or SIGTERM,
-    all processes learn of it at the same batch.
+    Each message covers the next few batches (about 50 ms of training), which are read from the dataset ahead of time.
+    `held` counts the batches that were read ahead. If one process reaches the end of its data, raises an error, or
+    receives Ctrl-C or SIGTERM, all processes learn of it at the same batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.
       read: A function that reads the next batch of this process.
       before_reading: A function that is called before batches are read from the dataset.
       count: A function that returns the number of examples in a batch.
-      requests: The signals received by this process. Its `confirm` is called when all processes know about a signal.
-      secs: A function that returns the training time in this process, in seconds. All processes use the time of the
-        first one.
-      fill_to: A function that is called with the largest number of rows if the batches of the processes differ in size.
+      requests: The `Interruptible` with the signals that this process has received. Its `confirm` method is called when
+        all processes know about a signal.
+      secs: A function that returns the training time in this process, in seconds. All processes use the first process's
+        time.
+      fill_to: A function that is called with the largest number of rows when the processes' batches differ in size, or
         None if all batches must have the same size.
-      until_all_processes_end: Whether to continue until the datasets of all processes have ended. A process whose
-        dataset has ended then reads batches without rows. If False, reading stops when the first dataset ends.
+      until_all_processes_end: Whether to continue until the datasets of all processes have ended. If True, a process
+        whose dataset has ended reads batches without rows. If False, reading stops when the first dataset ends.
     """
 
     def __init__(
@@ -283,7 +284,7 @@ class JointReader:
         return len(self._own) + len(self._agreed) + sum(len(batches) for _, batches, _ in self._sent)
 
     def begin(self, limit: int | None, ahead: int) -> None:
-        """Begins a loop of at most `limit` batches. The first `ahead` of them have already been returned."""
+        """Begins a loop of at most `limit` batches, the first `ahead` of which have already been returned."""
         coming = ahead + len(self._agreed) + sum(size for *_, size in self._sent)
         self._left = math.inf if limit is None else limit - coming
         while len(self._returned) > ahead:
@@ -292,7 +293,7 @@ class JointReader:
 
     @property
     def next_examples(self) -> int:
-        """The number of examples, across all processes, in the first batch that was returned but not counted yet."""
+        """The number of examples, across all processes, in the first batch that has been returned but not counted."""
         return self._returned[0][0]
 
     def __call__(self) -> types.Batch:
@@ -312,7 +313,7 @@ class JointReader:
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
-        """Returns the number of examples in all processes and the training seconds for each of the next batches."""
+        """Returns, for each of the next batches, the number of examples in all processes and the training seconds."""
         return [self._returned.popleft() for _ in range(number)]
 
     def _send(self) -> None:
@@ -382,14 +383,14 @@ class JointReader:
                 self._error = None
 
     def _end_of_all_processes(self, failed: np.ndarray) -> Exception | SystemExit:
-        """Returns the error of the failed processes; if none failed, a `StopIteration`."""
+        """Returns the error for the processes that failed, or a `StopIteration` if none failed."""
         if not failed.any():
             return StopIteration()
         own = self._error if failed[jax.process_index()] else None
         return _error_for(failed) if own is None else known_to_all_processes(own)
 
     def _size_problem(self, sizes: np.ndarray, is_empty: np.ndarray) -> Exception | None:
-        """Returns the error if batches of these sizes can't form one global batch; None if they can."""
+        """Returns an error if batches of these sizes can't form one global batch, or None if they can."""
         what = f"The processes have batches of {', '.join(map(str, sizes))} rows for one step"
         if self._fill_to is None:
             return ValueError(

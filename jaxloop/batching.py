@@ -1,4 +1,4 @@
-"""Makes batches from examples that are read by index, with scheduled batch sizes, and mixes datasets."""
+"""Builds batches, of fixed or scheduled sizes, from examples that are read by index, and mixes datasets."""
 
 import bisect
 import functools
@@ -16,20 +16,20 @@ from jaxloop import checks, types
 from jaxloop.sources import IndexedBatches, is_endless, is_function, is_hugging_face
 
 _RESOLUTION = 2**20
-"""Weights are rounded to multiples of the inverse of this number, so that counts of examples are exact integers."""
+"""The common denominator to which weights are rounded, so that example counts are exact integers."""
 
 
 def batched(
     rows: Any, size: int | Mapping[int, int], *, seed: int | None = None, num_epochs: int | None = None
 ) -> IndexedBatches:
-    """Returns a dataset of batches made from examples. A resumed run finds its position immediately.
+    """Returns a dataset of batches made from examples. A resumed run finds its position in it immediately.
 
     Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
     the next. Each epoch contains every example exactly once, and only the very last batch can be short.
 
     A schedule of batch sizes is a dict that maps batch numbers, which start at 0, to sizes. `{0: 32, 1000: 64}` means
-    32 examples per batch, and 64 from batch 1000 on. (If each batch causes one update, step 1001 uses batch 1000.)
-    The step is compiled once per size, without a warning. To compile it ahead of time, call `Loop.compile(state,
+    32 examples per batch at first, and 64 from batch 1000 on. (If each batch causes one update, step 1001 uses batch
+    1000.) The step is compiled once per size, without a warning. To compile it ahead of time, call `Loop.compile(state,
     dataset)`.
 
     >>> rows = {"x": np.arange(5), "y": np.arange(5) ** 2}
@@ -39,12 +39,12 @@ def batched(
     Args:
       rows: The examples: an array, or a dict or tuple of arrays with one row per example; a list or any other object
         with `__len__` and `__getitem__`, such as a Grain `MapDataset`; a Hugging Face `Dataset` in any format; or, for
-        an endless dataset, a function of the example's index, which starts at 0.
+        an endless dataset, a function that maps an index, which starts at 0, to an example.
       size: The number of examples per batch, or a schedule.
-      seed: A non-negative int to shuffle the examples differently in each epoch; None to keep them in order. Shuffling
-        uses up to 16 bytes of memory per example: 8 for each of two epochs.
-      num_epochs: The number of epochs; None to repeat the examples endlessly. Don't combine this with `train_epochs`,
-        which would repeat the same shuffled orders.
+      seed: A non-negative int to shuffle the examples differently in each epoch, or None to keep them in order.
+        Shuffling uses up to 16 bytes of memory per example: 8 for each of two epochs.
+      num_epochs: The number of epochs, or None to repeat the examples endlessly. Don't combine this with
+        `train_epochs`, which would repeat the same shuffled orders.
 
     Raises:
       TypeError: If the examples can't be read by index, or if another argument has the wrong type.
@@ -81,9 +81,9 @@ def mixture(
 ) -> IndexedBatches:
     """Returns an endless dataset that mixes several datasets, with weights that may follow a schedule.
 
-    The mixture depends only on the batch number. After any number of examples, the count from each source differs from
-    the source's share by less than the number of sources. Each source is repeated as often as necessary, and each of
-    its epochs contains every example exactly once.
+    The composition of each batch depends only on the batch number. After any number of examples, the number from each
+    source differs from that source's exact share by less than the number of sources. Each source is repeated as often
+    as necessary, and each of its epochs contains every example exactly once.
 
     Like the sizes in `batched`, weights can change at given batch numbers: `{0: {"web": 0.9, "code": 0.1}, 1000:
     {"web": 0.5, "code": 0.5}}`.
@@ -95,13 +95,13 @@ def mixture(
     [[0, 2, 1, 4], [6, 8, 3, 10], [5, 7, 9, 11]]
 
     Args:
-      sources: A dict that maps names to datasets. With `size`, the datasets contain examples, as in `batched`, all with
-        the same structure, shapes and dtypes. Without `size`, they contain batches: lists of batches, Grain
-        `MapDataset`s, or results of `from_index` or `batched`.
+      sources: A dict that maps names to datasets. If `size` is given, these are datasets of examples, as in `batched`,
+        which must all have the same structure, shapes and dtypes. Otherwise, they are datasets of batches: results of
+        `from_index` or `batched`, Grain `MapDataset`s, or lists of batches.
       weights: A dict that maps names to weights, or a schedule of such dicts. Only the ratios of the weights matter.
-        Weights are rounded to about six decimals, but a positive weight never becomes 0.
-      size: If the sources contain examples, the number of examples per batch, or a schedule; a batch can mix examples
-        from all sources. If the sources contain batches, None; each batch then comes from a single source.
+        Weights are rounded to about six decimal places, but a positive weight never becomes 0.
+      size: The number of examples per batch, or a schedule, if the sources contain examples; a batch can then mix
+        examples from all sources. None if the sources contain batches; each batch then comes from a single source.
       seed: See `batched`. Each source is shuffled in its own order.
 
     Raises:
@@ -171,18 +171,18 @@ class _Sizes:
         return self._before[place] + (number - self._starts[place]) * self._sizes[place]
 
     def number_after(self, total: int) -> int:
-        """Returns the smallest number of batches that contain at least `total` examples."""
+        """Returns the smallest number of batches that together contain at least `total` examples."""
         place = bisect.bisect_left(self._before, total) - 1
         return self._starts[place] + -(-(total - self._before[place]) // self._sizes[place])
 
     def firsts(self, num_batches: int | None) -> dict[int, int]:
-        """Returns the number of the first batch of each size, keyed by size. Ignores batches from `num_batches` on."""
+        """Returns a dict that maps each size among the first `num_batches` batches to its first batch number."""
         starts = [start for start in self._starts if num_batches is None or start < num_batches]
         return {size: start for start, size in reversed(list(zip(starts, self._sizes, strict=False)))}
 
 
 def _shares(weights: Any, names: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """Returns the batch numbers at which the weights change, and the new weights as integers, ordered by name."""
+    """Returns the batch numbers at which the weights change, and the new integer weights, in the order of `names`."""
     name = "mixture(..., weights)"
     if not isinstance(weights, Mapping):
         raise TypeError(f"{name} must be a dict of weights by name, or a schedule of such dicts, got {weights!r}.")
@@ -215,10 +215,10 @@ class _Source:
     """The endless stream of a source's examples, epoch after epoch.
 
     Args:
-      name: The name of the source in messages.
+      name: The name of the source, for use in messages.
       rows: See `batched`.
       seed: See `batched`.
-      place: A number that distinguishes the sources of one mixture, so that each has its own order.
+      place: A number that distinguishes the sources of one mixture, so that each is shuffled in its own order.
     """
 
     def __init__(self, name: str, rows: Any, seed: int | None, place: int):
@@ -259,7 +259,7 @@ class _Source:
 
 
 def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], types.Batch], Callable[[int], Any]]:
-    """Returns the number of examples (None if unknown), a function that reads several, and one that reads one."""
+    """Returns the number of examples (None if unknown), and functions to read several examples and a single one."""
     if is_hugging_face(rows) and hasattr(rows, "__len__"):
         if rows.format["type"] not in ("numpy", "custom"):  # Custom formats transform the rows.
             kept = {name: rows.format[name] for name in ("columns", "output_all_columns")}
@@ -330,7 +330,7 @@ def _interleaved(drawn: Mapping[str, tuple[np.ndarray, types.Batch]]) -> types.B
 
 @final
 class _Piece(NamedTuple):
-    """A span of batches in a mixture, with constant size and weights.
+    """A span of a mixture in which the batch size and the weights are constant.
 
     The first source provides `(n * weight + offset) // sum(weights)` of the piece's first `n` examples. The next source
     provides its share of the remainder in the same way, and so on. Each example comes from exactly one source, because
@@ -340,8 +340,8 @@ class _Piece(NamedTuple):
       start: The number of the first batch.
       size: The number of examples per batch.
       weights: The weights of the sources.
-      offsets: The fraction of an example that the previous pieces owe to each source, multiplied by the sum of the
-        source's weight and the weights that follow it.
+      offsets: The fraction of an example that the previous pieces owe to each source, multiplied by the sum of that
+        source's weight and all later weights.
       used: The number of examples from each source before this piece.
     """
 

@@ -1,9 +1,9 @@
-"""Checkpoints: saved in one atomic commit, sealed, and verified before they are restored.
+"""Checkpoints, which are saved in one atomic commit, sealed, and verified before they are restored.
 
-This is the only module that uses Orbax. A checkpoint is a directory named after its step. A checkpoint saved by a
-`CheckpointWriter` that was given a directory contains up to three items: `default`, the train state; `run`, a JSON
-dict; and `trees`, arrays that are not part of the state. The commit includes a seal that covers all of its files; see
-`jaxloop.seal`.
+This is the only module that uses Orbax. A checkpoint is a directory named after its step. If a `CheckpointWriter` was
+given a directory, each of its checkpoints contains up to three items: `default` (the train state), `run` (a JSON dict),
+and `trees` (arrays that are not part of the state). The commit includes a seal that covers all files of the checkpoint;
+see `jaxloop.seal`.
 
 `CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save and checks
 the directory (`_prepared_manager`), and then passes everything to Orbax. Orbax's thread writes the files, calls
@@ -77,7 +77,7 @@ _DELETION_POLL_SECS = 0.1
 
 
 class CheckpointError(Exception):
-    """Raised if the files of a checkpoint are damaged, or can't be read or written.
+    """Raised if a checkpoint's files are damaged, or can't be read or written.
 
     Loading an intact checkpoint of a different model raises a `ValueError` instead.
 
@@ -105,7 +105,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 
 
 def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the metadata saved in the checkpoint of a step, or `{}` if none was saved.
+    """Returns the metadata saved in a step's checkpoint, or `{}` if none was saved.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -115,7 +115,7 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
 
 
 def own_version() -> str:
-    """Returns the version of jaxloop that is running."""
+    """Returns the running version of jaxloop."""
     import jaxloop
 
     return jaxloop.__version__
@@ -124,12 +124,12 @@ def own_version() -> str:
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
     """Returns the step of the best checkpoint in a directory, or None if no checkpoint has the metric.
 
-    If several checkpoints are equally good, returns the newest.
+    If several checkpoints are equally good, the newest one counts as best.
 
     Args:
       directory: The directory of a `CheckpointAction(directory, best=...)`, or of an Orbax manager with a `best_fn`.
-      best: The name of the metric and its mode, "min" or "max", as in `("accuracy", "max")`. None to use the metric of
-        the `CheckpointAction` that saved the newest checkpoint.
+      best: The name of the metric and its mode, "min" or "max", as in `("accuracy", "max")`. If None, the metric of the
+        `CheckpointAction` that saved the newest checkpoint is used.
     """
     directory = absolute(directory)
     steps = all_steps(directory)
@@ -151,7 +151,7 @@ def _metrics(path: epath.Path) -> dict[str, Any]:
 
 
 def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
-    """Returns the quality of a checkpoint; higher is better. It is -inf if the metric is missing or NaN."""
+    """Returns the quality of a checkpoint (higher is better), which is -inf if the metric is missing or NaN."""
     name, mode = best
     value = values.get(name)
     if value is None or math.isnan(value):
@@ -172,18 +172,18 @@ def restore(
 ) -> Any:
     """Restores the train state from a checkpoint, with the structure and the shardings of `state`.
 
-    All files of the checkpoint are verified first. A checkpoint without a seal, such as one saved by an Orbax manager,
-    is not verified.
+    All files of the checkpoint are verified first, unless the checkpoint has no seal (for example, because an Orbax
+    manager saved it).
 
     Args:
       directory: The directory with one subdirectory per step.
-      step: The step of the checkpoint; 0 is a valid step.
+      step: The step of the checkpoint, which can be 0.
       state: A state of JAX arrays with the same structure, shapes and dtypes as the saved one. The shardings may
         differ. The state is not donated.
-      transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in the state:
+      transforms: A dict that renames saved leaves by mapping patterns of saved paths to paths in the state, as in
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
-      any_optimizer: Whether to accept a state with a different optimizer, or with none. In that case, everything except
-        `opt_state` is restored, and a message is logged.
+      any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything
+        except `opt_state` is restored, and a message is logged.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -208,8 +208,8 @@ def restore_newest(
 ) -> tuple[Any, int] | None:
     """Restores the newest undamaged checkpoint; see `restore`.
 
-    Afterwards, moves any newer checkpoints, all of which are damaged, to `<directory>/damaged/<step>`, so that their
-    steps can be saved again. A warning is logged for each one.
+    Any newer checkpoints, all of which are damaged, are then moved to `<directory>/damaged/<step>`, so that their steps
+    can be saved again. A warning is logged for each of them.
 
     Args:
       directory: The directory with one subdirectory per step.
@@ -220,11 +220,11 @@ def restore_newest(
         another process may be saving there.
 
     Returns:
-      The pair `(state, step)`; None if the directory contains no checkpoint.
+      The pair `(state, step)`, or None if the directory contains no checkpoint.
 
     Raises:
-      CheckpointError: If there are checkpoints, but all of them are damaged. No checkpoint is moved.
-      ValueError: If the newest undamaged checkpoint doesn't fit the state. No checkpoint is moved.
+      CheckpointError: If there are checkpoints, but all of them are damaged. In this case, no checkpoint is moved.
+      ValueError: If the newest undamaged checkpoint doesn't fit the state. In this case, no checkpoint is moved.
     """
     opened = open_newest(directory, state, transforms=transforms, any_optimizer=any_optimizer, quarantines=quarantines)
     return opened and (opened[1], opened[0].step)
@@ -239,7 +239,7 @@ def open_newest(
     quarantines: bool = True,
     steps: Sequence[int] | None = None,
 ) -> "tuple[Checkpoint, Any] | None":
-    """Restores the newest undamaged checkpoint, like `restore_newest`. Returns the open checkpoint and the state.
+    """Restores the newest undamaged checkpoint like `restore_newest`, and returns the checkpoint and the state.
 
     `steps` lists the steps of the checkpoints to consider, in ascending order. If it is None, all checkpoints in the
     directory are considered.
@@ -269,7 +269,7 @@ def _all_damaged_error(directory: epath.PathLike, errors: Sequence[CheckpointErr
 
 
 def quarantine_damaged(directory: epath.PathLike) -> None:
-    """Moves damaged checkpoints that are newer than the newest undamaged one to `damaged/`; see `restore_newest`.
+    """Quarantines damaged checkpoints that are newer than the newest undamaged one; see `restore_newest`.
 
     In a multi-process job, only the first process may call this, and it must do so before any process restores. If all
     checkpoints are damaged, none are moved.
@@ -286,8 +286,8 @@ def _newest_complete(
     """Finds the newest checkpoint that can be read.
 
     Returns:
-      A pair. The first item is the checkpoint with the result of `read`; None if no checkpoint can be read. The second
-      item lists the errors raised by newer checkpoints.
+      A pair. The first item is a pair of the checkpoint and the result of `read`, or None if no checkpoint can be read.
+      The second item is a list of the errors raised while reading newer checkpoints.
     """
     errors: list[CheckpointError] = []
     directory = absolute(directory)
@@ -301,7 +301,7 @@ def _newest_complete(
 
 
 def _quarantine(error: CheckpointError, consequence: str) -> None:
-    """Moves the checkpoint that an error reports as damaged to the subdirectory `damaged`, and logs a warning."""
+    """Moves the damaged checkpoint that an error describes to the subdirectory `damaged`, and logs a warning."""
     assert error.directory is not None
     (step,) = error.steps
     try:
@@ -312,7 +312,7 @@ def _quarantine(error: CheckpointError, consequence: str) -> None:
 
 
 def abandon(directory: epath.PathLike, first_step: int) -> None:
-    """Moves the checkpoints of `first_step` and later steps to `abandoned/`, so that no run resumes from them.
+    """Moves the checkpoints of `first_step` and all later steps to `abandoned/`, so that no run resumes from them.
 
     In a multi-process job, only the first process may call this.
     """
@@ -341,7 +341,7 @@ def load_params(
     paths: Mapping[str, str] | None = None,
     ema: bool = False,
 ) -> Any:
-    """Loads the parameters, and nothing else, from a checkpoint or a safetensors file.
+    """Loads only the parameters from a checkpoint or a safetensors file.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn
@@ -362,12 +362,12 @@ def load_params(
         that used `PyTreeSave`. Alternatively, a file whose name ends in `.safetensors`; see `save_params`.
       step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes, dtypes and shardings to load, such
-        as `state.params`. It is not donated. None to return nested dicts of arrays on JAX's default device.
+        as `state.params`. It is not donated. If None, nested dicts of arrays on JAX's default device are returned.
       paths: A dict that maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**":
         "backbone/**"}`; see `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are returned
-        unchanged. None to load every leaf of `into` from the same path.
-      ema: Whether to load the moving average of the parameters, which `LossStep(ema=...)` or `jaxloop.optimizers.ema`
-        keeps, instead of the parameters themselves.
+        unchanged. If None, every leaf of `into` is loaded from the same path.
+      ema: Whether to load, instead of the parameters, their moving average, which is kept by `LossStep(ema=...)` or
+        `jaxloop.optimizers.ema`.
 
     Returns:
       The parameters, in the structure of `into`.
@@ -375,7 +375,7 @@ def load_params(
     Raises:
       FileNotFoundError: If there is no such checkpoint.
       CheckpointError: If files of the checkpoint are damaged. The error lists them.
-      ValueError: If the checkpoint has no parameters or no average, a leaf differs in path, shape or dtype, or a
+      ValueError: If the checkpoint has no parameters or no average, if a leaf differs in path, shape or dtype, or if a
         pattern matches nothing. The error lists the leaves. A damaged safetensors file also raises this error.
     """
     if not is_safetensors(directory):
@@ -402,8 +402,8 @@ def save_params(params: Any, path: epath.PathLike) -> None:
 
     Args:
       params: A tree of arrays, on any devices, such as `state.params`. It is not donated.
-      path: The file to write, whose name must end in `.safetensors`. An existing file is replaced once the new file is
-        complete.
+      path: The path of the file to write, which must end in `.safetensors`. An existing file is replaced once the new
+        file is complete.
 
     Raises:
       ValueError: If the file name, the name of a leaf, or the dtype of a leaf is not supported.
@@ -422,14 +422,14 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
     Args:
       directory: See `load_params`.
       step: See `load_params`.
-      into: A dict of the same form, which determines the structure, shapes, dtypes and shardings of the result:
-        `state.variables` for a Linen model; the `params`, `batch_stats` and `collections` of the state, under these
-        names, for an NNX model. None to return nested dicts of arrays on JAX's default device.
+      into: A dict of the same form as the result, whose structure, shapes, dtypes and shardings it determines. For a
+        Linen model, pass `state.variables`; for an NNX model, pass a dict of the state's `params`, `batch_stats` and
+        `collections`. If None, nested dicts of arrays on JAX's default device are returned.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
       CheckpointError: If files of the checkpoint are damaged. The error lists them.
-      ValueError: If the checkpoint has no parameters, or a leaf differs in path, shape or dtype.
+      ValueError: If the checkpoint has no parameters, or if a leaf differs in path, shape or dtype.
     """
 
     def load(opened: Checkpoint) -> dict[str, Any]:
@@ -447,7 +447,7 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
 
 
 def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoint"], Any]) -> Any:
-    """Calls `load` with the checkpoint of a step, which can also be "newest" or "best"."""
+    """Calls `load` with the checkpoint of `step`, which can also be "newest" or "best"."""
     if step == "best":
         best = best_step(directory)
         if best is None and not all_steps(directory):
@@ -473,7 +473,7 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoin
 
 
 def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the JSON dict saved as `run` in the checkpoint of a step, or `{}` if none was saved.
+    """Returns the JSON dict saved as `run` in a step's checkpoint, or `{}` if none was saved.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -488,9 +488,9 @@ def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) ->
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint.
-      templates: Templates for the trees to restore, by name. They must have the structures, shapes and dtypes that were
-        saved. A JAX array in a template is restored as a JAX array with the same sharding. A NumPy array is restored as
-        a NumPy array.
+      templates: Templates for the trees to restore, by name. They must have the same structures, shapes and dtypes as
+        the saved trees. A JAX array in a template is restored as a JAX array with the same sharding. A NumPy array is
+        restored as a NumPy array.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -556,7 +556,7 @@ class Checkpoint:
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
-        """Returns the progress of the run. If the progress was not saved, only the number of steps is known.
+        """Returns the run's progress at this checkpoint. If it was not saved, only the number of steps is known.
 
         Raises:
           CheckpointError: If the saved progress is invalid.
@@ -614,7 +614,7 @@ class Checkpoint:
 
     @functools.cached_property
     def leaves(self) -> Mapping[str, Any]:
-        """Descriptions of the train state's saved leaves, by path. No arrays are read."""
+        """Descriptions of the train state's saved leaves, by path, obtained without reading any arrays."""
         return checks.leaves_by_path(self._saved_tree(_ITEM))
 
     def has(self, name: str) -> bool:
@@ -650,7 +650,7 @@ class Checkpoint:
         return _load_part(self, saved, into, paths)
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the saved leaves by path, with the shapes, dtypes and shardings of the values in `wanted`."""
+        """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings of its values."""
         tree, values = self._saved_tree(_ITEM), {}
         for group in groups(wanted):  # Orbax reads all leaves in a call at once, and copies each one.
             chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
@@ -659,7 +659,7 @@ class Checkpoint:
         return values
 
     def _saved_tree(self, item: str) -> Any:
-        """Returns the structure of an item, whose leaves describe the saved arrays."""
+        """Returns a tree with the structure of an item and with leaves that describe the saved arrays."""
         with _reading(self.path, item, self.is_sealed):
             return ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
 
@@ -670,12 +670,12 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """A context manager that converts errors raised while interpreting saved values to a `CheckpointError`.
+        """A context manager that converts errors raised while interpreting saved values into a `CheckpointError`.
 
         The error names both the version of jaxloop that saved the checkpoint and the current one.
 
         Raises:
-          CheckpointError: If the checkpoint has a different format, or the body of the `with` statement raises a
+          CheckpointError: If the checkpoint has a different format, or if the body of the `with` statement raises a
             `KeyError` or a similar error.
         """
         saved_by, version = self.custom_metadata.get(_VERSION_KEY, "an unknown version"), own_version()
@@ -709,7 +709,7 @@ class Checkpoint:
         """Returns the saved path of each leaf in `ours`, after renaming; see `restore`.
 
         Raises:
-          ValueError: If the renamed leaves don't fit those in `ours`, or a pattern matches no leaf.
+          ValueError: If the renamed leaves don't fit those in `ours`, or if a pattern matches no leaf.
         """
         if not all(isinstance(each, str) for pair in transforms.items() for each in pair):
             raise TypeError(
@@ -740,7 +740,7 @@ class Checkpoint:
         return _with_values(tree, values)
 
     def _read(self, item: str, template: Any) -> dict[str, Any]:
-        """Reads an item's arrays, except those whose leaf in the template is a placeholder. Returns them by path."""
+        """Reads an item's arrays, except where the template has a placeholder, and returns them by path."""
         args = ocp.args.PyTreeRestore(
             item=template,
             restore_args=jax.tree.map(_restore_args, template),
@@ -784,8 +784,8 @@ def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
 def _is_jaxloop_checkpoint(path: epath.Path, custom_metadata: Mapping[str, Any]) -> bool:
     """Returns whether a checkpoint was saved by a `CheckpointWriter` that was given a directory.
 
-    Any remaining part of the checkpoint is enough to tell. Checkpoints saved by an Orbax manager are not marked, even
-    if a `CheckpointWriter` uses the manager.
+    Any part of the checkpoint that remains is enough to tell. Checkpoints saved by an Orbax manager are not marked,
+    even if a `CheckpointWriter` uses the manager.
     """
     return _SEALED_KEY in custom_metadata or any((each / _MARKER_FILE).exists() for each in path.iterdir())
 
@@ -804,7 +804,7 @@ def _read_run_id(directory: epath.Path) -> str | None:
 def _run_id_of(directory: epath.Path) -> str:
     """Returns the id of the run that owns a directory.
 
-    If the directory has no id, returns the one in the newest checkpoint that has one, or else a new id.
+    If the directory has no id, returns the id in the newest checkpoint that has one; otherwise, a new id.
     """
     run_id = _read_run_id(directory)
     if run_id is None:
@@ -816,7 +816,7 @@ def _run_id_of(directory: epath.Path) -> str:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns whether a checkpoint has been deleted. If the deletion is in progress, first waits for it to finish."""
+    """Returns whether a checkpoint has been deleted. If it is being deleted, first waits for that to finish."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -842,7 +842,7 @@ def _damage_error(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
 
 @contextlib.contextmanager
 def _reading(path: epath.Path, what: str, sealed: bool = False) -> Iterator[None]:
-    """Converts errors raised while reading a checkpoint to a `CheckpointError`, unless its files match their seal."""
+    """Converts errors raised while reading a checkpoint into a `CheckpointError`, unless its files match their seal."""
     try:
         yield
     except Exception as error:
@@ -900,7 +900,7 @@ def _check_fits(
 
 
 def _fingerprint(tree: Any) -> str:
-    """Returns a hash of a tree that covers the paths, shapes and dtypes of its leaves, and its empty containers.
+    """Returns a hash of the paths, shapes and dtypes of a tree's leaves, and of its empty containers.
 
     If a saved tree and a template have the same hash, Orbax can restore the tree without reading its saved structure
     first.
@@ -921,7 +921,7 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
 
 
 def _place_of_ema(leaves: Mapping[str, Any]) -> str | None:
-    """Returns the path of the `EMAState` in a state with these leaves; None if there is not exactly one."""
+    """Returns the path of the `EMAState` in a state with these leaves, or None unless there is exactly one."""
     places = {path[: path.index(f"{_AVERAGE}/")] for path in leaves if f"{_AVERAGE}/" in path}
     found = [place for place in places if place.startswith("opt_state/") and f"{place}{_COUNT}" in leaves]
     return found[0] if len(found) == 1 else None
@@ -932,7 +932,7 @@ def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[
 
     Args:
       source: The `Checkpoint` or `SafetensorsFile` to read from.
-      saved: Maps the path of each leaf within the part to its path in the source.
+      saved: A dict that maps the path of each leaf within the part to its path in the source.
       into: See `load_params`.
       paths: See `load_params`.
     """
@@ -960,11 +960,11 @@ def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[
 
 
 def _load_leaves(source: Any, saved: Mapping[str, str], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the given leaves, and nothing else.
+    """Reads only the given leaves.
 
     Args:
       source: The `Checkpoint` or `SafetensorsFile` to read from.
-      saved: Maps the name of each leaf to its path in the source.
+      saved: A dict that maps the name of each leaf to its path in the source.
       ours: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings to load, by name.
 
     Raises:
@@ -988,7 +988,7 @@ def _bare(paths: Iterable[str]) -> dict[str, str]:
 def _renamed(
     saved: Mapping[str, str], ours: Mapping[str, Any], paths: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the saved paths and our leaves that `load_params(paths=)` selects, as two dicts keyed by our paths."""
+    """Returns two dicts, keyed by path in `ours`, of the saved paths and the leaves that `paths` selects."""
     saved_names, our_names = _bare(saved), _bare(ours)
     new_names = path_patterns.renamed(saved_names, paths)
     chosen = {our_names.get(new, new): saved[saved_names[old]] for old, new in new_names.items()}
@@ -1063,11 +1063,11 @@ class CheckpointWriter:
 
     Args:
       manager_or_directory: A directory, or an Orbax manager that saves a single item (through Orbax's current or older
-        API). With a manager, only the state is saved, without a seal. For a directory, the writer creates its own
+        API). With a manager, only the state is saved, without a seal. With a directory, the writer creates its own
         manager at the first save, and a new one after `close` or a failed save.
-      keep: For a directory, the number of newest checkpoints to keep; None to keep all.
-      best: For a directory, the name of a metric and its mode, "min" or "max". The best checkpoint is also kept. If
-        several are equally good, only the newest of these is kept.
+      keep: The number of most recent checkpoints to keep, or None to keep all. Used only with a directory.
+      best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the most
+        recent ones; if several are equally good, the newest one counts as best. Requires a directory.
       clock: A function that returns the time in seconds.
 
     Attributes:
@@ -1088,7 +1088,7 @@ class CheckpointWriter:
         self.last_wait_secs: float | None = None
         self._manager: ocp.CheckpointManager | None = None
         self._owns_manager = isinstance(manager_or_directory, str | os.PathLike)
-        self._closed = False  # Only for a manager that was passed in. For a directory, a new one is created.
+        self._closed = False  # Only for a manager that was passed in. With a directory, a new one is created.
         self._step: int | None = None  # The step of the current or last save.
         self._committed_step: int | None = None  # The step of the last commit since `close`.
         self._custom_metadata: dict[str, Any] = {}  # The metadata of the current or last save.
@@ -1124,7 +1124,7 @@ class CheckpointWriter:
         run: Mapping[str, Any] | None = None,
         trees: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Starts saving a checkpoint in one atomic commit. An existing checkpoint is not overwritten.
+        """Starts saving a checkpoint, which is committed atomically. Existing checkpoints are not overwritten.
 
         All arguments are copied before this method returns, so they may be changed or donated afterwards. A save first
         waits until the previous save is committed.
@@ -1146,7 +1146,7 @@ class CheckpointWriter:
 
         Raises:
           CheckpointError: If the previous save failed in the background, or this save failed. The error contains the
-            step of the failed save. For a directory, the files of that save are removed, so that the next save may
+            step of the failed save. With a directory, the files of that save are removed, so that the next save can
             succeed.
         """
         if self._closed:
@@ -1186,7 +1186,7 @@ class CheckpointWriter:
     def _save_args(
         self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
     ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
-        """Returns a pair: the arguments for Orbax and the custom metadata. Raises if a value could not be restored."""
+        """Returns Orbax's arguments and the custom metadata. Raises an error if a value could not be restored."""
         custom_metadata = _json_copy(metadata, "metadata")
         if self._best is not None:
             custom_metadata[_BEST_KEY] = dict(zip(("name", "mode"), self._best, strict=True))
@@ -1207,7 +1207,7 @@ class CheckpointWriter:
         return ocp.args.Composite(**items), custom_metadata
 
     def _prepared_manager(self) -> ocp.CheckpointManager:
-        """Returns the manager. For a directory, first waits for the previous save and checks the directory."""
+        """Returns the manager. With a directory, first waits for the previous save and checks the directory."""
         if self._owns_manager:
             self._wait_for_previous_save()  # Before checking that its checkpoint still exists.
             self._check_directory()  # Before `_open_manager` creates it.
@@ -1232,7 +1232,7 @@ class CheckpointWriter:
             raise agreement.known_to_all_processes(RuntimeError(problem))
 
     def _check_not_lost(self) -> None:
-        """Raises if the run's locked directory was moved or replaced, or if the last checkpoint is gone."""
+        """Raises an error if the run's locked directory was moved or replaced, or if the last checkpoint is gone."""
         self._lock.check()
         step = self._committed_step
         if not self._owns_manager or step is None or (self._directory / str(step)).exists():
@@ -1241,7 +1241,7 @@ class CheckpointWriter:
             raise FileNotFoundError(f"The checkpoint of step {step} was saved, but no longer exists")
 
     def _has_checkpoint(self, step: int, manager: ocp.CheckpointManager) -> bool:
-        """Returns whether there is a complete checkpoint of a step, saved by this program or another one."""
+        """Returns whether there is a complete checkpoint of a step, whether saved by this program or another one."""
         if not self._owns_manager:
             return step in manager.all_steps()
         # Checking one name first is faster: Orbax starts threads to list a directory.
@@ -1309,7 +1309,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _handling_errors_of(self, step: int | None) -> Iterator[None]:
-        """Converts errors raised by a save to a `CheckpointError`. For a directory, also removes the save's files."""
+        """Converts a save's errors into a `CheckpointError`. With a directory, also removes the save's files."""
         try:
             yield
         except CheckpointError:  # It already contains the step of an earlier save.
@@ -1358,7 +1358,7 @@ class CheckpointWriter:
             self._committed_step = self._step
 
     def close(self) -> None:
-        """Waits for the last save, and closes the manager. A manager that was passed in can't save afterwards.
+        """Waits for the last save, and closes the manager. A manager that was passed in can't save anything afterwards.
 
         Raises:
           CheckpointError: If the last save failed, or its checkpoint is no longer on disk. The error is raised only
@@ -1383,7 +1383,7 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns a copy of a value, made by a round trip through JSON. Tuples become lists.
 
     Raises:
-      TypeError: If a key is not a string, or a value can't be represented in JSON. The error names its path.
+      TypeError: If a key is not a string, or if a value can't be represented in JSON. The error names its path.
     """
     text = ""
     with contextlib.suppress(TypeError):  # The loop below raises an error with the path.
@@ -1425,7 +1425,7 @@ def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _saved_form(tree: Any, what: str) -> Any:
-    """Returns a tree in the form that Orbax stores. Raises if two leaves would have the same name in that form."""
+    """Returns a tree in the form that Orbax stores. Raises an error if two leaves would have the same name in it."""
     names: dict[str, str] = {}
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         path = checks.path_name(keys)

@@ -11,23 +11,23 @@ from jaxloop.schedules import Schedule
 class Action(abc.ABC):
     """A side effect that runs at chosen moments. To write one, subclass `Action` and implement `__call__`.
 
-    A loop calls its actions in the order in which they are listed. Its `begin_actions` receive `outputs=None`. An
+    A loop calls its actions in the order in which they are listed. A loop's `begin_actions` receive `outputs=None`. An
     exception raised by an action ends the run.
 
     Hooks:
       __call__: Called by a loop or a step whenever the action is due.
       monitors, check: Used by `OuterLoop.check`, before a run.
-      before_checkpoint, state_dict: Called before a checkpoint is saved, in this order.
+      before_checkpoint, state_dict: Called, in this order, before a checkpoint is saved.
       load_state_dict: Called when a run resumes from a checkpoint, before the first step.
       begin_run, write_notes: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
-      finish: Called when a run has ended without an error or an interruption, before `close`.
+      finish: Called before `close` when a run ends without an error or an interruption.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
-      close: Called at the end of an `OuterLoop`'s run, even if an error ended the run.
+      close: Called when an `OuterLoop`'s run ends, even if an error ended it.
 
     Args:
-      interval: When to call the action. For a loop's action, an int counts loops: 2 means at the end of every second
-        loop. For a step's action, an int counts the steps within the loop. A schedule such as `every(steps=100)` is
-        exact to the step, even inside a loop.
+      interval: When to call the action. For a loop's action, an int counts loops: with 2, the action is called at the
+        end of every second loop. For a step's action, an int counts the steps within the loop. A schedule such as
+        `every(steps=100)` fires at exactly the right step, even in the middle of a loop.
 
     >>> class Announce(Action):
     ...     def __call__(self, state, outputs, *, step_num, **kwargs):
@@ -37,17 +37,19 @@ class Action(abc.ABC):
     """
 
     uses_outputs: bool = True
-    """True if the action reads the outputs. If False, a loop keeps none for it and doesn't wait for the devices."""
+    """True if the action reads the outputs. If False, a loop doesn't keep any for it or wait for the devices."""
 
     needs_all_outputs: bool = True
-    """True if a loop that calls the action between two steps must first wait for the outputs of all steps so far. If
-    False, the loop doesn't wait, and the action receives the outputs of the newest step that has been computed."""
+    """True if the loop must wait for the outputs of all steps so far before it calls the action between two steps.
+
+    If False, the loop doesn't wait, and the action receives the outputs of the latest step that has been computed.
+    """
 
     runs_last: bool = False
-    """True if the action, like a checkpoint, is called after the other actions and the evaluations of the same step."""
+    """True if the action, like a checkpoint, is called after the other actions and evaluations of the same step."""
 
     time_category: str = "actions"
-    """The category to which the time report assigns the action's calls: "actions", "evals" or "checkpoints"."""
+    """The category of the action's calls in the time report: "actions", "evals" or "checkpoints"."""
 
     settings: Sequence[str] = ()
     """The names of the settings that `change` accepts."""
@@ -77,11 +79,11 @@ class Action(abc.ABC):
             outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
             A loop also passes `history`, the values measured so far (a `History`, or None); `total_steps`, the planned
-            number of updates (None if unknown); `spent`, the time report since the last call (a `Spent`); `snapshot`, a
-            function that returns what a checkpoint stores besides the state; and `detour`, a function that returns to
-            an earlier checkpoint (None if the run has no checkpoints): `detour(first_step, last_step, reason)`
-            interrupts the run, restores the newest checkpoint before `first_step`, and continues without the batches of
-            these steps. More keywords may be added in later versions.
+            number of updates (None if unknown); `spent`, the time report for the period since the last call (a
+            `Spent`); `snapshot`, a function that returns what a checkpoint stores in addition to the state; and
+            `detour`, a function that takes the run back to an earlier checkpoint (None if the run has no checkpoints):
+            `detour(first_step, last_step, reason)` interrupts the run, restores the newest checkpoint before
+            `first_step`, and continues without the batches of these steps. Later versions may add more keywords.
         """
 
     def reschedule(self, interval: Schedule) -> None:
@@ -94,11 +96,11 @@ class Action(abc.ABC):
     def change(self, name: str, value: Any) -> None:
         """Changes a setting during a run. Called in response to `jaxloop.tell(workdir, "<action>.<name>=<value>")`.
 
-        When a run resumes, this is called again with the same value before the first step.
+        When a run resumes, this method is called again with the same value before the first step.
 
         Args:
           name: One of the names in `settings`.
-          value: A number, a string or a boolean. The method must check that it is valid.
+          value: A number, a string or a boolean, which this method must validate.
 
         Raises:
           ValueError: If the value is invalid. The setting then keeps its old value.
@@ -114,7 +116,7 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns one message for each problem that a run would have. Each message explains how to fix the problem.
+        """Returns one message per problem that a run would have, each of which explains how to fix the problem.
 
         Called by `OuterLoop.check`.
 
@@ -126,12 +128,14 @@ class Action(abc.ABC):
         return ()
 
     def finish(self, state: Any) -> Any:
-        """Returns the state that the run should return. Called once when a run has ended normally, before `close`."""
+        """Returns the state that the run should return. Called once, before `close`, when a run ends normally."""
         return state
 
     kept_state: Any = None
-    """A train state that the action keeps between calls, such as the best one. Checkpoints store it, and a resumed run
-    restores it."""
+    """A train state that the action keeps between calls, such as the best one, or None.
+
+    Checkpoints store this state, and a resumed run restores it.
+    """
 
     def before_checkpoint(self) -> None:
         """Finishes all pending work. Called before a checkpoint is saved.
@@ -141,7 +145,7 @@ class Action(abc.ABC):
         self.flush()
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
-        """Prepares the action for a run. Called before the first step of a new or resumed run of an `OuterLoop`.
+        """Prepares the action for a run. Called before the first step of an `OuterLoop`'s new or resumed run.
 
         Args:
           step_num: The number of completed updates.
@@ -150,14 +154,14 @@ class Action(abc.ABC):
         """
 
     def write_notes(self, notes: Mapping[str, Any]) -> None:  # noqa: B027 (to override, or not)
-        """Records the notes of a run: `OuterLoop.notes` and, if the run has a log, the program's commit."""
+        """Records a run's notes, which are `OuterLoop.notes` and, if the run has a log, the program's commit."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the data that the action keeps between calls: numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the data that `state_dict` returned for an action with the same arguments."""
+        """Restores data returned by the `state_dict` method of an action with the same arguments."""
         self._check_state_dict_names((), state_dict)
 
     def _check_state_dict_names(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:

@@ -11,11 +11,11 @@ from jaxloop.schedules import Elapsed, Schedule
 
 @final
 class ActionList:
-    """Actions, in the order in which they are called.
+    """A list of actions, in the order in which they are called.
 
     Args:
       actions: The actions; None for no actions. Objects from `clu.periodic_actions` are accepted.
-      unit: The unit of their int intervals, such as "loops". Used in warnings.
+      unit: The unit of the actions' int intervals, such as "loops", for use in warnings.
     """
 
     def __init__(self, actions: Sequence[Action] | None, unit: str):
@@ -29,12 +29,12 @@ class ActionList:
         return any(isinstance(action.interval, Schedule) for action in self.actions)
 
     def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
-        """Returns True if an action is due at the end of loop (or step) number `count`, counted from one."""
+        """Returns True if an action is due at the end of loop (or step) number `count`, counting from 1."""
         interval = self.actions[index].interval
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
-        """Calls an action. If it raises an exception, adds a note that names the action and the step."""
+        """Calls an action, and adds a note with the action and the step to any exception that it raises."""
         try:
             self.actions[index](state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
         except BaseException as error:
@@ -44,7 +44,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """Returns an `Action` unchanged, and wraps an object from `clu.periodic_actions` in a `PeriodicAction`."""
+    """Returns an `Action` unchanged; wraps an object from `clu.periodic_actions` in a `PeriodicAction`."""
     if isinstance(action, Action):
         return action
     if is_periodic(action):

@@ -17,7 +17,7 @@ from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.text import printable
 
 _LONG_WAIT_SECS = 1.0
-"""The number of seconds that a save may wait for the previous one without causing a warning."""
+"""The longest wait for the previous save, in seconds, that doesn't count toward a warning."""
 
 
 class CheckpointAction(Action):
@@ -25,11 +25,11 @@ class CheckpointAction(Action):
 
     A checkpoint is saved after the evaluations of the same step. A save blocks the run only while the arrays are copied
     to the host; the rest happens in the background. Only one save runs at a time: each save first waits until the
-    previous save is on disk. If two saves in a row wait for more than a second each, a warning is logged once.
+    previous save is on disk. A warning is logged once if two saves in a row each wait for more than a second.
     `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` covers all saves.
 
     Hooks:
-      __call__, close: See `Action`. An override must call the `super()` method.
+      __call__, close: See `Action`. Overrides must call `super()`.
       save: Called by `__call__` with the state and everything else to be saved.
 
     >>> import tempfile
@@ -43,17 +43,17 @@ class CheckpointAction(Action):
     ([200, 400], 200)
 
     Args:
-      ckpt_manager: A directory, or an Orbax `CheckpointManager` (of the current or the older API) that saves a single
+      ckpt_manager: A directory, or an Orbax `CheckpointManager` (of Orbax's current or older API) that saves a single
         item. At the end of a run, the last save is committed and the manager is closed. If a directory was given, the
         next run opens a new manager.
       interval: See `Action`.
-      keep: The number of newest checkpoints to keep; None to keep all. Used only with a directory, because a manager
-        has its own options.
-      best: The name of a metric, or its name and mode, as in `("test/accuracy", "max")`; see `Monitor`. Requires a
-        directory. The best checkpoint is kept in addition to the newest ones, even across restarts. If several
-        checkpoints are equally good, the newest of them counts as best. A checkpoint is considered only if the metric
-        was measured at its step, so choose an interval that coincides with the evaluations. A train metric is averaged
-        over the steps since the last save.
+      keep: The number of most recent checkpoints to keep, or None to keep all. Used only with a directory, because a
+        manager has its own options.
+      best: The metric that decides which checkpoint is best, given by its name, or by its name and mode, as in
+        `("test/accuracy", "max")`; see `Monitor`. Requires a directory. The best checkpoint is kept in addition to the
+        most recent ones, even across restarts. If several checkpoints are equally good, the newest one counts as best.
+        A checkpoint is considered only if the metric was measured at its step, so choose an interval that coincides
+        with the evaluations. A train metric is averaged over the steps since the last save.
       clock: A function that returns the time in seconds.
 
     Raises:
@@ -82,7 +82,7 @@ class CheckpointAction(Action):
         self._best = name_and_mode
         self._keep = keep if isinstance(ckpt_manager, str | os.PathLike) else None
         self._saves = self._saves_measured = 0
-        self._last_step: int | None = None  # The newest saved step.
+        self._last_step: int | None = None  # The last saved step.
         self._has_waited = self._has_warned_of_waiting = False
         files.prepare_directory(self.directory)
 
@@ -92,7 +92,7 @@ class CheckpointAction(Action):
 
     @property
     def keep(self) -> int | None:
-        """The number of newest checkpoints to keep; None if all are kept, or if an Orbax manager decides."""
+        """The number of most recent checkpoints to keep; None if all are kept, or if an Orbax manager decides."""
         return self._keep
 
     @property
@@ -102,9 +102,9 @@ class CheckpointAction(Action):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint from this run and all earlier runs. Waits for any pending save.
+        """The step of the best checkpoint of this run and all earlier runs; None if no checkpoint contains the metric.
 
-        None if no checkpoint contains the metric. To get the step without an action, call
+        Reading this property waits for any pending save. To get the step without an action, call
         `checkpoint.best_step(directory)`.
         """
         if self._best is None:
@@ -114,7 +114,7 @@ class CheckpointAction(Action):
 
     @property
     def last_stall_secs(self) -> float | None:
-        """The number of seconds that the last save blocked the run; None before the first save."""
+        """The number of seconds for which the last save blocked the run; None before the first save."""
         return self._writer.last_stall_secs
 
     @property
@@ -157,7 +157,7 @@ class CheckpointAction(Action):
         run: Mapping[str, Any] | None = None,
         trees: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Starts saving a state in the background, once the previous save is on disk.
+        """Waits until the previous save is on disk, and then starts saving a state in the background.
 
         The state is copied before this method returns, so it can be donated afterwards. Call `flush` or `close` before
         the program ends.
@@ -166,7 +166,7 @@ class CheckpointAction(Action):
           step: The step number, which becomes the name of the checkpoint.
           state: The state to save.
           outputs: Ignored.
-          metrics: A dict with the value of the metric that `best` names; None if there is no value.
+          metrics: A dict with the value of the metric named by `best`, or None if the metric has no value.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. `checkpoint.metadata` reads them.
           run: Like `metadata`, but for values of any size. `checkpoint.run` reads them. Saved only if `ckpt_manager` is
             a directory.
@@ -198,7 +198,7 @@ class CheckpointAction(Action):
         self._has_waited = waited > _LONG_WAIT_SECS
 
     def before_checkpoint(self) -> None:
-        """Does nothing, because each save waits for the previous save anyway."""
+        """Does nothing, because each save waits for the previous one anyway."""
 
     def flush(self) -> None:
         self._writer.wait()

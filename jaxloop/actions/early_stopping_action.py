@@ -25,9 +25,9 @@ class _Memory:
     Attributes:
       best: The best value.
       best_elapsed: The progress of the run when the best value was measured.
-      patient_since: The progress from which `patience` is counted.
+      patient_since: The progress of the run at the moment from which `patience` is counted.
       waits: The number of measurements since `patient_since`.
-      seen_at: The progress at the most recent call.
+      seen_at: The progress of the run at the most recent call.
       stopped: True if the action has ended the run.
     """
 
@@ -44,11 +44,11 @@ class EarlyStoppingAction(Action):
 
     Add it to the eval loop that computes the metric; the loop calls it after each evaluation. You can also add it to
     the train loop with the same interval as the evaluation: `interval=every(steps=100)`. In a train loop, the default
-    interval of 1 means once per loop, and a single loop may be the whole run. When the action stops the run, it logs
+    interval of 1 means once per loop, and the whole run may be a single loop. When the action stops the run, it logs
     the reason.
 
     Hooks:
-      __call__, finish, close, state_dict, load_state_dict: See `Action`. An override must call the `super()` method.
+      __call__, finish, close, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
 
     >>> stopping = EarlyStoppingAction("test/accuracy", patience=2)
     >>> for step, accuracy in [(100, 0.95), (200, 0.98), (300, 0.97), (400, 0.98)]:
@@ -60,8 +60,8 @@ class EarlyStoppingAction(Action):
     Args:
       monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
         last call.
-      patience: The number of consecutive measurements without an improvement after which the run ends. A period such as
-        `after(steps=1000)` or `after(time=600)` ends the run when the best value is older than the period.
+      patience: The number of consecutive measurements without an improvement after which the run ends. With a period
+        such as `after(steps=1000)` or `after(time=600)`, the run ends once the best value is older than the period.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
       min_delta: A value counts as an improvement only if it beats the best value by more than this amount.
       baseline: An improvement resets the patience only if the metric is also better than this value.
@@ -111,7 +111,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def patience(self) -> int | None:
-        """The number of measurements without an improvement that ends the run; None if the patience is a period."""
+        """The number of measurements without an improvement after which the run ends; None if patience is a period."""
         return None if self._unit else int(self._patience)
 
     @property
@@ -171,7 +171,7 @@ class EarlyStoppingAction(Action):
         return f"{self!r} can't stop a loop as one of its begin_actions. Add it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
-        """Records a value. Returns the reason why the run should stop, as a sentence, or None if it should continue."""
+        """Records a value, and returns a sentence with the reason to stop the run, or None if it should continue."""
         memory = self._memory
         if self._monitor.has_failed(value):
             return f"{self._monitor.name} is {value}."
@@ -189,7 +189,7 @@ class EarlyStoppingAction(Action):
 
     def _describe(self, gone: float) -> str:
         best, at = self._memory.best, self._memory.best_elapsed
-        assert best is not None and at is not None  # The first value is the best one, or it has failed.
+        assert best is not None and at is not None  # The first value is the best so far, unless it has failed.
         unit = {"": "evaluations", "time": "seconds"}.get(self._unit, self._unit)
         period = f"{gone:g} {unit}" if gone != 1 else f"1 {unit[:-1]}"
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""

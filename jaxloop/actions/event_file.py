@@ -25,12 +25,13 @@ _NUM_FRAME_BYTES = _LENGTH.size + 2 * _CRC.size
 class EventFile:
     """The event file of one process. When `add_event` returns, the event is in the file.
 
-    This class replaces tensorboardX's `FileWriter`, which keeps events in a queue and two buffers. A killed process
-    loses these events, `flush` doesn't wait for the queue, and the writer's thread ends silently if the disk is full.
-    By contrast, if this class can't write an event, it raises an error and leaves the file unchanged. Thread-safe.
+    This class replaces tensorboardX's `FileWriter`, which keeps events in a queue and two buffers. If a process is
+    killed, `FileWriter` loses these events; its `flush` doesn't wait for the queue, and its thread ends silently if the
+    disk is full. If this class can't write an event, it raises an error and leaves the file unchanged. It is
+    thread-safe.
 
-    The first event creates the file, which is closed by `close` or when this object is garbage-collected. TensorBoard
-    reads event files in the order of their names, so the new file's name sorts after all existing ones.
+    The file is created when the first event is added, and closed by `close` or when this object is garbage-collected.
+    TensorBoard reads event files in the order of their names, so the new file's name sorts after all existing ones.
 
     Args:
       directory: The directory in which to create the file.
@@ -86,26 +87,26 @@ class EventFile:
                     raise
 
     def close(self) -> None:
-        """Closes the file. The next event opens it again."""
+        """Closes the file. The next event reopens it."""
         with self._lock:
             self._file = None
             self._close_file()
 
     def position(self) -> dict[str, Any]:
-        """Returns the positions of the file's end and of the newest step's first event, to be passed to `resume`."""
+        """Returns the file's name, its end, and the beginning of its latest step, to be passed to `resume`."""
         with self._lock:
             return {"file": self._name, "begins": self._begins, "ends": self._size}
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Makes TensorBoard hide everything after the position at which a run resumes or starts over.
 
-        TensorBoard can only hide all points at or after a given step. Points of that step that were written before the
-        position are therefore copied from the earlier file.
+        TensorBoard can only hide all points at or after a given step, so points of that step that were written before
+        the position are copied from the earlier file.
 
         Args:
           step: The step at which the run resumes.
-          position: The result of `position` when that step was saved. If None, points of the step itself are kept,
-            except for step 0.
+          position: The result of `position` when that step was saved. If None, the points of the step itself are kept,
+            unless it is step 0.
         """
         with self._lock:
             if not self._numbers():
@@ -145,7 +146,7 @@ class EventFile:
         else:
             os.makedirs(self._directory, exist_ok=True)
             file = open(self._path, "ab" if is_old else "xb", buffering=0)  # noqa: SIM115
-        # Closed at the latest when this object is garbage-collected, because callers may not close the writer. Not
+        # Closed at the latest when this object is garbage-collected, because callers might not close the writer. Not
         # closed at exit, because an exit handler may still write.
         self._file, self._close_file = file, weakref.finalize(self, file.close)
         self._close_file.atexit = False
@@ -163,7 +164,7 @@ class EventFile:
         self._size += len(record)
 
     def _restore(self, error: OSError) -> None:
-        """Removes a partly written record, which would hide all later ones, and adds the path to the error."""
+        """Removes a partially written record, which would hide all later ones, and adds the path to the error."""
         if self._file is not None and hasattr(self._file, "fileno"):
             os.ftruncate(self._file.fileno(), self._size)
             self._file.seek(self._size)
@@ -171,7 +172,7 @@ class EventFile:
             error.filename = self._path
 
     def _events_of(self, step: int, position: Mapping[str, Any]) -> list[Any] | None:
-        """Returns the summaries at a position, starting at the given step; None if the file can't be read."""
+        """Returns a position's summaries that belong to `step` or a later step; None if the file can't be read."""
         name: Any
         name, begins, ends = (position.get(key, -1) for key in ("file", "begins", "ends"))
         if name is None:
@@ -200,7 +201,7 @@ def _record(data: bytes) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yields the records up to the end or the first damaged one."""
+    """Yields the records up to the end of the data or the first damaged record."""
     place = 0
     while place + _NUM_FRAME_BYTES <= len(data):
         ends = place + _NUM_FRAME_BYTES + _LENGTH.unpack_from(data, place)[0]

@@ -48,9 +48,9 @@ class LearningRateAction(WriterAction):
 
 
 def learning_rate(opt_state: Any) -> Any:
-    """Returns the learning rate in an optimizer state without copying it to the host.
+    """Returns the learning rate from an optimizer state, without copying it to the host.
 
-    Returns None unless there is exactly one.
+    Returns None unless the state contains exactly one learning rate.
     """
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
     # A schedule has a state with the same name as the rate itself.

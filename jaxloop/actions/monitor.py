@@ -35,14 +35,14 @@ class Monitor:
 
     Args:
       name: "loss" or "train/loss" for an output of the loop that calls the action; "test/accuracy" for the `accuracy`
-        of the evaluation named `test`. "accuracy" refers to the loop's own output if there is one with that name, and
-        otherwise to the output of any evaluation.
-      mode: "min" or "max". "auto" means "max" if the last part of the name contains a word such as accuracy, acc, auc,
-        f1, precision, recall, score, reward, return, iou or bleu, and no word for a loss or an error. Otherwise it
-        means "min".
+        of the evaluation named `test`. "accuracy" alone refers to the loop's own output with that name or, if there is
+        none, to the output of any evaluation.
+      mode: "min", "max" or "auto". "auto" means "max" if the last part of the name contains a word such as accuracy,
+        acc, auc, f1, precision, recall, score, reward, return, iou or bleu, but no word for a loss or an error;
+        otherwise, it means "min".
 
     Attributes:
-      name: The name that was passed.
+      name: The name that was passed to the constructor.
       mode: The direction of improvement: "min" or "max".
     """
 
@@ -71,8 +71,8 @@ class Monitor:
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
         """Returns the value of the metric at this step, or None if it was not measured.
 
-        The value comes from `outputs`, as computed by `jaxloop.summarize`, or from the newest row of `history` if that
-        row belongs to this step.
+        The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's newest row in `history`
+        if that row belongs to this step.
 
         Raises:
           ValueError: If there is no metric with this name. If a later evaluation may still measure it, a warning is
@@ -90,11 +90,11 @@ class Monitor:
         return self._as_number(value) if measured_at.steps == elapsed.steps else None
 
     def is_measured(self, scalars: Iterable[str], history: History | None) -> bool:
-        """Returns True if this metric is among the scalars of a loop or in the history of a run."""
+        """Returns True if this metric is among a loop's scalars or in a run's history."""
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
-        """Returns an error message for a metric that doesn't exist. The message lists the existing metrics."""
+        """Returns an error message for a metric that doesn't exist, with a list of the existing metrics."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
         return f"Nothing named {self.name!r} is measured. There is: {checks.listed(self._by_similarity(there))}."
@@ -105,7 +105,7 @@ class Monitor:
         return float(value)
 
     def _find(self, names: Iterable[str]) -> str | None:
-        """Returns the name of the loop's output that this metric refers to, or None."""
+        """Returns the name of the loop's output that this metric refers to; None if there is no such output."""
         wanted = _parts(self.name)
         wanted = wanted[1:] if len(wanted) > 1 and wanted[0] == "train" else wanted
         # Tries the full name first, then a field of a Collection, such as `loss` for `metrics/loss`.
@@ -121,7 +121,7 @@ class Monitor:
         return None
 
     def _check_can_be_measured(self, scalars: Iterable[str], history: History | None) -> None:
-        """Raises an error if no later output can have this name. Logs a warning if another evaluation may have it."""
+        """Raises an error if no later output can have this name; logs a warning if another evaluation may have it."""
         groups = set() if history is None else {_parts(path)[0] for path in history.paths()}
         if not groups and not tuple(scalars):
             return

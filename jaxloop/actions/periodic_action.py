@@ -21,14 +21,14 @@ def is_periodic(obj: Any) -> bool:
 class PeriodicAction(Action):
     """Calls one of clu's periodic actions, such as `Profile` or `ReportProgress`, after every step.
 
-    A loop wraps the periodic actions in its list of actions automatically:
+    A loop automatically wraps the periodic actions in its list of actions:
     `TrainLoop(step, end_actions=[periodic_actions.ReportProgress(num_train_steps=10_000)])`.
 
-    The periodic action's own arguments, such as `every_steps`, determine when it acts. It receives only the number of
-    completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need the state,
-    write an `Action`. The periodic action's clock starts at the first step of each run.
+    The periodic action's own arguments, such as `every_steps`, determine when it acts. The action receives only the
+    number of completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need
+    the state, write an `Action`. The periodic action's clock starts at the first step of each run.
 
-    At the end of a run, the action waits for the result of an asynchronous callback, and writes any profile that is
+    At the end of a run, the action waits for the result of any asynchronous callback, and writes any profile that is
     still being recorded.
 
     Args:

@@ -1,4 +1,4 @@
-"""The action that profiles some steps."""
+"""The action that profiles a few steps."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -14,21 +14,21 @@ from jaxloop.schedules import after, at, every
 
 @final
 class ProfileAction(Action):
-    """Records a profile of some steps for TensorBoard's profile page, XProf or Perfetto.
+    """Records a profile of a few steps for TensorBoard's profile page, XProf or Perfetto.
 
-    The trace contains whole steps: the loop synchronizes with the devices before the trace starts and before it stops.
-    If the run ends early, the trace contains the steps completed so far.
+    The trace contains only whole steps: the loop synchronizes with the devices before the trace starts and before it
+    stops. If the run ends early, the trace contains the steps completed until then.
 
     >>> import tempfile
     >>> ProfileAction(tempfile.mkdtemp(), first_step=100, num_steps=5).interval
     at(steps=99) | at(steps=104)
 
     Args:
-      logdir: The directory of the trace, which is written under `plugins/profile/`.
-      first_step: The first step to trace. It must be at least 2, because the first step of a run compiles.
+      logdir: The directory in which to write the traces, below `plugins/profile/`.
+      first_step: The first step to trace. It must be at least 2, because the first step of a run includes compilation.
       num_steps: The number of steps to trace. A few steps are enough; longer traces produce large files.
-      every_steps: The number of steps from the start of one trace to the start of the next; None to record a single
-        trace.
+      every_steps: The number of steps from the start of one trace to the start of the next; if None, only one trace is
+        recorded.
 
     Raises:
       OSError: If the directory can't be written to.

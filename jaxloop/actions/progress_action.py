@@ -24,7 +24,8 @@ from jaxloop.timing import Spent, duration
 
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
-# For output that can't be redrawn, such as a file: the minimum time between lines, and roughly the most lines per run.
+# For output that can't be redrawn, such as a file: the minimum time between lines, and the approximate maximum number
+# of lines per run.
 _LINE_SECONDS = 10.0
 _MOST_LINES = 50
 
@@ -40,9 +41,10 @@ class Progress:
     Attributes:
       steps: The number of completed updates in the run.
       total: The total number of updates in the run; None if unknown.
-      steps_here: The number of steps timed by this process. Its first step is excluded, because it compiles.
+      steps_here: The number of steps timed by this process. The process's first step is excluded, because it includes
+        compilation.
       seconds: The time that these steps took, in seconds.
-      values: The newest metrics, by name.
+      values: The latest metrics, by name.
       run_seconds: The time since the run began in this process, in seconds, including start-up and compilation.
     """
 
@@ -62,7 +64,7 @@ class Progress:
 
     @property
     def seconds_between_lines(self) -> float:
-        """The time between two lines, in seconds.
+        """The minimum time between two lines, in seconds.
 
         It grows during a run, so that even a run of unknown length prints few lines.
         """
@@ -71,7 +73,7 @@ class Progress:
         return max(_LINE_SECONDS, (self.seconds + self.seconds_left) / _MOST_LINES)
 
     def line(self, *, is_final: bool = False) -> str:
-        """Returns a line for a log file. It contains the time left or, at the end of the run, the time taken."""
+        """Returns a line for a log file, with the time left or, at the end of the run, the time taken."""
         parts = [f"step {self.steps:,}"]
         if self.total:
             parts[0] += f" of {self.total:,} ({100 * self.steps // self.total}%)"
@@ -87,9 +89,9 @@ class Progress:
 
 @final
 class ProgressAction(Action):
-    """Shows the progress of a run: steps, time left, speed, the newest metrics, and evaluation results.
+    """Shows the progress of a run: steps, time left, speed, the latest metrics, and evaluation results.
 
-    The action never waits for the devices; it shows the newest metrics that have reached the host. Evaluation results
+    The action never waits for the devices; it shows the latest metrics that have reached the host. Evaluation results
     and log lines appear above the bar. In a multi-process job, only the first process shows anything.
 
     >>> import itertools
@@ -102,16 +104,16 @@ class ProgressAction(Action):
     step 4 of 4 (100%)  2.7 s/step  took 8.0 s  loss 0.2500
 
     Args:
-      total_steps: The total number of updates in the run; None to use the number that the loop passes.
+      total_steps: The total number of updates in the run, or None to use the number that the loop passes.
       interval: See `Action`. By default, the display is updated up to ten times per second, and steps between updates
-        add no overhead.
-      bar: "tqdm" for a bar, "plain" for occasional lines, or "auto". "auto" means "tqdm" on a terminal and in a
-        notebook, where a bar can be redrawn, and "plain" if the output goes to a file. If tqdm is not installed, "tqdm"
-        means "plain". In a file, both modes print at most one line every 10 seconds, and fewer in a long run.
+        have no overhead.
+      bar: "tqdm" shows a bar, "plain" prints occasional lines, and "auto" shows a bar where it can be redrawn (on a
+        terminal or in a notebook) and prints lines elsewhere. If tqdm is not installed, lines are printed instead of a
+        bar. If the output goes to a file, at most one line is printed every 10 seconds, and even fewer in a long run.
       min_seconds: The minimum number of seconds between two updates of the display.
-      names: The metrics to show, in this order; None for all except the loop's statistics (`jaxloop/...`). For
-        evaluations, all metrics are always shown.
-      stream: The stream to write to; None for stderr, or stdout in a notebook.
+      names: The metrics to show, in this order. If None, all metrics except the loop's statistics (`jaxloop/...`) are
+        shown. All metrics of evaluations are always shown.
+      stream: The stream to write to. If None, stderr is used, or stdout in a notebook.
       clock: A function that returns the time in seconds.
     """
 
@@ -191,7 +193,7 @@ class ProgressAction(Action):
             self._bar.announce(f"step {step_num:,}: compiling the first step")
 
     def _update(self, now: float) -> None:
-        """Shows the results of new evaluations, and draws the bar if it is due."""
+        """Shows the results of new evaluations, and redraws the bar or prints a line if it is due."""
         if self._began_at is None:
             self._began_at = (self._newest[0], now)
             self._skip_old_results()
@@ -229,7 +231,7 @@ class ProgressAction(Action):
     # Results of evaluations --------------------------------------------------------------------------
 
     def _skip_old_results(self) -> None:
-        """Marks the results from before a resume as already shown."""
+        """Marks results from before the run was resumed as already shown."""
         steps, elapsed, history, _ = self._newest
         before = elapsed.previous if elapsed is not None else None
         if history is not None and (before.steps if before is not None else steps - 1) > 0:
@@ -287,7 +289,7 @@ class _PlainBar:
         self._stream, self._drawn_at = stream, -1
 
     def announce(self, text: str) -> None:
-        """Shows a message until progress is shown for the first time."""
+        """Shows a message until the first call to `draw`."""
         self.write(text)
 
     def draw(self, progress: Progress, *, is_final: bool = False) -> None:
@@ -297,7 +299,7 @@ class _PlainBar:
         self._drawn_at = progress.steps
 
     def write(self, line: str) -> None:
-        """Writes a line above the bar, where it stays."""
+        """Writes a permanent line above the bar."""
         print(line, file=self._stream, flush=True)
 
     def clear(self) -> None:
@@ -305,10 +307,9 @@ class _PlainBar:
 
 
 class _TqdmBar:
-    """Shows progress as a tqdm bar: text, or a widget in a notebook if ipywidgets is installed. See `_PlainBar`.
+    """Shows progress as a tqdm bar (in notebooks with ipywidgets, as a widget). See `_PlainBar`.
 
-    Log lines appear above the bar. If the metrics would leave fewer than ten columns for the bar, they are shown only
-    at the end.
+    Log lines appear above the bar. Metrics that don't fit next to a bar of ten columns are shown only at the end.
     """
 
     def __init__(self, stream: TextIO, is_live: bool, progress: Progress):
@@ -316,7 +317,7 @@ class _TqdmBar:
         has_widgets = _is_notebook(stream) and checks.is_installed("ipywidgets")
         size: dict[str, Any] = {"dynamic_ncols": True}
         with contextlib.suppress(AttributeError, OSError, ValueError):  # It is not a terminal.
-            if 0 in os.get_terminal_size(stream.fileno()):  # Unknown size, as in a container: tqdm shows nothing.
+            if 0 in os.get_terminal_size(stream.fileno()):  # As in a container, where tqdm would show nothing.
                 size = {"ncols": 100, "nrows": 24}
         make: Any = importlib.import_module("tqdm.notebook" if has_widgets else "tqdm").tqdm
         # Without a minimum interval, each call of `draw` draws.
@@ -384,7 +385,7 @@ def _is_notebook(stream: TextIO) -> bool:
 
 
 def _number(value: float) -> str:
-    """Formats a metric with four decimals, or in scientific notation if it is very small or large.
+    """Formats a metric to four decimal places, or in scientific notation if it is very small or very large.
 
     >>> _number(0.97789), _number(2.5e-5), _number(0.0), _number(3e9)
     ('0.9779', '2.5000e-05', '0.0000', '3.0000e+09')
@@ -410,7 +411,7 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _is_result(path: str) -> bool:
-    """Returns True if a path in a history is an evaluation result, such as `test.accuracy`."""
+    """Returns True if a history's path refers to an evaluation result, such as `test.accuracy`."""
     group, _, name = path.partition(".")
     return bool(name) and group not in ("train", "jaxloop") and not name.startswith("jaxloop.")
 
@@ -421,7 +422,7 @@ def _newest_results(history: History) -> dict[str, Elapsed]:
 
 
 def _result_lines(row: Row) -> Iterator[str]:
-    """Yields a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each evaluation in a row."""
+    """Yields a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each evaluation in a history row."""
     groups: dict[str, dict[str, float]] = {}
     for keys, value in jax.tree_util.tree_leaves_with_path(row.logs):
         path = checks.path_name(keys).replace("/", ".")

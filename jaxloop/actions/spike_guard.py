@@ -1,4 +1,4 @@
-"""The action that skips batches that make a metric spike."""
+"""The action that skips batches that cause a metric to spike."""
 
 import collections
 import math
@@ -20,25 +20,25 @@ class SpikeGuard(Action):
     """Rolls back to an earlier checkpoint when a train metric spikes, and skips the batches that caused the spike.
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
-    `sigmas` times their standard deviation. The run then rolls back to the newest checkpoint before the spike. When it
-    continues, it skips all batches from the first spike found by the check through the last one. From then on, the run
+    `sigmas` times their standard deviation. After a spike, the run rolls back to the last checkpoint before it, and
+    then continues without the batches from the first through the last spike found by the check. From then on, the run
     is bit-identical to one whose data never contained those batches. Each rollback adds a "detour" row to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
-    `CheckpointAction`, and data that can return to an earlier position.
+    `CheckpointAction`, and a dataset that can return to an earlier position.
 
     >>> SpikeGuard("loss", sigmas=6, window=128, at_most=3)
     SpikeGuard('loss', sigmas=6, window=128, at_most=3, interval=every(steps=10))
 
     Args:
-      name: The name of an output of the train step, which must be a scalar.
-      sigmas: The number of standard deviations above the mean that counts as a spike.
-      window: The number of previous values to compare with. Until that many values exist, only NaN and infinity count
-        as spikes.
-      at_most: The maximum number of rollbacks in a run. One more spike ends the run with an error. If that run is
-        resumed, it starts from a checkpoint before that spike.
-      interval: When to check the values since the last call. Each check waits for the devices. A rollback discards all
-        steps since the preceding checkpoint, so check more often than you save.
+      name: The name of a scalar output of the train step.
+      sigmas: The number of standard deviations above the mean beyond which a value is a spike.
+      window: The number of previous values to compare each value with. Until that many values exist, only NaN and
+        infinity count as spikes.
+      at_most: The maximum number of rollbacks in a run. Any further spike ends the run with an error; if the run is
+        resumed after that, it starts from a checkpoint before the spike.
+      interval: When to check the values measured since the last check. Each check waits for the devices. A rollback
+        discards all steps after the checkpoint that it returns to, so check more often than you save.
 
     Raises:
       RuntimeError: If a spike occurs after `at_most` rollbacks, or before the first checkpoint.
@@ -118,7 +118,7 @@ class SpikeGuard(Action):
         detour(first, last, reason, at_most=self._at_most)
 
     def _values_of_steps(self, outputs: types.Output) -> list[Any]:
-        """Returns the values of the metric since the last call, one per step; None for a `Weighted` with weight 0."""
+        """Returns the metric's value at each step since the last call; None where it is a `Weighted` with weight 0."""
         name = self._monitor.name.removeprefix("train/")
         values = outputs.get(name) if isinstance(outputs, Mapping) else None
         if not isinstance(values, list) or any(np.ndim(value) for value in values):

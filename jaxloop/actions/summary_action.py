@@ -24,9 +24,10 @@ _METHODS = {
 class SummaryAction(WriterAction):
     """Writes a summary of all steps since the action was last called.
 
-    Scalars are written as example-weighted means over these steps, `clu.metrics` objects as their computed values, and
-    statistics unchanged. Arrays of shape `[N, H, W, C]` are written as images, other arrays as histograms, and a
-    `MetricWithMetadata` according to its type: as images, videos, audio, text or histograms.
+    Scalars are averaged over these steps, weighted by the number of examples. `clu.metrics` objects are written as
+    their computed values, and statistics are written unchanged. Arrays of shape `[N, H, W, C]` are written as images,
+    and all other arrays are written as histograms. The type of a `MetricWithMetadata` determines whether it is written
+    as images, videos, audio, text or histograms.
 
     All actions that share a writer also share a background thread, which writes in the order in which the actions are
     called. The loop waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint
@@ -37,8 +38,8 @@ class SummaryAction(WriterAction):
       summary_writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as
         `jaxloop.actions.MlflowWriter`, or any object with the methods of `clu.metric_writers.MetricWriter`. Only
         `write_scalars` and `flush` are required. If the writer has no method for an output, a warning is logged once.
-        You own the writer: it is flushed when a run ends, but not closed. If you write to it yourself during a run, it
-        must be thread-safe, as jaxloop's writers are. Otherwise, call this action's `flush` first.
+        You own the writer: it is flushed when a run ends, but not closed. If you also write to it yourself during a
+        run, either use a thread-safe writer, such as jaxloop's own writers, or call this action's `flush` first.
       interval: See `Action`.
       flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
       prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from that of the
@@ -136,7 +137,7 @@ def _not_written(
     media: Mapping[str, types.MetricWithMetadata],
     methods: Mapping[types.MetricType, str],
 ) -> dict[str, str]:
-    """Returns the names of the outputs that are not written, with the reasons."""
+    """Returns a dict that maps the name of each output that is not written to the reason."""
     reasons = {}
     for name, metric in media.items():
         if metric.type not in methods:
@@ -145,7 +146,7 @@ def _not_written(
     for name in sorted((outputs or {}).keys() - {*scalars, *media, types.STOP_LOOP}):
         value = (outputs or {})[name]
         is_empty = value is None or (isinstance(value, list) and all(item is None for item in value))
-        # A Collection named `eval` is written as `eval/loss`, ...
+        # A Collection named `eval` is written under names such as `eval/loss`.
         if not is_empty and not any(each.startswith(f"{name}/") for each in (*scalars, *media)):
             reasons[name] = "it is neither a scalar, an array, a clu metric nor a MetricWithMetadata"
     return reasons

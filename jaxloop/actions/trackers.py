@@ -25,7 +25,7 @@ from jaxloop.text import printable
 
 
 class _TrackerWriter(abc.ABC):
-    """The base class of all tracker writers. Stores the tracked run's identity, and skips existing points.
+    """The base class of all tracker writers. Stores the tracked run's identity, and skips points that already exist.
 
     The identity is saved in a file in the work directory before the first point is written, and in each checkpoint.
     After a resume or an error, the next write first reads back the points that the tracker already has, and doesn't
@@ -71,7 +71,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _close(self) -> None:
-        """Closes the tracked run after all of its points are stored."""
+        """Closes the tracked run once all of its points are stored."""
 
     def _new_id(self) -> str:
         return secrets.token_hex(16)
@@ -114,10 +114,10 @@ class _TrackerWriter(abc.ABC):
         return {"run": self._id}
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Chooses the tracked run that the next write continues.
+        """Chooses the tracked run that the next write will continue.
 
-        This is the tracked run named in the checkpoint or, without a checkpoint, in the work directory. If neither
-        names one, the next write creates a tracked run.
+        The next write continues the tracked run named in the checkpoint or, without a checkpoint, in the work
+        directory. If no tracked run is named there, the next write creates one.
 
         Args:
           step: The step at which the run resumes or starts.
@@ -197,15 +197,15 @@ class _TrackerWriter(abc.ABC):
 
 
 class _MediaWriter(_TrackerWriter):
-    """The base class of the writers for trackers that store texts, images and histograms as objects in a row."""
+    """The base class of the writers for trackers whose rows can contain texts, images and histograms as objects."""
 
     @abc.abstractmethod
     def _text(self, text: str) -> Any:
-        """Returns the tracker's object for a text."""
+        """Returns the tracker's object that represents a text."""
 
     @abc.abstractmethod
     def _histogram(self, array: Any, num_bins: int) -> Any:
-        """Returns the tracker's object for the histogram of an array."""
+        """Returns the tracker's object that represents the histogram of an array."""
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         self._write(step, {name: self._text(text) for name, text in texts.items()})
@@ -229,16 +229,16 @@ class MlflowWriter(_TrackerWriter):
     ...     writer = jaxloop.actions.MlflowWriter(workdir, "sqlite:///mlflow.db", "digits")
     ...     return jaxloop.SummaryAction(writer, jaxloop.every(steps=100))
 
-    Hyperparameters become params, and notes become tags. The writer uses `MlflowClient` with the ID of its own run, so
-    it doesn't affect any thread's active run. MLflow can't delete points, so the writer reads back the points that
-    MLflow has, and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An
-    existing param keeps its value; if the new value differs, a warning is logged.
+    Hyperparameters become MLflow params, and notes become tags. The writer uses `MlflowClient` with the ID of its own
+    run, so it doesn't affect any thread's active run. MLflow can't delete points, so the writer reads back the existing
+    points and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An existing
+    param keeps its value; if the new value differs, a warning is logged.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
-      tracking_uri: The URI of the tracking server or database; None for MLflow's default.
+      tracking_uri: The URI of the tracking server or database, or None to use MLflow's default.
       experiment: The name of the experiment, which is created if it doesn't exist.
-      run_name: The name of a new tracked run; None for the name of the work directory.
+      run_name: The name of a new tracked run, or None to use the name of the work directory.
 
     Raises:
       ModuleNotFoundError: If MLflow is not installed.
@@ -263,7 +263,7 @@ class MlflowWriter(_TrackerWriter):
         self._client = self._module.MlflowClient(self._uri)
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        # The tag is known beforehand, so a resumed run finds the MLflow run even if a kill follows its creation.
+        # The tag is known beforehand, so a resumed run finds the MLflow run even if a kill follows right after.
         found = self._client.search_runs([number], f"tags.`jaxloop.run` = '{self._id}'")
         tags = {"jaxloop.run": self._id}
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=self._run_name)
@@ -321,14 +321,14 @@ class TrackioWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.TrackioWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the trackio run. The writer writes each row in one transaction. It
+    Hyperparameters and notes become the config of the trackio run. The writer writes each row in one transaction, and
     doesn't use trackio's own thread, which drops rows that can't be written. `trackio.sync(project, space_id=...)`
     copies the project to a Hugging Face Space.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
       project: The name of the project.
-      run_name: The name of the tracked run; None for the name of the work directory.
+      run_name: The name of the tracked run, or None to use the name of the work directory.
 
     Raises:
       ModuleNotFoundError: If trackio is not installed.
@@ -387,13 +387,13 @@ class WandbWriter(_MediaWriter):
     ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
 
     Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops a row if
-    W&B's own step decreases. Only `wandb.finish` waits until W&B has stored everything. Each flush (before a checkpoint
-    is saved) therefore finishes the W&B run, and the next write resumes it. Online, this takes a few seconds.
+    W&B's own step decreases. Because only `wandb.finish` waits until W&B has stored everything, each flush (before a
+    checkpoint is saved) finishes the W&B run, and the next write resumes it. In online mode, this takes a few seconds.
 
-    Online, the writer reads back the points that W&B has, and doesn't write them again. Offline, the points between two
-    flushes are written to a directory `wandb/offline-run-*` in the work directory. A resumed run deletes the
-    directories that are newer than its checkpoint. `wandb sync --include-offline wandb/offline-run-*` uploads the
-    directories.
+    In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
+    between two flushes are written to a directory `wandb/offline-run-*` in the work directory. A resumed run deletes
+    the directories that are newer than its checkpoint. The command `wandb sync --include-offline wandb/offline-run-*`
+    uploads the directories.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
@@ -467,12 +467,12 @@ class AimWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.AimWriter(workdir, "runs"), jaxloop.every(steps=100))
 
-    Aim stores one value per name and step, so repeated steps replace their points. Hyperparameters and notes are stored
-    as `run["hparams"]` and `run["notes"]`.
+    Aim stores one value per name and step, so a repeated step replaces its earlier points. Hyperparameters and notes
+    are stored as `run["hparams"]` and `run["notes"]`.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
-      repo: The directory or server of the Aim repository; None for Aim's default.
+      repo: The directory or server of the Aim repository, or None to use Aim's default.
       **options: Further arguments for `aim.Run`, except for `run_hash` and `force_resume`.
 
     Raises:
@@ -528,10 +528,10 @@ class CometWriter(_TrackerWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.CometWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters are stored as parameters, and notes as "others". The writer reads back the metrics that Comet has,
-    and doesn't write them again. Images and texts with the same name and step are replaced. Each flush waits until
-    Comet has received everything. The writer only works online: Comet archives an offline experiment when the
-    experiment ends, so a killed process would lose it.
+    Hyperparameters are stored as Comet parameters, and notes are stored as "others". The writer reads back the existing
+    metrics and doesn't write them again. Images and texts with the same name and step are replaced. Each flush waits
+    until Comet has received everything. The writer only works online: Comet doesn't archive an offline experiment until
+    it ends, so the experiment would be lost if the process were killed.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.

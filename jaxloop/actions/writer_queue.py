@@ -22,13 +22,13 @@ MOST_PENDING = 64
 """The maximum number of pending calls. An action that requests more must wait."""
 
 PAUSE_SECS = 0.1
-"""The number of seconds for which a new thread collects calls, unless an action waits for them."""
+"""The time, in seconds, for which a new thread collects calls, unless an action is waiting for them."""
 
 _METHODS = frozenset(
     f"write_{kind}"
     for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams", "notes")
 ) | {"flush", "resume"}
-"""The methods of a writer that a checkpoint may name."""
+"""The writer methods that the calls in a checkpoint may use."""
 
 
 @final
@@ -56,7 +56,7 @@ class Call:
     is_in_checkpoint: bool = False
 
     def make(self, writer: Any) -> None:
-        """Calls the writer's method. If it raises an error, adds a note with the action, the step and the names."""
+        """Calls the writer's method, and adds a note with the action, the step and the names to any error."""
         try:
             if self.method == "resume":
                 _resume(writer, self.step, **self.options)
@@ -69,7 +69,7 @@ class Call:
             raise
 
     def keep(self) -> dict[str, Any] | None:
-        """Returns the call as checkpoints store it. If it can't be stored, logs an error and returns None."""
+        """Returns the call in the form stored in checkpoints. If it can't be stored, logs an error and returns None."""
         kept = {name: getattr(self, name) for name in ("number", "step", "method", "values", "options")}
         try:
             encoding.encode(kept)
@@ -93,10 +93,10 @@ class WriterQueue:
     10 {'loss': 0.5}
 
     All actions with the same writer share its queue. The first request starts the thread, which waits a tenth of a
-    second for more requests, makes all calls, and ends. A killed process can lose the calls requested in that tenth of
-    a second, but none from before a checkpoint, because `state_dict` waits until everything is written and flushed.
-    Before a program exits, it makes all pending calls. A forked process makes none of them. In a multi-process job,
-    only the first process calls the writer.
+    second for more requests, makes all calls, and ends. If the process is killed, calls requested in that tenth of a
+    second can be lost. Calls from before a checkpoint are never lost, because `state_dict` waits until everything is
+    written and flushed. All pending calls are made before the program exits, but not in forked processes. In a
+    multi-process job, only the first process calls the writer.
 
     If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue, and the
     thread ends. The next request or flush raises the error, and the request after that retries the calls. A checkpoint
@@ -115,7 +115,7 @@ class WriterQueue:
     def of(cls, writer: Any, has_thread: bool = True) -> "WriterQueue":
         """Returns the queue of a writer.
 
-        The queue of clu's `AsyncWriter` starts no thread, because that writer has its own.
+        The queue of clu's `AsyncWriter` doesn't start a thread, because that writer has its own.
         """
         is_async = any(each.__module__ == "clu.metric_writers.async_writer" for each in type(writer).__mro__)
         has_thread = has_thread and not is_async
@@ -131,19 +131,19 @@ class WriterQueue:
         self._errors: list[BaseException] = []  # Still to be raised; at most one.
         self._is_halted = False  # True after an error, until the next request.
         self._unflushed_step: int | None = None  # The newest step that was written since the last flush.
-        self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once something was written.
+        self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once anything was written.
         self._process = os.getpid()
 
     def put(self, *calls: Call, waits: bool = False) -> None:
-        """Appends either all of the calls to the queue or none of them. If the queue is full, waits until it is empty.
+        """Appends either all or none of the calls to the queue. If the queue is full, first waits until it is empty.
 
         Args:
-          calls: The calls. Their values are copied.
+          calls: The calls to append. Their values are copied.
           waits: Whether to wait until the calls have been made. If a call raises an error, it stays in the queue, and
             the next request raises that error.
 
         Raises:
-          BaseException: If an earlier call raised it or, without a thread, one of these calls did.
+          BaseException: If an earlier call raised it, or if (without a thread) one of these calls raises it.
         """
         if not calls or not distributed.is_first_process():
             return
@@ -202,7 +202,7 @@ class WriterQueue:
         self._join()
         with self._lock:
             # Drops the calls of this action and those in a checkpoint (of the corresponding action in an earlier run),
-            # because the state contains any that still have to be made.
+            # because the state contains all that still have to be made.
             others = [each for each in self._pending if each.action is not action and not each.is_in_checkpoint]
             # Other actions may insert their calls between these, so the thread starts later.
             self._pending = sorted([*others, *calls], key=lambda call: call.number)
@@ -210,11 +210,11 @@ class WriterQueue:
             self._is_halted, self._begins_from = False, state_dict
 
     def begin_run(self, action: Any, step: int) -> None:
-        """Requests that the writer first hide everything that a killed run wrote after its newest checkpoint.
+        """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
 
         A resumed run does this once for all actions that share the writer. A new run does it only if this process
-        hasn't written anything yet: any existing values then come from a run that was killed before its first
-        checkpoint.
+        hasn't written anything yet, because any existing values must then come from a run that was killed before its
+        first checkpoint.
 
         Args:
           action: The action that makes the request.
@@ -236,7 +236,7 @@ class WriterQueue:
         """Starts the thread if there are pending calls."""
         if self._pending and not self._is_halted and self._thread is None:
             self._hurry.clear()
-            # Registered after any exit handler of the writer itself, and so called before it, while the writer is open.
+            # Registered after the writer's own exit handler, if any, and thus called first, while the writer is open.
             atexit.register(self._finish)
             thread = threading.Thread(target=self._work, name="jaxloop-writer", daemon=True)
             self._has_ended.clear()

@@ -18,9 +18,9 @@ def default_writer(workdir: epath.PathLike) -> Any:
 
     The writer uses tensorboardX if it is installed. Otherwise, if clu, TensorFlow and TensorBoard are installed, this
     function returns `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which
-    would otherwise allocate their memory. With clu's writer, the first row takes seconds, and each later row takes
-    about fifty times as long as with tensorboardX. If those packages are missing too, this function logs a warning and
-    returns a writer that only logs scalars.
+    would otherwise allocate their memory. With clu's writer, the first row takes seconds to write, and each later row
+    takes about fifty times as long as with tensorboardX. If those packages are missing too, this function logs a
+    warning and returns a writer that only logs scalars.
 
     In a multi-process job, only the first process writes files.
 
@@ -51,7 +51,7 @@ def _hide_accelerators_from_tensorflow() -> None:
         if tf.config.get_visible_devices(kind):
             try:
                 tf.config.set_visible_devices([], kind)
-            except RuntimeError:  # TensorFlow has started already.
+            except RuntimeError:  # TensorFlow has already started.
                 logging.warning(
                     f"TensorFlow holds the memory of the {kind}s, because it was used before jaxloop could hide them. "
                     f"Call tf.config.set_visible_devices([], {kind!r}) at the start of the program."
@@ -112,7 +112,7 @@ class TensorBoardWriter(LogWriter):
     """Writes TensorBoard event files through tensorboardX, without TensorFlow. Also logs scalars and texts.
 
     tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. If a package is missing, the
-    values that need it are skipped with one warning. The first write creates the file.
+    values that need it are skipped, and one warning is logged. The first write creates the file.
     """
 
     def __init__(self, workdir: epath.PathLike):
@@ -135,7 +135,7 @@ class TensorBoardWriter(LogWriter):
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         super().write_scalars(step, scalars)
-        # One event for all scalars is five times faster than `add_scalar`, which creates one event for each.
+        # Writing one event for all scalars is five times faster than `add_scalar`, which writes one event per scalar.
         summary = self._new_summary()
         for name, value in scalars.items():
             summary.value.add(tag=self._tag_of(name), simple_value=float(value))
@@ -177,7 +177,7 @@ class TensorBoardWriter(LogWriter):
         self._file.close()
 
     def position(self) -> dict[str, Any]:
-        """Returns the position in the event file, to be stored in a checkpoint."""
+        """Returns the current position in the event file, to be stored in a checkpoint."""
         return self._file.position()
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
