@@ -1,4 +1,4 @@
-"""Checks states, batches and the results of steps. Errors state what was expected, what was found, and what to do."""
+"""Checks of states, batches and step results. Errors say what was expected, what was found, and what to do."""
 
 import importlib.util
 import operator
@@ -15,18 +15,18 @@ from jaxloop.text import printable
 
 
 def path_name(path: Any) -> str:
-    """Returns the path of a leaf with slashes: `params/Dense_0/kernel`."""
+    """Returns a leaf's path, separated by slashes: `params/Dense_0/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def batch_leaf_name(path: Any) -> str:
-    """Returns the path of a batch's leaf as a Python expression: `batch['image']`."""
-    # A batch with a mask is in the field `batch`.
+    """Returns the path of a batch leaf as a Python expression: `batch['image']`."""
+    # If there is a mask, the batch is in the field `batch`.
     return f"batch{jax.tree_util.keystr(path).removeprefix('.batch')}"
 
 
 def batch_leaves(batch: Any) -> dict[str, Any]:
-    """Returns the leaves of a batch by name, `{"batch['image']": array}`."""
+    """Returns a dict of a batch's leaves, keyed by name: `{"batch['image']": array}`."""
     return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
 
 
@@ -39,7 +39,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def describe(leaf: Any) -> str:
-    """Describes an array as `float32[32, 10]`, and any other leaf by the name of its class."""
+    """Describes an array by its dtype and shape (`float32[32, 10]`), and any other leaf by its class name."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         dtype = leaf.dtype if isinstance(leaf.dtype, np.dtype) else getattr(leaf.dtype, "name", leaf.dtype)
         return f"{dtype}{list(leaf.shape)}"
@@ -47,7 +47,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Joins names with commas. If there are many, lists the first few and the number of remaining names.
+    """Joins names with commas. If there are more than `show`, the remaining ones are only counted.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -57,7 +57,7 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns the first twelve lines. If there are more, adds a line with the number of omitted lines."""
+    """Returns the first twelve lines. If there are more, a final line says how many were omitted."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
@@ -70,20 +70,20 @@ def is_installed(package: str) -> bool:
 
 
 def is_user_defined(thing: Any, name: str) -> bool:
-    """Returns whether a method is defined by the user, in a subclass or on this object."""
+    """Returns whether the user has defined a method, either in a subclass or on this object."""
     module = getattr(getattr(type(thing), name), "__module__", "")
     return name in vars(thing) or not module.startswith("jaxloop.")
 
 
 def is_overridden(thing: Any, name: str, base: type) -> bool:
-    """Returns whether a method of the base class is overridden, in a subclass or on this object."""
+    """Returns whether a method of the base class is overridden, either in a subclass or on this object."""
     return name in vars(thing) or getattr(type(thing), name) is not getattr(base, name)
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
-    """Raises an error unless `value` is a positive int, or None if `optional` is set.
+    """Raises an error unless `value` is a positive int. None is also allowed if `optional` is True.
 
-    `instead` names an alternative for the error message.
+    The error message also suggests the alternative `instead`, if it is given.
     """
     if optional and value is None:
         return
@@ -104,14 +104,14 @@ def _deleted_leaves(state: Any) -> list[str]:
 
 
 def is_alive(state: Any) -> bool:
-    """Returns True if no leaf of the state was donated."""
+    """Returns True if no leaf of the state has been donated."""
     return not _deleted_leaves(state)
 
 
 def mark_donated(state: Any, by: str) -> None:
-    """Records which call a state was donated to, for the error that is raised if the state is used again.
+    """Records which call a state was donated to, so that the error for using the state again can name that call.
 
-    The name is stored on a donated array, so that it survives `state.replace(...)`.
+    The name is stored on one of the donated arrays, so it survives `state.replace(...)`.
     """
     leaf = donated_leaf(state)
     if leaf is not None and not hasattr(leaf, "_jaxloop_donated_to"):
@@ -119,17 +119,14 @@ def mark_donated(state: Any, by: str) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the first array in a state that a step would donate: the first one other than `state.step`.
-
-    Returns None if there is no such array.
-    """
+    """Returns a state's first array other than `state.step`, which steps don't donate, or None if there is none."""
     step = getattr(state, "step", None)
     leaves = jax.tree.leaves(state)
     return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
 
 
 def check_multiple(name: str, value: int | None, step: Any) -> None:
-    """Raises an error if a number of updates is not a multiple of the step's `updates_per_step`."""
+    """Raises an error unless `value`, a number of updates, is a multiple of the step's `updates_per_step`."""
     updates = step.updates_per_step
     if value is not None and value % updates:
         below, above = value // updates * updates, (value // updates + 1) * updates
@@ -140,7 +137,7 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
 
 
 def counting_hint(step: Any) -> str:
-    """Returns a sentence that explains how to make a training step count its updates."""
+    """Returns a hint, for error messages, about how a training step should update `state.step`."""
     if step.updates_per_step > 1:
         return (
             f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: "
@@ -155,7 +152,7 @@ def counting_hint(step: Any) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """Converts an int, a float or a one-element array to an int. Returns None unless it is a non-negative whole number.
+    """Converts a number or a one-element array to an int, or returns None if its value isn't a non-negative integer.
 
     >>> whole_number(np.float32(8.0)), whole_number(np.array([8])), whole_number(1.5), whole_number("8")
     (8, 8, None, None)
@@ -171,9 +168,9 @@ def whole_number(value: Any) -> int | None:
 
 
 def check_alive(state: Any, caller: str) -> None:
-    """Raises an error if the state was donated.
+    """Raises an error if the state has been donated.
 
-    Without this check, using a donated state on several CPU devices would crash the process.
+    Without this check, using a donated state on multiple CPU devices would crash the process.
     """
     deleted = _deleted_leaves(state)
     if not deleted:
@@ -187,9 +184,9 @@ def check_alive(state: Any, caller: str) -> None:
 
 
 def adopt(state: Any) -> Any:
-    """Converts the Python and NumPy leaves of a state, such as Flax's `step`, to JAX arrays.
+    """Converts a state's Python and NumPy leaves, such as Flax's `step`, to JAX arrays.
 
-    Leaves that are `jax.ShapeDtypeStruct`s stay unchanged.
+    `jax.ShapeDtypeStruct`s are left unchanged.
 
     Raises:
       TypeError: If `state.step` is not an integer.
@@ -202,8 +199,8 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
     """Raises a `TypeError` if `state.step` exists and is not an integer scalar.
 
     Args:
-      step: The leaf `state.step`, or its shape and dtype; None if the state has no `step`.
-      is_scalar: Whether the leaf is a scalar.
+      step: The value of `state.step`, or its shape and dtype; None if the state doesn't have a `step`.
+      is_scalar: Whether `state.step` is a scalar.
     """
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
     is_int = isinstance(step, int) and not isinstance(step, bool)
@@ -218,7 +215,7 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
 def _as_array(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
-    # The dtype is explicit, because a weak type would make the step compile again.
+    # The dtype is explicit, because a weak type would make the step recompile.
     return jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
 
 
@@ -226,13 +223,13 @@ def _as_array(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
 
 
 def check_batch(batch: Any) -> None:
-    """Raises a `TypeError` if a batch contains a leaf that JAX can't handle. The message names the leaf."""
+    """Raises a `TypeError` if JAX can't handle one of the batch's leaves. The message names the leaf."""
     for problem in problems_of_batch(batch):
         raise TypeError(problem) from None
 
 
 def problems_of_batch(batch: Any) -> Iterator[str]:
-    """Yields a sentence about each leaf of a batch that JAX can't handle."""
+    """Yields one sentence for each batch leaf that JAX can't handle."""
     for name, leaf in batch_leaves(batch).items():
         problem = _problem_of_batch_leaf(leaf)
         if problem:
@@ -240,10 +237,10 @@ def problems_of_batch(batch: Any) -> Iterator[str]:
 
 
 def batch_in_words(batch: Any) -> str:
-    """Describes a batch for an error message: `batch['x'] float32[8, 3], ...`, with at most eight leaves.
+    """Describes up to eight leaves of a batch for an error message: `batch['x'] float32[8, 3], ...`.
 
-    Lists of numbers are shown as lists, because JAX would turn each number into an array. None is also shown, although
-    JAX ignores it.
+    Lists of numbers are shown as lists, because JAX would turn each number into a separate array. None leaves are also
+    shown, although JAX ignores them.
     """
     is_odd = lambda node: node is None or _is_list_of_numbers(node)
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
@@ -253,7 +250,7 @@ def batch_in_words(batch: Any) -> str:
 
 
 def _is_list_of_numbers(node: Any) -> bool:
-    """Returns whether a node is a list, or nested lists, of Python numbers."""
+    """Returns whether a node is a (possibly nested) list of Python numbers."""
     return isinstance(node, list) and bool(node) and (isinstance(node[0], int | float) or _is_list_of_numbers(node[0]))
 
 
@@ -294,10 +291,10 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
 
 
 def problem_of_dtypes(batch: Any) -> str | None:
-    """Returns a warning about dtypes that JAX would silently convert, or None if there are none.
+    """Returns a warning about dtypes that JAX would silently convert, or None if there aren't any.
 
     Raises:
-      ValueError: If a 64-bit integer does not fit into 32 bits, so that JAX would truncate it.
+      ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return None
@@ -315,7 +312,7 @@ def _float64_warning(names: list[str]) -> str:
 
 
 def empty_dataset(dataset: Any) -> ValueError:
-    """Returns the error for an empty training dataset."""
+    """Returns the error to raise if the training dataset is empty."""
     return ValueError(
         f"The training dataset, {describe(dataset)}, yielded no batch. Is it an exhausted iterator, or does its "
         "pipeline filter out everything?"
@@ -327,14 +324,14 @@ _form = operator.attrgetter("shape", "dtype", "__class__")
 
 @final
 class BatchWatch:
-    """Checks the batches of a step for changes, and for dtypes that JAX would silently convert.
+    """Checks a step's batches for changes in shape or dtype, and for dtypes that JAX would silently convert.
 
     Attributes:
-      declared_sizes: The batch sizes that the dataset declared in advance. A batch with a declared size that differs
-        from the first batch only in its size causes no warning, and doesn't count toward the limit.
-      num_rows: The number of rows of the last batch; None if the leading axes of its leaves differ in length.
-      form: A value that is the same for all batches whose leaves have the same names, shapes and dtypes. None before
-        the first batch.
+      declared_sizes: The batch sizes that the dataset declared in advance. If a batch has one of these sizes and is
+        otherwise like the first batch, it doesn't cause a warning or count toward the limit on shapes.
+      num_rows: The number of rows in the last batch; None if the leading axes of its leaves differ in length.
+      form: A description of the last batch, which is equal for all batches whose leaves have the same names, shapes
+        and dtypes. None before the first batch.
     """
 
     def __init__(self):
@@ -345,23 +342,23 @@ class BatchWatch:
         self._leaves: dict[str, str] = {}
         self._arrays: dict[str, Any] = {}  # The dtypes and shapes of the first batch.
         self._wide: list[str] = []  # The paths of 64-bit integers.
-        self._limits: list[tuple[Any, int, int]] = []  # Their keys in a plain batch, and the limits of 32 bits.
+        self._limits: list[tuple[Any, int, int]] = []  # Their keys in a plain batch, and the 32-bit limits.
         self._has_device_arrays = False  # Their layouts may change too.
         self._has_warned = False
 
     def look(self, batches: Sequence[Any], step: Any) -> int | None:
-        """Checks the next batches of a step. The step's `max_batch_shapes` limits the number of different shapes.
+        """Checks a step's next batches. `step.max_batch_shapes` limits the number of different shapes.
 
         Args:
           batches: One batch, or several with the same shapes and dtypes.
-          step: The step.
+          step: The step that will run the batches.
 
         Returns:
-          The number of rows of each batch, or None if the leading axes of its leaves differ in length.
+          The number of rows in each batch, or None if the leading axes of its leaves differ in length.
 
         Raises:
-          ValueError: If a 64-bit integer does not fit into 32 bits, so that JAX would truncate it, or if the step has
-            had batches with too many different shapes.
+          ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits, or if the batches so
+            far have had too many different shapes.
         """
         batch = batches[0]
         try:
@@ -378,7 +375,7 @@ class BatchWatch:
         return self.num_rows
 
     def _check_range(self, batch: Any) -> None:
-        """Raises an error if a 64-bit integer in a batch of the same form as the last one does not fit into 32 bits."""
+        """Raises an error if a 64-bit integer doesn't fit into 32 bits. The batch must have the current `form`."""
         try:
             leaves = [(batch[name], least, most) for name, least, most in self._limits]
         except (KeyError, IndexError, TypeError):  # The batch has a different structure.
@@ -416,7 +413,7 @@ class BatchWatch:
         self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in wide]
 
     def _warn_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
-        """Warns that a batch differs from the previous ones. Raises an error after too many different shapes."""
+        """Warns that a batch differs from the previous one, or raises an error after too many different shapes."""
         changed = {path: leaf for path, leaf in leaves.items() if self._leaves.get(path) != leaf}
         shown = ", ".join(f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in changed.items())
         what, remedy = "shape", "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
@@ -444,7 +441,7 @@ class BatchWatch:
         return {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
 
     def _differs_in_rows(self, by_path: dict[str, Any]) -> bool:
-        """Returns whether a batch differs from the first one only in the number of rows."""
+        """Returns whether a batch differs from the first one only in its number of rows."""
         now = self._shapes_by_path(by_path)
         if now.keys() != self._arrays.keys() or now == self._arrays:
             return False
@@ -452,7 +449,7 @@ class BatchWatch:
         return all(one[0] == two[0] and one[1][1:] == two[1][1:] for one, two in pairs)
 
     def _is_short(self, by_path: dict[str, Any]) -> bool:
-        """Returns whether a batch differs from the first one only in that it has fewer rows."""
+        """Returns whether a batch differs from the first one only by having fewer rows."""
         return self._differs_in_rows(by_path) and all(
             np.shape(leaf)[:1] <= self._arrays[path][1][:1] for path, leaf in by_path.items()
         )
@@ -481,9 +478,9 @@ def _check_range(batch: Any, wide: list[str]) -> None:
 
 
 def num_examples(batch: Any) -> int | None:
-    """Returns the common length of the leading axes of all array leaves, or None if the lengths differ.
+    """Returns the number of rows in a batch, or None if its array leaves have different numbers of rows.
 
-    Returns 1 if the batch is None.
+    For a batch that is None, returns 1.
 
     >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
     32
@@ -496,7 +493,7 @@ def num_examples(batch: Any) -> int | None:
         if shape is None:
             if isinstance(leaf, (int, float)):
                 continue
-            # For example a nested dict.
+            # For example, a nested dict.
             return num_examples(jax.tree.leaves(batch)) if type(batch) is dict else None
         if len(shape):
             if found is None:
@@ -507,7 +504,7 @@ def num_examples(batch: Any) -> int | None:
 
 
 def check_only_process(who: str) -> None:
-    """Raises an error in a multi-process job, for functions that support only a single process."""
+    """Raises an error in a multi-process job. Called by functions that support only a single process."""
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         raise NotImplementedError(
             f"{who} supports one process only, but this job has {jax.process_count()}. Use an OuterLoop, a TrainLoop "
@@ -515,18 +512,18 @@ def check_only_process(who: str) -> None:
         )
 
 
-# What a step returns ---------------------------------------------------------------------------------
+# Step results ----------------------------------------------------------------------------------------
 
 
 def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
-    """Returns the result of a hook. Raises an error unless the result is a pair."""
+    """Returns a hook's result after checking that it is a pair."""
     if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
         raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
     return result
 
 
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Returns the result of a hook. Raises an error unless the result is a pair `(state, outputs)`."""
+    """Returns a hook's result after checking that it is a pair `(state, outputs)`."""
     state, outputs = check_pair(result, hook, "(state, outputs)")
     check_outputs(outputs, hook)
     return state, outputs
@@ -547,7 +544,7 @@ def check_outputs(outputs: Any, hook: str) -> None:
 
 
 def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Checks the result of a compiled hook, like `check_result`. Also raises an error if an output is a string."""
+    """Checks a compiled hook's result like `check_result`, and also raises an error if an output is a string."""
     state, outputs = check_result(result, hook)
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if isinstance(leaf, str | bytes):
@@ -565,7 +562,7 @@ def _describe_result(result: Any) -> str:
 
 
 def check_same_state(before: Any, after: Any, hook: str) -> None:
-    """Raises an error if `after` differs from `before` in structure, shapes or dtypes. The message names the leaves."""
+    """Raises an error if two states differ in structure, shapes or dtypes. The message lists the differing leaves."""
     differences = compare(leaves_by_path(before), leaves_by_path(after))
     if not differences and not structures.are_alike(before, after):
         differences = [
@@ -582,23 +579,23 @@ def check_same_state(before: Any, after: Any, hook: str) -> None:
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a pytree by path, `{"params/Dense_0/kernel": array}`."""
+    """Returns a dict of a pytree's leaves, keyed by path: `{"params/Dense_0/kernel": array}`."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns lines that list the leaves in which two pytrees differ, shortened by `first_lines`."""
+    """Returns one line for each leaf in which two pytrees differ, shortened by `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
 
 def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Returns the paths at which two descriptions of leaves differ, each with both descriptions."""
+    """Returns `(path, expected, got)` for each path at which the descriptions of two leaves differ."""
     paths = [*expected, *(path for path in got if path not in expected)]
     pairs = ((path, expected.get(path, "(none)"), got.get(path, "(none)")) for path in paths)
     return [change for change in pairs if change[1] != change[2]]
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Formats changes as lines, shortened by `first_lines`."""
+    """Formats the result of `changes` as lines, shortened by `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

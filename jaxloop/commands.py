@@ -1,4 +1,4 @@
-"""Commands for a run: files in its work directory, which the run reads and executes between two steps."""
+"""Commands for a run in progress, which reads them from files in its work directory and executes them between steps."""
 
 import contextlib
 import dataclasses
@@ -23,10 +23,10 @@ from jaxloop.schedules import Elapsed, Schedule, at, every, last
 from jaxloop.text import printable
 
 DIRECTORY = "commands"
-"""The name of the subdirectory of a work directory that contains the pending commands."""
+"""The name of the subdirectory in a work directory that contains pending commands."""
 
 ANSWERS = "commands.jsonl"
-"""The name of the file in a work directory that records the executed and rejected commands."""
+"""The name of the file in a work directory that records executed and rejected commands."""
 
 _POLL_SECS = 1.0
 _FILE = re.compile(r"[0-9]{1,20}-[0-9a-f]{16}\.json")
@@ -41,7 +41,7 @@ class Answer:
     """A run's answer to a command.
 
     Attributes:
-      id: The name of the command's file, without its suffix.
+      id: The name of the command's file, without the suffix.
       command: The command, such as "save".
       step: The number of completed updates when the command was executed or rejected.
       error: The reason the command was rejected; None if it was executed.
@@ -64,14 +64,14 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
     - `stop`: saves a checkpoint and ends the run, like Ctrl-C.
     - `profile=5`: records a profile of the next 5 steps in `<workdir>/profile`.
     - `log_every=10`: adds a row to the history now and every 10 steps.
-    - `summary.interval=100`: calls an end action of the train loop now and every 100 steps.
-    - `early_stopping.patience=5`: changes one of the `settings` of an action.
+    - `summary.interval=100`: calls one of the train loop's end actions now and every 100 steps.
+    - `early_stopping.patience=5`: changes one of an action's `settings`.
 
-    An action is named after its class: `early_stopping` for `EarlyStoppingAction`, `summary_2` for the second
+    Actions are named after their classes: `early_stopping` is the `EarlyStoppingAction`, and `summary_2` is the second
     `SummaryAction`.
 
-    The run executes the command between two steps: after the next log point or within a second, whichever comes first.
-    It records the command in the history and in its checkpoints, so that a resumed run keeps the changed settings.
+    The run executes the command between two steps, either after the next log point or within a second, whichever comes
+    first. It records the command in the history and in its checkpoints, so a resumed run keeps the changed settings.
 
     >>> import tempfile
     >>> tell(tempfile.mkdtemp(), "save now")
@@ -79,12 +79,12 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
     ValueError: A command is a name, or a name=value, got 'save now'.
 
     Args:
-      workdir: The work directory of an `OuterLoop` that trains.
+      workdir: The work directory of an `OuterLoop` that is training.
       command: The command.
       wait_secs: Seconds to wait for the answer.
 
     Returns:
-      The answer; None if it did not arrive in time, in which case the run executes the command later.
+      The answer; None if it did not arrive in time, in which case the run may still execute the command later.
 
     Raises:
       FileNotFoundError: If the directory has no run log.
@@ -115,7 +115,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
 
 
 def answers(workdir: epath.PathLike) -> list[Answer]:
-    """Returns the answers of the runs in a work directory, in order. Malformed lines are skipped."""
+    """Returns the answers recorded in a work directory, oldest first. Malformed lines are skipped."""
     path, found = files.absolute(workdir) / ANSWERS, []
     for line in files.read_bytes(path).splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError):
@@ -126,7 +126,7 @@ def answers(workdir: epath.PathLike) -> list[Answer]:
 
 
 def parse(command: str) -> tuple[str, Any]:
-    """Splits a command into its name and its value, which is None if there is none.
+    """Splits a command into its name and value. If the command doesn't have a value, it is None.
 
     >>> parse("early_stopping.patience=5"), parse("save")
     (('early_stopping.patience', 5), ('save', None))
@@ -151,20 +151,20 @@ def parse(command: str) -> tuple[str, Any]:
 class Commands:
     """Executes the commands sent to a training run.
 
-    A thread in the first process looks for files in `<workdir>/commands` once per second, and so does `poll` at log
-    points. If there are files, all processes pause at the same step, after the current dispatch. The first process
-    reads the files, and all processes execute the commands in the order of their file names. Each executed command is
-    appended to `<workdir>/commands.jsonl` with its step. If the run is killed and resumes from an earlier checkpoint,
-    it executes the command again at the same step.
+    Once per second, a thread in the first process looks for files in `<workdir>/commands`; `poll` does the same at log
+    points. If there are any, all processes pause at the same step, after the current dispatch. The first process reads
+    the files, and all processes execute the commands in file-name order. Each executed command and its step are
+    appended to `<workdir>/commands.jsonl`. If the run is killed and resumes from an earlier checkpoint, it executes
+    the command again at the same step.
 
-    A command has no effect if its file is malformed, too large or not a regular file.
+    Files that are malformed, too large or not regular files have no effect.
 
     Args:
       workdir: The work directory. If it is None or remote, the run accepts no commands.
       job: The processes that train together.
       agenda: The `Agenda` of the train loop. (The engine imports this module, so that class can't be imported here.)
-      actions: The actions of all loops, whose settings commands can change.
-      recorder: The action that adds the training rows to the history.
+      actions: The actions of all loops. Commands can change their settings.
+      recorder: The action that adds training rows to the history.
       history: The history, to which each command is added.
     """
 
@@ -182,7 +182,7 @@ class Commands:
         self._job, self._agenda, self._recorder, self._history = job, agenda, recorder, history
         self._actions = _named(actions)
         self._executed: list[Answer] = []
-        self._replayed: list[Answer] = []  # Later than the checkpoint from which the run resumed.
+        self._replayed: list[Answer] = []  # Executed after the checkpoint that the run resumed from.
         self._profiles: list[ProfileAction] = []
         self._unusable: set[str] = set()  # Files that can't be removed.
         self._has_ended = threading.Event()
@@ -190,7 +190,7 @@ class Commands:
 
     @contextlib.contextmanager
     def polling(self) -> Iterator[None]:
-        """Polls for commands while the context is open. Commands sent before or after the run are rejected."""
+        """Polls for commands while the context is active. Commands sent before or after the run are rejected."""
         if self._workdir is None or not self._job.is_first:
             yield
             return
@@ -207,7 +207,7 @@ class Commands:
                 each.close()
 
     def poll(self) -> None:
-        """Makes the run pause if commands are pending."""
+        """Requests a pause of the run if any commands are pending."""
         if self._workdir is not None and self._job.is_first and self._pending():
             self._requests.request_pause()
 
@@ -223,7 +223,7 @@ class Commands:
 
     @property
     def replay(self) -> Schedule | None:
-        """A schedule that fires at the next step at which a command is executed again; None if no such step remains."""
+        """A schedule that fires at the step of the next command to execute again; None if none are left."""
         return at(self._replayed[0].step) if self._replayed else None
 
     def are_due(self, step: int) -> bool:
@@ -233,7 +233,7 @@ class Commands:
     def execute(self, now: Elapsed) -> None:
         """Executes the commands that are due after a step. All processes must call this after the same step."""
         while self._replayed and self._replayed[0].step <= now.steps:
-            with _warning_of_error():  # The program may have other actions now.
+            with _warning_of_error():  # The program may have different actions now.
                 self._execute(self._replayed.pop(0), now)
         if not self._requests.pauses:
             return
@@ -253,7 +253,7 @@ class Commands:
         """Executes a command.
 
         Raises:
-          ValueError: If the command is unknown or has an invalid value. In that case, nothing has changed.
+          ValueError: If the command is unknown or has an invalid value. In that case, nothing is changed.
         """
         name, value = _target(answer.command)
         action, _, setting = name.partition(".")
@@ -288,7 +288,7 @@ class Commands:
         return self._actions[action].settings if action in self._actions else ()
 
     def _slots(self) -> dict[str, Any]:
-        """Returns the end actions of the train loop by name. "history" is the action that adds rows to the history."""
+        """Returns the slots of the train loop's end actions by name. "history" is the one that adds history rows."""
         slots = {id(slot.action): slot for slot in self._agenda.slots}
         named = {"history": self._recorder, **self._actions}
         return {name: slots[id(action)] for name, action in named.items() if id(action) in slots}
@@ -301,18 +301,18 @@ class Commands:
     # Saving and resuming ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Moves the answers of an earlier run in the work directory to `<file>.before`."""
+        """Renames the answers file of an earlier run in the work directory to `<file>.before`."""
         if self._workdir is not None and self._job.is_first:
             path = self._workdir / ANSWERS
             with contextlib.suppress(FileNotFoundError):
                 os.replace(path, f"{path}.before")
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Returns the commands that were executed, to be stored in a checkpoint."""
+        """Returns the executed commands, to be stored in a checkpoint."""
         return [dataclasses.asdict(each) for each in self._executed]
 
     def load_state_dict(self, state_dict: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Applies the commands that were executed before a checkpoint, and prepares to repeat those executed after it.
+        """Reapplies commands executed before a checkpoint, and prepares to repeat commands executed after it.
 
         Args:
           state_dict: The result of `state_dict`.
@@ -328,7 +328,7 @@ class Commands:
             elif setting in self._settings(action):
                 with _warning_of_error():
                     self._actions[action].change(setting, value)
-            elif name == "profile":  # Even if it is complete, because the checkpoint contains the state of its action.
+            elif name == "profile":  # Even if it is complete, because the checkpoint contains its action's state.
                 self._attach_profile(answer)
         lines = answers(self._workdir) if self._workdir is not None and self._job.is_first else []
         lines = self._job.gather([dataclasses.asdict(each) for each in lines])[0]
@@ -339,7 +339,7 @@ class Commands:
     # Files -----------------------------------------------------------------------------------------------
 
     def _pending(self) -> list[str]:
-        """Returns the names of the pending commands, without their suffix, in order."""
+        """Returns the file names of the pending commands, in order and without suffixes."""
         assert self._workdir is not None
         directory = self._workdir / DIRECTORY
         with contextlib.suppress(OSError):
@@ -353,7 +353,7 @@ class Commands:
             self._answer(Answer(name, self._read(name), 0, "It was not given during the run."))
 
     def _read(self, name: str) -> str:
-        """Returns the command in a file; "" if the file is malformed, too large, or not a regular file."""
+        """Returns the command in a file, or "" if the file is malformed, too large or not a regular file."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             command = files.parse_json(files.read_bytes(self._path(name), max_bytes=_MAX_BYTES))["command"]
             parse(command)
@@ -361,7 +361,7 @@ class Commands:
         return ""
 
     def _answer(self, answer: Answer) -> None:
-        """Appends an answer to the file of answers, and removes the command."""
+        """Appends an answer to the answers file, and deletes the command's file."""
         assert self._workdir is not None
         try:
             with files.open_file(self._workdir / ANSWERS, "a") as file:
@@ -389,7 +389,7 @@ def _warning_of_error() -> Iterator[None]:
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:
-    """Returns the actions by name: `early_stopping` for `EarlyStoppingAction`, `..._2` for the second of a class."""
+    """Returns actions by name, such as `early_stopping`, or `early_stopping_2` for the second action of a class."""
     named: dict[str, Action] = {}
     for action in actions:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")
@@ -403,7 +403,7 @@ def _named(actions: Sequence[Action]) -> dict[str, Action]:
 
 
 def _target(command: str) -> tuple[str, Any]:
-    """Returns the name and the value of a command. The name `log_every` becomes `history.interval`."""
+    """Splits a command into its name and value, like `parse`, but renames `log_every` to `history.interval`."""
     name, value = parse(command)
     return ("history.interval" if name == "log_every" else name), value
 

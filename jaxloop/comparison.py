@@ -1,4 +1,4 @@
-"""A table of runs with the best value of a metric and the notes that differ between them."""
+"""A table that compares runs by their best value of a metric, and shows the notes in which they differ."""
 
 import contextlib
 import dataclasses
@@ -24,17 +24,17 @@ _SEED = "seed"
 @final
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Runs, sorted by the best value of a metric. `str` formats them as a table.
+    """A comparison of runs, sorted by their best value of a metric. `str` formats it as a table.
 
     Attributes:
       by: The path of the metric.
       mode: "max" if larger values are better, or "min" if smaller values are better.
-      runs: One dict per run, with the keys `workdir`, `best`, `step` (at which the best value was reached), `secs` (the
+      runs: One dict per run. Its keys are `workdir`, `best`, `step` (at which the best value was reached), `secs` (the
         wall time in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and
-        `step` are None if the run has no finite value.
-      groups: One dict per group of runs whose notes are equal except for `seed`, with the keys `notes`, `runs` (the
-        number of runs), `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). Empty
-        if no group has more than one run.
+        `step` are None if the metric was never finite.
+      groups: One dict per group of runs whose notes are equal except for `seed`. Its keys are `notes`, `runs` (the
+        number of runs), `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). The
+        list is empty if no group has more than one run.
     """
 
     by: str
@@ -77,13 +77,13 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     """Compares runs by the best value of a metric in their histories.
 
     Args:
-      workdirs: The work directories.
+      workdirs: The runs' work directories.
       by: The path of the metric in the history, such as "test.accuracy".
       mode: "max", "min", or "auto" to infer the mode from the name, as `EarlyStoppingAction` does.
 
     Raises:
       FileNotFoundError: If a directory has no run log.
-      ValueError: If no run has a finite value of this metric.
+      ValueError: If no run has a finite value for this metric.
     """
     monitor = Monitor(by, mode)
     runs = [_run(workdir, monitor) for workdir in workdirs]
@@ -117,7 +117,7 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
 
 
 def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]:
-    """Returns the best finite value in a history, and its step. Malformed lines are skipped."""
+    """Returns the best finite value in a history and the step at which it was reached. Skips malformed lines."""
     wanted = monitor.name.replace("/", ".")
     name = re.escape(wanted.rpartition(".")[2]).encode() + rb'": ?'
     try:
@@ -129,7 +129,7 @@ def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]
         content = b"\n".join(line for line in content.split(b"\n") if key in line)
     sign = -1.0 if monitor.mode == "max" else 1.0
     numbers = set(re.findall(name + rb"(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)", content))
-    # Other paths with the same last name also match, so the matching lines are parsed, those with the best value first.
+    # Other paths that end in the same name also match, so the matching lines are parsed, best values first.
     for number in sorted(numbers, key=lambda number: (sign * float(number), number)):
         for match in re.finditer(name + re.escape(number) + rb"(?![0-9.eE])", content):
             line = content[
@@ -144,7 +144,7 @@ def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]
 
 
 def _paths(workdir: epath.PathLike) -> set[str]:
-    """Returns the paths in the newest rows of a history."""
+    """Returns the paths of the metrics in a history's last rows."""
     paths: set[str] = set()
     with contextlib.suppress(OSError):
         for line in files.read_bytes(files.absolute(workdir) / HISTORY_FILE).splitlines()[-100:]:
@@ -164,7 +164,7 @@ def _group(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the names of the notes that differ between runs."""
+    """Returns the names of the notes whose values differ between runs."""
     names = dict.fromkeys(name for each in notes for name in each)
     return [name for name in names if len({str(each.get(name)) for each in notes}) > 1]
 

@@ -6,12 +6,12 @@ from etils import epath
 
 
 def enable_compilation_cache(directory: epath.PathLike) -> None:
-    """Caches everything that JAX compiles, so that a restarted program doesn't compile it again.
+    """Caches everything that JAX compiles, so that a restarted program doesn't recompile it.
 
     This enables JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process. It also removes
     JAX's thresholds for caching (by default, one second of compile time), so that small models are cached too. Call
-    this function before the first step. The same program then starts without compiling, even after a crash, as long as
-    the versions of jax and jaxlib and the type of device stay the same.
+    this function before the first step. When the same program is restarted, even after a crash, it doesn't compile
+    anything as long as the jax and jaxlib versions and the device type are unchanged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -22,7 +22,7 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
     >>> jax.config.update("jax_compilation_cache_dir", None)
 
     Args:
-      directory: The directory for the cache. It is created if necessary, and several processes may share it.
+      directory: The cache directory. It is created if necessary, and several processes may share it.
 
     Raises:
       OSError: If the directory can't be created.

@@ -1,4 +1,4 @@
-"""The cost of a compiled step in FLOPs, memory and communication, and the peak FLOPs of devices."""
+"""The FLOPs, memory and communication of compiled steps, and the peak FLOPs per second of devices."""
 
 import collections
 import dataclasses
@@ -21,9 +21,10 @@ class Collective:
 
     Attributes:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
-      count: The number of operations. An operation in a loop counts once per iteration if XLA knows the number of
-        iterations.
-      bytes: The total size of the operations' inputs or outputs, whichever is larger, in bytes per device.
+      count: The number of operations. If XLA knows the number of iterations of a loop, an operation in the loop counts
+        once per iteration.
+      bytes: The total size of the operations, in bytes per device. Each operation's size is that of its inputs or its
+        outputs, whichever is larger.
     """
 
     kind: str
@@ -36,16 +37,16 @@ class Collective:
 class Cost:
     """The computation, memory and communication of one dispatch of a compiled step. `str` formats it as one sentence.
 
-    The sizes and collectives come from XLA's compiled program.
+    The sizes and collectives are those of the program that XLA compiled.
 
     Attributes:
       flops: The total number of floating-point operations on all devices; see `flops_of`.
       argument_bytes: The memory for the state and the batch. This and all sizes below are in bytes per device.
       output_bytes: The memory for the new state and the outputs.
-      alias_bytes: The part of `output_bytes` that reuses donated arguments.
+      alias_bytes: The part of `output_bytes` that reuses the memory of donated arguments.
       temp_bytes: The memory for temporaries, such as activations and gradients.
       code_bytes: The memory for the program itself.
-      collectives: The collective operations, by kind. Empty on one device.
+      collectives: The collective operations, one item per kind. Empty on one device.
 
     >>> print(Cost(flops=6.2e9, argument_bytes=24 << 20, output_bytes=24 << 20, alias_bytes=24 << 20,
     ...            temp_bytes=100 << 20, code_bytes=0))
@@ -62,7 +63,7 @@ class Cost:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak memory use per device, in bytes, as planned by XLA."""
+        """The peak memory that the program needs on each device, in bytes."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     def __str__(self) -> str:
@@ -100,7 +101,7 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program.
 
     Raises:
-      DeviceMemoryError: If the program needs too much memory. Only the compiler for TPUs detects this.
+      DeviceMemoryError: If the program needs too much memory. Only the TPU compiler detects this.
     """
     try:
         return lowered.compile()
@@ -116,7 +117,7 @@ def cost_of(traced: jax.stages.Traced, *, num_devices: int) -> Cost:
     """Compiles a traced program and returns its cost.
 
     Raises:
-      DeviceMemoryError: If the program needs too much memory. Only the compiler for TPUs detects this.
+      DeviceMemoryError: If the program needs too much memory. Only the TPU compiler detects this.
     """
     program = compiled(traced.lower())
     memory: Any = program.memory_analysis()
@@ -139,10 +140,11 @@ _ARITHMETIC = frozenset(
 def flops_of(program: Any) -> float:
     """Returns the total number of floating-point operations of a traced program (a `ClosedJaxpr`) on all devices.
 
-    A multiply-add in a matrix product or convolution counts as two operations, and other arithmetic on floats as one
-    per element. The body of a scan counts once per iteration, unlike in XLA's own estimate, which would miss most of a
-    model whose layers are scanned. The body of a `while` loop counts once, because its length is unknown. Only the
-    most expensive branch of a `cond` counts. Kernels that JAX can't see into, such as cuDNN's, don't count.
+    A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
+    counts as one per element. A scan's body counts once per iteration. (In XLA's own estimate, it counts only once, so
+    most of a model that scans over its layers is missed.) The body of a `while` loop counts once, because the number of
+    iterations is unknown. Only the most expensive branch of a `cond` counts. Kernels that JAX can't look into, such as
+    cuDNN's, aren't counted.
 
     >>> scanned = lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=10)[0]
     >>> flops_of(jax.make_jaxpr(scanned)(jnp.zeros([4, 4]))) == 10 * 2 * 4**3
@@ -182,7 +184,7 @@ def _flops_of_equation(equation: Any) -> float:
 def _flops_of_convolution(
     lhs: Any, rhs: Any, out: Any, *, dimension_numbers: Any, window_strides: Any, padding: Any, **options: Any
 ) -> float:
-    """Counts two operations per product of an input element and a kernel element. Padding and dilation add none."""
+    """Counts two operations per product of an input and a kernel element. Padding and dilation don't add any."""
     (_, _, *of_lhs), (_, inputs, *of_rhs), (rows, outputs, *of_out) = dimension_numbers
     num_products = out.shape[rows] * out.shape[outputs] * rhs.shape[inputs]
     for axis, (stride, (low, _)) in enumerate(zip(window_strides, padding, strict=True)):
@@ -192,8 +194,8 @@ def _flops_of_convolution(
     return 2.0 * num_products
 
 
-# An instruction of a compiled program: its name, type, operation and operands, and for loops the trip count. A program
-# consists of computations, each of which begins with its name and a brace.
+# An instruction of a compiled program: its name, type, operation and operands, and, for loops, the trip count. A
+# program consists of computations, each of which begins with its name and a brace.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _BODY = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?%?([\w.-]+)")
@@ -203,7 +205,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 
 
 def collectives_of(program: str) -> Sequence[Collective]:
-    """Returns the collective operations in the text of a compiled XLA program, largest first.
+    """Returns the collective operations in the text of a compiled XLA program, the largest total size first.
 
     >>> program = '''
     ... ENTRY %main (x: f32[8]) -> f32[8] {
@@ -246,7 +248,7 @@ def collectives_of(program: str) -> Sequence[Collective]:
 
 
 def _bytes_of(kind_of_value: str) -> int:
-    """Returns the size in bytes of an array or a tuple of arrays, given its type."""
+    """Returns the size, in bytes, of an array or tuple of arrays with this XLA type."""
     arrays = _ARRAY.findall(kind_of_value)
     width = lambda name: 1 if name == "pred" else max(int(re.sub(r"\D", "", name)), 8) // 8
     return sum(width(name) * math.prod(int(size) for size in shape.split(",") if size) for name, shape in arrays)
@@ -275,7 +277,7 @@ _PEAKS = {
 
 
 def peak_flops_per_sec(device_kind: str) -> float | None:
-    """Returns the peak FLOPs per second of a device kind for bfloat16 matrix products, or None if unknown.
+    """Returns a device kind's peak FLOPs per second for bfloat16 matrix products, or None if it is unknown.
 
     >>> peak_flops_per_sec("NVIDIA H100 80GB HBM3"), peak_flops_per_sec("cpu")
     (989000000000000.0, None)

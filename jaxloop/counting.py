@@ -1,4 +1,4 @@
-"""Counts steps, examples and time, batch by batch, for hand-written loops and the functional API."""
+"""Counting of steps, examples and time, batch by batch, for hand-written loops and the functional API."""
 
 import dataclasses
 import numbers
@@ -22,7 +22,7 @@ def elapse(
     stopwatch: timing.Stopwatch | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
-    """Yields batches together with the progress of the run, for hand-written loops.
+    """Yields each batch together with the run's progress, for hand-written loops.
 
     >>> from jaxloop import every, examples
     >>> step, state, batches = examples.tiny_regression()
@@ -36,13 +36,13 @@ def elapse(
 
     Args:
       dataset: The batches.
-      stop: A schedule that ends the run, or a number of steps. None to read to the end of the dataset. A warning is
+      stop: A schedule that ends the run, or a number of steps. If None, the dataset is read to its end. A warning is
         logged if the dataset ends before `stop`.
-      start: The progress of an earlier run.
-      num_examples: A function that returns the number of examples in a batch. None to use the length of the leading
-        axis, or 1 for a batch without axes.
-      stopwatch: A stopwatch that measures only the training time. None to count all time.
-      clock: A function that returns the time in seconds. Ignored if there is a stopwatch.
+      start: The progress of an earlier run, from which counting continues.
+      num_examples: A function that returns the number of examples in a batch. If None, this is the length of the
+        leading axis, or 1 for a batch without axes.
+      stopwatch: A stopwatch, of which only the training time is counted. If None, all time is counted.
+      clock: A function that returns the time in seconds. Ignored if a stopwatch is given.
 
     Yields:
       `(elapsed, batch)`, where `elapsed` includes this batch: for the first batch, `elapsed.steps == 1`.
@@ -68,17 +68,17 @@ def _elapse(counting: "Counting") -> Iterator[tuple[Elapsed, types.Batch]]:
 
 @final
 class Counting:
-    """Reads and counts the batches of a run, like `elapse`, for loops that also read batches themselves.
+    """Reads and counts a run's batches, like `elapse`, for loops that read some batches themselves.
 
     Args:
       iterator: The batches.
       stop: A schedule that ends the run; None to read to the end of the dataset.
-      start: The progress of an earlier run.
-      stopwatch: Tracks how the time is spent. It must be set to "dispatch" when `read` is called.
+      start: The progress of an earlier run, from which counting continues.
+      stopwatch: The stopwatch that tracks how time is spent. It must be set to "dispatch" when `read` is called.
       num_examples: See `elapse`.
 
     Attributes:
-      newest: The progress up to and including the newest batch, with `previous` unset.
+      newest: The progress up to and including the latest batch, with `previous` unset.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Counting:
             logging.warning("Nothing is left to train: step %d has reached stop=%r.", start.steps, stop)
 
     def read(self) -> tuple[Elapsed, types.Batch] | None:
-        """Returns the progress and the next batch; None at the end of the run."""
+        """Returns the progress and the next batch, or None at the end of the run."""
         if self._is_over:
             return None
         stopwatch = self.stopwatch
@@ -119,7 +119,7 @@ class Counting:
         """Returns the number of examples in a batch.
 
         Raises:
-          TypeError: If the user's function returned something other than a whole number.
+          TypeError: If the user's `num_examples` function doesn't return a whole number.
         """
         if self._num_examples is None:
             return checks.num_examples(batch) or 1
@@ -131,7 +131,7 @@ class Counting:
     def end_by(self, error: BaseException) -> None:
         """Ends the run after the iterator has raised an exception.
 
-        Re-raises the exception unless it is a `StopIteration`.
+        The exception is re-raised unless it is a `StopIteration`.
         """
         if not isinstance(error, StopIteration):
             error.add_note(f"in the dataset, after step {self.newest.steps}")
@@ -140,7 +140,7 @@ class Counting:
         _warn_of_early_end(self._start, self.newest, self._stop)
 
     def count(self, samples: int, came: float) -> Elapsed:
-        """Counts a batch with this many examples. `came` is the clock time at which it arrived."""
+        """Counts a batch of `samples` examples that arrived at the clock time `came`."""
         before, self.stopwatch.steps = self.newest, self.stopwatch.steps + 1
         self.stopwatch.samples += samples
         elapsed = before.advance(samples=samples, time=self._offset + self.stopwatch.training_at(came))
@@ -149,7 +149,7 @@ class Counting:
         return dataclasses.replace(elapsed, is_last=True) if self._is_over else elapsed
 
     def count_all(self, seen: Sequence[tuple[int, float]]) -> list[Elapsed]:
-        """Counts several batches, given the number of examples and the time of arrival of each.
+        """Counts several batches, each given as its number of examples and arrival time. Returns their progress.
 
         Only the last batch may end the run, and only its progress has a `previous`.
         """
@@ -163,7 +163,7 @@ class Counting:
         return [*elapsed, self.count(*seen[-1])]
 
     def room(self) -> int:
-        """Returns the number of steps that can run before `stop` may end the run."""
+        """Returns the number of steps that can run before the one at which `stop` may end the run."""
         if self._is_over:
             return 0
         goal = goal_of([] if self._stop is None else [self._stop], self.newest)
