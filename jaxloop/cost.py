@@ -141,8 +141,8 @@ def flops_of(program: Any) -> float:
     """Returns the total number of floating-point operations of a traced program (a `ClosedJaxpr`) on all devices.
 
     A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
-    counts as one per element. A scan's body counts once per iteration. (In XLA's own estimate, it counts only once, so
-    most of a model that scans over its layers is missed.) The body of a `while` loop counts once, because the number of
+    counts as one per element. A scan's body counts once per iteration. (XLA's own estimate counts it only once, and so
+    misses most of a model that scans over its layers.) The body of a `while` loop counts once, because the number of
     iterations is unknown. Only the most expensive branch of a `cond` counts. Kernels that JAX can't look into, such as
     cuDNN's, aren't counted.
 

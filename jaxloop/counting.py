@@ -41,7 +41,7 @@ def elapse(
       start: The progress of an earlier run, from which counting continues.
       num_examples: A function that returns the number of examples in a batch. If None, this is the length of the
         leading axis, or 1 for a batch without axes.
-      stopwatch: A stopwatch, of which only the training time is counted. If None, all time is counted.
+      stopwatch: A stopwatch whose training time is used as the run's time. If None, all time is counted.
       clock: A function that returns the time in seconds. Ignored if a stopwatch is given.
 
     Yields:

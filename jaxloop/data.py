@@ -1,4 +1,4 @@
-"""Converts datasets of any kind to iterators over NumPy batches. The iterators track their position."""
+"""Conversion of any kind of dataset to an iterator over NumPy batches that tracks its position."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -34,9 +34,9 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def numpy_batch(batch: types.Batch) -> types.Batch:
-    """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays. Other values are returned unchanged.
+    """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays. Other values are left unchanged.
 
-    A bfloat16 tensor becomes a bfloat16 array. Neither TensorFlow nor PyTorch is imported.
+    A bfloat16 tensor becomes a bfloat16 array. This doesn't import TensorFlow or PyTorch.
 
     >>> numpy_batch({"name": "a", "x": np.zeros(3)})
     {'name': 'a', 'x': array([0., 0., 0.])}
@@ -64,11 +64,11 @@ def batches(data: Any) -> PositionedIterator:
 
     Args:
       data: A list, a generator, a `tf.data.Dataset`, the result of `tfds.as_numpy`, a torch `DataLoader`, a Grain
-        dataset or `DataLoader`, or any other iterable of batches; or a function without arguments that returns one of
-        these. A batch is a pytree of arrays or tensors.
+        dataset or `DataLoader`, or any other iterable of batches; or a function that takes no arguments and returns one
+        of these. A batch is a pytree of arrays or tensors.
 
     Returns:
-      An iterator that tracks its position in the dataset, so that a checkpoint can store the position.
+      An iterator that tracks its position in the dataset, so that checkpoints can store it.
 
     >>> [int(batch["x"].sum()) for batch in batches(lambda: ({"x": np.ones(n)} for n in (1, 2)))]
     [1, 2]
@@ -93,7 +93,7 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 class Passes:
     """A dataset that can be iterated over several times.
 
-    Each `iter(...)` returns a new iterator, created by `batches`, over one epoch.
+    Each call to `iter(...)` uses `batches` to create a new iterator over one epoch.
 
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
@@ -128,7 +128,7 @@ class Passes:
 
 
 def is_one_pass(data: Any) -> bool:
-    """Returns whether a dataset can be read only once, because it is an iterator.
+    """Returns True if a dataset is an iterator, which can be read only once.
 
     >>> is_one_pass([{"x": 1}]), is_one_pass(iter([{"x": 1}])), is_one_pass(lambda: iter([{"x": 1}]))
     (False, True, False)
@@ -139,7 +139,7 @@ def is_one_pass(data: Any) -> bool:
 def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterator]:
     """Returns the first batch of a dataset, and an iterator that begins with this batch.
 
-    The iterator's position stays before the first batch until that batch is read from the iterator.
+    The iterator's position doesn't advance until the first batch is read from the iterator itself.
 
     >>> first, iterator = peek(iter([1, 2, 3]))
     >>> first, list(iterator)
@@ -165,15 +165,15 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
-    This helps if making a batch takes a long time because it reads files, uses the network, or runs NumPy or other code
-    that releases the GIL. It costs a few microseconds per batch. Even without prefetching, batches are made while the
-    device computes, because steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s prefetch on
-    their own, so they don't need this function.
+    This helps if batches take a long time to make and the GIL is released meanwhile, as it is when reading files, using
+    the network or running most NumPy code. It costs a few microseconds per batch. Even without prefetching, batches are
+    made while the devices compute, because steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s
+    prefetch on their own, so they don't need this function.
 
     If the dataset raises an error, the iterator raises it in place of the missing batch. The thread ends at the end of
     the dataset, after an error, or when the iterator is closed with `close` or garbage-collected. A checkpoint stores
-    the position after the last returned batch. For tf.data, that position consists of an earlier saved state and the
-    number of batches that a resumed run must read again, so use tf.data's own `.prefetch` instead.
+    the position after the last returned batch. For tf.data, use its own `.prefetch` instead, because this function can
+    only store an earlier state and the number of batches that a resumed run must read again.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]
@@ -216,15 +216,16 @@ def from_state(make_batch: Callable[[Any, int], types.Batch]) -> IndexedBatches:
     """Returns an endless training dataset whose batches depend on the train state, as in active learning.
 
     Each batch is `make_batch(state, step)`, where `state` is the train state before the update and `step` is the number
-    of completed updates, as an int. If the function is pure, a resumed run continues with exactly the same batches.
+    of completed updates, as an int. If the function is pure, a resumed run uses the same batches as an uninterrupted
+    one.
 
-    This costs performance: no batch can be made ahead of time, and each step is dispatched separately. If the function
-    reads a value of the state on the host, the host waits for the previous step, and then the devices wait for the
-    batch. If the function only calls compiled functions, as when a policy acts in a compiled environment, the host
-    doesn't wait.
+    This reduces performance, because batches can't be made ahead of time and each step is dispatched separately. If the
+    function reads a value of the state on the host, the host waits for the previous step, and then the devices wait for
+    the batch. If the function only calls compiled functions, for example to let a policy act in a compiled environment,
+    the host doesn't wait.
 
     The step donates the state, so the function must not keep it, and the batch must not contain any of the state's
-    arrays. Evaluations, `fit`, `jaxloop.functional.loop` and jobs with several processes don't accept this dataset.
+    arrays. This dataset can't be used in evaluations, `fit`, `jaxloop.functional.loop` or multi-process jobs.
 
     >>> from jaxloop import TrainLoop, examples
     >>> step, state, batches = examples.tiny_regression()
@@ -248,22 +249,22 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     """Returns the part of a dataset that this process reads in a multi-process job.
 
     With a single process, this is the whole dataset. The parts of different processes don't overlap, and together they
-    make up the whole dataset. If the global batch size stays the same, each global batch contains the same examples for
-    any number of processes. A run can therefore resume with a different number of processes.
+    make up the whole dataset. If the global batch size stays the same, each global batch contains the same examples
+    regardless of the number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
-      example. Shard first (with tf.data, before shuffling), then batch, using the number of rows per process as the
+      example. Shard first (with tf.data, before shuffling), and then batch, using the number of rows per process as the
       batch size.
-    - From a dataset of batches (the result of `from_index`, a list or a tuple), each process reads its rows of every
-      batch.
+    - From a dataset of batches (a list, a tuple, or the result of `from_index`), each process reads its share of the
+      rows in every batch.
 
     >>> batches = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
     >>> shard_for_process(batches, process_index=1, process_count=2)
     [{'x': array([2, 3])}, {'x': array([6, 7])}]
 
     Args:
-      data: A dataset of one of the kinds listed above. The results of `batched` and `mixture` are treated like results
-        of `from_index`.
+      data: A dataset of one of the kinds listed above. The results of `batched` and `mixture` are treated like those of
+        `from_index`.
       process_index: The index of the process; None for `jax.process_index()`.
       process_count: The number of processes; None for `jax.process_count()`.
 

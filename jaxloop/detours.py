@@ -1,4 +1,4 @@
-"""The batches that a run leaves out, and detours, which are returns to earlier checkpoints."""
+"""Batches that a run leaves out, and detours, which are returns to earlier checkpoints."""
 
 import bisect
 import dataclasses
@@ -22,8 +22,8 @@ class Detour:
       step: The step at which the run turned back.
       first_batch: The number of the first batch to skip.
       last_batch: The number of the last batch to skip.
-      first_step: The step that used the first of these batches. The checkpoint was saved before this step.
-      reason: The reason, as a phrase for messages.
+      first_step: The step that used the first of these batches. The run returns to a checkpoint from before this step.
+      reason: The reason for the detour, as a phrase for messages.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Detour:
 
 @final
 class LeftOut:
-    """The batches that a run leaves out. They are numbered from 1 across all epochs of the training data.
+    """The batches that a run leaves out. Batches are numbered from 1, across all epochs of the training data.
 
     >>> left_out = LeftOut([3])
     >>> epoch = PositionedIterator(["a", "b", "c", "d"])
@@ -51,9 +51,9 @@ class LeftOut:
     Attributes:
       numbers: The numbers of all batches to leave out, in ascending order.
       detours: The detours so far.
-      requested: The detour that an action has requested; None if there is none.
+      requested: The detour that an action has requested; None if no detour is pending.
       at_most: The maximum number of detours; None for no limit. One more detour ends the run with an error.
-      epoch_start: The number of batches in the completed epochs.
+      epoch_start: The total number of batches in the completed epochs.
     """
 
     def __init__(self, given: Iterable[int] = ()):
@@ -71,7 +71,7 @@ class LeftOut:
             source.leave_out(number - self.epoch_start for number in self.numbers if number > self.epoch_start)
 
     def end_epoch(self, source: PositionedIterator | None) -> None:
-        """Adds the number of batches in the epoch that has ended to `epoch_start`."""
+        """Advances `epoch_start` by the number of batches in the epoch that just ended."""
         self.epoch_start += 0 if source is None else source.num_read
 
     def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
@@ -79,16 +79,16 @@ class LeftOut:
 
         Args:
           count: The number of batches returned in the current epoch, up to and including the batch.
-          source: The iterator over the current epoch, or None between two epochs.
-          before: The number of batches to go back from that batch.
+          source: The iterator over the current epoch; None between two epochs.
+          before: How many batches before the `count`-th batch the requested batch is.
         """
         earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
         return number_of(earlier + (0 if source is None else count) - before, self.numbers)
 
     def record(self, number: int, now: Elapsed, history: History) -> None:
-        """Adds a history row for each batch that was left out since the last call.
+        """Adds a history row for each batch left out since the last call.
 
-        `number` is the number of the newest batch.
+        `number` is the number of the latest batch.
         """
         for left_out in self.numbers[self._num_recorded : bisect.bisect_right(self.numbers, number)]:
             self._num_recorded += 1
@@ -97,7 +97,7 @@ class LeftOut:
     def warn_of_unreached(self, number: int) -> None:
         """Warns about batches in `skip` that the run never reached.
 
-        `number` is the number of the newest batch.
+        `number` is the number of the latest batch.
         """
         if unreached := [each for each in self._given if each > number]:
             logging.warning("The run ended before it reached the batches %s in skip.", _listed(unreached))
@@ -105,7 +105,7 @@ class LeftOut:
     # Detours ---------------------------------------------------------------------------------------------
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        """Returns the state as JSON types, for a checkpoint. `number` is the number of the newest batch."""
+        """Returns the state in JSON types, for a checkpoint. `number` is the number of the latest batch."""
         return {
             "numbers": [each for each in self.numbers if each <= number],
             "detours": [dataclasses.asdict(each) for each in self.detours],
@@ -117,12 +117,12 @@ class LeftOut:
     def load_state_dict(self, state_dict: Mapping[str, Any], now: Elapsed, record: Callable[[Detour], None]) -> None:
         """Restores the state saved in a checkpoint.
 
-        Batches to leave out after the checkpoint, and newer detours, are kept.
+        Detours after the checkpoint are kept, and so are the batches that are to be left out after it.
 
         Args:
           state_dict: The result of `state_dict`.
           now: The progress of the run at the checkpoint.
-          record: A function that is called with each detour that is newer than this checkpoint.
+          record: A function that is called with each detour that began after this checkpoint was saved.
         """
         newest, before = state_dict["newest"], state_dict["numbers"]
         detours = [Detour(**each) for each in state_dict["detours"]]

@@ -12,10 +12,10 @@ import jax
 from absl import logging
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PROCESSES", "JAXLOOP_PROCESS_ID"
-"""The environment variables through which `python -m jaxloop.launch` describes the job to each process."""
+"""The environment variables that `python -m jaxloop.launch` sets to describe the job to each process."""
 
 EXIT_CODE_OF_FOLLOWER = 76
-"""The exit code of a process that ends because another process failed."""
+"""The exit code of a process that exits because another process failed."""
 
 
 class ProcessError(RuntimeError):
@@ -32,14 +32,14 @@ def initialize(
     heartbeat_secs: int = 10,
     shutdown_secs: int = 15,
 ) -> None:
-    """Connects this process to the other processes of its job. Call this first, before JAX is used.
+    """Connects this process to the other processes of its job. Call this first, before using JAX.
 
     Without arguments, this function detects a job started by `python -m jaxloop.launch`. Like
     `jax.distributed.initialize`, it also detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes. If it
-    finds no job, the program continues as a single process.
+    doesn't find a job, the program continues as a single process.
 
-    Afterwards, `jax.devices()` lists the devices of all processes. An uncaught exception is printed with the index of
-    its process, and that process exits immediately. The other processes notice within `heartbeat_secs` and exit too.
+    Afterwards, `jax.devices()` lists the devices of all processes. A process with an uncaught exception prints it with
+    the index of the process and exits immediately. The other processes notice within `heartbeat_secs` and exit too.
 
     >>> initialize()  # doctest: +SKIP
 
@@ -49,8 +49,8 @@ def initialize(
       process_id: The zero-based index of this process.
       local_device_ids: The GPUs that this process uses; None for all GPUs of the machine.
       start_secs: Seconds to wait for the other processes to join.
-      heartbeat_secs: Seconds without a heartbeat after which a process counts as failed.
-      shutdown_secs: Seconds that a process waits for the others after it has ended normally.
+      heartbeat_secs: Seconds without a heartbeat after which a process is considered failed.
+      shutdown_secs: Seconds that a process waits for the others after finishing normally.
 
     Raises:
       ValueError: If only some of the first three arguments are given.
@@ -90,7 +90,7 @@ def initialize(
 
 
 def is_first_process() -> bool:
-    """Returns whether this process is the one that writes the job's files: process 0, or the only process.
+    """Returns True in the process that writes the job's files: process 0, or the only process.
 
     >>> is_first_process()
     True
@@ -102,8 +102,8 @@ def is_first_process() -> bool:
 def exit_without_waiting(error: SystemExit) -> None:
     """Makes this process exit after an error without waiting for the other processes.
 
-    Use this if only this process has an error, because the others may be waiting for it. In contrast, a process that
-    ends normally waits for the others; see `shutdown_secs` in `initialize`.
+    Use this if only this process has failed, because the others may be waiting for it. In contrast, a process that
+    finishes normally waits for the others; see `shutdown_secs` in `initialize`.
     """
 
     def exit_now() -> None:

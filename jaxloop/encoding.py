@@ -1,4 +1,4 @@
-"""Exact JSON encoding of everything in a checkpoint except the arrays of the state. Decoding executes no code."""
+"""Exact JSON encoding of everything in a checkpoint except the state's arrays. Decoding doesn't execute any code."""
 
 import base64
 import math
@@ -19,7 +19,7 @@ def encode(value: Any) -> Any:
     {'loss': [np.float32(0.1), np.float32(0.2)], 'sizes': (32, 16)}
 
     Raises:
-      TypeError: If the value contains an unsupported type. The message contains its path.
+      TypeError: If the value contains an unsupported type. The message gives the path to it.
     """
     return _encode(value, "value")
 
@@ -63,10 +63,10 @@ def _encode_array(value: Any, path: str) -> dict[str, Any]:
 
 
 def decode(encoded: Any) -> Any:
-    """Restores the value that `encode` converted.
+    """Restores a value that was converted by `encode`.
 
     Raises:
-      ValueError: If the argument was not produced by `encode`.
+      ValueError: If the argument wasn't produced by `encode`.
     """
     if isinstance(encoded, list):
         return [decode(each) for each in encoded]

@@ -16,12 +16,11 @@ class EvalLoop(ActionLoop):
     """Evaluates a state without changing or donating it.
 
     Hooks:
-      begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
-        statistics.
+      begin, end: See `Loop`. Overrides must call the `super()` method, which calls the actions and adds the statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
-    `jaxloop.metrics.summarize` computes example-weighted means of the outputs, which are exact over the dataset even if
-    the last batch is short. A short batch that can't be divided evenly across the mesh is replicated.
+    `jaxloop.metrics.summarize` computes example-weighted means of the outputs. These are the exact means over the
+    dataset, even if the last batch is short. A short batch that can't be divided evenly across the mesh is replicated.
 
     >>> from jaxloop import examples, metrics
     >>> step, state, batches = examples.tiny_regression()
@@ -33,7 +32,8 @@ class EvalLoop(ActionLoop):
       step: The step to run on each batch, created with `train=False`.
       begin_actions, end_actions: See `ActionLoop`.
       stat_names, global_batch_size, clock: See `StatLoop`.
-      endless_after: The number of steps after which a call without `num_steps` warns that the dataset may be endless.
+      endless_after: In a call without `num_steps`, a warning that the dataset may be endless is logged after this many
+        steps.
       steps_per_dispatch: See `TrainLoop`.
       max_steps_in_flight: See `Loop`.
     """
@@ -97,7 +97,7 @@ class EvalLoop(ActionLoop):
         return state, outputs
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        # An interrupted evaluation has no result: its means would be mistaken for those of the dataset.
+        # An interrupted evaluation has no result: its means would be mistaken for those of the whole dataset.
         return (state, outputs) if self.was_interrupted else super().end(state, outputs)
 
     def _count_batch(self, batch: types.Batch) -> None:

@@ -1,4 +1,4 @@
-"""Evaluations, either during training or of checkpoints as they appear."""
+"""Evaluations, either during training or of checkpoints as they are saved."""
 
 import contextlib
 import dataclasses
@@ -30,10 +30,10 @@ class Evaluation:
     Attributes:
       loop: The eval loop.
       spec: The dataset and the interval of the evaluation.
-      source: The positioned iterator that each run of the evaluation continues to read; None if each run reads the
-        dataset from the start.
+      source: The positioned iterator that successive evaluations keep reading from; None if each one reads the dataset
+        from the start.
       evaluated_at: The step after which the evaluation last ran; None if it has not run yet.
-      was_short: True once the warning that the dataset ended early has been logged.
+      was_short: True once a warning has been logged that the dataset ended early.
     """
 
     loop: ActionLoop
@@ -55,7 +55,7 @@ class Evaluation:
         return outputs
 
     def check_length(self) -> None:
-        """Raises an error if the last evaluation had no batches. Warns once if it had fewer than `num_steps`."""
+        """Raises an error if the last evaluation was empty. Warns once if it had fewer than `num_steps` batches."""
         steps_run = len(self.loop.num_examples)
         if steps_run == 0:
             raise self.spec.empty()
@@ -95,7 +95,7 @@ class Evaluations:
     is_resumed: bool = False
 
     def resume(self, step_num: int, measured: set[str]) -> None:
-        """Resumes at a step. `measured` names the evaluations that an earlier run has already run at this step."""
+        """Resumes at a step. `measured` names the evaluations already done at this step before the run was resumed."""
         self.is_resumed = True
         for each in self.items:
             each.evaluated_at = step_num if each.spec.name in measured else None
@@ -124,11 +124,11 @@ class Evaluations:
         return self._run_due(state, self.items, EvalContext(False, step_num, 0), Elapsed(step_num))
 
     def of_checkpoints(self, state: Any, spec: CheckpointSpec, history: History) -> metrics.LoopOutputs | None:
-        """Evaluates checkpoints as they appear, in step order, and returns the last outputs.
+        """Evaluates checkpoints in step order as they are saved, and returns the outputs of the last evaluation.
 
         Args:
           state: A state with the same structure as those in the checkpoints.
-          spec: The directory of the checkpoints, and how to read them.
+          spec: The directory that contains the checkpoints, and how to read them.
           history: The history to add rows to. Its existing rows from the first checkpoint on are dropped.
         """
         stop_fn, requests = spec.iterate_stop_fn or spec.stopped_file.exists, self.job.requests
@@ -151,7 +151,7 @@ class Evaluations:
             self._sleep(max(spec.iterate_interval_secs, _POLL_SECS))
 
     def _sleep(self, seconds: float) -> None:
-        """Sleeps in short intervals, so that Ctrl-C works. The number of intervals is the same in all processes."""
+        """Sleeps in short intervals, so that Ctrl-C works. All processes use the same number of intervals."""
         num_sleeps = math.ceil(seconds / (1.0 if self.job.is_shared else _POLL_SECS))
         for _ in range(num_sleeps):
             if self.job.requests.requested:
@@ -162,7 +162,7 @@ class Evaluations:
     def _run_due(
         self, state: Any, asked: Sequence[Evaluation], context: EvalContext, elapsed: Elapsed
     ) -> metrics.LoopOutputs | None:
-        """Runs those evaluations in `asked` that are due, and returns the outputs of the last one."""
+        """Runs the evaluations in `asked` that are due, and returns the outputs of the last one."""
         last, stops = None, False
         for each in [each for each in asked if self._is_due(each, context, elapsed)]:
             if self.job.requests.requested:

@@ -22,9 +22,8 @@ def export(
 ) -> None:
     """Exports the model in evaluation mode, with its parameters, to a file.
 
-    The file contains a StableHLO program from `jax.export`. To load and run it, a process needs JAX, but neither
-    jaxloop nor the code of the model. JAX guarantees that newer versions of JAX can read the file for at least 6
-    months.
+    The file contains a StableHLO program from `jax.export`. Loading and running it requires JAX, but not jaxloop or the
+    model's code. JAX guarantees that newer versions of JAX can read the file for at least 6 months.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn
@@ -42,13 +41,13 @@ def export(
     (5, 2)
 
     Args:
-      step: The step with the model.
+      step: The step that has the model.
       state: The state that contains the parameters. It is not donated. Its arrays are copied to the host and become
         constants of the program.
-      spec: The spec of the model's inputs, as for `initialize_model`. The size of each leading axis is replaced by
-        `batch_size`. A list or a dict of inputs is passed to the exported function as one argument.
+      spec: The spec of the model's inputs, in the form accepted by `initialize_model`. The size of each leading axis is
+        replaced by `batch_size`. A list or a dict of inputs is passed to the exported function as one argument.
       path: The file to write. An existing file is replaced.
-      batch_size: The number of examples per call; None to allow any number, which the model must support.
+      batch_size: The number of examples per call. If None, any number is allowed, which the model must support.
       platforms: The platforms on which the program can run.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The flight recorder, which records a failed step so that it can be run again."""
+"""The flight recorder, which records a failed step so that it can be rerun."""
 
 import contextlib
 import dataclasses
@@ -30,13 +30,13 @@ _VERSION = 1
 @final
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A failed step, with everything available for rerunning it.
+    """A failed step, with all available information for rerunning it.
 
     Attributes:
       step_num: The number of the failed step: the value that `state.step` would have had after it.
       error: The exception.
-      nan_policy: The train loop's `nan_policy`, which the compiled program depends on.
-      batches: Consecutive batches keyed by step, as the dataset returned them. The last one belongs to the failed step.
+      nan_policy: The train loop's `nan_policy`, which affects the compiled program.
+      batches: Consecutive batches as returned by the dataset, keyed by step. The last one belongs to the failed step.
       state: The state before the step; None if it was donated.
       checkpoint_dirs: The directories that contain the run's checkpoints.
     """
@@ -53,9 +53,9 @@ def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
     """Records a failure in `<workdir>/failures/<step_num>`. A note added to the error explains how to replay the step.
 
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
-    Otherwise, the folder contains the newest earlier checkpoint and the batches since then, provided that they are from
-    the last 64 steps and fit in 256 MiB. The checkpoint's files are hard-linked, so they survive when `keep` deletes
-    the checkpoint. The five newest records are kept. Errors that occur while recording are logged, not raised.
+    If it doesn't, the folder contains the newest earlier checkpoint and the batches since then, provided that they are
+    from the last 64 steps and fit in 256 MiB. The checkpoint's files are hard-linked, so they survive when `keep`
+    deletes the checkpoint. The five newest records are kept. Errors that occur while recording are logged, not raised.
     """
     folder = files.absolute(workdir) / FOLDER / str(failure.step_num)
     try:
@@ -117,7 +117,7 @@ def _save_state(directory: epath.Path, step_num: int, state: Any) -> None:
 
 
 def _keep_checkpoint(checkpoint_dir: epath.Path, folder: epath.Path) -> bool:
-    """Links or copies a checkpoint's files, which never change. Returns whether it succeeded."""
+    """Hard-links or copies a checkpoint's files, which never change. Returns True if this succeeded."""
 
     def link(source: str, target: str) -> None:
         try:
@@ -168,7 +168,7 @@ def _decode_batch(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) 
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array as uint8, because NumPy's file format doesn't support bfloat16."""
+    """Returns an array's bytes as uint8, because NumPy's file format doesn't support bfloat16."""
     if array.dtype.hasobject or array.dtype.names is not None:
         raise TypeError(f"A batch with an array of {array.dtype} can't be recorded; numbers and strings can.")
     return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
@@ -184,10 +184,10 @@ def _dtype_name(dtype: np.dtype) -> str:
 def replay(
     path: epath.PathLike, step: Step, step_num: int | None = None, *, state: Any = None, eagerly: bool = False
 ) -> tuple[Any, types.Output]:
-    """Reruns a failed step from the record that an `OuterLoop` with a `workdir` wrote.
+    """Reruns a failed step from the record written by an `OuterLoop` that has a `workdir`.
 
-    On the same devices, the results are bit-identical. Non-finite results are logged. The step's own actions are not
-    called.
+    On the same devices, the results are bit-identical. If they are not finite, a warning says where. The step's own
+    actions are not called.
 
     >>> import tempfile
     >>> import numpy as np
@@ -211,12 +211,11 @@ def replay(
       step: The run's step object, or one created in the same way.
       step_num: The number of the failed step, if `path` is a work directory; None for the most recent record.
       state: A state with the same structure as the run's state. If it is from a later step than the recorded state, and
-        all batches since that step were recorded, the replay starts from it. Otherwise, it only serves as the template
-        for restoring the recorded state. It is not donated. None to use a new state, which requires an earlier call to
-        `step.initialize_model`.
+        all batches since that step were recorded, the replay starts from it. Otherwise, it only serves as a template
+        for restoring the recorded state. It is not donated. If None, a new state is used, which requires an earlier
+        call to `step.initialize_model`.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
-        may differ in the last bits. Any steps before the failed one are still compiled, so `run` is first traced for
-        them.
+        may differ in the last bits. Any earlier steps are still compiled, so `run` is first traced for them.
 
     Returns:
       `(state, outputs)` of the failed step. If the step raised an error in the run, the replay raises the same error.
@@ -279,7 +278,7 @@ def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
 def _state_before(
     folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
 ) -> Any:
-    """Returns a state from which the recorded batches lead to the failed step, and that state's step."""
+    """Returns a state from which the recorded batches can be replayed up to the failed step, and its step number."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     numbers = lambda step: range(step + updates, failed + 1, updates)
     leads = lambda step: failed in numbers(step) and all(number in batches for number in numbers(step))

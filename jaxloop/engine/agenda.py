@@ -1,4 +1,4 @@
-"""The end actions of a loop: when they are due, in which order they run, and which outputs each has read."""
+"""A loop's end actions: when they are due, in what order they run, and which outputs each one has read."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -18,10 +18,10 @@ class Slot:
 
     Attributes:
       called_at: The step after which the action was last called; None before the first call.
-      is_requested: True if the action is due at the next moment regardless of its interval, because a command requested
-        it or because its call was postponed to the last moment of the run.
-      next_interval: The interval to use after the next call; None to keep the current one.
-      spent_before: The time spent by the loop up to the last call.
+      is_requested: True if the action is due at the next moment regardless of its interval, either because a command
+        requested it or because its call was postponed to the last moment of the run.
+      next_interval: The interval that takes effect after the next call; None to keep the current one.
+      spent_before: The loop's time report up to the last call.
       cursor: The position in the ledger up to which the action has read the outputs.
     """
 
@@ -39,25 +39,25 @@ class Slot:
         self.cursor: int = cursor
 
     def reset(self, spent: timing.Spent) -> None:
-        """Forgets all calls and outputs when a new run begins."""
+        """Resets the slot for a new run, in which the action hasn't been called and hasn't read any outputs."""
         self.cursor, self.called_at, self.spent_before, self.is_requested = 0, None, spent, False
 
     def reschedule(self, interval: Schedule) -> None:
-        """Replaces the interval of the action."""
+        """Replaces the action's interval."""
         self.action.reschedule(interval)
         self.is_scheduled, self.next_interval = True, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the action and of its slot, as JSON."""
+        """Returns the states of the action and its slot, in JSON types."""
         return {**saved_state(self.action), "called_at": self.called_at, "cursor": self.cursor}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict` from the slot of an action of the same class."""
+        """Restores the result of `state_dict` from a slot whose action had the same class."""
         self.action.load_state_dict(encoding.decode(state_dict["state"]))
         self.called_at, self.cursor = state_dict["called_at"], state_dict["cursor"]
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
-        """Returns True if the action is due now. `loop` is the number of the loop that ends; None inside a loop."""
+        """Returns True if the action is due now. `loop` is the number of the loop that ends now; None inside a loop."""
         if self.is_requested:
             return True
         if loop is None and not self.is_scheduled:
@@ -75,8 +75,8 @@ class Slot:
 
         Args:
           ledger: The outputs of the steps.
-          newest: A function that returns the newest scalars on the host, for an action that doesn't wait for outputs.
-            None at the end of a loop, to use the scalars of that loop.
+          newest: A function that returns the latest scalars on the host, for an action that doesn't wait for outputs.
+            None at the end of a loop, where the action receives that loop's scalars.
         """
         series = self.reads(ledger)
         if series is not None:
@@ -104,7 +104,7 @@ class Agenda:
         self.detach_all()
 
     def attach(self, action: Action, cursor: int) -> None:
-        """Adds an action that runs before the others and receives the outputs after a position in the ledger."""
+        """Adds an action that runs before the others and reads the outputs after the ledger position `cursor`."""
         self._set_slots([Slot(ActionList([action], unit="loops"), 0, cursor), *self.slots])
 
     def detach_all(self) -> None:
@@ -112,11 +112,11 @@ class Agenda:
         self._set_slots(self._own)
 
     def keep_only(self, action: Action) -> None:
-        """Removes all actions except an attached one, until `detach_all` is called."""
+        """Suspends all actions except an attached one until `detach_all` is called."""
         self._set_slots([slot for slot in self.slots if slot.action is action])
 
     def reschedule(self, slot: Slot, interval: Schedule) -> None:
-        """Replaces the interval of an action."""
+        """Replaces an action's interval."""
         slot.reschedule(interval)
         self._set_slots(self.slots)
 
@@ -127,20 +127,20 @@ class Agenda:
 
     @property
     def has_readers(self) -> tuple[bool, bool]:
-        """Two flags: the first is True if any action reads the ledger's `parts`, the second if any reads `loops`."""
+        """A pair of bools: whether any action reads the ledger's `parts`, and whether any action reads its `loops`."""
         of_parts, of_loops = self._readers
         return bool(of_parts), bool(of_loops)
 
     def next(self, now: Elapsed, others: Iterable[int | Schedule] = ()) -> Goal:
-        """Returns the next point at which an action, or anything with an interval in `others`, may be due."""
+        """Returns the next point at which an action may be due or one of the intervals in `others` may fire."""
         return goal_of([*(slot.action.interval for slot in self.slots), *others], now)
 
     def due(self, now: Elapsed, loop: int | None = None) -> list[Slot]:
-        """Returns the actions that are due (see `Slot.is_due`) and have not been called at this step yet."""
+        """Returns the slots of the actions that are due; see `Slot.is_due`."""
         return [slot for slot in self.slots if slot.is_due(now, loop)]
 
     def trim(self, ledger: Ledger) -> None:
-        """Drops the outputs that every action has read."""
+        """Drops the outputs that all actions have read."""
         for series, readers in zip((ledger.parts, ledger.loops), self._readers, strict=True):
             series.keep_for([slot.cursor for slot in readers])
 
@@ -150,7 +150,7 @@ class Agenda:
             slot.reset(spent)
 
     def state_dict(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Returns a pair: the states of all slots, as JSON, and the train states that actions keep, by name."""
+        """Returns the states of all slots, in JSON types, and a dict of the train states that actions keep."""
         slots = self.slots
         kept = {str(index): slot.action.kept_state for index, slot in enumerate(slots)}
         return [slot.state_dict() for slot in slots], {name: state for name, state in kept.items() if state is not None}
@@ -158,7 +158,7 @@ class Agenda:
     def load_state_dict(
         self, state_dicts: Sequence[Mapping[str, Any]], kept_states: Mapping[str, Any], who: Any
     ) -> None:
-        """Restores the result of `state_dict`. `who` describes the loop in warnings."""
+        """Restores the result of `state_dict`. `who` is the loop, which warnings name."""
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dicts)]
         for slot, kept in paired_with_saved(self.slots, numbered, lambda slot: slot.action, who):
             slot.load_state_dict(kept)
@@ -169,7 +169,7 @@ class Agenda:
 def paired_with_saved(
     mine: Sequence[Any], kept: Sequence[Mapping[str, Any]], action_of: Callable[[Any], Action], who: Any
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Pairs the program's actions with saved states: the n-th action of a class with its n-th saved state."""
+    """Pairs each action with its saved state: the n-th action of a class with the n-th saved state for that class."""
     left = list(kept)
     for each in mine:
         found = next((one for one in left if one["action"] == class_name(action_of(each))), None)
@@ -191,7 +191,7 @@ def paired_with_saved(
 
 
 def saved_state(action: Action) -> dict[str, Any]:
-    """Calls an action's `before_checkpoint`, and returns a dict with its class and its state, as JSON."""
+    """Calls an action's `before_checkpoint`, and returns a dict with its class name and its state, in JSON types."""
     try:
         action.before_checkpoint()
         return {"action": class_name(action), "state": encoding.encode(action.state_dict())}

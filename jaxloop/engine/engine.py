@@ -1,4 +1,4 @@
-"""The engine of all loops: the loop over loops and the loop over steps."""
+"""The engine that runs all loops. It iterates over loops and, within each loop, over steps."""
 
 import bisect
 import collections
@@ -26,9 +26,9 @@ from jaxloop.text import printable
 
 @final
 class Engine:
-    """Runs the loops of one `Loop` object: their steps, and everything that is due between two steps.
+    """Runs the loops of one `Loop` object: their steps, and everything that is due between steps.
 
-    It calls the hooks `begin`, `run` and `end` of the loop. Its `Stepper` calls `_get_next_batch`, `_run_one_step` and
+    It calls the loop's `begin`, `run` and `end` hooks. Its `Stepper` calls `_get_next_batch`, `_run_one_step` and
     `update_outputs`.
 
     Args:
@@ -40,12 +40,12 @@ class Engine:
     Attributes:
       job: The processes that train together.
       progress: The progress of the run.
-      stepper: Runs the steps.
-      moments: Runs everything that is due between two steps.
+      stepper: The `Stepper`, which runs the steps.
+      moments: The `Moments`, which run everything that is due between steps.
       observers: Functions to call with each batch.
       kept: The most recent batches, which are needed to record a failure.
-      rescued: A pair that is set when an exception occurs: the state after the last completed step (or None), and the
-        reason why the state is None.
+      rescued: A pair that is set when an exception occurs. It is `(state, None)`, where `state` is the one after the
+        last completed step, or `(None, reason)` if that state can't be used.
     """
 
     def __init__(self, loop: Any, step: Step, clock: Callable[[], float], max_steps_in_flight: int | None):
@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """All actions, including those of the step, with the number of calls to each."""
+        """The lists of all actions, including the step's. They also count the calls to each action."""
         return (self.moments.begin_actions, self.moments.agenda.actions, *self._step.action_lists)
 
     def description(self) -> list[str]:
@@ -77,7 +77,7 @@ class Engine:
     def train(
         self, state: Any, dataset: Iterator[types.Batch], steps_of_loop: Callable[[], int | None]
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Trains until the run or the data ends. For the arguments, see `run_loops`."""
+        """Trains until the run or the data ends. See `run_loops` for the arguments."""
         return self.run_loops(state, dataset, lambda: self._with_idle_ends(steps_of_loop()), trains=True)
 
     def run_loops(
@@ -88,7 +88,7 @@ class Engine:
         Args:
           state: See `Loop.__call__`.
           dataset: See `Loop.__call__`.
-          steps_of_loop: A function that returns the maximum number of steps of the next loop, or None for no limit.
+          steps_of_loop: A function that returns the maximum number of steps in the next loop, or None for no limit.
           trains: True if the steps change the state.
         """
         progress, requests, outputs = self.progress, self.job.requests, metrics.LoopOutputs()
@@ -101,10 +101,10 @@ class Engine:
                         state, iterator = self._begin(call.state, dataset)
                         state, found = self._loop.run(state, iterator, steps_of_loop())
                         progress.count_loop(len(call.num_examples))
-                        if call.num_examples or progress.batches_before:  # Without a batch, no loop ends.
+                        if call.num_examples or progress.batches_before:  # An empty loop doesn't end.
                             found = _weighted(found, self.stepper.ledger.weights)
                             state, outputs = self._finish_loop(state, found)
-                        elif call.has_passed_end:  # The end that was passed turns out to be the last one.
+                        elif call.has_passed_end:  # The loop end that was passed turns out to be the last one.
                             call.was_interrupted = False  # The call stopped between two loops.
                             state, outputs = self._call_end_hook(state, self.stepper.ledger.ended)
                         call.state = state
@@ -128,12 +128,12 @@ class Engine:
         return state, outputs
 
     def _begin_call(self, state: Any, trains: bool) -> Call:
-        """Begins a call. If the state isn't at the step where the last call ended, counting restarts at its step."""
+        """Begins a call. If the last call ended at a different step, counting restarts at the state's step."""
         stepper, progress = self.stepper, self.progress
         if stepper.call.failed_step is not None:
             self.kept = KeptBatches()
         call = stepper.begin_call(state, trains=trains)
-        # Reset only now: if the state was donated, `begin_call` raises, and `rescued` still has the state to use.
+        # Reset only now: if the state was donated, `begin_call` raises, and `rescued` still holds the state to use.
         self.rescued = (None, None)
         step_num = stepper.read_step_num(call.state)
         if trains:
@@ -157,7 +157,7 @@ class Engine:
             self.moments.statistics.begin_loop()
 
     def _begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        """Calls the hook `begin`, unless an earlier call began the loop."""
+        """Calls the `begin` hook, unless an earlier call has already begun the loop."""
         progress = self.progress
         if progress.began is not None:
             return state, (self._loop.begin(state, dataset)[1] if progress.began else self.open(dataset))
@@ -166,21 +166,21 @@ class Engine:
         return state, iterator
 
     def open(self, dataset: Any) -> Iterator[types.Batch]:
-        """Returns the iterator from which batches are read. Called by the hook `begin`."""
+        """Returns the iterator to read batches from. Called by the `begin` hook."""
         iterator = as_iterator(dataset)
         self.stepper.call.made_iterator = iterator is not dataset
         return iterator
 
     def begin(self, state: Any) -> None:
-        """Calls the begin actions. Called by the hook `begin`."""
+        """Calls the begin actions. Called by the `begin` hook."""
         if self.progress.began is None:
             self.moments.call_begin_actions(state)
 
     def _finish_loop(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
-        """Calls the hook `end`. In a run, then runs the evaluations and calls the actions with `runs_last`."""
+        """Calls the `end` hook. In a run, it then runs due evaluations and calls due actions with `runs_last`."""
         state, outputs = self._call_end_hook(state, outputs)
         call, moments, run, requests = self.stepper.call, self.moments, self.moments.run, self.job.requests
-        if self.progress.is_inside and not requests.requested:  # An interrupted evaluation has no end.
+        if self.progress.is_inside and not requests.requested:  # An interrupted evaluation doesn't end.
             if run is not None or moments.agenda.slots:
                 name = f"{type(self._loop).__name__}.end"
                 raise ValueError(f"{name} must call super().end(state, outputs), which measures and calls the actions.")
@@ -188,7 +188,7 @@ class Engine:
         call.state = state
         if self._is_interrupted() or run is None or run.end_data is None or requests.requested:
             return state, outputs
-        # Set before the saves of this moment, which store it.
+        # Set before this moment's saves, which store it.
         moments.stop_requested = self.job.any_stops(moments.stop_requested or outputs.asks_to_stop)
         if call.data_ended and not moments.stop_requested:
             run.end_data()
@@ -203,12 +203,12 @@ class Engine:
         return state, _weighted(ended, weights)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> None:
-        """Counts a loop that has ended, and calls its end actions, except for those with `runs_last`.
+        """Counts a loop that has ended, and calls its end actions. In a run, those with `runs_last` are called later.
 
-        Called by the hook `end`.
+        Called by the `end` hook.
         """
         progress, moments, ledger = self.progress, self.moments, self.stepper.ledger
-        if not self._steps_in_loop():  # The last loop was counted already.
+        if not self._steps_in_loop():  # The last loop has already been counted.
             return
         if self._is_interrupted():
             # The loop doesn't end here; a later call continues it.
@@ -228,7 +228,7 @@ class Engine:
             outputs[types.STOP_LOOP] = True
 
     def _is_interrupted(self) -> bool:
-        """Returns True if this loop was interrupted between two steps, and a later call or process will continue it."""
+        """Returns True if this loop was interrupted between steps and a later call or process may continue it."""
         call, run = self.stepper.call, self.moments.run
         return run is not None and run.can_resume and call.trains and (call.was_interrupted or call.is_failing)
 
@@ -245,10 +245,10 @@ class Engine:
     # Ends of loops where nothing is due ------------------------------------------------------------------
 
     def _with_idle_ends(self, num_steps: int | None) -> int | None:
-        """Returns the number of steps until the next end of a loop at which something may be due.
+        """Returns the number of steps until the next loop end at which something may be due.
 
-        Sets `Call.idle_ends` to the ends before that one. Steps run past these without stopping, because a stop takes
-        as long as a small step.
+        Also sets `Call.idle_ends` to the loop ends before that one. The engine doesn't stop at these, because a stop
+        takes as long as a small step.
         """
         call, run, progress = self.stepper.call, self.moments.run, self.progress
         call.idle_ends = range(0)
@@ -262,7 +262,7 @@ class Engine:
         return earliest([first + len(call.idle_ends) * size, run.total_steps]) - progress.steps
 
     def _may_pass_ends(self) -> bool:
-        """Returns True if loops may end without a stop, because no hook, begin action or output needs one."""
+        """Returns True if loops may end without a stop, because no hook, begin action or output requires one."""
         stepper, hooks = self.stepper, ("begin", "run", "end", "update_outputs", "_get_next_batch")
         queue, program = stepper.call.queue, stepper.call.program
         if queue is None or not queue.are_plain() or program is None or program.custom_step is not None:
@@ -272,7 +272,7 @@ class Engine:
         return not any(checks.is_user_defined(self._loop, name) for name in hooks)
 
     def _pass_idle_ends(self) -> None:
-        """Ends the loops that the newest steps have completed without stopping."""
+        """Ends the loops that the latest steps completed without a stop."""
         call, progress, ends = self.stepper.call, self.progress, self.stepper.call.idle_ends
         passed = bisect.bisect_right(ends, progress.steps)
         if passed:
@@ -297,11 +297,10 @@ class Engine:
     # The loop over steps -------------------------------------------------------------------------------
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Runs the steps of a loop, and returns the newest state and the outputs of all steps.
+        """Runs a loop's steps, and returns the final state and the outputs of all steps.
 
-        Called by the hook `run`.
-
-        If the steps run past the ends of loops at which nothing is due, returns the outputs of the last loop.
+        Called by the `run` hook. If the steps run past loop ends at which nothing is due, only the last loop's outputs
+        are returned.
         """
         call, stepper, moments, requests = self.stepper.call, self.stepper, self.moments, self.job.requests
         num_batches = None if num_steps is None else num_steps // call.updates
@@ -358,7 +357,7 @@ class Engine:
         return [*self.observers, *counting, *keeping]
 
     def _before_reading_ahead(self, now: Elapsed) -> None:
-        """Marks the position in the data if a save is due, before the next batch is read ahead."""
+        """Marks the position in the data, before the next batch is read ahead, if a save is due."""
         if self.moments.saves_at(now):
             self.stepper.source.mark()
 
@@ -371,7 +370,7 @@ class Engine:
 
         Args:
           elapsed: The progress of the earlier run.
-          batches_before: The number of batches of the current loop that the earlier run trained on.
+          batches_before: The number of batches in the current loop that the earlier run has already trained on.
         """
         self.progress.resume(elapsed)
         self.moments.last_beginning, self.kept = elapsed.without_previous(), KeptBatches()
@@ -391,7 +390,7 @@ class Engine:
         self.moments.agenda.reset(self.progress.stopwatch.spent())
 
     def kept_by_step(self) -> dict[int, types.Batch]:
-        """Returns the most recent batches that were read from the dataset, by step."""
+        """Returns the most recent batches read from the dataset, keyed by step."""
         failed, updates, step_num = self.stepper.call.failed_step, self.stepper.call.updates, self.stepper.step_num
         newest = step_num + (updates if failed == step_num + updates else 0)
         batches = list(self.kept.batches)
@@ -400,20 +399,20 @@ class Engine:
 
     @property
     def batches_consumed(self) -> int:
-        """The number of batches that the source had returned when the last step was completed."""
+        """The number of batches that the source had returned when the last step completed."""
         return self.stepper.call.consumed
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that were read from a source but have not been used yet."""
+        """Returns the number of batches that have been read from a source but not used yet."""
         return self.stepper.batches_ahead(source)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the state of the loop and its actions, to be stored in a checkpoint.
 
-        Must be called between two steps, like an action.
+        Like an action, this must be called between two steps.
 
         Returns:
-          A pair: the state as JSON, and the train states that actions keep, by name.
+          A pair: the state in JSON types, and a dict of the train states that actions keep.
         """
         ledger, progress, moments, trains = self.stepper.ledger, self.progress, self.moments, self.stepper.call.trains
         elapsed, agenda = moments.elapsed, moments.agenda
@@ -456,7 +455,7 @@ class Engine:
             action.load_state_dict(encoding.decode(kept["state"]))
 
     def call_missed_actions(self, state: Any) -> bool:
-        """Calls the end actions that did not run because one of them raised an exception.
+        """Calls the end actions that were not called because one of them raised an exception.
 
         Returns True if the run continues.
         """
@@ -493,19 +492,19 @@ _KEPT_BYTES = 256 * 2**20
 
 @final
 class KeptBatches:
-    """The most recent batches, kept to record a failure.
+    """The most recent batches, kept so that a failure can be recorded.
 
-    These are the batches of all steps that may be in flight, up to a memory limit.
+    Up to a memory limit, these include the batches of all steps that may be in flight.
 
     Attributes:
-      batches: The batches, the newest last.
+      batches: The batches, oldest first.
     """
 
     def __init__(self):
         self.batches: collections.deque[types.Batch] = collections.deque()
 
     def add(self, batch: types.Batch) -> None:
-        """Adds a batch, and drops the oldest batches if there are more than the limits allow."""
+        """Adds a batch, and drops the oldest one if there are more than the limits allow."""
         if not self.batches:
             size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
             self.batches = collections.deque(maxlen=min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1))))
@@ -513,7 +512,7 @@ class KeptBatches:
 
 
 def _weighted(outputs: Any, weights: Sequence[int]) -> metrics.LoopOutputs:
-    """Converts the outputs that a hook returned to `LoopOutputs` with the given weights."""
+    """Converts a hook's outputs to `LoopOutputs` with the given weights."""
     if not isinstance(outputs, metrics.LoopOutputs):
         outputs = metrics.LoopOutputs(outputs)
     outputs.num_examples = list(weights)

@@ -11,7 +11,7 @@ from jaxloop.output_queue import Arrived, split_block
 
 @final
 class Series:
-    """Outputs that are kept in parts. Each part is stored with the position in the ledger at which it ends.
+    """Outputs that are stored in parts. Each part is stored with the ledger position at which it ends.
 
     A reader's cursor is the position up to which it has read.
 
@@ -51,7 +51,7 @@ class Series:
         self._parts = kept
 
     def encode(self, encode: Callable[[LoopOutputs], Any]) -> list[Any]:
-        """Returns the parts as stored in a checkpoint, each encoded with `encode`."""
+        """Returns the parts in the form stored in a checkpoint, each one encoded with `encode`."""
         return [[end, encode(part)] for end, part in self._parts]
 
     @classmethod
@@ -64,17 +64,16 @@ class Series:
 class Ledger:
     """The step outputs of a run, kept on the host in step order. A position in the ledger is a number of steps.
 
-    Actions read two series: the outputs from one read to the next, and the outputs of whole loops, as the `end` hook
-    returned them. Between two reads, `clu.metrics` states are merged in step order. Saving a checkpoint does not count
-    as a read, so it doesn't change a single bit of these states.
+    Actions read one of two series: `parts` or `loops`. Between two reads, `clu.metrics` states are merged in step
+    order. Saving a checkpoint does not count as a read, so it doesn't change a single bit of these states.
 
     Attributes:
       position: The number of steps counted so far.
-      loop: The outputs of the current loop, without the `sums`.
+      loop: The outputs of the current loop, excluding `sums`.
       weights: The number of examples in each step of the current loop.
       sums: The merged `clu.metrics` states since the last read, by name.
-      parts: The series of the outputs from one read to the next.
-      loops: The series of the outputs of loops that have ended.
+      parts: The series to which each read adds the outputs since the previous read.
+      loops: The series to which each loop end adds the loop's outputs, as returned by the `end` hook.
     """
 
     def __init__(self):
@@ -87,11 +86,11 @@ class Ledger:
         self._ended = LoopOutputs()  # The outputs of the loop or loops that ended last.
         self._last_steps = 0  # The number of steps in the last of these loops.
         self._unread = LoopOutputs()
-        self._passed: collections.deque[_Passed] = collections.deque()  # Ended loops with outputs still on the devices.
+        self._passed: collections.deque[_Passed] = collections.deque()  # Ended loops whose outputs are on the devices.
         self._arrived = 0  # Steps in the first of these, or in the current loop, whose outputs have arrived.
 
     def begin_loop(self) -> None:
-        """Drops the outputs of the current loop, and begins a new loop."""
+        """Drops the current loop's outputs, and begins a new loop."""
         self.loop, self.weights, self.sums, self._unread = LoopOutputs(), [], {}, LoopOutputs()
         self._passed.clear()
         self._arrived = 0
@@ -135,7 +134,7 @@ class Ledger:
                     self.loop = update(self.loop, row)
 
     def _end_passed(self, passed: "_Passed", keeps_parts: bool, keeps_loops: bool) -> None:
-        """Ends the loops that `pass_ends` has recorded, now that all of their outputs have arrived."""
+        """Ends loops that `pass_ends` has recorded, once all of their outputs have arrived."""
         later, self._unread.num_examples = self._unread.num_examples, passed.unread_weights
         self._ended, self._last_steps = LoopOutputs(self.loop, passed.weights), passed.last_steps
         if keeps_parts:
@@ -151,7 +150,7 @@ class Ledger:
         self._unread.num_examples += weights
 
     def end_part(self) -> None:
-        """Ends the part that began at the last read, including its sums, so that actions can read it.
+        """Ends the part that began at the last read, and adds its sums, so that actions can read it.
 
         All outputs must have arrived.
         """
@@ -168,7 +167,7 @@ class Ledger:
 
     @property
     def ended(self) -> LoopOutputs:
-        """The outputs of the most recent loop that has ended."""
+        """The outputs of the loop that ended last."""
         more = len(self._ended.num_examples) - self._last_steps
         return self._ended.split(more)[1] if more else self._ended
 
@@ -176,8 +175,8 @@ class Ledger:
         """Ends one or more loops before their outputs have arrived. The outputs must not contain `clu.metrics` states.
 
         Args:
-          last_steps: The number of steps in the last of several loops; None if only one loop ends.
-          steps_since: The number of steps already counted that belong to the next loop.
+          last_steps: The number of steps in the last loop if several loops end; None if only one loop ends.
+          steps_since: The number of counted steps that already belong to the next loop.
         """
         position, (weights, self.weights) = self.position - steps_since, _split_end(self.weights, steps_since)
         unread, self._unread.num_examples = _split_end(self._unread.num_examples, steps_since)
@@ -185,7 +184,7 @@ class Ledger:
         self._passed.append(_Passed(position, last_steps, weights, unread))
 
     def end_loop(self, outputs: LoopOutputs) -> None:
-        """Ends the current loop and the current part, with the outputs that the `end` hook returned."""
+        """Ends the current loop and part, using the outputs that the `end` hook returned."""
         self._unread.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
         self.end_part()
         self._ended, self._last_steps = outputs, len(outputs.num_examples)
@@ -237,6 +236,6 @@ def _merge_into(outputs: dict[str, Any], sums: Mapping[str, Any]) -> None:
 
 
 def _split_end(values: list[int], number: int) -> tuple[list[int], list[int]]:
-    """Splits a list before its last `number` values."""
+    """Splits off the last `number` values of a list."""
     place = len(values) - number
     return values[:place], values[place:]

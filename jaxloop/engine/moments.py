@@ -1,4 +1,4 @@
-"""The moments of a run: everything that happens between two steps, in a fixed order."""
+"""The moments of a run: everything that happens between steps, in a fixed order."""
 
 import contextlib
 import dataclasses
@@ -23,25 +23,25 @@ from jaxloop.timing import Spent
 @final
 @dataclasses.dataclass
 class Run:
-    """The run to which a loop belongs. An `OuterLoop` sets it on each of its loops; a standalone loop has no run.
+    """The run to which a loop belongs. An `OuterLoop` sets it on each of its loops; a standalone loop doesn't have one.
 
     Attributes:
       history: The values measured so far.
       total_steps: The total number of updates; None if it is unknown.
-      loop_steps: The length of a loop in steps. Loops end at multiples of this number. None if it is unknown.
+      loop_steps: The number of steps per loop; None if it is unknown. Loops end at multiples of this number.
       elapsed: For an eval loop, the training progress; None for a train loop, which counts its own progress.
       stop: An additional schedule that ends the run.
       eval_intervals: The intervals of the evaluations, in the same form as `Action.interval`.
       evaluate: A function that runs the evaluations that are due. Its arguments are the state, the progress, and a flag
         that is True if a loop ended at this step. It returns True if the run continues.
-      end_data: A function to call when the data ends, after the last step of the epoch; None if no other loop may
+      end_data: A function to call when the data ends, after the last step of the epoch; None if no further loop may
         follow.
-      snapshot: A function that returns everything that a checkpoint contains besides the state, as keyword arguments
-        for `CheckpointAction.save`.
-      can_resume: True if a later call, or another process, may continue a loop that a signal interrupted.
+      snapshot: A function that returns everything in a checkpoint except the state, as keyword arguments for
+        `CheckpointAction.save`.
+      can_resume: True if a loop that was interrupted by a signal may be continued by a later call or another process.
       keeps_batches: True if a train loop keeps its most recent batches, so that a failure can be recorded.
       ends_with_data: True if the run ends when the data ends.
-      commands: The commands sent to the run; None if the run accepts no commands.
+      commands: The commands sent to the run; None if the run doesn't accept commands.
       detour: A function that begins a detour; see `WholeRun.detour`. None if the run can't return to a checkpoint.
     """
 
@@ -62,28 +62,28 @@ class Run:
 
     @property
     def intervals(self) -> Sequence[int | Schedule]:
-        """The intervals of everything in the run other than actions."""
+        """The intervals of everything in the run that isn't an action."""
         others = (self.stop, None if self.commands is None else self.commands.replay)
         return [*self.eval_intervals, *(each for each in others if each is not None)]
 
 
 @final
 class Moments:
-    """Runs everything that is due between two steps: first actions, then evaluations, then actions with `runs_last`.
+    """Runs everything that is due between steps: first actions, then evaluations, then actions with `runs_last`.
 
     Args:
-      stepper: Runs the steps.
-      progress: Counts the steps.
+      stepper: The `Stepper` that runs the steps.
+      progress: The `Progress` that counts the steps.
       job: The processes that train together.
 
     Attributes:
       statistics: The `stat_loop.Statistics` that measures intervals; None in a loop without statistics.
-      agenda: The end actions, and when each one is due.
+      agenda: The end actions, and the times at which they are due.
       begin_actions: The begin actions.
       last_beginning: The progress at which the begin actions were last checked.
       run: The run to which the loop belongs; None for a standalone loop.
-      stop_requested: True if an action or an evaluation has requested that the run end.
-      stopped_by: The name of the action that requested the end; None if no action did.
+      stop_requested: True if an action or an evaluation has asked the run to stop.
+      stopped_by: The class name of the action that asked the run to stop; None if no action did.
     """
 
     def __init__(self, stepper: Stepper, progress: Progress, job: agreement.Job):
@@ -117,13 +117,13 @@ class Moments:
         return newest if (newest.steps, newest.loops) == (progress.steps, progress.loops) else self.elapsed_now()
 
     def elapsed_now(self, loops: int | None = None) -> Elapsed:
-        """Returns the current training progress. Time-based schedules compare its time with that of its `previous`."""
+        """Returns the current training progress. Time-based schedules compare its `time` with `previous.time`."""
         if self.run is None or self.run.elapsed is None:
             return self._progress.elapsed_now(loops)
         return dataclasses.replace(self.run.elapsed, previous=self._progress.last_elapsed.without_previous())
 
     def now(self, *, ends_loop: bool = False) -> Elapsed:
-        """Returns the training progress at this moment. Its `is_last` is True if the run ends here.
+        """Returns the training progress at this moment, with `is_last` set if the run ends here.
 
         Args:
           ends_loop: True if a loop ends at this step.
@@ -142,20 +142,20 @@ class Moments:
         return dataclasses.replace(now, is_last=True) if is_last else now
 
     def goal(self) -> Goal:
-        """Returns the next points at which an action, an evaluation or the end of the run may be due."""
+        """Returns the next point at which an action or an evaluation may be due, or the run may end."""
         now, run = self._progress.last_elapsed, self.run
         if now.steps != self._progress.steps:  # Before the first step.
             now = self.elapsed_now()
         return self.agenda.next(now, () if run is None else run.intervals)
 
     def next(self) -> tuple[int, float]:
-        """Returns the step and the stopwatch time at which something may next be due."""
+        """Returns the next step, and the next stopwatch time, at which something may be due."""
         goal = self.goal()
         # Slightly early, so that rounding doesn't make it late.
         return goal.step, self._progress.secs_at(goal.time) - 1e-9
 
     def execute_commands(self) -> bool:
-        """Executes the commands sent to the run. Returns True if there may have been any."""
+        """Executes commands sent to the run. Returns True if there may have been any."""
         commands = None if self.run is None or not self._stepper.call.trains else self.run.commands
         if commands is None or not commands.are_due(self._progress.steps):
             return False
@@ -163,7 +163,7 @@ class Moments:
         return True
 
     def due(self, now: Elapsed, *, at_end: bool = False) -> list[Slot]:
-        """Returns the actions that are due and have not yet been called at this step."""
+        """Returns the slots of the actions that are due and haven't been called at this step yet."""
         # The actions of an eval loop count that loop's own executions.
         loop = now.loops if self._stepper.call.trains else self._progress.loops + self._progress.is_inside
         return self.agenda.due(now, loop if at_end else None)
@@ -191,7 +191,7 @@ class Moments:
         self.last_beginning = asked.without_previous()
 
     def run_moment(self, state: Any, *, at_end: bool = False, is_last: bool = False, saves: bool = True) -> bool:
-        """Runs everything that is due while the loop is not running, and returns True if the run continues.
+        """Runs everything that is due at a moment outside a loop, and returns True if the run continues.
 
         There are three such moments: before the first step; after a step that only later turns out to be the last one;
         and, in a resumed run, at the step where the earlier run was interrupted. Nothing is called twice at the same
@@ -201,7 +201,7 @@ class Moments:
           state: The state.
           at_end: True if a loop ended at this step.
           is_last: True if this step was the last one.
-          saves: Whether to also call actions that save.
+          saves: Whether to also call actions that save checkpoints.
         """
         now = self.elapsed
         self.stop_requested &= is_last  # A checkpoint saved at the last step records the request to stop.
@@ -229,9 +229,9 @@ class Moments:
     def evaluate_and_call_last(
         self, due: Sequence[Slot], state: Any, now: Elapsed, *, at_end: bool = False, newest: Any = None
     ) -> bool:
-        """Runs the evaluations and actions with `runs_last` that are due, and returns True if the run continues."""
+        """Runs due evaluations, then calls due actions with `runs_last`. Returns True if the run continues."""
         self._evaluate(state, now, at_end)
-        if not self._job.requests.requested:  # Otherwise a checkpoint would contain an interrupted evaluation.
+        if not self._job.requests.requested:  # Otherwise, a checkpoint would contain an interrupted evaluation.
             self.call_due(due, state, now, runs_last=True, newest=newest, ends_run=self.run is not None)
         return not (self.stop_requested or self._job.requests.requested)
 
@@ -241,7 +241,7 @@ class Moments:
         self.stop_requested |= not (continues or self._job.requests.requested)
 
     def call_last(self, state: Any) -> bool:
-        """Calls the due actions with `runs_last` at the end of a loop, and returns True if the run continues."""
+        """Calls due actions with `runs_last` at the end of a loop, and returns True if the run continues."""
         now = self._progress.last_elapsed
         self.call_due(self.due(now, at_end=True), state, now, runs_last=True)
         return not self.stop_requested
@@ -256,13 +256,13 @@ class Moments:
         newest: Callable[[], dict[str, Any]] | None = None,
         ends_run: bool = False,
     ) -> None:
-        """Calls the actions that are due and have the given value of `runs_last`. Those that save are called last.
+        """Calls the due actions that have the given value of `runs_last`. Those that save are called last.
 
-        With `ends_run`, saves are postponed to the last moment of the run if an action has requested its end. That
-        moment follows at the same step, so the checkpoint contains the last row and the last evaluation.
+        With `ends_run`, saves are postponed to the run's last moment if an action has asked the run to stop. That
+        moment follows at the same step, so the checkpoint contains the last history row and the last evaluation.
         """
         ledger = self._stepper.ledger
-        if not runs_last and any(slot.reads_outputs for slot in due):  # After a read, new sums of `clu.metrics` begin.
+        if not runs_last and any(slot.reads_outputs for slot in due):  # `clu.metrics` sums start again after a read.
             ledger.end_part()
         called = [slot for slot in due if slot.action.runs_last == runs_last]
         for slot in called:
@@ -312,18 +312,18 @@ class Moments:
             raise
 
     def measure(self, state: Any, spent: Spent | None = None) -> dict[str, Any]:
-        """Returns the statistics by name. `spent` is the time report of the interval; None for the whole loop."""
+        """Returns the statistics by name. `spent` is the interval's time report; None to cover the whole loop."""
         if self.statistics is None:
             return {}
         stepper = self._stepper
         return {**self.statistics.of(state, spent, updates=stepper.call.updates), **stepper.guard.measure()}
 
     def saves_at(self, now: Elapsed) -> bool:
-        """Returns True if any action saves at this moment inside a loop."""
+        """Returns True if any action is due to save at this moment inside a loop."""
         return any(slot.saves and slot.is_due(now, None) for slot in self.agenda.slots)
 
     def flush(self, *, raise_errors: bool) -> None:
-        """Waits until the actions have finished their pending work, if the loop is standalone."""
+        """Waits until the actions of a standalone loop have finished their pending work."""
         for slot in self.agenda.slots if self.run is None else ():
             try:
                 slot.action.flush()

@@ -1,4 +1,4 @@
-"""Programs, which run the steps of a loop. No other code loops over steps."""
+"""Programs, which run a loop's steps. No other code loops over steps."""
 
 import dataclasses
 import functools
@@ -20,12 +20,12 @@ from jaxloop.output_queue import Block
 from jaxloop.step import FusingError, Step
 
 STEPS_TRIED = 32
-"""The number of steps per dispatch that "auto" measures and compares with 1."""
+"""The number of steps per dispatch that "auto" compares with 1."""
 
 # The minimum and maximum number of rounds to measure, and the time after which no round beyond the minimum begins.
 # The fastest round counts, because other programs may be using the machine.
 _MIN_ROUNDS, _MAX_ROUNDS, _SECS = 3, 20, 0.2
-# If dispatching takes less than this share of a step, fusing steps isn't worth measuring.
+# If dispatching takes less than this share of a step's time, fusing steps isn't worth measuring.
 _MIN_DISPATCH_SHARE = 0.04
 
 
@@ -35,16 +35,16 @@ class Dispatches:
     """A sequence of steps and its progress.
 
     Attributes:
-      state: The newest state.
-      outputs: A list to which the outputs of each step are appended, or a `Block` for several steps in one dispatch.
-      num_examples: A list to which the number of examples of each step is appended.
+      state: The latest state.
+      outputs: A list to which each step's outputs are appended, or one `Block` for several steps in one dispatch.
+      num_examples: A list to which the number of examples in each step is appended.
       clock: A function that returns the time in seconds.
-      step_num: The number of updates before the sequence.
+      step_num: The number of updates completed before the sequence.
       interrupt: The object that ends the sequence when a signal arrives; None to ignore signals.
-      deadline: The clock time at which the sequence ends, at most one step late.
+      deadline: The clock time at which the sequence ends. It may end up to one step late.
       before: The clock time at which the second-to-last batch arrived.
       secs_in_data: The time spent waiting for batches, in seconds.
-      is_in_step: True if an exception occurred after a batch was read and before its step completed.
+      is_in_step: True if an exception occurred after a batch was read but before its step completed.
     """
 
     state: Any
@@ -61,13 +61,13 @@ class Dispatches:
 
 @final
 class Program:
-    """Passes batches through the hooks of a step and dispatches them, one at a time or several in one dispatch.
+    """Passes batches through a step's hooks and dispatches them, either one at a time or several in one dispatch.
 
     Args:
-      step: A step that needs no work on the host after `run` (see `Step.work_for_each_step`). For any other step, pass
-        `custom_step`.
+      step: A step that doesn't need any work on the host after `run` (see `Step.work_for_each_step`). For any other
+        step, also pass `custom_step`.
       evaluates: Whether to run the steps as an evaluation, without donating the state.
-      custom_step: A function that runs one step instead: `(state, batch) -> (state, outputs, number of examples)`.
+      custom_step: A function that runs each step instead: `(state, batch) -> (state, outputs, number of examples)`.
 
     Attributes:
       step: The step.
@@ -96,10 +96,10 @@ class Program:
         self._has_failed = False  # True if a dispatch of several steps failed.
 
     def run_steps(self, dispatches: Dispatches, feed: Feed, room: int) -> None:
-        """Runs up to `room` steps, one per dispatch. Between the steps, it only reads batches.
+        """Runs up to `room` steps, one per dispatch. Between steps, it only reads batches.
 
-        It ends early when the data ends, at the deadline, or after a signal or a request to pause. Every step runs
-        through this code and `_run_one`, so they determine the overhead of a loop.
+        It stops early when the data ends, at the deadline, or after a signal or a request to pause. Every step runs
+        through this method and `_run_one`, so these two determine a loop's overhead.
         """
         clock, interrupt, deadline = dispatches.clock, dispatches.interrupt, dispatches.deadline
         read = feed.reader_fn(dispatches.state, dispatches.step_num)
@@ -135,7 +135,7 @@ class Program:
             dispatches.is_in_step = is_in_step
 
     def _marked(self, run_one: Callable[..., Any], step_num: int) -> Callable[..., Any]:
-        """Returns a function that marks each step in the profile being recorded, for tools that group by step."""
+        """Wraps `run_one` to mark each step in the profile being recorded, for tools that group events by step."""
         updates = 1 if self._evaluates else self.step.updates_per_step
         numbers = itertools.count(step_num + updates, updates)
 
@@ -163,7 +163,7 @@ class Program:
         return carry, outputs, num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
-        """Passes a batch through the hooks before `run`. Counts its examples unless `Step.check_batches` will."""
+        """Passes a batch through the hooks before `run`. Counts its examples unless `Step.check_batches` does so."""
         step, num_examples = self.step, None
         if self._counts:
             num_examples = step.count_examples(batch)
@@ -181,10 +181,10 @@ class Program:
     # Several steps in one dispatch ---------------------------------------------------------------------
 
     def run_fused(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
-        """Runs `size` steps in one dispatch, and returns True if it ran them.
+        """Runs `size` steps in one dispatch. Returns True if it ran them.
 
-        It runs no steps if too few batches are left, if the batches differ in shape, or if an earlier dispatch of
-        several steps failed.
+        It doesn't run any steps if too few batches are left, if the batches differ in shape, or if an earlier dispatch
+        of several steps failed.
 
         Raises:
           FusingError: If the step can't be fused.
@@ -205,7 +205,7 @@ class Program:
                 if is_final or not isinstance(error, Exception):
                     feed.put_back(batches[1:])  # The step on the first batch did not complete.
                     raise
-                # When the steps run one by one, the failing one raises its own error, with a note.
+                # When the steps are dispatched one at a time, the failing one raises its own error, with a note.
                 self._has_failed = True
                 logging.warning(
                     "%r: a dispatch of %d steps failed, so they run one at a time: %r", self.step, size, error
@@ -223,7 +223,10 @@ class Program:
         return True
 
     def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
-        """Returns the new state, the outputs, and the numbers of examples, or None if the batches differ in shape."""
+        """Runs a step on each batch in one dispatch. Returns None if the batches differ in shape.
+
+        Otherwise, returns the new state, the outputs and the number of examples in each batch.
+        """
         compiled, call = self._fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches:
@@ -253,7 +256,7 @@ class Program:
         return self.step.dispatcher(evaluates=self._evaluates, fuses=True)
 
     def check_fuses(self) -> None:
-        """Raises an error if the host has work to do between two steps.
+        """Checks that the host doesn't have any work to do between steps.
 
         Raises:
           FusingError: If the host has work to do between steps. The message describes it.
@@ -267,7 +270,7 @@ def _identity(state: Any) -> Any:
 
 
 def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a function that appears under the given name in the profile being recorded."""
+    """Wraps a function so that it appears under the given name in the profile being recorded."""
 
     def named() -> Any:
         with jax.profiler.TraceAnnotation(name):
@@ -282,14 +285,14 @@ def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
 @final
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """The measured time per step in seconds, with one step per dispatch and with several (None if not measured)."""
+    """Measured seconds per step, with one step per dispatch and with several steps (None if not measured)."""
 
     one_by_one: float
     fused: float | None
 
     @property
     def steps_per_dispatch(self) -> int:
-        """The number of steps per dispatch that ran faster."""
+        """The faster number of steps per dispatch."""
         return STEPS_TRIED if self.fused is not None and self.fused < 0.97 * self.one_by_one else 1
 
     def __str__(self) -> str:
@@ -303,8 +306,8 @@ def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batc
     """Times steps on copies of the state, and returns the faster number of steps per dispatch: 1 or 32.
 
     Args:
-      step: The step that runs each batch. Its `preprocess_batch` and `begin` are called more often than in training.
-      state: A state prepared by the step. It is not donated.
+      step: The step that runs each batch. The measurement makes extra calls to its `preprocess_batch` and `begin`.
+      state: A state prepared by the step. It isn't donated.
       batches: 32 batches to run.
       evaluates: Whether to measure evaluation steps.
     """
@@ -323,7 +326,7 @@ def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batc
 
 
 def _measure(program: Program, state: Any, batches: Sequence[types.Batch]) -> StepTimes | None:
-    """Measures steps on copies of the state. Returns None if the batches can't be stacked for one dispatch."""
+    """Times steps on copies of the state. Returns None if the batches can't be stacked for a single dispatch."""
 
     def run_first(number: int) -> tuple[Dispatches, float]:
         dispatches = Dispatches(metrics.wait(jax.tree.map(jnp.copy, state)), [], [], time.perf_counter)

@@ -22,20 +22,20 @@ class Progress:
       is_shared: True if several processes train together.
 
     Attributes:
-      stopwatch: The stopwatch that tracks where the time goes.
+      stopwatch: The stopwatch that tracks how the time is spent.
       steps: The number of completed updates.
       samples: The number of examples in all batches so far.
       loops: The number of loops that have ended.
       last_elapsed: The progress at the last moment, or as passed to `resume`.
-      agreed_secs: In a multi-process job, the training time at the newest batch, as measured by the first process, in
-        seconds. None with a single process.
-      secs_before: The training time at which the second-to-last batch arrived, in seconds.
+      agreed_secs: In a multi-process job, the training time in seconds at the latest batch, as measured by the first
+        process. None with a single process.
+      secs_before: The training time, in seconds, at which the second-to-last batch arrived.
       batches_before: The number of batches in the current loop that an earlier call or run trained on.
-      began: True if the hook `begin` returned a different iterator than it received; None before it is called.
+      began: True if the `begin` hook returned an iterator other than the one it received; None before it is called.
       is_inside: True if a loop has begun, and has neither ended nor been interrupted.
-      is_ending: True while end actions are being called; some may not have been called yet.
+      is_ending: True while end actions are being called, when some may not have been called yet.
       loops_run: The number of loops that this process has run.
-      longest_loop: The largest number of batches in any of these loops.
+      longest_loop: The number of batches in the longest of these loops.
     """
 
     def __init__(self, clock: Callable[[], float], *, is_shared: bool = False):
@@ -56,22 +56,22 @@ class Progress:
         self._newest_batch: tuple[int, int] | None = None  # Its numbers of updates and examples.
 
     def secs(self) -> float:
-        """Returns the training time on the stopwatch, in seconds.
+        """Returns the stopwatch's training time, in seconds.
 
-        In a multi-process job, this is the stopwatch of the first process.
+        In a multi-process job, the first process's stopwatch is used.
         """
         return self.stopwatch.training_secs() if self.agreed_secs is None else self.agreed_secs
 
     def time(self) -> float:
-        """Returns the training time in seconds, including that of earlier runs."""
+        """Returns the training time in seconds, including the time of earlier runs."""
         return self._offset + self.secs()
 
     def secs_at(self, time: float) -> float:
-        """Converts a `time` to the corresponding value of `secs`."""
+        """Converts a value of `time()` to the corresponding value of `secs()`."""
         return time - self._offset
 
     def is_due(self, step: int, secs: float) -> bool:
-        """Returns True if a step, or a time on the stopwatch, has been reached."""
+        """Returns True if the given step or the given stopwatch time has been reached."""
         return self.steps >= step or (secs < math.inf and self.secs() >= secs)
 
     def resume(self, elapsed: Elapsed) -> None:
@@ -85,11 +85,11 @@ class Progress:
         self.restart_clock()
 
     def begin_loop(self) -> None:
-        """Begins or continues a loop. Until its first batch, `previous` is the progress at the last moment."""
+        """Begins or continues a loop. Until its first batch, `Elapsed.previous` is the progress at the last moment."""
         self._newest_batch, self.is_inside = None, True
 
     def end_loop(self, number: int = 1) -> None:
-        """Counts loops that have ended. The next one has not begun yet."""
+        """Counts `number` loops that have ended. The next loop hasn't begun yet."""
         self.loops += number
         self.restart_clock()
 
@@ -101,9 +101,9 @@ class Progress:
         """Counts steps.
 
         Args:
-          num_examples: The number of examples of each step.
+          num_examples: The number of examples in each step.
           updates: The number of updates that each step made.
-          trains: False for an evaluation. Only the stopwatch and `samples` count its steps.
+          trains: False for an evaluation, whose steps are counted only by the stopwatch and in `samples`.
         """
         samples = sum(num_examples)
         self.samples += samples
@@ -114,12 +114,12 @@ class Progress:
             self._newest_batch = updates, num_examples[-1]
 
     def count_loop(self, num_batches: int) -> None:
-        """Counts a loop as run in this process, unless it had no batches."""
+        """Counts a loop as run by this process, unless it was empty."""
         self.loops_run += num_batches > 0
         self.longest_loop = max(self.longest_loop, num_batches)
 
     def elapsed_now(self, loops: int | None = None) -> Elapsed:
-        """Returns the current progress. Its `previous` is one batch earlier.
+        """Returns the current progress. Its `previous` is the progress one batch earlier.
 
         Args:
           loops: The number of loops that have ended; None to use the number counted so far.

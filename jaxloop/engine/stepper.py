@@ -1,4 +1,4 @@
-"""The stepper of a loop, which reads batches, runs and counts steps, and collects their outputs."""
+"""A loop's stepper, which reads batches, runs and counts steps, and collects their outputs."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.sources import indexed, reads_state
 from jaxloop.step import Step
 
-# The devices hold the scalars of at most this many steps until something reads them.
+# The scalars of at most this many steps stay on the devices until something reads them.
 _MAX_STEPS_ON_DEVICES = 1024
 
 
@@ -28,7 +28,7 @@ class Call:
 
     Args:
       state: The initial state.
-      consumed: The number of batches that the source had counted before the call.
+      consumed: The number of batches counted by the source before the call.
       trains: True if the steps change the state.
       updates: The number of optimizer updates per batch.
 
@@ -36,22 +36,22 @@ class Call:
       state: The state after the last completed step; None after the call.
       trains: See the argument.
       updates: See the argument.
-      consumed: The number of batches that the source had counted when the last step completed.
+      consumed: The number of batches counted by the source when the last step completed.
       program: The program that runs the steps; None before the first step.
       queue: The queue that moves the outputs of the steps to the host; None before the first step.
-      num_examples: The number of examples in each step of the loop, as a list.
+      num_examples: A list with the number of examples in each step of the loop.
       counted: The number of steps that have been added to the progress.
       settled: The number of steps that have been added to the ledger.
-      passed: The number of batches since `run` was called that belong to loops before the current one.
-      idle_ends: The steps inside the current `run` at which a loop ends but nothing is due.
-      has_passed_end: True if the last loop ended at one of these steps, so that its `end` was not called.
-      place: The source of any exception, as named in the note that is added to the exception: a `Step` or a text.
+      passed: The number of batches that have run since `run` was called but belong to loops before the current one.
+      idle_ends: The steps within the current call to `run` at which a loop ends but nothing is due.
+      has_passed_end: True if the last loop ended at one of these steps, so its `end` was not called.
+      place: Where an exception would come from now (a `Step` or a text), for the note that is added to it.
       was_interrupted: True if a signal ended the call inside a loop.
       data_ended: True if the data ended.
       made_iterator: True if this call created the iterator over the data.
       is_failing: True if an exception is ending the call.
-      failed_step: The step that raised an exception; None if no step did.
-      before_step: The training progress after the newest step, for the step's own actions.
+      failed_step: The number of the step that raised an exception; None if no step did.
+      before_step: The training progress after the latest step, for the step's own actions.
       current_examples: The number of examples in the current step, if `_run_one_step` runs it.
     """
 
@@ -82,18 +82,18 @@ class Call:
         self.passed: int = 0
 
     def begin_next_loop(self, num_batches: int) -> None:
-        """Begins a loop whose first `num_batches` batches have already run with those of the previous loop."""
+        """Begins a loop whose first `num_batches` batches have already run along with those of the previous loop."""
         passed = len(self.num_examples) - num_batches
         del self.num_examples[:passed]
         self.counted, self.settled, self.passed = self.counted - passed, self.settled - passed, self.passed + passed
 
     def left(self, num_batches: int | None) -> int:
-        """Returns the number of batches, out of `num_batches`, that have not been run yet."""
+        """Returns how many of `num_batches` batches haven't run yet."""
         return NEVER[0] if num_batches is None else num_batches - self.passed - len(self.num_examples)
 
     @property
     def uncounted(self) -> int:
-        """The number of completed steps that have not been added to the progress yet."""
+        """The number of completed steps that haven't been added to the progress yet."""
         return len(self.num_examples) - self.counted
 
 
@@ -113,11 +113,11 @@ class Stepper:
       ledger: The outputs of the steps.
       source: The source of the batches, which counts how many have been read.
       guard: The object that detects NaN and infinity.
-      evaluates: True if the stepper only evaluates, so that no call changes the state.
+      evaluates: True if the stepper only evaluates, in which case its calls never change the state.
       checks_count: Whether to check `state.step` against the number of steps that the stepper counted.
       steps_per_dispatch: The number of steps per dispatch; None until "auto" has measured it.
-      readers: A function that returns two flags. The first is True if any action reads the ledger's `parts`, the second
-        if any action reads its `loops`.
+      readers: A function that returns two bools: whether any action reads the ledger's `parts`, and whether any action
+        reads its `loops`.
     """
 
     def __init__(self, loop: Any, step: Step, progress: Progress, job: agreement.Job, max_steps_in_flight: int | None):
@@ -132,29 +132,29 @@ class Stepper:
         self.steps_per_dispatch: int | None = 1
         self.readers: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self._feed = Feed(iter(()))
-        self._known_step: Any = None  # The `state.step` array that equals the count of the progress.
-        self._max_steps: int | None = None  # The largest `state.step`; None until the first steps were checked.
+        self._known_step: Any = None  # A `state.step` array that is known to equal `Progress.steps`.
+        self._max_steps: int | None = None  # The largest possible `state.step`; None until the first check.
 
     @property
     def max_in_flight(self) -> int:
-        """The number of steps by which the host may be ahead of the devices."""
+        """The maximum number of steps by which the host may be ahead of the devices."""
         mesh, at_once = self._step.partitioner.mesh, self.steps_per_dispatch or 1
         return self._given_max_in_flight or partition.max_steps_in_flight(mesh, at_once)
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, including those that have not been added to the progress yet."""
+        """The number of completed updates, including those that haven't been added to the progress yet."""
         return self._progress.steps + (self.call.uncounted * self.call.updates if self.call.trains else 0)
 
     def read_step_num(self, state: Any) -> int:
-        """Returns the number of completed updates: `state.step` or, for a state without it, the loop's own count."""
+        """Returns the number of completed updates: `state.step`, or the loop's own count if the state has no `step`."""
         count = getattr(state, "step", None)
         if count is None or count is self._known_step:
             return self._progress.steps  # Reading the array would synchronize with the device.
         return int(metrics.fetch(count))
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything needed for steps on batches like this one; see `Loop.compile`."""
+        """Compiles everything needed to run steps on batches like this one; see `Loop.compile`."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         dataset = indexed(batch)
         if reads_state(batch):
@@ -180,11 +180,11 @@ class Stepper:
         self.guard.begin_loop()
 
     def end_call(self, state: Any) -> None:
-        """Ends a call with the state that it returns."""
+        """Ends a call, given the state that it returns."""
         self._known_step = getattr(state, "step", None)
 
     def begin(self, dataset: Iterator[types.Batch], num_batches: int | None) -> None:
-        """Prepares to read at most `num_batches` batches from an iterator; None for no limit."""
+        """Prepares to read batches from an iterator: at most `num_batches`, or all of them if that is None."""
         call, feed = self.call, self._feed_of(dataset)
         if feed.reads_state:
             if problem := self.problem_of_data(dataset):
@@ -200,7 +200,7 @@ class Stepper:
             self._step.begin_evaluation()
 
     def prepare(self, state: Any, observers: Callable[[], list[Callable[[types.Batch], None]]]) -> Any:
-        """Prepares to run steps. Returns the state as prepared by the step, for example placed on its devices.
+        """Prepares to run steps. Returns the state after the step has prepared it, for example placed it on devices.
 
         Args:
           state: The state.
@@ -228,7 +228,7 @@ class Stepper:
           left: The number of remaining batches.
 
         Returns:
-          The newest state, and the number of steps that were run.
+          The latest state, and the number of steps that were run.
         """
         call, stopwatch = self.call, self._progress.stopwatch
         program, queue, feed = call.program, call.queue, self._feed
@@ -259,7 +259,7 @@ class Stepper:
         return dispatches.state, self._count()
 
     def _count_before_error(self, error: BaseException, dispatches: Dispatches) -> None:
-        """Counts the steps completed before the dataset or a step raised an exception."""
+        """Counts the steps that were completed before the dataset or a step raised an exception."""
         call = self.call
         call.state = dispatches.state
         self._count(undone=dispatches.is_in_step)
@@ -275,17 +275,17 @@ class Stepper:
             ) from error
 
     def count_rescued_step(self) -> None:
-        """Counts a step whose update completed, if the failure came after the update."""
+        """Counts the failed step if its update was completed before the failure."""
         if self._step.rescued_state is not None:
             self.call.state = self._step.rescued_state
             self.call.num_examples.append(self.call.current_examples)
             self._count()
 
     def _count(self, *, undone: bool = False) -> int:
-        """Counts the steps that were added to `num_examples`, and returns their number.
+        """Counts the steps that are new in `num_examples`, and returns their number.
 
         Args:
-          undone: True if another batch was read but its step did not complete.
+          undone: True if one more batch was read but its step did not complete.
         """
         call, progress = self.call, self._progress
         new = call.num_examples[call.counted :]
@@ -300,12 +300,12 @@ class Stepper:
 
     @property
     def calls_step(self) -> bool:
-        """True if `_run_one_step` must be called for each batch, because a step does more than dispatch."""
+        """True if each batch needs a call to `_run_one_step`, because it is overridden or the host has other work."""
         has_work = self._step.work_for_each_step(evaluates=not self.call.trains) is not None
         return has_work or checks.is_user_defined(self._loop, "_run_one_step")
 
     def _run_overridden(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-        """Runs one step with the hook `_run_one_step`."""
+        """Runs one step by calling the `_run_one_step` hook."""
         call = self.call
         call.current_examples = num_examples = self._step.count_examples(batch)
         number = self._progress.batches_before + len(call.num_examples)
@@ -313,7 +313,7 @@ class Stepper:
         return state, outputs, num_examples
 
     def run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
-        """Runs one step with all of its hooks and actions."""
+        """Runs one step, including all of its hooks and actions."""
         if self.call.trains:
             elapsed = self._elapsed_after(batch) if self._step.has_schedules else None
             return self._step(state, batch, per_loop_step_number, elapsed=elapsed)
@@ -332,7 +332,7 @@ class Stepper:
     # Several steps in one dispatch --------------------------------------------------------------------
 
     def set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
-        """Sets `steps_per_dispatch` for the next calls. Raises an error if the steps can't be fused."""
+        """Sets `steps_per_dispatch` for later calls. Raises an error if the steps can't be fused."""
         name = type(self._loop).__name__
         if value == "auto":
             # The measurements of the processes would differ.
@@ -349,7 +349,7 @@ class Stepper:
         self.steps_per_dispatch = int(value)
 
     def _find_steps_per_dispatch(self, state: Any, feed: Feed) -> None:
-        """Measures the fastest number of steps per dispatch, on copies of the state, and puts the batches back."""
+        """Determines the faster number of steps per dispatch on copies of the state, and puts the batches back."""
         with self._progress.stopwatch.counting("data"):
             batches = feed.take(STEPS_TRIED)
         try:
@@ -367,7 +367,7 @@ class Stepper:
     # The data ----------------------------------------------------------------------------------------
 
     def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
-        """Returns the feed of an iterator. The last iterator's feed is reused, so that no batch read ahead is lost."""
+        """Returns an iterator's feed. For the same iterator, it is reused, so that batches read ahead aren't lost."""
         if self._feed.dataset is not dataset:
             read = self._loop._get_next_batch if checks.is_user_defined(self._loop, "_get_next_batch") else None
             self._feed = Feed(dataset, read, self._join if self._job.is_shared else None)
@@ -377,7 +377,7 @@ class Stepper:
         return self._feed
 
     def problem_of_data(self, dataset: Any) -> str | None:
-        """Returns the reason why the steps can't run on a dataset that reads the state, or None if they can."""
+        """Returns the reason why a dataset that reads the state can't be used here, or None if there is no problem."""
         if not reads_state(dataset):
             return None
         if self.evaluates or not self.call.trains:
@@ -392,7 +392,7 @@ class Stepper:
         return None
 
     def _join(self, read: Callable[[], types.Batch]) -> agreement.JointReader:
-        """Returns a reader that reads batches together with the other processes."""
+        """Returns a reader that reads batches jointly with the other processes."""
         stopwatch = self._progress.stopwatch
 
         def timed() -> types.Batch:
@@ -426,11 +426,11 @@ class Stepper:
             return self._feed.has_more()
 
     def next_batch(self, dataset: Iterator[types.Batch], state: Any) -> types.Batch:
-        """Returns the batch that the next step would receive with this state."""
+        """Returns the batch that the next step would receive if it ran on this state."""
         return self._feed_of(dataset).reader_fn(state, self._progress.steps)()
 
     def set_source(self, source: Any) -> None:
-        """Sets the source that counts the batches of the next call, starting at its current count.
+        """Sets the source that counts the next call's batches, starting from its current count.
 
         Pass None if there is no source.
         """
@@ -438,17 +438,17 @@ class Stepper:
         self.call.consumed = 0 if source is None else source.count - self.batches_ahead(source)
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that were read from a source but not used yet."""
+        """Returns the number of batches that have been read from a source but not used yet."""
         return self._feed.num_ahead if self._feed.dataset is source else 0
 
     def forget_batches(self) -> None:
-        """Drops the batches that were read ahead, and their iterator, which has ended or changed its position."""
+        """Drops the batches that were read ahead and their iterator, which has ended or changed its position."""
         self._feed, self.source, self.call.consumed = Feed(iter(())), _NoSource(), 0
 
     # Outputs -----------------------------------------------------------------------------------------
 
     def push(self, state: Any, num_steps: int) -> None:
-        """Sends the outputs of the newest steps to the host, and receives those that have arrived."""
+        """Sends the outputs of the latest steps to the host, and receives the outputs that have arrived."""
         if num_steps:
             assert self.call.queue is not None
             self._receive(self.call.queue.push(num_steps, state))
@@ -464,17 +464,17 @@ class Stepper:
         self.count_weights()
 
     def _receive(self, arrived: Arrived) -> None:
-        """Adds outputs that have reached the host to the ledger."""
+        """Adds outputs to the ledger once they have arrived on the host."""
         update = self._loop.update_outputs if checks.is_user_defined(self._loop, "update_outputs") else None
         keeps_parts, keeps_loops = self.readers()
         self.ledger.add(arrived, update, keeps_parts=keeps_parts, keeps_loops=keeps_loops)
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the newest scalars that have been computed. Never blocks."""
+        """Returns the latest scalars that have already been computed. Never blocks."""
         return (self.call.queue and self.call.queue.newest_scalars()) or metrics.newest_scalars(self.ledger.loop)
 
     def count_weights(self) -> None:
-        """Counts the newest steps in the ledger, weighted by their numbers of examples."""
+        """Adds the latest steps to the ledger's count, weighted by their numbers of examples."""
         call = self.call
         self._check_batches(self.guard.read(call.state))
         if new := self.guard.newly_skipped():
@@ -499,11 +499,11 @@ class Stepper:
                 raise self.guard.bad
 
     def _step_at(self, index: int) -> int:
-        """Returns the step number after a batch of the loop."""
+        """Returns the step number after the loop's batch with this index."""
         return self._progress.steps - (len(self.call.num_examples) - 1 - index) * self.call.updates
 
     def _check_count(self, state: Any) -> None:
-        """Raises an error if `state.step` differs from the loop's count. This is checked only after the first steps."""
+        """Raises an error if `state.step` would overflow or, after the first steps, differs from the loop's count."""
         if not self.checks_count or not self.call.trains or not hasattr(state, "step"):
             return
         step_num, batches = self._progress.steps, len(self.call.num_examples)
@@ -525,7 +525,7 @@ class Stepper:
         self._max_steps = int(most_steps) if batches else None
 
     def rescue_outputs(self, error: BaseException) -> None:
-        """Collects the outputs of the steps before an exception that ends a loop."""
+        """Collects the outputs of the steps that were completed before an exception ended the loop."""
         if error is self.guard.bad or not self.call.trains:
             return
         self.call.is_failing = True
@@ -537,20 +537,20 @@ class Stepper:
             error.add_note(f"before that: {self.guard.bad}")
 
     def not_rescued_reason(self) -> str | None:
-        """Returns the reason why the state after the last completed step can't be used, or None if it can."""
+        """Returns the reason why the state after the last completed step can't be used, or None if it can be used."""
         if self.guard.bad is not None:
             return "it has values that are not finite"
         if not checks.is_alive(self.call.state):
             return "it was donated to the step that failed"
         try:
             self._check_count(self.call.state)
-        except Exception as error:  # Includes errors of the devices, raised when the count is read.
+        except Exception as error:  # Includes device errors, which are raised when the count is read.
             return str(error)
         return None
 
 
 class _NoSource:
-    """The source of a standalone loop, which counts nothing."""
+    """A stand-in for the source in a standalone loop. It doesn't count anything."""
 
     count = 0
 

@@ -3,13 +3,14 @@
     python -m jaxloop.examples.digits --workdir=runs/digits
     tensorboard --logdir=runs/digits
 
-The first command writes checkpoints, TensorBoard events, the measured values (history.jsonl) and their plot
+The first command writes checkpoints, TensorBoard events, the measured values (history.jsonl) and a plot of them
 (learning_curves.png) to runs/digits. Ctrl-C saves the state and exits with code 130.
 
 Run the same command again to resume. An interrupted run continues from its newest checkpoint and ends with the same
-parameters as an uninterrupted one. A finished run shows its result, and --train_steps=1200 trains it further.
+parameters as an uninterrupted one. If the run has finished, the command prints its result; add --train_steps=1200 to
+train further.
 
---check prints the plan of the run and its problems, without training. --dataset=mnist --workdir=runs/mnist trains the
+--check prints the plan of the run and any problems, without training. --dataset=mnist --workdir=runs/mnist trains the
 same network on the 70,000 images of MNIST.
 """
 
@@ -49,7 +50,7 @@ class CNN(nn.Module):
 
 
 class ClassifierStep(jaxloop.Step):
-    """Processes one batch of images and labels, in training and in evaluation."""
+    """Processes one batch of images and labels, for both training and evaluation."""
 
     def run(self, state, batch):
         if not self.train:
@@ -70,7 +71,7 @@ class ClassifierStep(jaxloop.Step):
 
 
 def measure(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """Returns the metrics of one batch. jaxloop weights batches by their size when it averages over several."""
+    """Returns the metrics of one batch. When averaging over batches, jaxloop weights them by their sizes."""
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(),
         "accuracy": jnp.mean(logits.argmax(-1) == labels),
@@ -92,7 +93,7 @@ class Data(NamedTuple):
 
 
 def load_digits(batch_size: int, seed: int) -> Data:
-    """Returns scikit-learn's scans of 8x8 pixels, with the second half held out for testing.
+    """Returns scikit-learn's 8x8-pixel scans, with the second half held out for testing.
 
     scikit-learn's own example uses the same split, and its support vector machine classifies 97% of the held-out half
     correctly.
@@ -192,7 +193,7 @@ def run(
     # This loop has no actions, because the summary of this step is already written.
     _, outputs = jaxloop.EvalLoop(eval_step)(state, data.test_batches)
     test = jaxloop.summarize(outputs)
-    # Read from the file, because a run that had already finished has no OuterLoop.
+    # Read from the file, because there is no OuterLoop if the run had already finished.
     jaxloop.History.load(workdir / "history.jsonl").plot("loss", "accuracy").savefig(curves_file)
     table = {
         "test accuracy": f"{test['accuracy']:.2%}",

@@ -4,18 +4,18 @@
     python -m jaxloop.launch --processes 2 --devices 2 -m jaxloop.examples.transformer --workdir=runs/transformer
 
 The first command trains the "tiny" model on a CPU, in a minute or two, and prints a sample of generated text at each
-evaluation. The second one trains in two processes, as on two hosts. Ctrl-C saves the state and exits with code 130. To
-resume an interrupted or killed run, run the same command again.
+evaluation. The second one trains in two processes, as if on two hosts. Ctrl-C saves the state and exits with code 130.
+To resume an interrupted or killed run, run the same command again.
 
---check prints the plan of the run and its problems, without training. --size=124m is for a GPU. --partitioner chooses
+--check prints the plan of the run and any problems, without training. --size=124m is for a GPU. --partitioner chooses
 the layout over several devices:
 
 - "data" keeps a copy of the state on each device.
 - "fsdp" keeps a part of the state on each device.
 - "tensor" splits each layer over --model_devices devices.
 
-A dry run compiles a step for devices that you don't need to have, and prints its cost: memory, FLOPs, and the
-communication between the devices.
+A dry run compiles a step for simulated devices and prints its cost: the memory, the FLOPs, and the communication
+between devices.
 
     python -m jaxloop.examples.transformer --size=1b --dry_run --devices=64
 """
@@ -118,9 +118,9 @@ def visible(tokens: jax.Array) -> jax.Array:
 
 
 def next_byte_loss(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
-    """Returns the cross-entropy of the next byte in nats, `[rows]`.
+    """Returns each row's mean cross-entropy of the next byte in nats, `[rows]`.
 
-    The first byte of each file is excluded, because the file has no earlier bytes to predict it from.
+    The first byte of each file is excluded, because there are no earlier bytes to predict it from.
     """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32))
@@ -129,7 +129,7 @@ def next_byte_loss(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
 
 
 def make_partitioner(kind: str, model_devices: int) -> partition.MeshPartitioner:
-    """Returns the partitioner that lays the model out over all devices of all processes."""
+    """Returns the partitioner that distributes the model over all devices of all processes."""
     match kind:
         case "data":
             return jaxloop.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
@@ -177,7 +177,7 @@ def read_standard_library() -> np.ndarray:
 
 
 def make_data(text: np.ndarray, size: Size, batch_size: int, seed: int):
-    """Returns infinite train batches, and four batches of held-out text, each with the rows of this process."""
+    """Returns infinite train batches and four batches of held-out text, all with only this process's rows."""
     num_train = int(0.95 * len(text))
 
     # A batch depends only on its number, so a resumed run continues with exactly the next batch.
@@ -194,7 +194,7 @@ def make_data(text: np.ndarray, size: Size, batch_size: int, seed: int):
 
 
 class WriteStep(jaxloop.Step):
-    """Continues texts `[rows, length]` byte by byte, after their first `begin` bytes."""
+    """Continues texts of shape `[rows, length]` byte by byte after their first `begin` bytes."""
 
     def __init__(self, *args, num_bytes: int, **kwargs):
         super().__init__(*args, **kwargs)
