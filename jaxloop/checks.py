@@ -229,7 +229,7 @@ def check_batch(batch: Any) -> None:
 
 
 def problems_of_batch(batch: Any) -> Iterator[str]:
-    """Yields one sentence for each batch leaf that JAX can't handle."""
+    """Yields a sentence for each batch leaf that JAX can't handle."""
     for name, leaf in batch_leaves(batch).items():
         problem = _problem_of_batch_leaf(leaf)
         if problem:

@@ -126,7 +126,7 @@ def answers(workdir: epath.PathLike) -> list[Answer]:
 
 
 def parse(command: str) -> tuple[str, Any]:
-    """Splits a command into its name and value. If the command doesn't have a value, it is None.
+    """Splits a command into its name and value. The value is None if the command doesn't have one.
 
     >>> parse("early_stopping.patience=5"), parse("save")
     (('early_stopping.patience', 5), ('save', None))
@@ -160,7 +160,7 @@ class Commands:
     Files that are malformed, too large or not regular files have no effect.
 
     Args:
-      workdir: The work directory. If it is None or remote, the run accepts no commands.
+      workdir: The work directory. If it is None or remote, the run doesn't accept commands.
       job: The processes that train together.
       agenda: The `Agenda` of the train loop. (The engine imports this module, so that class can't be imported here.)
       actions: The actions of all loops. Commands can change their settings.
@@ -223,7 +223,7 @@ class Commands:
 
     @property
     def replay(self) -> Schedule | None:
-        """A schedule that fires at the step of the next command to execute again; None if none are left."""
+        """A schedule that fires at the step of the next command to execute again; None if there are no more."""
         return at(self._replayed[0].step) if self._replayed else None
 
     def are_due(self, step: int) -> bool:
@@ -231,7 +231,7 @@ class Commands:
         return self._requests.pauses or bool(self._replayed and self._replayed[0].step <= step)
 
     def execute(self, now: Elapsed) -> None:
-        """Executes the commands that are due after a step. All processes must call this after the same step."""
+        """Executes the commands that are due. All processes must call this after the same step."""
         while self._replayed and self._replayed[0].step <= now.steps:
             with _warning_of_error():  # The program may have different actions now.
                 self._execute(self._replayed.pop(0), now)

@@ -77,8 +77,8 @@ class DeviceMemoryError(MemoryError):
     """Raised if a program needs more memory than its devices have.
 
     Attributes:
-      needed_bytes: The memory that the program and its arguments need, in bytes per device.
-      available_bytes: The memory that is available, in bytes per device.
+      needed_bytes: The memory needed by the program and its arguments, in bytes per device.
+      available_bytes: The available memory, in bytes per device.
     """
 
     def __init__(self, needed_bytes: int, available_bytes: int):

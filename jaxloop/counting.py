@@ -52,7 +52,7 @@ def elapse(
 
 
 def as_stop(stop: Any) -> Schedule | None:
-    """Converts a `stop` argument to a schedule. An int is a number of steps."""
+    """Converts a `stop` argument to a schedule. An int is interpreted as a number of steps."""
     if isinstance(stop, numbers.Integral) and not isinstance(stop, bool):
         return at(steps=int(stop))
     if stop is not None and not isinstance(stop, Schedule):

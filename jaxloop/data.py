@@ -165,10 +165,10 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
-    This helps if batches take a long time to make and the GIL is released meanwhile, as it is when reading files, using
-    the network or running most NumPy code. It costs a few microseconds per batch. Even without prefetching, batches are
-    made while the devices compute, because steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s
-    prefetch on their own, so they don't need this function.
+    This helps if batches take a long time to make and the code that makes them releases the GIL, for example while it
+    reads files, uses the network or runs NumPy. It costs a few microseconds per batch. Even without prefetching,
+    batches are made while the devices compute, because steps are dispatched asynchronously. Grain, tf.data and torch
+    `DataLoader`s prefetch on their own, so they don't need this function.
 
     If the dataset raises an error, the iterator raises it in place of the missing batch. The thread ends at the end of
     the dataset, after an error, or when the iterator is closed with `close` or garbage-collected. A checkpoint stores
@@ -193,7 +193,7 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
 
 
 def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> IndexedBatches:
-    """Returns a dataset whose `i`-th batch is `make_batch(i)`. A resumed run finds its position immediately.
+    """Returns a dataset whose `i`-th batch is `make_batch(i)`, so a resumed run finds its position immediately.
 
     >>> draw = lambda index: {"x": np.random.default_rng(index).integers(10, size=3)}
     >>> len(list(from_index(draw, num_batches=4)))

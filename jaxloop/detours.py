@@ -80,7 +80,7 @@ class LeftOut:
         Args:
           count: The number of batches returned in the current epoch, up to and including the batch.
           source: The iterator over the current epoch; None between two epochs.
-          before: How many batches before the `count`-th batch the requested batch is.
+          before: The number of batches to go back from the `count`-th one.
         """
         earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
         return number_of(earlier + (0 if source is None else count) - before, self.numbers)

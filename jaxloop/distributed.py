@@ -1,4 +1,4 @@
-"""Functions that connect the processes of a multi-process job, and shut them down."""
+"""Functions that connect and shut down the processes of a multi-process job."""
 
 import atexit
 import os
@@ -19,7 +19,7 @@ EXIT_CODE_OF_FOLLOWER = 76
 
 
 class ProcessError(RuntimeError):
-    """Raised in a process that can't continue because another process of the job has failed."""
+    """Raised in a process that can't continue because another process in its job has failed."""
 
 
 def initialize(
@@ -38,8 +38,9 @@ def initialize(
     `jax.distributed.initialize`, it also detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes. If it
     doesn't find a job, the program continues as a single process.
 
-    Afterwards, `jax.devices()` lists the devices of all processes. A process with an uncaught exception prints it with
-    the index of the process and exits immediately. The other processes notice within `heartbeat_secs` and exit too.
+    Afterwards, `jax.devices()` lists the devices of all processes. A process that ends with an uncaught exception
+    prints it together with the process index, and exits immediately. The other processes notice within `heartbeat_secs`
+    and exit too.
 
     >>> initialize()  # doctest: +SKIP
 

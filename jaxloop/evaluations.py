@@ -1,4 +1,4 @@
-"""Evaluations, either during training or of checkpoints as they are saved."""
+"""Evaluations of the state during training, or of checkpoints as they are saved."""
 
 import contextlib
 import dataclasses
@@ -69,7 +69,7 @@ class Evaluation:
             )
 
     def call_missed_actions(self, state: Any, elapsed: Elapsed) -> bool:
-        """Calls the end actions that an exception prevented from running, and returns whether the run continues."""
+        """Calls the end actions that were not called because of an exception. Returns True if the run continues."""
         engine, run_info = self.loop.engine, self.loop.engine.moments.run
         if not engine.progress.is_ending or run_info is None:
             return True
@@ -85,7 +85,7 @@ class Evaluations:
     Attributes:
       items: The evaluations.
       job: The processes that evaluate together.
-      stopwatch: Measures the time spent on evaluations during training; None if the call doesn't train.
+      stopwatch: The stopwatch that measures the time spent on evaluations; None if the call doesn't train.
       is_resumed: True if the run has just resumed.
     """
 
@@ -95,13 +95,13 @@ class Evaluations:
     is_resumed: bool = False
 
     def resume(self, step_num: int, measured: set[str]) -> None:
-        """Resumes at a step. `measured` names the evaluations already done at this step before the run was resumed."""
+        """Resumes at a step. `measured` contains the names of the evaluations that were already done at this step."""
         self.is_resumed = True
         for each in self.items:
             each.evaluated_at = step_num if each.spec.name in measured else None
 
     def evaluate(self, state: Any, elapsed: Elapsed, at_end: bool) -> bool:
-        """Runs the evaluations that are due at a training step, and returns whether training continues.
+        """Runs the evaluations that are due at a training step, and returns True if training continues.
 
         Args:
           state: The train state.
@@ -193,7 +193,7 @@ class Evaluations:
 
 
 def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
-    """Returns the state and the progress stored in a checkpoint; None if the training run has since deleted it."""
+    """Returns the state and progress stored in a checkpoint, or None if the training run has since deleted it."""
     directory = spec.checkpoint_dir
     try:
         restored = checkpoint.restore(

@@ -53,7 +53,7 @@ def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
     """Records a failure in `<workdir>/failures/<step_num>`. A note added to the error explains how to replay the step.
 
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
-    If it doesn't, the folder contains the newest earlier checkpoint and the batches since then, provided that they are
+    If it doesn't, the newest earlier checkpoint and the batches since then are stored instead, provided that they are
     from the last 64 steps and fit in 256 MiB. The checkpoint's files are hard-linked, so they survive when `keep`
     deletes the checkpoint. The five newest records are kept. Errors that occur while recording are logged, not raised.
     """

@@ -65,7 +65,7 @@ class Slot:
         return self.called_at != now.steps and self.actions.is_due(self.index, loop or 0, now)
 
     def reads(self, ledger: Ledger) -> Series | None:
-        """Returns the ledger series that the action reads, or None if the action doesn't wait for outputs."""
+        """Returns the ledger series that the action reads, or None if it doesn't wait for outputs."""
         if not self.reads_outputs:
             return None
         return ledger.parts if self.is_scheduled else ledger.loops
@@ -91,7 +91,7 @@ class Slot:
 
 @final
 class Agenda:
-    """The end actions of a loop, in the order in which they are called.
+    """A loop's end actions, in the order in which they are called.
 
     Attributes:
       actions: The loop's own actions.
@@ -158,7 +158,7 @@ class Agenda:
     def load_state_dict(
         self, state_dicts: Sequence[Mapping[str, Any]], kept_states: Mapping[str, Any], who: Any
     ) -> None:
-        """Restores the result of `state_dict`. `who` is the loop, which warnings name."""
+        """Restores the result of `state_dict`. `who` identifies the loop in warnings."""
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dicts)]
         for slot, kept in paired_with_saved(self.slots, numbered, lambda slot: slot.action, who):
             slot.load_state_dict(kept)

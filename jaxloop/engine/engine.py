@@ -44,8 +44,8 @@ class Engine:
       moments: The `Moments`, which run everything that is due between steps.
       observers: Functions to call with each batch.
       kept: The most recent batches, which are needed to record a failure.
-      rescued: A pair that is set when an exception occurs. It is `(state, None)`, where `state` is the one after the
-        last completed step, or `(None, reason)` if that state can't be used.
+      rescued: A pair that is set when an exception occurs: `(state, None)`, with the state after the last completed
+        step, or `(None, reason)` if that state can't be used.
     """
 
     def __init__(self, loop: Any, step: Step, clock: Callable[[], float], max_steps_in_flight: int | None):
@@ -233,7 +233,7 @@ class Engine:
         return run is not None and run.can_resume and call.trains and (call.was_interrupted or call.is_failing)
 
     def _continues(self, outputs: metrics.LoopOutputs) -> bool:
-        """Returns True if another loop follows in this call."""
+        """Returns True if this call runs another loop after the current one."""
         run = self.moments.run
         if run is None or run.end_data is None or self.job.requests.requested or self.progress.is_inside:
             return False
@@ -357,7 +357,7 @@ class Engine:
         return [*self.observers, *counting, *keeping]
 
     def _before_reading_ahead(self, now: Elapsed) -> None:
-        """Marks the position in the data, before the next batch is read ahead, if a save is due."""
+        """Marks the position in the data if a save is due. Called before the next batch is read ahead."""
         if self.moments.saves_at(now):
             self.stepper.source.mark()
 

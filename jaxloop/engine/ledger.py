@@ -11,7 +11,7 @@ from jaxloop.output_queue import Arrived, split_block
 
 @final
 class Series:
-    """Outputs that are stored in parts. Each part is stored with the ledger position at which it ends.
+    """Outputs that are kept in parts. The ledger position at which each part ends is stored with it.
 
     A reader's cursor is the position up to which it has read.
 
@@ -107,7 +107,7 @@ class Ledger:
 
         Args:
           arrived: The outputs to add.
-          update: A function that adds the outputs of one step to the loop's outputs; None to append each value to a
+          update: A function that adds one step's outputs to the loop's outputs. If None, each value is appended to a
             list.
           keeps_parts: True if any action reads `parts`.
           keeps_loops: True if any action reads `loops`.
@@ -144,7 +144,7 @@ class Ledger:
         self._unread, self.loop, self._arrived = LoopOutputs(None, later), LoopOutputs(), 0
 
     def count(self, weights: Sequence[int]) -> None:
-        """Counts steps. `weights` contains the number of examples in each step."""
+        """Counts the given steps. `weights` contains the number of examples in each one."""
         self.position += len(weights)
         self.weights += weights
         self._unread.num_examples += weights
@@ -160,7 +160,7 @@ class Ledger:
         self.sums, self._unread = {}, LoopOutputs()
 
     def whole_loop(self) -> LoopOutputs:
-        """Returns a copy of the outputs of the current loop."""
+        """Returns a copy of the current loop's outputs."""
         outputs = LoopOutputs(self.loop, self.weights).copy()
         _merge_into(outputs, self.sums)
         return outputs
@@ -195,7 +195,7 @@ class Ledger:
     def state_dict(self, encode: Callable[[LoopOutputs], Any], *, keeps_loop: bool) -> dict[str, Any]:
         """Returns the state to be stored in a checkpoint. All outputs must have arrived.
 
-        The state includes the outputs of the current loop only if `keeps_loop` is True.
+        The current loop's outputs are included only if `keeps_loop` is True.
         """
         loop = LoopOutputs(self.loop, self.weights) if keeps_loop else LoopOutputs()
         return {

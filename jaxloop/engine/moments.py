@@ -98,9 +98,9 @@ class Moments:
         self._spent_before = progress.stopwatch.spent()
 
     def attach(self, action: Action) -> None:
-        """Adds an end action that runs before the others, until `detach_all` is called.
+        """Adds an end action, which runs before the others until `detach_all` is called.
 
-        An `OuterLoop` uses such an action to record its history.
+        An `OuterLoop` records its history with such an action.
         """
         self.agenda.attach(action, self._stepper.ledger.position)
 
@@ -163,7 +163,7 @@ class Moments:
         return True
 
     def due(self, now: Elapsed, *, at_end: bool = False) -> list[Slot]:
-        """Returns the slots of the actions that are due and haven't been called at this step yet."""
+        """Returns the slots of the actions that are due at this moment."""
         # The actions of an eval loop count that loop's own executions.
         loop = now.loops if self._stepper.call.trains else self._progress.loops + self._progress.is_inside
         return self.agenda.due(now, loop if at_end else None)
@@ -171,7 +171,7 @@ class Moments:
     # Calls ---------------------------------------------------------------------------------------------
 
     def begin_call(self) -> None:
-        """Prepares for a call to the loop."""
+        """Prepares for a new call to the loop."""
         self.stop_requested, self.stopped_by = False, None
         for slot in self.agenda.slots:
             slot.is_requested = False

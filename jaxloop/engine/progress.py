@@ -33,7 +33,7 @@ class Progress:
       batches_before: The number of batches in the current loop that an earlier call or run trained on.
       began: True if the `begin` hook returned an iterator other than the one it received; None before it is called.
       is_inside: True if a loop has begun, and has neither ended nor been interrupted.
-      is_ending: True while end actions are being called, when some may not have been called yet.
+      is_ending: True while end actions are being called. Some of them may not have been called yet.
       loops_run: The number of loops that this process has run.
       longest_loop: The number of batches in the longest of these loops.
     """
@@ -94,7 +94,7 @@ class Progress:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Forgets the current loop."""
+        """Resets the counters and flags of the current loop."""
         self.batches_before, self.began, self.is_inside, self.is_ending = 0, None, False, False
 
     def count(self, num_examples: Sequence[int], updates: int = 1, *, trains: bool = True) -> None:

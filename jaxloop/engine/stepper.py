@@ -45,7 +45,7 @@ class Call:
       passed: The number of batches that have run since `run` was called but belong to loops before the current one.
       idle_ends: The steps within the current call to `run` at which a loop ends but nothing is due.
       has_passed_end: True if the last loop ended at one of these steps, so its `end` was not called.
-      place: Where an exception would come from now (a `Step` or a text), for the note that is added to it.
+      place: The part of the loop that is running (a `Step` or a text), for the note that is added to an exception.
       was_interrupted: True if a signal ended the call inside a loop.
       data_ended: True if the data ended.
       made_iterator: True if this call created the iterator over the data.
@@ -200,7 +200,7 @@ class Stepper:
             self._step.begin_evaluation()
 
     def prepare(self, state: Any, observers: Callable[[], list[Callable[[types.Batch], None]]]) -> Any:
-        """Prepares to run steps. Returns the state after the step has prepared it, for example placed it on devices.
+        """Prepares to run steps, and returns the prepared state, for example placed on the step's devices.
 
         Args:
           state: The state.
@@ -223,8 +223,8 @@ class Stepper:
 
         Args:
           state: The state.
-          step: The step at which something is due.
-          secs: The stopwatch time at which something is due, in seconds.
+          step: The next step at which something is due.
+          secs: The next stopwatch time at which something is due, in seconds.
           left: The number of remaining batches.
 
         Returns:
@@ -320,7 +320,7 @@ class Stepper:
         return state, self._step.evaluate(state, batch, per_loop_step_number)
 
     def _elapsed_after(self, batch: types.Batch) -> Elapsed:
-        """Returns the training progress after the step on this batch, for the step's own actions."""
+        """Returns what the training progress will be after the step on this batch, for the step's own actions."""
         call, progress, before = self.call, self._progress, self.call.before_step
         if before is None or (before.steps, before.loops) != (progress.steps, progress.loops):
             before = progress.elapsed_now()
@@ -367,7 +367,7 @@ class Stepper:
     # The data ----------------------------------------------------------------------------------------
 
     def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
-        """Returns an iterator's feed. For the same iterator, it is reused, so that batches read ahead aren't lost."""
+        """Returns an iterator's feed. It is reused for the same iterator, so that batches read ahead aren't lost."""
         if self._feed.dataset is not dataset:
             read = self._loop._get_next_batch if checks.is_user_defined(self._loop, "_get_next_batch") else None
             self._feed = Feed(dataset, read, self._join if self._job.is_shared else None)
@@ -414,7 +414,7 @@ class Stepper:
         )
 
     def has_ended(self) -> bool:
-        """Returns True if the data has ended."""
+        """Returns True if the end of the data has been reached."""
         return self._feed.has_ended
 
     def has_more(self, before_reading: Callable[[], None]) -> bool:
@@ -456,7 +456,7 @@ class Stepper:
         self._check_batches(self.guard.look(state, in_step=self._job.is_shared))
 
     def fetch(self, *, keep_sums: bool = False) -> None:
-        """Waits for the outputs of all steps so far, and completes their sums unless `keep_sums` is True."""
+        """Waits for the outputs of all steps so far. Also completes their sums, unless `keep_sums` is True."""
         if self.call.queue is not None:
             arrived, sums = self.call.queue.drain(keep_sums=keep_sums)
             self._receive(arrived)

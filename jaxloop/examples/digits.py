@@ -79,7 +79,7 @@ def measure(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
 
 
 def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Shifts each image by up to one pixel in each direction, to reduce overfitting on such a small dataset."""
+    """Shifts each image by up to one pixel in each direction, which reduces overfitting on this small dataset."""
     padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     corners = jax.random.randint(key, (len(images), 2), 0, 3)
     crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])

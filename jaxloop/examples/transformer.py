@@ -69,7 +69,7 @@ SIZES = {
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each with a normalization before it and a residual connection around it."""
+    """Attention and an MLP, each preceded by a normalization and wrapped in a residual connection."""
 
     def __init__(self, size: Size, rngs: nnx.Rngs):
         linear = lambda inputs, outputs: nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
@@ -106,12 +106,12 @@ class Transformer(nnx.Module):
 @nnx.scan(in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)
 @nnx.remat
 def apply_blocks(block: Block, x: jax.Array, mask: jax.Array) -> jax.Array:
-    # Activations between blocks are sharded like the batch, whatever the layout of the parameters.
+    # Activations between blocks are sharded like the batch, regardless of the parameters' layout.
     return block(partition.constrain(x, "data"), mask)
 
 
 def visible(tokens: jax.Array) -> jax.Array:
-    """Returns the attention mask `[rows, length, length]`: a byte sees itself and the earlier bytes of its file."""
+    """Returns the attention mask `[rows, length, length]`: a byte attends to itself and earlier bytes of its file."""
     file = jnp.cumsum(tokens == END_OF_FILE, axis=1) - (tokens == END_OF_FILE)
     places = jnp.arange(tokens.shape[1])
     return (file[:, :, None] == file[:, None, :]) & (places[:, None] >= places)
