@@ -1,7 +1,7 @@
-"""Functions that fetch, merge, and summarize the outputs of steps.
+"""Functions that fetch, merge, and summarize step outputs.
 
 `fetch` is the only place where jaxloop reads values from devices; `view` reads values that are already in host memory.
-`summarize` turns the outputs of a loop into example-weighted scalars.
+`summarize` turns a loop's outputs into example-weighted scalars.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ _CLU_MODULE = "clu.metrics"
 
 
 def fetch(tree: Any) -> Any:
-    """Blocks until a pytree has been computed, and copies it to the host. Scalars become NumPy scalars."""
+    """Blocks until a pytree has been computed, and copies it to the host. Scalar arrays become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
-    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # If not, JAX need not be initialized.
+    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # If False, JAX isn't initialized.
     if has_arrays and jax.default_backend() != "cpu":
         leaves = jax.device_get(leaves)  # This starts all copies before it waits for the first one.
     return jax.tree.unflatten(structure, _viewed(leaves))
 
 
 def view(tree: Any) -> Any:
-    """Reads the values of a pytree, like `fetch`, but without copying them.
+    """Reads the values in a pytree like `fetch`, but without copying them.
 
-    Blocks if they are not in host memory yet.
+    Blocks until the values are in host memory.
     """
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _viewed(leaves))
@@ -52,20 +52,20 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
         return lambda leaf: leaf
     if kind is type(jnp.zeros(())):  # This initializes JAX.
         return _read
-    return lambda leaf: _unwrap_scalar(jax.device_get(leaf))  # For example typed keys.
+    return lambda leaf: _unwrap_scalar(jax.device_get(leaf))  # For example, typed keys.
 
 
 def wait(tree: Any) -> Any:
-    """Blocks until the devices have computed a pytree, and returns the pytree. Its values are not read."""
+    """Blocks until the devices have computed a pytree, then returns it. Doesn't read its values."""
     if not isinstance(tree, jax.Array) or not is_ready(tree):
         jax.block_until_ready(tree)
     return tree
 
 
 def is_ready(array: Any) -> bool:
-    """Returns whether a value has been computed. Anything that is not a device array counts as computed.
+    """Returns whether a value has been computed. Anything other than a device array counts as computed.
 
-    A donated array counts as not computed. So does a typed PRNG key, because JAX can't check it.
+    Donated arrays count as not computed, and so do typed PRNG keys, because JAX can't check those.
     """
     if not isinstance(array, jax.Array):
         return True
@@ -75,7 +75,7 @@ def is_ready(array: Any) -> bool:
 
 def _read(array: jax.Array) -> Any:
     view = np.asarray(array)
-    # `view[()]` is the fastest way for scalars. For other arrays, this view would keep more than the buffer alive.
+    # `view[()]` is fastest for scalars. For other arrays, it would keep more than the buffer alive.
     return array.__array__() if view.ndim else view[()]
 
 
@@ -88,10 +88,10 @@ class LoopOutputs(dict[str, Any]):
     """The outputs of a loop, on the host. Each name maps to a list with one value per step, in order.
 
     Metrics with `merge` and `compute` methods, such as `clu.metrics`, are merged, so their lists contain merged states.
-    Statistics are plain numbers.
+    Statistics are plain numbers rather than lists.
 
     Attributes:
-      num_examples: The number of examples in each step of the loop.
+      num_examples: The number of examples in each step.
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None, num_examples: Iterable[int] = ()):
@@ -111,8 +111,8 @@ class LoopOutputs(dict[str, Any]):
     def extend(self, later: "LoopOutputs") -> None:
         """Appends the outputs of later steps.
 
-        Values that are not scalars, such as images, are replaced by the values in `later`, so that memory use doesn't
-        grow. The lists of this object are extended in place. The lists of `later` don't change.
+        Non-scalar values, such as images, are replaced by those in `later`, so that memory use doesn't grow. This
+        object's lists are extended in place; `later` isn't modified.
         """
         steps_before, steps_later = len(self.num_examples), len(later.num_examples)
         for name, values in later.items():
@@ -129,9 +129,9 @@ class LoopOutputs(dict[str, Any]):
         self.num_examples.extend(later.num_examples)
 
     def split(self, num_steps: int) -> "tuple[LoopOutputs, LoopOutputs]":
-        """Returns a pair: the outputs of the first `num_steps` steps, and the outputs of the remaining steps.
+        """Splits the outputs into those of the first `num_steps` steps and those of the remaining steps.
 
-        Both contain all values that are not lists.
+        Values that are not lists appear in both parts.
 
         >>> [dict(each) for each in LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).split(2)]
         [{'loss': [3.0, 2.0], 'speed': 9.5}, {'loss': [1.0], 'speed': 9.5}]
@@ -145,7 +145,7 @@ class LoopOutputs(dict[str, Any]):
         return first, others
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the outputs in a JSON-compatible form, and the names of values that had to be left out."""
+        """Returns the outputs in a JSON-compatible form, and the names of the values that can't be encoded."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -157,7 +157,7 @@ class LoopOutputs(dict[str, Any]):
 
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> "LoopOutputs":
-        """Restores outputs from the result of `encode`, without the values that `encode` left out."""
+        """Restores outputs from the result of `encode`, except for the values that `encode` left out."""
         values = {name: _not_plain(encoding.decode(value)) for name, value in encoded["values"].items()}
         return cls(values, encoded["num_examples"])
 
@@ -169,7 +169,8 @@ def _split(values: list[Any], number: int) -> tuple[list[Any], list[Any]]:
 class _KeptMetric:
     """A restored `clu.metrics` state whose class is unknown, with its computed value.
 
-    For example, the class may be defined inside a function. The next state with the same name reveals the class.
+    This happens, for example, if the class is defined inside a function. The next state that a step returns under the
+    same name reveals the class.
     """
 
     def __init__(self, fields: Any, computed: Any):
@@ -177,7 +178,7 @@ class _KeptMetric:
 
 
 def _plain(value: Any) -> Any:
-    """Converts any objects from jaxloop and clu within a value to tuples of plain values."""
+    """Converts any jaxloop and clu objects within a value to tuples of plain values."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, _KeptMetric):
@@ -212,7 +213,7 @@ def _not_plain(value: Any) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    """Returns the arrays of a metric by field name, including those of metrics inside a `Collection`."""
+    """Returns a metric's arrays by field name, including those of metrics inside a `Collection`."""
     if not dataclasses.is_dataclass(value):
         return value
     fields = [field for field in dataclasses.fields(value) if field.metadata.get("pytree_node", True)]
@@ -220,7 +221,7 @@ def _fields(value: Any) -> Any:
 
 
 def _name_of_class(metric: Any) -> str | None:
-    """Returns the import path of a metric's class, or of its base class if clu created it, as `from_output` does."""
+    """Returns the import path of a metric's class, or of its base class if clu generated it (`from_output`)."""
     for cls in type(metric).__mro__:
         name = f"{cls.__module__}:{cls.__qualname__}"
         if _class_of_name(name) is not None:
@@ -231,7 +232,7 @@ def _name_of_class(metric: Any) -> str | None:
 
 
 def _class_of_name(name: str | None) -> Any:
-    """Returns the metric class with this import path, or None if its module is not loaded. Imports nothing."""
+    """Returns the metric class with this import path, or None if its module isn't loaded. Doesn't import anything."""
     module, _, path = (name or "").partition(":")
     found: Any = sys.modules.get(module)
     for each in path.split("."):
@@ -241,7 +242,7 @@ def _class_of_name(name: str | None) -> Any:
 
 
 def as_states_like(kept: list[Any], values: list[Any]) -> list[Any]:
-    """Converts restored states of unknown class to the class of later states."""
+    """Converts restored states of unknown class to the class of the later states."""
     if not (kept and values and isinstance(kept[0], _KeptMetric)) or isinstance(values[0], _KeptMetric):
         return kept
     return [_with_fields(values[0], each.fields) if isinstance(each, _KeptMetric) else each for each in kept]
@@ -263,7 +264,7 @@ def _is_small(value: Any) -> bool:
 
 
 def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars in a step's outputs, on the host; an empty dict if any of them has not been computed yet."""
+    """Fetches the scalars in a step's outputs. Returns an empty dict if any of them hasn't been computed yet."""
     scalars = _scalar_values(outputs)
     if all(map(is_ready, scalars.values())):
         return fetch(scalars)
@@ -271,7 +272,7 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars of the newest step by name. The outputs must be on the host."""
+    """Returns the last step's scalars by name. The outputs must be on the host."""
     return _scalar_values({name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value})
 
 
@@ -282,7 +283,7 @@ def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def is_metric_class(kind: type) -> bool:
-    """Returns whether the instances of a class have the methods `merge` and `compute`, like those of `clu.metrics`."""
+    """Returns whether a class has `merge` and `compute` methods, as the classes in `clu.metrics` do."""
     has_both = all(callable(getattr(kind, name, None)) for name in ("merge", "compute"))
     return has_both or issubclass(kind, _KeptMetric)
 
@@ -293,7 +294,7 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns whether merging can't be compiled because the state collects values, and so grows with each merge."""
+    """Returns whether states must be merged on the host because they collect values and grow with each merge."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 
@@ -315,17 +316,17 @@ def merge(states: Sequence[Any]) -> Any:
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
-    """Returns the values, merged into a single one if they are `clu.metrics` states of a known class."""
+    """Merges values into a list of one if they are `clu.metrics` states of a known class; otherwise returns them."""
     if len(values) < 2 or isinstance(values[-1], _KeptMetric) or not all(map(is_metric, values)):
         return values
     return [merge(as_states_like(values, values[-1:]))]
 
 
 def summarize(outputs: types.Output) -> dict[str, float]:
-    """Returns a summary of a loop's outputs as scalars.
+    """Summarizes a loop's outputs as scalars.
 
     A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
-    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their result is
+    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their results are
     computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
     unchanged. All other values are omitted; `media` returns them.
 
@@ -356,18 +357,18 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
 
 
 def _are_on_host(value: Any) -> bool:
-    """Returns whether a value is known to be on the host, such as a list of numbers or a statistic."""
+    """Returns whether a value is known to be on the host because it is a statistic or a list of NumPy numbers."""
     return _numbers_alike(value) if isinstance(value, list) else isinstance(value, int | float)
 
 
 def _numbers_alike(values: Sequence[Any]) -> bool:
-    """Returns whether all values are NumPy numbers of the same type. This is faster than checking each value."""
+    """Returns whether all values are NumPy numbers of the same type. Faster than checking each value."""
     kinds = {*map(type, values)}
     return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
 
 
 def _weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> float:
-    """Returns the weighted mean of all values except None. Values with weight 0 are ignored, even NaN."""
+    """Returns the weighted mean, ignoring values that are None and values with weight 0 (even NaN)."""
     if not (all(weights) and _numbers_alike(values)):
         pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
         if not pairs:
@@ -378,17 +379,17 @@ def _weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, np.generic):  # Including bfloat16, which is not an np.number.
+    if isinstance(value, np.generic):  # This includes bfloat16, which is not an np.number.
         return jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.kind in "iub"
     return isinstance(value, bool | int | float)
 
 
 def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
-    """Returns the values in a loop's outputs that are not scalars, each with its type.
+    """Returns the non-scalar values in a loop's outputs, each with its type.
 
-    An array `[N, H, W, C]` without metadata counts as images if C is 1, 3, or 4. Any other array without metadata
-    becomes a histogram. Histograms contain the values of all steps. Images, videos, audio, and text are taken from the
-    last step only.
+    An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3, or 4. Any other array without metadata
+    becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio, and text are taken
+    from the last step only.
     """
     return _media(_reduced(outputs))
 
@@ -421,7 +422,7 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:
-    """Returns the outputs on the host, with `clu.metrics` states merged and computed."""
+    """Fetches the outputs, and merges and computes the `clu.metrics` states among them."""
     reduced, given = {}, dict(outputs or {})
     given.update(fetch({name: value for name, value in given.items() if not _are_on_host(value)}))
     for name in sorted(given):
@@ -457,7 +458,7 @@ _WEIGHT = " (weight)"
 
 
 def separate_weights(logs: Mapping[str, Any]) -> Any:
-    """Returns the logs with two scalars in place of each `Weighted`: its value, and its weight as `loss (weight)`."""
+    """Returns the logs with each `Weighted` replaced by two scalars, such as `loss` and `loss (weight)`."""
     separated = {}
     for name, value in logs.items():
         if isinstance(value, types.Weighted):
@@ -468,7 +469,7 @@ def separate_weights(logs: Mapping[str, Any]) -> Any:
 
 
 def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverses `separate_weights` for entries that are keyed by path.
+    """Reverses `separate_weights` for entries keyed by path.
 
     >>> join_weights({"loss": 0.5, "loss (weight)": 12, "accuracy": 0.9})
     {'loss': Weighted(value=0.5, weight=12), 'accuracy': 0.9}
@@ -483,7 +484,7 @@ def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_of(value: Any) -> Any:
-    """Unwraps a scalar with a weight or with metadata. Returns any other value unchanged."""
+    """Unwraps a scalar that has a weight or metadata. Returns any other value unchanged."""
     if isinstance(value, types.Weighted):
         return value.value
     if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:

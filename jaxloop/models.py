@@ -1,7 +1,7 @@
-"""Creates the initial `TrainState` for models of all kinds, and runs their forward pass.
+"""Functions that create the initial `TrainState` for any kind of model and run its forward pass.
 
 A `Step` accepts Linen modules and NNX classes, and its `run` calls `state.apply_fn`. A `LossStep` also accepts other
-kinds of models. `adapt` converts each of them to an `AdaptedModel`, and `forward` calls all kinds in the same way.
+kinds of models. `adapt` converts those to an `AdaptedModel`, and `forward` calls every kind of model in the same way.
 """
 
 import abc
@@ -67,7 +67,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
 
 
 def options_of(step_class: type) -> list[str]:
-    """Returns the names of the arguments of a Step class, except those that it passes on to its model."""
+    """Returns the names of a `Step` class's arguments, except those that it passes on to its model."""
     parameters = inspect.signature(step_class).parameters.values()
     return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
 
@@ -81,7 +81,7 @@ def init_fn(
     nnx_model_kwargs: Mapping[str, Any],
     init_kwargs: Mapping[str, Any],
 ) -> Callable[..., types.TrainState]:
-    """Returns a pure function that makes the initial state. A partitioner can compile the function.
+    """Returns a pure function that creates the initial state, to be compiled by a partitioner.
 
     The function takes the arrays of an `AdaptedModel` as arguments, because constants would slow down compilation.
     """
@@ -140,7 +140,7 @@ def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> typ
 
 
 def _copy(leaf: Any) -> jax.Array:
-    """Returns a copy that the first step may donate. It is not weakly typed, so that a step compiles only once."""
+    """Returns a copy that the first step may donate. It isn't weakly typed, so the step compiles only once."""
     leaf = jnp.asarray(leaf)
     return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
 
@@ -149,25 +149,25 @@ def _copy(leaf: Any) -> jax.Array:
 
 
 def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PRNGType | None = None) -> Any:
-    """Calls the model of a state. The model may be of any kind that `LossStep` accepts.
+    """Calls a state's model, which may be of any kind that `LossStep` accepts.
 
-    The training mode is set in the way that each kind of model expects. NNX and Equinox models are switched to training
-    or inference mode. All models except Equinox modules receive `train`, `training`, `is_training` or `deterministic`
-    if they take an argument of that name. Linen's collections are mutable in training.
+    The mode (training or inference) is set in the way that each kind of model expects. NNX and Equinox models are
+    switched to that mode. All models except Equinox modules receive `train`, `training`, `is_training` or
+    `deterministic` if they take an argument of that name. Linen collections are mutable during training.
 
     Args:
-      state: The `TrainState`. Its `apply_fn` determines the kind of the model. A plain function is called like the
-        `apply` of a pair `(init, apply)`.
-      params: The parameters to use instead of `state.params`, for example inside a function that is differentiated.
-      inputs: The input of the model, or a list or dict of inputs for a Linen or NNX model that takes several.
+      state: The `TrainState`. Its `apply_fn` determines the kind of model. A plain function is called like the `apply`
+        of an `(init, apply)` pair.
+      params: The parameters to use instead of `state.params`, for example inside a function to be differentiated.
+      inputs: The model's input, or a list or dict of inputs for a Linen or NNX model that takes several.
       train: Whether to call the model in training mode.
-      rngs: A single key, or a dict of keys by name. With a single key, Linen's dropout receives that key, and other
-        names receive keys derived from it. With a dict, a model that takes one key receives the key named "dropout",
-        or else the key whose name sorts first.
+      rngs: A single key, or a dict of keys by name. In a Linen model, dropout uses a single key as it is, and all other
+        names use keys derived from it. From a dict, a model that takes one key receives the key named "dropout" or, if
+        there is none, the key whose name sorts first.
 
     Returns:
-      `(outputs, updates)`. Pass `updates` to `state.update_variables`. It is None if no variables changed, as in
-      evaluation.
+      `(outputs, updates)`. Pass `updates` to `state.update_variables`. It is None in an evaluation, and if no variables
+      changed.
 
     >>> import optax
     >>> model = nn.Dense(2)
@@ -187,9 +187,9 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 
 
 def mixes_examples(state: Any, *, train: bool) -> bool:
-    """Returns whether one example may affect the outputs of others, in the same batch or a later one.
+    """Returns whether an example may affect the outputs for other examples, in the same batch or in later ones.
 
-    Batch normalization does this in training. If this function returns True, a short batch must not be padded.
+    This is the case for batch normalization in training. If so, a short batch must not be padded.
     """
     if types.is_nnx(state.collections, "State"):
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -202,7 +202,7 @@ def mixes_examples(state: Any, *, train: bool) -> bool:
         others = state.collections
     has_statistics = bool(jax.tree.leaves(state.batch_stats)) or bool(others)
     module = _linen_module(state.apply_fn)
-    # A Linen module without such a flag can't know that it is being evaluated.
+    # A Linen module without a mode flag can't know that it is being evaluated.
     knows_mode = module is None or bool(_mode_flags(type(module).__call__, train))
     return has_statistics and (train or not knows_mode)
 
@@ -242,7 +242,7 @@ def _mode_flags(function: Callable[..., Any], train: bool, *, without_default: b
 
 
 def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = ()) -> tuple[Sequence[Any], Any]:
-    """Returns the positional and the keyword arguments for a method of a model.
+    """Returns the positional and keyword arguments for a model's method.
 
     A method that takes one argument receives the inputs unchanged. A method that takes several arguments receives the
     items of a list or tuple by position, or the items of a dict by name.
@@ -275,7 +275,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
-    """Returns the key called `name` in a dict, or else the key whose name sorts first. Returns a single key as is."""
+    """Returns the PRNG key called `name`, or else the one whose name sorts first. Returns a single key unchanged."""
     if isinstance(rngs, Mapping):
         return rngs[name if name in rngs else min(rngs)]
     return rngs
@@ -289,7 +289,7 @@ def _named_keys(rngs: types.PRNGType | None) -> dict[str, jax.Array] | None:
 
 
 class Forward(abc.ABC):
-    """The `apply_fn` of a model that is not a Linen module. `jit` hashes and compares it on each call."""
+    """The `apply_fn` of a model that isn't a Linen module. `jit` hashes it and compares it on each call."""
 
     @abc.abstractmethod
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
@@ -300,9 +300,9 @@ class Forward(abc.ABC):
 class NNXApply(Forward):
     """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
 
-    It works like `graphdef.apply`. In addition, `train=True` calls `model.train()` and `train=False` calls
-    `model.eval()`, which turn dropout and the use of batch statistics on or off. Without `train`, the model stays in
-    the mode that its constructor chose.
+    Works like `graphdef.apply`. In addition, `train=True` calls `model.train()` and `train=False` calls `model.eval()`,
+    which switch layers such as dropout and batch normalization to that mode. Without `train`, the model stays in the
+    mode that its constructor chose.
 
     `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so its hash
     is cached.
@@ -340,7 +340,7 @@ class NNXApply(Forward):
                     f"train=...)(inputs), got {checks.describe(state)} among them. "
                     "(apply_fn({'params': params}, inputs) is for Linen modules.)"
                 )
-        # Copies the variables, because inside a gradient NNX can only change variables that were created there.
+        # Copies the variables, because inside a gradient, NNX can only change variables created there.
         return jax.tree.map(lambda leaf: leaf, states)
 
     def __eq__(self, other: object) -> bool:
@@ -391,7 +391,7 @@ class EquinoxApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True)
 class HaikuApply(Forward):
-    """The `apply_fn` of a Haiku transform (`hk.transform` or `hk.transform_with_state`), which calls its `apply`."""
+    """The `apply_fn` of a Haiku model. It calls the `apply` of `hk.transform` or `hk.transform_with_state`."""
 
     apply: Callable[..., Any]
     has_state: bool
@@ -410,7 +410,7 @@ class HaikuApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True)
 class FunctionApply(Forward):
-    """The `apply_fn` of a pair of functions `(init, apply)`, which calls `apply(params, inputs)`."""
+    """The `apply_fn` of an `(init, apply)` pair of functions. It calls `apply(params, inputs)`."""
 
     apply: Callable[..., Any]
 
@@ -430,7 +430,7 @@ class FunctionApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True)
 class ParamsApply(Forward):
-    """The `apply_fn` of parameters without a model. It returns the parameters as the outputs."""
+    """The `apply_fn` for parameters without a model. It returns the parameters as the outputs."""
 
     def __call__(self, params: Any) -> Any:
         return params
@@ -448,10 +448,10 @@ class AdaptedModel:
     """A model that is neither a Linen module nor an NNX class, as converted by `adapt`.
 
     Attributes:
-      kind: A clause that describes the kind of the model in error messages.
-      apply_fn: The `apply_fn` of the states that are made from the model.
-      arrays: The initial `(params, batch_stats, collections)`, if the model contains them.
-      init: A function that makes these values from `(key, inputs, init_kwargs)`, if the model doesn't contain them.
+      kind: A clause that describes the kind of model in error messages.
+      apply_fn: The `apply_fn` of states created from the model.
+      arrays: The initial `(params, batch_stats, collections)`; empty if the model doesn't contain them.
+      init: A function that computes `arrays` from `(key, inputs, init_kwargs)`; None if the model contains them.
     """
 
     kind: str
@@ -475,7 +475,7 @@ def adapt(model: Any) -> Any:
     'a dict is a pytree of parameters'
 
     Raises:
-      TypeError: If the model is of none of these kinds.
+      TypeError: If the model isn't one of these kinds.
     """
     name = type(model).__name__
     if inspect.isclass(model):
@@ -511,7 +511,7 @@ _SUPPORTED_MODELS = (
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Returns whether a base class of the model is from a package. Importing it for `isinstance` would be slow."""
+    """Returns whether any of a model's base classes is from a package, without a slow import of the package."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
@@ -537,7 +537,7 @@ def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
 
 def _adapt_haiku(model: Any, has_state: bool) -> AdaptedModel:
     def init(key: Any, inputs: Any, init_kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        # In training mode, because hk.BatchNorm creates its state only in that mode.
+        # Initialize in training mode, because hk.BatchNorm creates its state only in that mode.
         made = model.init(key, inputs, **{**_mode_flags(model.init, train=True), **init_kwargs})
         params, state = made if has_state else (made, None)
         return params, {}, {"state": state} if has_state else {}
@@ -585,10 +585,10 @@ def example_inputs(spec: types.BatchSpec) -> Any:
 
 
 def example_batch(batch: types.BatchSpec) -> types.Batch:
-    """Returns a batch on the host, with zeros in place of shapes.
+    """Returns a host batch in which zeros replace the shapes.
 
-    The zeros are views of a single number, so they take no memory. A batch without arrays is treated as a spec. In a
-    batch with arrays, a list of numbers is not treated as a shape.
+    The zeros are views of a single number, so they use no memory. A batch without arrays is treated as a spec. If a
+    batch contains arrays, lists of numbers in it are not treated as shapes.
 
     >>> example_batch({"x": ([2**40, 3], np.uint8)})["x"].shape
     (1099511627776, 3)
@@ -604,14 +604,14 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Returns the shape of a NumPy array, and its dtype inside `jit`. Other leaves are returned unchanged."""
+    """Returns a NumPy array's shape, and the dtype that it has inside `jit`. Other leaves are returned unchanged."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _shape_in_spec(leaf: Any) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape that a leaf of a spec describes; None for arrays and anything else."""
+    """Returns the shape and dtype described by a leaf of a spec; None if the leaf is anything else."""
     if _is_shape(leaf):
         return jax.ShapeDtypeStruct(tuple(leaf), jnp.float32)
     if _is_shape_and_dtype(leaf):

@@ -1,6 +1,6 @@
 """Detection of NaN and infinity inside the compiled step.
 
-The host reads the results when it reads other values anyway.
+The host reads the results at points where it reads other values anyway.
 """
 
 import collections
@@ -21,7 +21,7 @@ NanPolicy = Literal["raise", "skip", "ignore"]
 POLICIES = ("raise", "skip", "ignore")
 
 STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
-"""The number of steps that `nan_policy="skip"` skipped; present only if there are any."""
+"""The number of steps skipped by `nan_policy="skip"`; present only if there are any."""
 
 # The number of steps for which the devices keep flags.
 MAX_STEPS = _ROWS = 32
@@ -34,11 +34,11 @@ _OUTPUT_FLAGS = 8
 
 
 class NonFiniteError(FloatingPointError):
-    """Raised if a training step computes NaN or infinity.
+    """Raised if a training step produces NaN or infinity.
 
     Attributes:
-      step_num: The number of the first such step: the value of `state.step` after it.
-      names: The names of the values that were not finite, such as `outputs/loss` or `params/Dense_0/kernel`.
+      step_num: The number of the first such step, which is the value of `state.step` after it.
+      names: The names of the non-finite values, such as `outputs/loss` or `params/Dense_0/kernel`.
     """
 
     def __init__(self, step_num: int, names: Sequence[str]):
@@ -57,8 +57,8 @@ class Detector:
     """Wraps a step's `run` so that the same compiled program also returns flags for non-finite values.
 
     It checks the floating-point leaves of the new `params` and `batch_stats` (or of the whole state if it has no
-    `params`), and the outputs with "loss" in their name. Other outputs are not checked, because they may be undefined
-    for some batches.
+    `params`), and the outputs with "loss" in their name. Other outputs are not checked, because they may legitimately
+    be NaN for some batches.
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
@@ -71,7 +71,7 @@ class Detector:
         self._output_names: list[str] = []
 
     def run(self, state: Any, batch_and_flags: Any) -> tuple[Any, Any]:
-        """Runs a step with `(batch, flags)`. `flags` has one row for each recent step, newest last."""
+        """Runs a step with `(batch, flags)`. `flags` has one row per recent step, newest last."""
         batch, flags = batch_and_flags
         new_state, outputs = self._run(state, batch)
         found = _losses(outputs)
@@ -90,7 +90,7 @@ class Detector:
         return new_state, (outputs, jnp.concatenate([flags[1:], row[None]]))
 
     def no_flags(self, state: Any) -> jax.Array:
-        """Returns the flags before the first step, with the sharding of the flags that the compiled step returns."""
+        """Returns the (unset) flags before the first step, sharded like the flags that the compiled step returns."""
         flags = _OUTPUT_FLAGS + len(_watched_leaves(state))
         zeros = lambda: jnp.zeros([_ROWS, -(-flags // _WORD)], jnp.uint32)
         scalars = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf.ndim == 0)
@@ -98,9 +98,9 @@ class Detector:
         return zeros() if scalar is None else jax.jit(zeros, out_shardings=scalar.sharding)()
 
     def names(self, row: np.ndarray, state: Any) -> list[str]:
-        """Returns the names of the values that are marked in one step's flags.
+        """Returns the names of the values marked in one step's flags.
 
-        `state` may be any state of the same structure.
+        `state` may be any state with the same structure.
         """
         names = [*self._output_names[: _OUTPUT_FLAGS - 1], *([""] * _OUTPUT_FLAGS)][: _OUTPUT_FLAGS - 1]
         names += [" or ".join(self._output_names[_OUTPUT_FLAGS - 1 :]), *_watched_leaves(state)]
@@ -108,7 +108,7 @@ class Detector:
 
 
 def names(state: Any, outputs: types.Output) -> list[str]:
-    """Returns the names of the non-finite values in the results of a step. It synchronizes with the devices."""
+    """Returns the names of the non-finite values in a step's results. Synchronizes with the devices."""
     leaves = {**_losses(outputs), **_watched_leaves(state)}
     return [name for name, is_bad in metrics.fetch(jax.tree.map(_is_bad, leaves)).items() if is_bad]
 
@@ -140,7 +140,7 @@ def _is_bad_on_one_device(leaf: Any) -> jax.Array:
 
 
 def _is_bad_on_cpu(leaf: jax.Array) -> jax.Array:
-    """Checks with a matrix product, because XLA's reductions on a CPU are three to six times slower."""
+    """Uses a matrix product for the check, because XLA's CPU reductions are three to six times slower."""
     numbers = leaf.reshape(-1)
     rows = numbers.size // _COLUMNS
     in_rows, rest = numbers[: rows * _COLUMNS], numbers[rows * _COLUMNS :]
@@ -150,20 +150,20 @@ def _is_bad_on_cpu(leaf: jax.Array) -> jax.Array:
 
 
 def _packed(flags: Sequence[jax.Array]) -> jax.Array:
-    """Packs flags into the bits of 32-bit words, in one small computation."""
+    """Packs flags into the bits of 32-bit words with one small computation."""
     words = [flags[i : i + _WORD] for i in range(0, len(flags), _WORD)]
     bits = lambda word: [flag.astype(jnp.uint32) << i for i, flag in enumerate(word)]
     return jnp.stack([functools.reduce(operator.or_, bits(word)) for word in words])
 
 
 def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
-    """Returns the old state (except for `step`) after a bad step, and the new state otherwise."""
+    """Returns the new state or, after a bad step, the old state with the new `step`."""
     choose = lambda path, a, b: b if checks.path_name(path) == "step" else jnp.where(is_bad, a, b)
     return jax.tree_util.tree_map_with_path(choose, old, new)
 
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
-    """Returns a value that doesn't count in means if the step is bad: a reset metric, or a weight of 0."""
+    """Excludes the value of a bad step from means, by resetting a metric or setting a weight to 0."""
     if isinstance(value, types.Weighted):
         return types.Weighted.of(value.value, jnp.where(is_bad, 0, value.weight))
     if not metrics.is_metric(value):
@@ -182,8 +182,8 @@ class Found:
     """A step with non-finite values.
 
     Attributes:
-      index: The index of the step since the last `Watch.restart`, starting at 0.
-      names: The names of the values that were not finite.
+      index: The index of the step, counted from 0 at the last `Watch.restart`.
+      names: The names of the non-finite values.
     """
 
     index: int
@@ -192,14 +192,14 @@ class Found:
 
 @final
 class Watch:
-    """Transfers the flags of a loop's steps to the host, in one small array for several steps at a time.
+    """Transfers the flags of a loop's steps to the host, combining several steps into one small array.
 
     Args:
       policy: "raise" or "skip".
       chunk_size: The number of steps whose flags are transferred together, at most 32.
 
     Attributes:
-      steps: The number of steps since `restart`.
+      steps: The number of steps since the last `restart`.
     """
 
     def __init__(self, policy: NanPolicy, chunk_size: int = _ROWS):
@@ -218,8 +218,8 @@ class Watch:
         self.steps = self._sent = self._read = 0
 
     def call(self, compiled: Any, carry: Any, batch: Any, form: Any = None, *, fuses: bool = False) -> Any:
-        """Dispatches a batch, or stacked batches, together with the flags, like `Compiled.call`."""
-        # Without data there are no leaves, and the length of the stacked batches is the number of steps.
+        """Calls `Compiled.call` with a batch (or stacked batches) and the flags, and stores the new flags."""
+        # Without data, there are no leaves, and the length of the stacked batches is the number of steps.
         num_steps = len((jax.tree.leaves(batch) or [batch])[0]) if fuses else 1
         if compiled.detector is not self._detector:  # Each detector has its own flags.
             self._send()
@@ -231,10 +231,10 @@ class Watch:
         return carry, outputs
 
     def look(self, state: Any, *, in_step: bool = False) -> list[Found]:
-        """Returns the bad steps among the flags that have already arrived. Call it after each chunk of steps.
+        """Returns the bad steps according to the flags that have already arrived. Call this after each chunk of steps.
 
         Args:
-          state: Any state with the structure of the train state.
+          state: Any state with the train state's structure.
           in_step: True if all processes of a job must get the same result after the same step. In that case, the call
             waits for all flags except the newest.
         """
@@ -271,12 +271,12 @@ class Guard:
     """Applies a train loop's `nan_policy` to bad steps.
 
     Args:
-      watch: The `Watch` that finds bad steps; None to check nothing.
+      watch: The `Watch` that finds bad steps; None to disable the checks.
 
     Attributes:
       watch: The argument of the same name.
-      bad: With "raise", the error of the first bad step of the call.
-      skipped: With "skip", the bad steps of the loop.
+      bad: With "raise", the error for the first bad step in the call.
+      skipped: With "skip", the loop's bad steps.
     """
 
     def __init__(self, watch: Watch | None):
@@ -290,21 +290,21 @@ class Guard:
         return "ignore" if self.watch is None else self.watch.policy
 
     def begin_loop(self) -> None:
-        """Starts a loop, whose steps are counted from 0."""
+        """Starts a new loop, in which steps are counted from 0 again."""
         self.skipped: list[Found] = []
         self._num_returned = 0
         if self.watch is not None:
             self.watch.restart()
 
     def look(self, state: Any, *, in_step: bool) -> Found | None:
-        """Returns the first bad step among the flags that have arrived, if it ends the run.
+        """Returns the first bad step found in the flags that have arrived, if it ends the run; otherwise None.
 
         See `Watch.look` for the arguments.
         """
         return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
 
     def read(self, state: Any) -> Found | None:
-        """Waits for the flags of all steps, and returns the first bad step if it ends the run."""
+        """Waits for the flags of all steps. Returns the first bad step if it ends the run; otherwise None."""
         return None if self.watch is None else self._sort(self.watch.read(state))
 
     def _sort(self, found: Sequence[Found]) -> Found | None:
@@ -314,7 +314,7 @@ class Guard:
         return next(iter(found), None)
 
     def newly_skipped(self) -> list[Found]:
-        """Returns the steps that were skipped since the last call."""
+        """Returns the steps skipped since the last call."""
         new, self._num_returned = self.skipped[self._num_returned :], len(self.skipped)
         return new
 
@@ -323,13 +323,13 @@ class Guard:
         return {STAT_SKIPPED_STEPS: len(self.skipped)} if self.skipped else {}
 
     def weights(self, weights: list[int]) -> list[int]:
-        """Returns the weights of the loop's steps, with 0 for skipped ones."""
+        """Returns the weights of the loop's steps, with those of skipped steps set to 0."""
         skipped = {found.index for found in self.skipped}
         return [0 if index in skipped else weight for index, weight in enumerate(weights)] if skipped else weights
 
 
 class _Sent(NamedTuple):
-    """Flags that are being transferred, with the number of their steps and their detector."""
+    """Flags that are being transferred, with the number of steps that they cover and their detector."""
 
     flags: jax.Array
     steps: int

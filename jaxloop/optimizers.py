@@ -1,4 +1,4 @@
-"""Optax transformations that average the parameters, or choose a transformation by parameter path."""
+"""Optax transformations that average the parameters or select a transformation by parameter path."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
@@ -15,7 +15,7 @@ class EMAState(NamedTuple):
     """The state of `ema`.
 
     Attributes:
-      count: The number of updates so far, an int32 scalar.
+      count: The number of updates so far, as an int32 scalar.
       params_ema: The average, with the tree structure of the parameters. Half-precision parameters are averaged in
         float32.
     """
@@ -28,7 +28,7 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     """Keeps an exponential moving average of the parameters in the optimizer's state.
 
     After each update, `average += (1 - decay) * (params - average)`. The average starts as a copy of the initial
-    parameters, has their sharding, and is saved with the optimizer's state. The updates pass through unchanged.
+    parameters, is sharded like them, and is saved with the optimizer's state. The updates pass through unchanged.
     `LossStep(ema=...)` adds this transformation.
 
     >>> optimizer = optax.chain(optax.sgd(1.0), ema(0.75))  # It must be the last transformation.
@@ -39,8 +39,8 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
 
     Args:
       decay: Either a number from 0 to 1, for an average over about `1 / (1 - decay)` updates, or a function of the
-        number of previous updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))` lets a
-        short run forget its initial parameters.
+        number of previous updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))` lets the
+        average forget the initial parameters even in a short run.
 
     Raises:
       ValueError: If `decay` is not between 0 and 1.
@@ -99,7 +99,8 @@ def ema_params(state: Any) -> Any:
 def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) -> optax.GradientTransformation:
     """Updates each parameter with the transformation of the first pattern that matches its path.
 
-    A pattern mapped to None freezes its parameters: they stay bit-identical, and the optimizer has no state for them.
+    Parameters whose pattern is mapped to None are frozen: they stay bit-identical, and the optimizer has no state for
+    them.
 
     >>> optimizer = by_path({"head/**": optax.sgd(1e-2), "body/embedding": None, "**": optax.sgd(1e-4)})
     >>> params = {"body": {"embedding": jnp.ones(3), "kernel": jnp.ones(3)}, "head": {"kernel": jnp.ones(3)}}
@@ -115,8 +116,8 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
         norm of all gradients, write `optax.chain(optax.clip_by_global_norm(1.0), by_path(...))`.
 
     Raises:
-      ValueError: If a pattern matches no parameter, or a parameter matches no pattern. The optimizer raises this error
-        when it initializes its state. The error lists the paths.
+      ValueError: If a pattern matches no parameter, or a parameter matches no pattern. The error is raised when the
+        optimizer's state is initialized, and its message lists the paths.
     """
     numbers = {
         pattern: str(list(map(id, transformations.values())).index(id(each)))

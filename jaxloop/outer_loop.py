@@ -52,7 +52,7 @@ STOP_LOOP = types.STOP_LOOP
 
 @final
 class OuterLoop:
-    """Runs an experiment: trains, and runs each evaluation when it is due.
+    """Runs an experiment: trains a model, and runs each evaluation when it is due.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -72,11 +72,11 @@ class OuterLoop:
       train_loop: The loop that trains; None to evaluate only.
       eval_loops: One loop for each `EvalSpec` that is passed to `__call__`.
       checkpoint_spec: The checkpoints to resume from or, without a train loop, to evaluate. None for no checkpoints.
-      workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each row of the
-        history is appended to the file immediately, and a resumed run continues the file. If None, a run with a train
-        loop and a `checkpoint_spec` uses the checkpoint directory, and any other run writes no file.
-      log_interval: When to add a row to the history. The row contains the train metrics since the previous row. As with
-        the interval of an action, an int counts train loops.
+      workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
+        is appended to the file immediately, and a resumed run appends to the same file. If None, a run with a train
+        loop and a `checkpoint_spec` uses the checkpoint directory, and other runs don't write a file.
+      log_interval: When to add a row to the history. The row contains the train metrics since the previous row. As for
+        an action's interval, an int counts train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
         in a Git repository, its commit is added as "commit".
@@ -84,7 +84,7 @@ class OuterLoop:
       skip: The numbers of the batches to leave out, as if the training data had never contained them. Batches are
         numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the
         batch of step 48,213. In a multi-process job, each process leaves out its part of the batch. For each batch left
-        out, a row of the history records its number as `left_out.batch`.
+        out, a history row records its number as `left_out.batch`.
 
     Attributes:
       train_loop: The argument of the same name.
@@ -189,25 +189,25 @@ class OuterLoop:
         """Runs the experiment to its end.
 
         The run ends after `train_total_steps`, when `stop` fires, when the training dataset ends, when a loop sets
-        `outputs[STOP_LOOP]`, or with Ctrl-C. However it ends, the actions are closed: checkpoints are committed and
-        writers flushed. If an exception ends it, `rescued_state` holds the state after the last completed step, and the
-        train loop's `CheckpointAction`s save it.
+        `outputs[STOP_LOOP]`, or on Ctrl-C. However it ends, the actions are closed: checkpoints are committed, and
+        writers are flushed. If an exception ends the run, `rescued_state` holds the state after the last completed
+        step, and the train loop's `CheckpointAction`s save it.
 
-        Before calling actions at a step inside a loop, the run reads the next batch to find out whether the step is the
-        last one. A checkpoint stores the data position before that batch.
+        Before calling actions in the middle of a loop, the run reads the next batch to determine whether the current
+        step is the last one. A checkpoint stores the data position before that batch.
 
         Args:
-          state: The train state. The train loop donates it; without a train loop it stays usable.
+          state: The train state. The train loop donates it; without a train loop, it stays usable.
           train_dataset: An iterator over batches, or an iterable from which the run creates one. If the train step
             needs no data, pass None: `run` then receives None as its batch, which counts as one example, and
             `train_total_steps` or `stop` must end the run.
           train_total_steps: The total number of optimizer updates, including those before a resume; None to train until
-            the dataset ends. Must be a multiple of `Step.updates_per_step`, and so must `train_loop_steps`.
+            the dataset ends. Both this and `train_loop_steps` must be multiples of `Step.updates_per_step`.
           train_loop_steps: The number of updates per loop. Loops end at multiples of this number. If None, one loop
             runs through the whole dataset.
           eval_specs: One spec for each eval loop.
           log_train_total_steps: Whether to log the first and the last step of training.
-          stop: A schedule that also ends the training, such as `at(time=3600)` or `at(samples=1_000_000)`.
+          stop: A schedule that ends the training when it fires, such as `at(time=3600)` or `at(samples=1_000_000)`.
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
             loop, so `train_loop_steps` must be None. If `train_total_steps` is given too, the run ends at whichever
             comes first. A checkpoint stores the epoch and the position within it. If the order of later epochs can't be
@@ -308,7 +308,7 @@ class OuterLoop:
         on_exhausted: str = "stop",
         topology: str | None = None,
     ) -> preflight.Report:
-        """Checks the arguments of a run without running a step. Returns the plan of the run and all problems.
+        """Checks the arguments of a run without running any steps. Returns the run's plan and all problems found.
 
         The check reads one batch of each dataset, passes it through the hooks that precede `run`, and traces and
         compiles `run`. A later run reuses the compiled program. The plan lists when each evaluation, action and
@@ -328,20 +328,20 @@ class OuterLoop:
         eval 'eval' | It would never run: eval_loop_interval=50, a
 
         Args:
-          state: The initial state of the run, which the check doesn't donate; or the result of
-            `step.abstract_state(...)`, which takes no memory.
+          state: The run's initial state, which the check doesn't donate, or the result of `step.abstract_state(...)`,
+            which uses no memory.
           train_dataset: See `__call__`, which also describes the following arguments. If this is an iterator, the check
             reads its first batch, and the next run of this `OuterLoop` begins with that batch.
-          topology: The TPUs to compile the train step for, such as "v5e:16x16". This machine doesn't need to have them.
-            The report then contains the memory, FLOPs and communication per device on these TPUs, and an error if the
-            step doesn't fit. This needs libtpu (`pip install 'jaxloop[tpu-check]'`). The batch must be the global
-            batch of all devices.
+          topology: The TPUs to compile the train step for, such as "v5e:16x16". They don't have to be attached to this
+            machine. The report then contains the memory, FLOPs and communication per device on these TPUs, and an error
+            if the step doesn't fit. Requires libtpu (`pip install 'jaxloop[tpu-check]'`). The batch must be the global
+            batch for all devices.
 
         Returns:
           A report with the plan and all problems. `report.raise_errors()` raises an exception if it contains errors. If
           there is a work directory, the report is also written to its `check.json`, which `python -m jaxloop report`
-          reads. Apart from this file, a check only creates the directories for checkpoints and the history if they are
-          missing.
+          reads. Apart from writing this file, a check only creates the directories for checkpoints and the history if
+          they are missing.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -392,15 +392,15 @@ class OuterLoop:
     def _join_loops(
         self, spec: RunSpec, log: run_log.RunLog, before: Training | None
     ) -> tuple[Evaluations, Training | None]:
-        """Joins the loops into one run. This object closes its actions.
+        """Joins the loops into one run, whose actions this object closes.
 
         Args:
           spec: The arguments of the call.
           log: The run log.
-          before: The training that returned to an earlier checkpoint; None at the beginning of a call.
+          before: The previous training, if it returned to an earlier checkpoint; None at the beginning of a call.
 
         Returns:
-          The evaluations of the call, and its training (None if nothing is trained).
+          The call's evaluations, and its training (None without a train loop).
         """
         train_loop, specs = self.train_loop, spec.eval_specs
         training, recorder, run = None, None, Run(self._history, spec.total_steps, stop=spec.stop)
@@ -459,7 +459,7 @@ class OuterLoop:
         return evaluations, training
 
     def _evaluate(self, state: Any, evaluations: Evaluations) -> metrics.LoopOutputs | None:
-        """Runs a call without a train loop."""
+        """Runs the evaluations in a call without a train loop."""
         if self.checkpoint_spec is not None:
             return evaluations.of_checkpoints(state, self.checkpoint_spec, self._history)
         step_num = step_num_of(state)
@@ -503,7 +503,7 @@ class OuterLoop:
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []
-        for action in reversed(_all_actions(self._loops)):  # Lets the progress bar, often first, time the others.
+        for action in reversed(_all_actions(self._loops)):  # The progress bar, often first, times the others.
             try:
                 with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
                     action.close()
@@ -520,7 +520,7 @@ class OuterLoop:
 
 
 def _begin_counting(loops: Sequence[ActionLoop]) -> None:
-    """Resets the counters of how often the loops and their actions were called."""
+    """Resets the call counts of the loops and their actions."""
     for loop in loops:
         loop.engine.progress.loops_run = loop.engine.progress.longest_loop = 0
         for each in loop.action_lists:
@@ -528,7 +528,7 @@ def _begin_counting(loops: Sequence[ActionLoop]) -> None:
 
 
 def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations) -> None:
-    """Logs a single warning that lists the actions and evaluations that a run never called, with the reasons."""
+    """Logs a single warning that lists the actions and evaluations that were never called in a run, with reasons."""
     lines, action_lists = [], {}
     for loop in loops:
         for each in loop.action_lists if loop.engine.progress.loops_run else ():
@@ -553,7 +553,7 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations) -> No
 
 
 def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num: int) -> None:
-    """Warns about each train metric that is NaN in the last step of a run, if its value is already on the host."""
+    """Warns about each train metric that is NaN at the last step of a run, if its value is already on the host."""
     for name, values in (outputs or {}).items():
         if not isinstance(values, list) or not _is_nan(values[-1:]):
             continue
@@ -591,10 +591,10 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
 
 @final
 class Recorder(Action):
-    """Adds rows to the history. It is the first action of a loop, so that a step's row exists before other actions run.
+    """Adds rows to the history. Runs as a loop's first action, so that a step's row exists before other actions run.
 
     Attributes:
-      observers: Callbacks to call with the progress of the run after each row.
+      observers: Callbacks that are called with the run's progress after each row.
     """
 
     def __init__(self, history: History, name: str, interval: int | Schedule):

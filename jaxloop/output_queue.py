@@ -1,7 +1,7 @@
-"""The queue in which the outputs of a loop's steps move from the devices to the host.
+"""The queue that moves the outputs of a loop's steps from the devices to the host.
 
-A loop pushes the outputs of its steps into an `OutputQueue`, which returns them some steps later, column by column. The
-queue also limits how far the host runs ahead of the devices, and merges `clu.metrics` states on the devices.
+A loop pushes the outputs of its steps into an `OutputQueue`, which returns them some steps later, as columns. The queue
+also limits how far the host runs ahead of the devices, and merges `clu.metrics` states on the devices.
 """
 
 import collections
@@ -19,17 +19,17 @@ from jaxloop import metrics, timing, types
 from jaxloop.structures import PerStructure
 
 CHUNK_SIZE = 32
-"""The number of steps whose scalars are copied from an accelerator as one array. It isn't worth compiling for fewer."""
+"""The number of steps whose scalars are copied together from an accelerator. For fewer, compiling isn't worthwhile."""
 
 
 def chunk_size(max_steps_in_flight: int) -> int:
-    """Returns the number of steps to dispatch before handling their outputs: at most half of those in flight."""
+    """Returns the number of steps to dispatch before handling their outputs: at most half of `max_steps_in_flight`."""
     return min(CHUNK_SIZE, -(-max_steps_in_flight // 2))
 
 
 @final
 class Arrived:
-    """The outputs of consecutive steps on the host, as columns: for each name, a list with one value per step.
+    """Host-side outputs of consecutive steps, as columns: one list per name, with one value per step.
 
     >>> arrived = Arrived()
     >>> arrived.add({"loss": [3.0, 2.0]}, num_steps=2)
@@ -37,7 +37,7 @@ class Arrived:
     [{'loss': 3.0}, {'loss': 2.0}]
 
     Attributes:
-      blocks: Pairs `(columns, num_steps)`, in order. All steps of a block report the same names. The columns are None
+      blocks: Pairs `(columns, num_steps)`, in order. All steps in a block report the same names. The columns are None
         if the steps have no outputs.
     """
 
@@ -52,7 +52,7 @@ class Arrived:
         self.blocks.append((columns, num_steps))
 
     def rows(self) -> list[types.Output]:
-        """Returns the outputs of each step."""
+        """Returns a list with the outputs of each step."""
         rows: list[types.Output] = []
         for columns, num_steps in self.blocks:
             if columns is None:
@@ -62,7 +62,7 @@ class Arrived:
         return rows
 
     def add_to(self, outputs: dict[str, Any]) -> None:
-        """Appends the values of the steps to the lists of a loop's outputs."""
+        """Appends the steps' values to the lists in a loop's outputs."""
         for columns, _ in self.blocks:
             for name, column in (columns or {}).items():
                 if name in outputs:
@@ -86,21 +86,21 @@ def split_block(block: tuple[Any, int], num_steps: int) -> tuple[Any, Any]:
 class Block:
     """The on-device outputs of several steps that were dispatched together.
 
-    The leading axis of each array counts the steps.
+    The leading axis of each array indexes the steps.
     """
 
     outputs: types.Output
     num_steps: int
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the last step on the host, or `{}` if any of them is still being computed."""
+        """Fetches the scalars of the last step. Returns `{}` if any of them is still being computed."""
         arrays = {name: value for name, value in (self.outputs or {}).items() if getattr(value, "ndim", 0) == 1}
         if not all(map(metrics.is_ready, arrays.values())):
             return {}
         return {name: value[-1] for name, value in metrics.fetch(arrays).items()}
 
     def arrive(self, fetched: types.Output, arrived: Arrived) -> None:
-        """Appends the outputs to `arrived`. `fetched` contains the outputs on the host."""
+        """Appends the outputs to `arrived`. The caller has already copied them to the host, as `fetched`."""
         columns = fetched and {name: _unstacked(value, self.num_steps) for name, value in fetched.items()}
         arrived.add(columns, self.num_steps)
 
@@ -118,7 +118,7 @@ class _Chunk:
     """The outputs of several steps that are being moved to the host.
 
     Args:
-      outputs: The outputs of each step on the devices. Steps that were dispatched together share a `Block`.
+      outputs: The on-device outputs of each step. Steps that were dispatched together share a `Block`.
       num_steps: The number of steps.
     """
 
@@ -140,7 +140,7 @@ class _Chunk:
     def send(self) -> None:
         """Starts copying all outputs to the host, without waiting.
 
-        Scalars that all steps report are copied together.
+        If the chunk is full, scalars that all steps report are copied as one array.
         """
         if len(self.outputs) == CHUNK_SIZE and not any(isinstance(outputs, Block) for outputs in self.outputs):
             columns = _columns_of_scalars(self.outputs)  # pyright: ignore[reportArgumentType]
@@ -165,7 +165,7 @@ class _Chunk:
         return first and {name: [row[name] for row in part] for name in first if name not in self._stacked}
 
     def arrive(self, on_host: Any, arrived: Arrived) -> None:
-        """Appends the outputs to `arrived`. `on_host` is the result of `on_devices`, copied to the host."""
+        """Appends the outputs to `arrived`. `on_host` is a host copy of the result of `on_devices`."""
         stacked, fetched = on_host
         begin = 0
         for part, columns in zip(self._parts, fetched, strict=True):
@@ -198,7 +198,7 @@ def _outputs_of(outputs: "types.Output | Block") -> types.Output:
 
 
 def _columns_if_alike(rows: "Sequence[types.Output | Block]") -> dict[str, list[Any]] | None:
-    """Returns the outputs of steps as columns if all have the same names; otherwise None."""
+    """Returns the outputs of steps as columns; None if they don't all have the same names."""
     if not rows or not isinstance(rows[0], dict):
         return None
     try:
@@ -210,12 +210,12 @@ def _columns_if_alike(rows: "Sequence[types.Output | Block]") -> dict[str, list[
 
 
 def _kind(outputs: "types.Output | Block") -> Any:
-    """Returns a value that is the same for all steps that report the same names."""
+    """Returns a key for grouping consecutive steps that report the same names."""
     return outputs.keys() if isinstance(outputs, dict) else outputs
 
 
 def _columns_of_scalars(chunk: Sequence[types.Output]) -> dict[str, list[jax.Array]]:
-    """Returns, by name, the on-device values of each output that is a scalar of the same dtype in all steps."""
+    """Returns the on-device values, by name, of the outputs that are scalars of one dtype in all steps."""
     columns = {}
     for name, first in (chunk[0] or {}).items():
         values = [outputs.get(name) if outputs else None for outputs in chunk]
@@ -252,11 +252,11 @@ class OutputQueue:
         outputs are read as soon as their step is computed. None to use `max_steps_in_flight`.
       stopwatch: The stopwatch that measures the time spent waiting.
       sums: The merged `clu.metrics` states of an earlier queue, by name. Merging continues from them.
-      is_on_host: Whether the devices share the host's memory, so that nothing is copied. None to detect it.
+      is_on_host: Whether the devices share the host's memory, so that nothing is copied. If None, this is detected.
 
     Attributes:
       max_steps_in_flight: See above. It may be changed once `steps_per_dispatch` is known.
-      newest: The outputs of the newest steps. Append to it before `push`.
+      newest: The outputs of the latest steps. Append to this list before calling `push`.
     """
 
     def __init__(
@@ -293,8 +293,9 @@ class OutputQueue:
         """Processes the outputs that were appended to `newest`, and returns the outputs that have arrived on the host.
 
         Args:
-          num_steps: The number of steps that were appended: at most `room`, or the steps of one dispatch.
-          state: The state that the last of these steps returned. The queue waits for it if there are no outputs.
+          num_steps: The number of steps that were appended: at most `room`, unless they were dispatched together.
+          state: The state that the last of these steps returned. If there are no outputs, the queue waits for the state
+            instead.
         """
         self._steps += num_steps
         self._wait(num_steps, state)
@@ -330,7 +331,7 @@ class OutputQueue:
                 metrics.wait(state if marker is None else marker)
             finally:
                 self._stopwatch.switch(before)
-            if marker is None:  # That step's state has been donated since, so this waited for the newest one.
+            if marker is None:  # That step's state has been donated since, so this waited for the latest one.
                 self._in_flight.clear()
                 self._num_in_flight = 0
 
@@ -346,7 +347,7 @@ class OutputQueue:
         return others
 
     def drain(self, *, keep_sums: bool = False) -> tuple[Arrived, dict[str, Any]]:
-        """Waits for all outputs. Returns them and the `clu.metrics` states merged since the last `drain`, by name.
+        """Waits for all outputs. Returns them and a dict with the `clu.metrics` states merged since the last `drain`.
 
         With `keep_sums`, merging continues from these states, so the next `drain` includes them.
         """
@@ -367,7 +368,7 @@ class OutputQueue:
         return self._are_plain and all(map(_is_plain, self.newest))
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the newest step that is computed but not yet read. Never blocks."""
+        """Returns the scalars of the latest step that has been computed but not read yet. Never blocks."""
         for outputs in self._newest_first():
             is_block = isinstance(outputs, Block)
             scalars = outputs.newest_scalars() if is_block else metrics.ready_scalars(outputs or {})
@@ -383,7 +384,7 @@ class OutputQueue:
     # States of clu.metrics -----------------------------------------------------------------------
 
     def _split_off_metrics(self, chunk: "list[types.Output | Block]") -> "list[types.Output | Block]":
-        """Merges the `clu.metrics` states of a chunk on the device, and returns its other outputs."""
+        """Merges a chunk's `clu.metrics` states on the devices, and returns its other outputs."""
         columns = _columns_if_alike(chunk)
         if columns is None:
             self._are_plain &= all(map(_is_plain, chunk))
@@ -412,8 +413,7 @@ class OutputQueue:
         return [_outputs_without(outputs, names) for outputs in chunk]
 
     def _sums(self, name: str, states: list[Any]) -> list[Any]:
-        """Returns the sum so far for a name, in a list and converted to the class of `states`; `[]` if there is
-        none."""
+        """Returns a list with the sum so far, converted to the class of `states`; an empty list if there is no sum."""
         found = [sums[name] for sums in (self._merged, self._sums_before) if name in sums][:1]
         return metrics.as_states_like(found, states)
 
@@ -441,7 +441,7 @@ _merge_stacked = PerStructure(lambda: jax.jit(lambda before, stacked: _merge_alo
 
 
 def _merge_along_axis(before: Sequence[Any], stacked: Any) -> Any:
-    """Merges the states in `before`, then those along the leading axis of `stacked`, from first to last."""
+    """Merges the states in `before`, followed by those along the leading axis of `stacked`, in order."""
     first, others = (jax.tree.map(lambda leaf, part=part: leaf[part], stacked) for part in (0, slice(1, None)))
     fold = lambda sums, state: (sums.merge(state), None)
     return jax.lax.scan(fold, metrics.merge([*before, first]), others)[0]

@@ -11,8 +11,8 @@ _WILDCARD = re.compile(r"\*\*|\*")
 def matches(pattern: str, path: str) -> bool:
     """Returns whether a pattern matches a whole path.
 
-    `*` matches a single name between slashes, and `**` matches one or more names. The `/value` at the end of the paths
-    of an NNX model may be omitted.
+    `*` matches a single name between slashes, and `**` matches one or more names. The trailing `/value` in the paths of
+    an NNX model may be omitted.
 
     >>> matches("encoder/**", "encoder/Dense_0/kernel"), matches("*/kernel", "encoder/Dense_0/kernel")
     (True, False)
@@ -24,15 +24,15 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """Returns a dict that maps each path matched by a pattern to its new path.
+    """Returns a dict from each path that matches a pattern to its new path.
 
     >>> renamed(["backbone/Dense_0/kernel", "head/kernel"], {"backbone/**": "encoder/**"})
     {'backbone/Dense_0/kernel': 'encoder/Dense_0/kernel'}
 
     Args:
       paths: The paths.
-      patterns: A dict that maps patterns to new paths. A new path contains the wildcards of its pattern in the same
-        order; each wildcard is replaced by the names that it matched. If several patterns match a path, the first one
+      patterns: A dict that maps patterns to new paths. A new path contains the same wildcards as its pattern, in the
+        same order; each one is replaced by the names that it matched. If several patterns match a path, the first one
         is used.
 
     Raises:

@@ -59,11 +59,11 @@ class DatasetPosition:
         - "skip": No state. The order is the same each time, so the consumed batches are read again and skipped.
         - "unknown": No state, and no way to return to the position.
       count: The number of batches consumed since the start of the epoch, including those left out.
-      state: The state of the source at the newest mark, encoded by `jaxloop.encoding` or containing raw bytes. None for
+      state: The state of the source at the last mark, encoded by `jaxloop.encoding` or containing raw bytes; None for
         the start of the epoch.
       skip: The number of batches consumed since that mark.
       fingerprint: Lines that identify the dataset: "source" describes the parts of the pipeline and, once the first
-        batch has been read, "batch" describes its leaves.
+        batch has been read, "batch" describes that batch's leaves.
     """
 
     kind: str
@@ -79,17 +79,17 @@ class DatasetPosition:
             raise ValueError(f"A DatasetPosition needs 0 <= skip <= count, got skip={self.skip}, count={self.count}.")
 
     def to_dict(self, arrays: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
-        """Returns the position as a JSON-serializable dict. Byte strings are encoded in base64.
+        """Returns the position as a JSON-serializable dict. Byte strings are encoded as base64.
 
         Args:
           arrays: A dict that receives byte strings longer than 1 KiB as named uint8 arrays, to keep them out of the
-            JSON. For example, the checkpoint files of a tf.data iterator with a shuffle buffer take megabytes.
+            JSON. For example, the checkpoint of a tf.data iterator with a shuffle buffer takes up megabytes.
         """
         return {**dataclasses.asdict(self), "state": _extract_arrays(self.state, arrays)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None) -> "DatasetPosition":
-        """Restores a position from the result of `to_dict` and the arrays that `to_dict` extracted."""
+        """Restores a position from the result of `to_dict` and the arrays that it extracted."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(values, Mapping) or not {"kind", "count"} <= set(values) <= names:
             got = sorted(values) if isinstance(values, Mapping) else checks.describe(values)
@@ -118,7 +118,7 @@ def _extract_arrays(state: Any, arrays: dict[str, np.ndarray] | None) -> Any:
 
 
 def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
-    """Puts the byte strings that `_extract_arrays` moved to `arrays` back into the state, and returns the state."""
+    """Reverses `_extract_arrays`: returns the state with its long byte strings restored from `arrays`."""
     is_reference = lambda node: isinstance(node, dict) and _ARRAY_KEY in node
     insert = lambda node: np.asarray(arrays[node[_ARRAY_KEY]], np.uint8).tobytes() if is_reference(node) else node
     try:
@@ -131,7 +131,7 @@ def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
 
 @final
 class PositionedIterator(Iterator[types.Batch]):
-    """An iterator over batches that tracks the position after the last returned batch, however far it reads ahead.
+    """An iterator over batches that tracks the position after the last returned batch, even if it reads ahead.
 
     >>> batches = [{"x": number} for number in range(5)]
     >>> iterator = PositionedIterator(batches)
@@ -145,11 +145,11 @@ class PositionedIterator(Iterator[types.Batch]):
 
     A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later calls
     `position(count)`. Grain datasets, sequences, and index functions can return to a position directly. For tf.data, a
-    checkpoint of the iterator is restored. The batches between the newest mark and the position are then read and
-    skipped.
+    checkpoint of the iterator is restored. If the last mark is before the position, the batches in between are then
+    read and skipped.
 
     Args:
-      dataset: An iterator or iterable of batches. If it is a `PositionedIterator` or creates one, the constructor
+      dataset: An iterator or iterable of batches. If this is a `PositionedIterator` or creates one, the constructor
         returns that iterator.
       iterate: A function that creates an iterator over the dataset; None to use `iter`.
       prefetch: The number of batches that a background thread reads ahead; 0 for no thread.
@@ -199,7 +199,7 @@ class PositionedIterator(Iterator[types.Batch]):
     def _start_reading(self, iterator: Iterator[types.Batch], count: int, state: Any) -> None:
         """Starts reading from an iterator that has returned `count` batches.
 
-        `state` is the state of its source at that point (None if unknown).
+        `state` is the source's state at that point (None if unknown).
         """
         self.close()
         self._iterator, self._count = iterator, count
@@ -259,7 +259,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def num_read(self) -> int:
-        """The number of batches read so far in this epoch, up to the last one returned and including those left out."""
+        """The number of batches read in this epoch up to the last one returned, including those left out."""
         return self._count
 
     @property
@@ -274,7 +274,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def inner(self) -> Any:
-        """The dataset, or the iterator from which the batches are read."""
+        """The dataset or iterator from which the batches are read."""
         return self._dataset
 
     def __length_hint__(self) -> int:
@@ -301,17 +301,17 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def problem(self) -> str | None:
-        """A message that explains why a position can't be restored and how to fix it; None if no reason is known.
+        """A message that explains why a position can't be restored and how to fix it; None if no problem is known.
 
-        If the state of a tf.data pipeline can't be saved, the reason is known only after the first `mark`.
+        If a tf.data pipeline's state can't be saved, this is known only after the first `mark`.
         """
         return (self._source.problem or unknown_reason(self._dataset)) if self.kind == "unknown" else None
 
     def resume_warning(self, *, several_passes: bool = False) -> str | None:
         """Returns a message that explains why a resumed run won't be exact and how to fix it; None if it will be exact.
 
-        Call this method before the first batch is read, because the method may peek at that batch, and may try to save
-        the state of the source.
+        Call this method before the first batch is read, because it may peek at that batch and try to save the source's
+        state.
 
         Args:
           several_passes: True if the run trains for more than one epoch.
@@ -346,10 +346,10 @@ class PositionedIterator(Iterator[types.Batch]):
         return self._peeked[0]
 
     def skip(self, num_batches: int) -> None:
-        """Reads and discards `num_batches` batches. Logs the number of batches and the time this took.
+        """Reads and discards `num_batches` batches. Logs their number and the time taken.
 
         Raises:
-          ValueError: If the dataset ends before that many batches were read.
+          ValueError: If the dataset ends before that many batches have been read.
         """
         start, target = time.perf_counter(), self._count + num_batches
         while self._count < target:
@@ -364,7 +364,7 @@ class PositionedIterator(Iterator[types.Batch]):
         logging.info("Skipped %d batches of %s in %.1f s.", num_batches, name_of(self._dataset), secs)
 
     def close(self) -> None:
-        """Stops the prefetch thread, if there is one; after that, the iterator has no more batches."""
+        """Stops the prefetch thread, if there is one. The iterator then has no more batches."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -373,7 +373,7 @@ class PositionedIterator(Iterator[types.Batch]):
         if self._has_begun:
             return self._convert(self._read_batch())
         if self._marks[-1][1] is None and (self._ahead is None or not self._ahead.has_begun):
-            self._marks[-1] = (self._count, self._source.read())  # Reading ahead may go past this state later.
+            self._marks[-1] = (self._count, self._source.read())  # Reading ahead may pass this point later.
         batch = self._read_batch()
         if self._count == 0:
             self._fingerprint["batch"] = describe_batch(batch)
@@ -389,13 +389,13 @@ class PositionedIterator(Iterator[types.Batch]):
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Stores the state of the source as the basis for later positions. Call this once all batches read are used.
+        """Stores the source's state as the basis for later positions. Call this when all batches read have been used.
 
-        A mark takes microseconds for Grain, milliseconds for tf.data, and no time for sources whose position is a
-        number. If a thread reads ahead, the mark is placed after the next batch that the thread reads.
+        A mark takes microseconds for Grain and milliseconds for tf.data, and is free for sources whose position is a
+        number. If a thread reads ahead, the mark is set after the next batch that the thread reads.
 
         Args:
-          if_cheap: If True, the state is stored only if that takes no more than microseconds.
+          if_cheap: If True, the state is stored only if that takes microseconds at most.
         """
         if if_cheap and not self._source.is_cheap:
             return
@@ -408,10 +408,10 @@ class PositionedIterator(Iterator[types.Batch]):
                 self._marks.append((self._count, state))
 
     def position(self, count: int | None = None) -> DatasetPosition:
-        """Returns the position after `count` returned batches of this epoch, or after all of them if `count` is None.
+        """Returns the position after the first `count` batches returned in this epoch; after all of them if it is None.
 
         Raises:
-          ValueError: If `count` is larger than the number of batches returned, or is before the oldest stored mark.
+          ValueError: If `count` is larger than the number of batches returned, or lies before the oldest stored mark.
         """
         count = self._count if count is None else number_of(count, self._left_out)
         if count == self._count:
@@ -430,9 +430,9 @@ class PositionedIterator(Iterator[types.Batch]):
         return DatasetPosition(self._kind_without_state if count else self.kind, count, None, count, fingerprint)
 
     def seek(self, saved: DatasetPosition) -> None:
-        """Goes to a position that an iterator over the same dataset returned, in this or another process.
+        """Goes to a position saved by an iterator over the same dataset, in this or another process.
 
-        If batches must be skipped, logs their number and the time this took.
+        If batches must be skipped, logs their number and the time taken.
 
         Raises:
           PositionUnknownError: If the source can't return to the position.
@@ -478,7 +478,7 @@ class PositionedIterator(Iterator[types.Batch]):
         if saved.kind not in ("skip", "unknown"):
             check_same([*(before or now), f"kind {saved.kind!r}"], [*now, f"kind {kind!r}"])
         elif before and before[0].split()[0] == now[0].split()[0]:
-            check_same(before, now)  # Otherwise, e.g. if a list replaced a generator, only skips batches.
+            check_same(before, now)  # Otherwise (say, a list replaced a generator), batches are just skipped.
 
     def _fresh_iterator(self) -> Iterator[types.Batch]:
         start = random_state(self._dataset)
@@ -493,7 +493,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
 
 def number_of(count: int, left_out: Sequence[int]) -> int:
-    """Returns the dataset's number for the `count`-th batch that is not left out; 0 if `count` is 0.
+    """Returns the number, in the dataset, of the `count`-th batch that isn't left out; 0 if `count` is 0.
 
     The numbers in `left_out` must be in ascending order.
 
@@ -514,8 +514,8 @@ def _iterate(dataset: Any) -> Iterator[types.Batch]:
 def _make_reader(ahead: ReadAhead, marks: deque[tuple[int, Any]], start: int) -> Callable[[], types.Batch]:
     """Returns a function that takes batches from a prefetch thread.
 
-    The function is not a method, because that would create a reference cycle and keep the iterator and its thread alive
-    for too long.
+    The function is not a method, because a reference cycle would then keep the iterator and its thread alive for too
+    long.
     """
 
     def read() -> types.Batch:
@@ -557,7 +557,7 @@ class DataWithOptions(Iterable[types.Batch]):
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
-    """Adds options for `PositionedIterator` to a dataset. Returns an iterator if the dataset is one."""
+    """Adds `PositionedIterator` options to a dataset. Returns an iterator if the dataset is one."""
     if isinstance(data, DataWithOptions):
         return dataclasses.replace(data, **options)
     if hasattr(data, "__next__"):
@@ -571,10 +571,10 @@ def skippable(data: Any) -> Iterable[types.Batch]:
     """Declares that a dataset yields the same batches in the same order each time it is created.
 
     Some datasets, such as generators or the result of `tfds.as_numpy`, can't save their position. With this
-    declaration, a resumed run reads and skips the batches that were already used. It logs how many it skipped and how
-    long that took. The declaration has no effect on a dataset that can save its position.
+    declaration, a resumed run reads and skips the batches that were already used, and logs their number and the time
+    taken. The declaration has no effect on a dataset that can save its position.
 
-    With `train_epochs`, the dataset is created again for each epoch, and all epochs must have the same order. This
+    With `train_epochs`, the dataset is created again for each epoch, and must have the same order every time. This
     rules out data whose order changes with each epoch, such as a PyTorch `DataLoader` that shuffles. Pass such data as
     one endless generator with `train_total_steps`, or use `from_index`.
 
@@ -583,7 +583,7 @@ def skippable(data: Any) -> Iterable[types.Batch]:
     ({'x': 0}, 'skip')
 
     Args:
-      data: An iterator or iterable of batches, or a function without arguments that returns an iterator or iterable.
+      data: An iterator or iterable of batches, or a function without arguments that returns one.
 
     Returns:
       An iterable of batches; an iterator if `data` is an iterator.

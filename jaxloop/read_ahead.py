@@ -17,7 +17,7 @@ class ReadBatch(NamedTuple):
     Attributes:
       batch: The batch; None if the read raised an error.
       error: The error that the read raised; None if there is a batch.
-      number: The number of the read, counted from 1; 0 after the end.
+      number: The sequence number of the read, starting at 1; 0 after the end.
       state: The state of the source after the read; None if it was not requested.
     """
 
@@ -42,8 +42,8 @@ class ReadAhead:
       iterator: The source.
       size: The maximum number of batches in the buffer, including the one that is being read.
       read_state: A function that reads the state of the source.
-      always_reads_state: True if reading the state is so cheap that it can be read after each batch. Otherwise it is
-        read only after a call to `request_state`.
+      always_reads_state: Whether to read the state after every batch, because it is cheap. Otherwise, the state is read
+        only after a call to `request_state`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReadAhead:
         return self._thread.ident is not None
 
     def take(self) -> ReadBatch:
-        """Waits for the next read and returns it. After an error or `close`, every read contains a `StopIteration`."""
+        """Waits for the next read and returns it. After an error or `close`, all reads contain a `StopIteration`."""
         buffer = self._buffer
         if not self.has_begun and not buffer.is_closed:
             self._thread.start()
@@ -78,15 +78,15 @@ class ReadAhead:
         return batch
 
     def request_state(self) -> None:
-        """Makes the thread read the state of the source after the next batch that it reads."""
+        """Makes the thread read the source's state after the next batch that it reads."""
         self._buffer.is_state_wanted = True
 
 
 class _Buffer:
     """The state shared by the thread and the consumer.
 
-    The thread must not refer to the `ReadAhead`. Otherwise the `ReadAhead` would never be garbage-collected, and the
-    thread would never end.
+    The thread must not hold a reference to the `ReadAhead`. Otherwise, the `ReadAhead` would never be
+    garbage-collected, and the thread would never end.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from jaxloop.whole_run import Resumed, WholeRun
 
 @final
 class Rewound(NamedTuple):
-    """The result of `rewind`: everything needed to run a step of a run again.
+    """The result of `rewind`: everything needed to repeat one step of a run.
 
     Attributes:
       state: The train state before the step.
@@ -51,7 +51,7 @@ def rewind(
 ) -> Rewound:
     """Reproduces, bit for bit, the state, the batch and the PRNG keys that a run used for a given step.
 
-    Restores the newest checkpoint before the step and repeats the steps since then, without evaluations or actions.
+    Restores the newest checkpoint before the step and repeats the steps from there, without evaluations or actions.
     Nothing in the work directory is changed. You can then run the step again eagerly, in a debugger, or after changing
     it:
 
@@ -73,10 +73,10 @@ def rewind(
       workdir: The work directory of the run. It needs at least one checkpoint before the step, unless `state` is the
         initial state.
       outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
-      step_num: The number of the step, counted in updates from 1.
-      state: A state with the structure of the run's state, or an abstract state. If None, the step makes a state as in
-        its last call to `initialize_model`. If there is no earlier checkpoint, the run is repeated from this state,
-        which is donated in that case.
+      step_num: The number of the step, counted in updates and starting at 1.
+      state: A state with the structure of the run's state, or an abstract state. If None, the step creates one, as in
+        its last call to `initialize_model`. If there is no earlier checkpoint, the run is repeated from this state, and
+        the state is donated.
       train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
       train_total_steps: The value that was passed to the run; see `OuterLoop`.
       train_loop_steps: The value that was passed to the run; see `OuterLoop`.
@@ -84,7 +84,7 @@ def rewind(
       verify: Whether to compare the repeated steps with the history.
 
     Returns:
-      The state before the step, and the batch and the PRNG keys of the step.
+      The state before the step, and the step's batch and PRNG keys.
 
     Raises:
       FileNotFoundError: If there is no checkpoint before the step, and `state` is not from an earlier step.
@@ -159,7 +159,7 @@ def _restored(
 ) -> tuple[Any, Resumed | None]:
     """Restores the newest checkpoint at or before a step. Returns its state and its progress.
 
-    If there is no such checkpoint, returns the given state, and None instead of its progress.
+    If there is no such checkpoint, returns the given state, and None for the progress.
     """
     spec, train_loop, given = outer_loop.checkpoint_spec, outer_loop.train_loop, checks.adopt(state)
     assert train_loop is not None
@@ -202,7 +202,7 @@ def _muted(loop: Any, recorder: Recorder) -> Iterator[None]:
 
 
 def _verified(rows: Iterable[Row], past: History) -> int:
-    """Compares rows with the history's rows for the same steps. Returns the number of rows that were compared.
+    """Compares rows with the history's rows for the same steps. Returns the number of rows compared.
 
     Raises:
       RuntimeError: If a value differs.
@@ -224,7 +224,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields the two steps between which each row's train metrics were measured, and the metrics."""
+    """Yields each row's train metrics, preceded by the pair of steps between which they were measured."""
     before = 0
     for row in rows:
         if "train" in row.logs:

@@ -32,7 +32,7 @@ FILE = "goodput.jsonl"
 
 _LINE_SECS = 1.0  # At most one log line per second, however short the loops are.
 _MAX_LINE_BYTES = 100_000
-_PULSE = struct.Struct("<qd")  # The number of updates begun, and the time of the newest.
+_PULSE = struct.Struct("<qd")  # The number of updates begun, and the time of the last one.
 _ID = re.compile(r"[0-9a-f]{16}")
 _KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
 _has_claimed_start = False  # True once a run has counted the time since this process started.
@@ -43,11 +43,11 @@ class RunLog:
     """Writes the run log of one call to an `OuterLoop`.
 
     A line is appended when the run starts, when its first step is known, at log points (at most once per second), and
-    when it ends. In between, each batch stores its step and the time in shared memory (the pulse), which survives
-    SIGKILL. The next run in the directory copies the pulse of a killed run to the log if it is on the same machine.
-    Otherwise, the last line shows the last known progress of the killed run.
+    when it ends. In between, the step and the time of each batch are stored in shared memory (the pulse), which
+    survives SIGKILL. If the next run in the directory is on the same machine, it copies a killed run's pulse to the
+    log. Otherwise, the killed run's last line shows its last known progress.
 
-    The log never stops a run: if it can't be written, one warning is logged, and nothing more is written.
+    The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
     Args:
       workdir: The directory. If it is None or remote, no log is written.
@@ -97,12 +97,12 @@ class RunLog:
 
     @contextlib.contextmanager
     def beating(self, step: int, updates_per_step: int, observers: list[Callable[[Any], None]]) -> Iterator[None]:
-        """Records the step and the time of each batch while the context is open.
+        """Records the step and time of each batch while the context is open.
 
         Args:
           step: The number of completed updates.
           updates_per_step: The number of optimizer updates per batch.
-          observers: The functions to call for each batch.
+          observers: The list of functions called for each batch, to which this method temporarily adds one.
         """
         if self._descriptor is None:
             yield
@@ -125,7 +125,7 @@ class RunLog:
                 observers.remove(each)
 
     def log(self, step: int) -> None:
-        """Writes the line for a log point, unless the newest line is less than a second old."""
+        """Writes the line for a log point, unless the last line is less than a second old."""
         if self._descriptor is not None and self._clock() - self._newest_line >= _LINE_SECS:
             self._line("log", step)
 
@@ -180,11 +180,11 @@ class Attempt:
       started: The time when the call to the `OuterLoop` started, in seconds since the epoch.
       since: The time when the process started; equal to `started` for later calls in the same process, and in
         notebooks.
-      described: The other values in the log line of the start: `pid`, `host`, `total_steps`, `notes`.
+      described: The other values in the start's log line: `pid`, `host`, `total_steps`, `notes`.
       points: The later lines, each as `(time, step, seconds by kind)`. The first line records the first step.
       reason: How the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or another signal,
         or `"error: ..."`. None if it was killed or is still running.
-      killed: The time and the step of the last sign of life of a run that was killed; None if unknown.
+      killed: For a killed run, the time and step of its last sign of life; None if unknown.
     """
 
     run: str
@@ -197,7 +197,7 @@ class Attempt:
 
     @property
     def pulse(self) -> tuple[float, int] | None:
-        """The time and the step of the last sign of life, from shared memory; None if the run has ended."""
+        """The time and step of the last sign of life, from shared memory; None if the run has ended."""
         if self.reason is not None or self.killed is not None:
             return None
         return _read_pulse(self.run)
@@ -218,14 +218,14 @@ class Attempt:
 
     @property
     def last(self) -> tuple[float, int]:
-        """The time and the step of the last sign of life."""
+        """The time and step of the last sign of life."""
         known = [(when, step) for when, step, _ in self.points[-1:]]
         newer = self.killed or self.pulse
         return max([(self.started, 0), *known, *([newer] if newer else [])])
 
 
 def read(workdir: epath.PathLike) -> list[Attempt]:
-    """Reads the run log in a directory, and returns the starts in order. Malformed lines are skipped.
+    """Reads a directory's run log, and returns its attempts in order. Skips malformed lines.
 
     Raises:
       OSError: If the file is not a regular file, or can't be read.
@@ -243,7 +243,7 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 
 def _take(line: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
-    """Adds a line of the log to the attempts. May raise various exceptions if the line is malformed."""
+    """Adds a log line to the attempts. Raises one of several exceptions if the line is malformed."""
     event, when, run = line["event"], _seconds(line["time"]), line["run"]
     if event == "start":
         if _ID.fullmatch(run) and run not in attempts:
@@ -275,7 +275,7 @@ def _end_torn_line(descriptor: int) -> None:
 
 
 def flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the paths and values of a nested dict, such as the logs of a history row."""
+    """Yields the paths and values of a nested dict, such as a history row's logs."""
     for key, value in logs.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -284,7 +284,7 @@ def flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the notes of a run as JSON values.
+    """Checks a run's notes, and returns them as JSON values.
 
     Raises:
       TypeError: If the notes are not a dict of strings, numbers and booleans.
@@ -307,7 +307,7 @@ def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """Returns a note with the commit of the program's Git repository; an empty dict if there is none."""
+    """Returns the commit of the program's Git repository, as a note; an empty dict if there is no repository."""
     directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
@@ -353,7 +353,7 @@ def _read_pulse(run: str) -> tuple[float, int] | None:
 
 
 def _started_at(now: float) -> float:
-    """Returns the start time of the process for its first run, and `now` for later runs and in notebooks."""
+    """Returns the process's start time for its first run; `now` for later runs and in notebooks."""
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True
     if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:

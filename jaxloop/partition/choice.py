@@ -22,11 +22,11 @@ def choose(state: Any, rows: int | None) -> Partitioner:
 
     If there are several devices, the batch is split across all of them. The state is replicated if it and its
     gradients, which are as large as its parameters, need at most half of a device's memory. Otherwise, the state is
-    split too. A single process uses only one device if the rows of a batch can't be divided evenly across its devices.
+    split too. A single-process run uses only one device if a batch's rows can't be divided evenly across the devices.
 
     Args:
       state: The train state, or its shapes as returned by `jax.eval_shape`.
-      rows: The number of rows in each batch of this process; None if unknown.
+      rows: The number of rows in each of this process's batches; None if unknown.
 
     Raises:
       ValueError: If the rows of a batch can't be divided evenly among the devices of a multi-process job.
@@ -68,5 +68,5 @@ def choose(state: Any, rows: int | None) -> Partitioner:
 
 
 def memory_of(device: Any) -> int | None:
-    """Returns the size of a device's memory in bytes; None if the device doesn't report it."""
+    """Returns the size of a device's memory in bytes; None for a CPU, or if the device doesn't report it."""
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

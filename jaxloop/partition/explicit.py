@@ -1,4 +1,4 @@
-"""A partitioner for meshes with explicit axes."""
+"""The partitioner for meshes with explicit axes."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -12,7 +12,7 @@ from jaxloop.partition.meshes import mesh_for_tracing
 
 @final
 class ExplicitPartitioner(_LaidOutPartitioner):
-    """Keeps the axes of a mesh explicit, so that shardings are part of the array types.
+    """Keeps the axes of a mesh explicit, so that shardings are part of array types.
 
     The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, and with
     meshes from `jax.make_mesh`. While the model is initialized and while `run` is traced, this mesh is the current
@@ -22,8 +22,8 @@ class ExplicitPartitioner(_LaidOutPartitioner):
     JAX raises a `ShardingTypeError` if it can't determine how a result is split. A product that sums over the split
     axis, such as a hand-written gradient `x.T @ errors`, needs an explicit sharding for its result:
     `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients from `jax.grad` have the same sharding
-    as the parameters. In an evaluation, each batch must divide evenly across `data_axis`. For models with Linen
-    annotations, use `SPMDPartitioner` instead.
+    as the parameters. In evaluations, the rows of each batch must divide evenly across `data_axis`. For models with
+    Linen annotations, use `SPMDPartitioner` instead.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("data",))

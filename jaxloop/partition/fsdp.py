@@ -1,4 +1,4 @@
-"""The partitioner that splits the state like the batch, each leaf along its longest axis."""
+"""The partitioner that splits the state across the same devices as the batch, each leaf along its longest axis."""
 
 from typing import Any, final
 
@@ -15,7 +15,7 @@ class FSDPPartitioner(_LeafPartitioner):
     """Splits parameters and optimizer state over `data_axis`, like the batch (FSDP, or ZeRO-3).
 
     During a step, each device gathers the parameters that it needs from the other devices. On n devices, each device
-    holds 1/n of the state, except for small leaves and leaves that can't be divided evenly, which `report` lists.
+    holds 1/n of the state, except for leaves that are small or can't be divided evenly, which `report` lists.
 
     >>> from jaxloop.partition import create_mesh
     >>> FSDPPartitioner(create_mesh(data=-1)).data_axis
@@ -24,7 +24,7 @@ class FSDPPartitioner(_LeafPartitioner):
     Args:
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`. The state is replicated over the other axes.
-      min_size: The minimum number of elements that a leaf must have to be split. Smaller leaves are replicated.
+      min_size: The minimum number of elements for a leaf to be split. Smaller leaves are replicated.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str = "data", min_size: int = SMALL):

@@ -21,7 +21,7 @@ class _LaidOutPartitioner(MeshPartitioner):
 
     @property
     def sharding(self) -> Any:
-        """A pytree of `NamedSharding` with the structure of the state.
+        """A pytree of `NamedSharding`s with the structure of the state.
 
         Available once a state has been initialized.
         """
@@ -57,7 +57,7 @@ class _LaidOutPartitioner(MeshPartitioner):
 
 
 class _LeafPartitioner(_LaidOutPartitioner):
-    """Lays out the state leaf by leaf, based on path and shape. Subclasses implement `_spec_of`."""
+    """Lays out the state leaf by leaf, based on each leaf's path and shape. Subclasses implement `_spec_of`."""
 
     @abc.abstractmethod
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
@@ -94,11 +94,11 @@ def _is_box(leaf: Any) -> bool:
 
 
 def boxes_of(tree: Any) -> list[Any]:
-    """Returns the leaves of a pytree that carry Linen's annotations."""
+    """Returns those leaves of a pytree that carry Linen annotations."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_box) if _is_box(leaf)]
 
 
 def unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that Linen's annotations, whose names may need rules, are removed from its result."""
+    """Wraps a function to remove Linen's annotations from its result, without looking up the names in them."""
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

@@ -27,9 +27,9 @@ class MeshPartitioner(Partitioner):
       shard_batch, place_state, partition: See `Partitioner`.
 
     Args:
-      mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, with a
-        log message, so that `Step.run` can be written as if for a single device. `ExplicitPartitioner` keeps them
-        explicit.
+      mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, so that
+        `Step.run` can be written as if for a single device; a log message mentions this. `ExplicitPartitioner` keeps
+        them explicit.
       data_axis: The name of the mesh axis over which batches are split. Batches are replicated over the other axes.
     """
 
@@ -56,7 +56,7 @@ class MeshPartitioner(Partitioner):
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a copy whose mesh consists of the given devices. Only its data axis may have a different size.
+        """Returns a copy whose mesh consists of the given devices. Only the size of its data axis may differ.
 
         The copy treats all of these devices as local to this process.
         """
@@ -104,7 +104,7 @@ class MeshPartitioner(Partitioner):
         return batches if self._mesh.size == 1 else self._put(batches, jax.tree.map(place, batches))
 
     def _check_axes(self, entry: Any, who: str) -> None:
-        """Raises an error if an entry of a `PartitionSpec` names something other than an axis of the mesh."""
+        """Raises an error if an entry of a `PartitionSpec` contains a name that isn't an axis of the mesh."""
         for name in names_of(entry):
             if name not in self._mesh.axis_names:
                 axes = ", ".join(map(repr, self._mesh.axis_names))
@@ -114,7 +114,7 @@ class MeshPartitioner(Partitioner):
         return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh
 
     def _put(self, batch: Any, shardings: Any) -> Any:
-        """Places this process's part of a batch. For shapes, returns the global shapes instead."""
+        """Places this process's part of a batch. If given shapes, returns the global shapes instead."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             return jax.tree.map(self._placed_shape, batch, shardings)
         if not self._mesh.is_multi_process:
@@ -161,7 +161,7 @@ class MeshPartitioner(Partitioner):
 
     @contextlib.contextmanager
     def _naming_explicit_partitioner(self) -> Iterator[None]:
-        """Adds a note about `ExplicitPartitioner` to the error of a model that needs explicit axes."""
+        """Adds a note about `ExplicitPartitioner` to errors raised by a model that needs explicit axes."""
         try:
             yield
         except Exception as error:
@@ -184,15 +184,15 @@ class MeshPartitioner(Partitioner):
 
 
 class _OtherResult(Exception):
-    """Signals that a traced function returns a new state although it was assumed not to, or vice versa."""
+    """Signals that a traced function returns a new state although it was assumed not to, or the other way round."""
 
 
 @final
 class _OfAnyResult:
-    """A compiled function of `(state, batch)`. If it returns a new state, the new state has the old one's layout.
+    """A compiled function of `(state, batch)`. If it returns a new state, that state has the layout of the old one.
 
-    The function is first compiled for a result `(new state, outputs)`. If tracing shows a different result, it is
-    compiled for that result instead.
+    The function is first compiled on the assumption that it returns `(new state, outputs)`. If tracing shows otherwise,
+    it is compiled again without this assumption.
 
     Args:
       fn: The function.
@@ -207,7 +207,7 @@ class _OfAnyResult:
         self._other: Any = None
 
     @functools.cached_property
-    def _compiled(self) -> Any:  # Computed at the first call, when the layout is known.
+    def _compiled(self) -> Any:  # Computed in the first call, when the layout is known.
         return self._compile(is_pair=True)
 
     def _compile(self, *, is_pair: bool) -> Any:
@@ -244,7 +244,7 @@ class _OfAnyResult:
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
-    """Moves a leaf to the devices of all processes. Each process must have an identical copy."""
+    """Moves a leaf to the devices of all processes. Each process must hold an identical copy."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

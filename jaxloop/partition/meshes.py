@@ -46,7 +46,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context in which a `PartitionSpec` refers to the axes of a mesh. It costs nothing after tracing."""
+    """Returns a context in which `PartitionSpec`s refer to the axes of a mesh. It has no cost after tracing."""
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
@@ -61,7 +61,7 @@ def _hide_mesh_from_dense_general(
     """Calls a Linen method, but hides the mesh from `nn.DenseGeneral`.
 
     `nn.DenseGeneral` initializes a flat kernel to compare shapes, even in `apply`. If there is a mesh, Flax constrains
-    the flat kernel with the axis names of the reshaped kernel, and raises an error. The constraint isn't needed,
+    the flat kernel with the axis names of the reshaped kernel, which raises an error. The constraint isn't needed,
     because the partitioner lays out the kernel anyway.
     """
     if not isinstance(context.module, nn.DenseGeneral) or context.method_name != "__call__":
@@ -71,16 +71,16 @@ def _hide_mesh_from_dense_general(
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
-    """Returns True if the mesh has several devices that share one CPU."""
+    """Returns whether the mesh has several devices that share one CPU."""
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
-    """Returns the number of steps that the host may run ahead, so that the devices never wait for the host.
+    """Returns the number of steps that the host may run ahead so that the devices never wait for it.
 
     The number is small if several devices share one CPU, because the collectives of many steps would compete for the
-    same threads. For a single CPU, it grows with `steps_per_dispatch`: such a device finishes a small dispatch in less
-    time than it takes to wake a waiting thread.
+    same threads. For a single CPU device, it grows with `steps_per_dispatch`, because a CPU can finish a small dispatch
+    before a waiting thread wakes up.
     """
     if is_cpu_mesh(mesh):
         return 8
@@ -88,7 +88,7 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
 
 
 def constrain(value: jax.Array, *axes: Any) -> jax.Array:
-    """Constrains the sharding of a value inside `run` or a model by sharding its leading axes over mesh axes.
+    """Constrains a value's leading axes to be sharded over mesh axes. For use inside `run` or a model.
 
     The compiler chooses shardings itself, but not always well. For example, a transformer with sharded parameters is
     faster if its activations are sharded like the batch: `x = constrain(x, "data")`. On one device, this is a no-op.
@@ -100,7 +100,7 @@ def constrain(value: jax.Array, *axes: Any) -> jax.Array:
     Args:
       value: The array to constrain.
       *axes: For each leading axis of the array, the name of a mesh axis, a tuple of mesh axis names, or None. Names
-        that the mesh doesn't have are ignored.
+        that aren't in the mesh are ignored.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -15,7 +15,7 @@ Rules = Iterable[tuple[str, Any]]
 """Pairs of a name (or name pattern) and the spec or mesh axes that it maps to."""
 
 SMALL = 2**12
-"""The number of elements below which a leaf is not worth splitting or reporting."""
+"""The number of elements below which a leaf isn't worth splitting or reporting."""
 
 
 class Partitioner(abc.ABC):
@@ -37,7 +37,7 @@ class Partitioner(abc.ABC):
     @property
     @abc.abstractmethod
     def mesh(self) -> Mesh | None:
-        """The device mesh; None on a single device. Except for `ExplicitPartitioner`, its axes are automatic."""
+        """The device mesh; None on a single device. Its axes are automatic, except in an `ExplicitPartitioner`."""
 
     @property
     @abc.abstractmethod
@@ -87,7 +87,7 @@ class Partitioner(abc.ABC):
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
-        """Places batches that were stacked along a new leading axis, for several steps in one dispatch."""
+        """Places the batches for a dispatch of several steps, stacked along a new leading axis."""
         raise NotImplementedError(
             f"{type(self).__name__} can't place several batches at once, which steps_per_dispatch needs. Define "
             "shard_stacked_batches(batches), or leave steps_per_dispatch at 1."
@@ -130,7 +130,7 @@ class Partitioner(abc.ABC):
         return LeafLayout(path, tuple(np.shape(leaf)), dtype_of(leaf), sharding, reason)
 
     def _holds(self, leaf: Any) -> bool:
-        """Returns True if a leaf is an array that is already placed."""
+        """Returns whether a leaf is an array that has already been placed."""
         return isinstance(leaf, jax.Array)
 
     def _sharding_of_leaf(self, path: str, leaf: Any) -> Any:
@@ -138,7 +138,7 @@ class Partitioner(abc.ABC):
         return self.sharding
 
     def _reason_not_split(self, path: str, leaf: Any) -> str:
-        """Returns the reason why a large leaf is replicated; "" on a single device."""
+        """Returns the reason for replicating a large leaf; an empty string on a single device."""
         return ""
 
     def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
@@ -159,12 +159,12 @@ class Partitioner(abc.ABC):
 
     @abc.abstractmethod
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
-        """Compiles `fn(state, batch)` with the state as a donated argument.
+        """Compiles `fn(state, batch)` so that it donates the state.
 
         Args:
           fn: A pure function that may return anything. If it returns a pair whose first item has the structure of the
-            state, that item gets the layout of the state. JAX warns if no result can use the donated memory; in that
+            state, that item also gets the state's layout. JAX warns if no result can reuse the donated memory; in that
             case, pass `donate_argnums=()`.
           **jit_kwargs: Arguments for `jax.jit`, which must override the partitioner's own, as in
-            `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. An evaluation passes `donate_argnums=()`.
+            `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. Evaluations pass `donate_argnums=()`.
         """

@@ -1,4 +1,4 @@
-"""The partitioner that shards the state according to rules that match the paths of the state's leaves."""
+"""The partitioner that shards the state according to rules for the paths of its leaves."""
 
 import math
 import re
@@ -18,16 +18,16 @@ from jaxloop.partition.partitioner import SMALL, Rules
 class RulesPartitioner(_LeafPartitioner):
     r"""Shards a state by rules that match the paths of its leaves, for models without partitioning metadata.
 
-    A rule is a pair of a regular expression, which is searched for in the path of each leaf, and a `PartitionSpec`,
-    which names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule
+    A rule consists of a regular expression, which is searched for in each leaf's path, and a `PartitionSpec`, which
+    names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule
     `Dense_0/kernel` matches `params/Dense_0/kernel`, and also the optimizer's moment estimates for that parameter.
 
     >>> from jaxloop.partition import create_mesh
     >>> mesh = create_mesh(data=-1, model=1)
     >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
 
-    Leaves without a matching rule are replicated. Warnings list the large leaves without a rule, and the rules without
-    a matching leaf.
+    Leaves without a matching rule are replicated. Warnings list large leaves without a matching rule, and rules that
+    don't match any leaf.
 
     Args:
       mesh: See `MeshPartitioner`.
@@ -35,8 +35,8 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that the mesh doesn't have. Laying out a state also raises this error if a
-        rule splits an axis that the parameter doesn't have, or one that can't be divided evenly among the devices.
+      ValueError: If a rule names an axis that isn't in the mesh. When a state is laid out, this error is also raised if
+        a rule splits an axis that a parameter doesn't have, or one that can't be divided evenly among the devices.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -71,7 +71,7 @@ class RulesPartitioner(_LeafPartitioner):
         pattern, spec = rule
         shape = np.shape(leaf)
         problem = self._problem_of(spec, shape)
-        # In the optimizer state, the leaf for a parameter may have fewer axes.
+        # In the optimizer state, a parameter's leaf may have fewer axes.
         if problem and path.startswith("opt_state"):
             return PartitionSpec()
         if problem:

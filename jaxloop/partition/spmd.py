@@ -21,8 +21,8 @@ from jaxloop.types import nnx
 class SPMDPartitioner(_LaidOutPartitioner):
     """Splits the state according to the model's Flax partitioning metadata, and the batch over `data_axis`.
 
-    In Linen modules, the names in `nn.with_partitioning(init, (None, "model"))` must be axes of the mesh, and the names
-    in `nn.with_logical_partitioning` are logical. In NNX modules, `nnx.with_partitioning(init, (None, "model"))`
+    In Linen modules, the names in `nn.with_partitioning(init, (None, "model"))` must be axes of the mesh, whereas those
+    in `nn.with_logical_partitioning` are logical names. In NNX modules, `nnx.with_partitioning(init, (None, "model"))`
     accepts both kinds of names. `logical_axis_rules` maps logical names to axes of the mesh. Leaves without metadata
     are replicated. The state is returned unboxed: its leaves are plain arrays.
 
@@ -33,19 +33,19 @@ class SPMDPartitioner(_LaidOutPartitioner):
     Args:
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`.
-      logical_axis_rules: Pairs of a logical name and a mesh axis, a tuple of mesh axes, or None. As in Flax, an axis is
-        not split if its logical name in a Linen module has no rule; such names are logged. `nn.with_logical_constraint`
-        inside `run` uses these rules too.
+      logical_axis_rules: Pairs `(logical name, axes)`, where `axes` is a mesh axis, a tuple of mesh axes, or None. As
+        in Flax, an axis of a Linen module isn't split if there is no rule for its logical name; such names are logged.
+        `nn.with_logical_constraint` inside `run` uses these rules too.
 
     Raises:
-      ValueError: If a rule names an axis that the mesh doesn't have. Laying out a state also raises this error if the
-        model uses a name that is neither an axis of the mesh nor a logical name with a rule.
+      ValueError: If a rule names an axis that isn't in the mesh. When a state is laid out, this error is also raised if
+        the model uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
         super().__init__(mesh, data_axis)
         self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
-        self._unsharded: set[str] = set()  # The model's logical names that have no rule.
+        self._unsharded: set[str] = set()  # The model's logical names without a rule.
         for logical_name, axes in self._rules:
             self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) has")
 
@@ -88,7 +88,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _find_unsharded(self, annotated: Any) -> None:
-        """Finds and logs the model's logical names that have no rule, if any rules were passed."""
+        """Finds and logs the model's logical names for which there is no rule, if any rules were passed."""
         boxes = [box for box in boxes_of(annotated) if isinstance(box, nn.LogicallyPartitioned)]
         names = {name for box in boxes for entry in box.names for name in names_of(entry)}
         known = {*self._mesh.axis_names, *(name for name, _ in self._rules)}
@@ -98,7 +98,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
             logging.info("There is no logical axis rule for %s, so these axes are not split.", shown)
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes for a name, from its first rule whose axes are unused."""
+        """Returns the mesh axes for a name, using its first rule whose axes are still unused."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if name in self._unsharded:
             return ()

@@ -1,11 +1,11 @@
-"""Checks a run before it starts, and reports its plan and its problems. No step is run, and no state is changed.
+"""Checks a run before it starts, and reports its plan and problems. Doesn't run any steps or change any state.
 
-`check` uses these modules. Each one checks one part of the run:
+`check` uses these modules, each of which checks one part of the run:
 
 - `step`: the state, the hooks (called with a batch), a trace of `run`, and the memory use of the compiled train step.
 - `data`: the first batch of each dataset, the number of batches, and the length of the run.
 - `checkpoints`: the checkpoint from which the run would resume, and those that it would save.
-- `actions`: the calls of actions, and the values that they remember, monitor, and write.
+- `actions`: the calls to actions, and the values that actions save, monitor, and write.
 
 The modules check an `Experiment` and collect problems in `report.Findings`. `check` returns them as a `Report`. The
 class `Course` in `jaxloop.forecast` predicts when actions and evaluations are due.
@@ -35,7 +35,7 @@ __all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
 
 
 def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Report:
-    """Checks an experiment that starts from a state. `errors` are errors already detected in its arguments."""
+    """Checks an experiment that starts from a state. `errors` contains the errors already found in its arguments."""
     began, found = time.perf_counter(), Findings()
     for error in errors:
         found.at("the arguments").error(str(error))
@@ -93,7 +93,7 @@ def _check_evaluation(
 
 
 def _calls_of_evaluation(spec: EvalSpec, experiment: Experiment, course: Course) -> Calls:
-    """Predicts the calls of an evaluation."""
+    """Predicts when an evaluation runs."""
     if experiment.train_loop is not None:
         return dataclasses.replace(course.calls(spec.when_due), at_most=spec.should_eval_fn is not None)
     if experiment.checkpoint_spec is None:

@@ -1,4 +1,4 @@
-"""Checks of the actions: their calls, and the values that they remember, monitor, and write."""
+"""Checks of the actions: the calls to them, and the values that they save, monitor, and write."""
 
 import dataclasses
 import inspect
@@ -28,7 +28,7 @@ class CalledAction:
     Attributes:
       action: The action.
       part: The loop that the action belongs to.
-      at: "begin" or "end" for a begin or end action of a loop, "step" for an action of a step.
+      at: "begin" or "end" for a loop's begin or end action, "step" for a step's action.
       calls: The predicted calls.
       here: The findings about the action.
     """
@@ -41,7 +41,7 @@ class CalledAction:
 
 
 def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action, Calls]:
-    """Checks the actions of all loops, and returns the predicted calls of each action."""
+    """Checks the actions of all loops, and returns the predicted calls to each action."""
     all_called = list(_called_actions(parts, course, found))
     for called in all_called:
         action, here = called.action, called.here
@@ -60,7 +60,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
 
 
 def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
-    """Yields the actions of all loops. If several loops share a step, its actions are yielded only once."""
+    """Yields the actions of all loops. If several loops share a step, the step's actions are yielded once."""
     told = set()
     for part in parts:
         for each, at in zip(part.loop.action_lists, ("begin", "end", "step", "step"), strict=True):
@@ -156,7 +156,7 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
 
 
 def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Returns True if a metric could come from a loop whose metrics are unknown."""
+    """Returns whether a metric could come from a loop whose metrics are unknown."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None
@@ -164,7 +164,7 @@ def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | 
 
 
 def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
-    """Returns a history with a single row that contains all known metrics."""
+    """Returns a history with one row, which contains all known metrics."""
     history = History()
     history.commit(Elapsed(1), {name: dict(scalars) for name, scalars in known.items() if scalars})
     return history

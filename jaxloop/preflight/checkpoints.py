@@ -1,4 +1,4 @@
-"""Checks of the checkpoint that a run would resume from, and of the checkpoints that it would save."""
+"""Checks of the checkpoint from which a run would resume, and of those that it would save."""
 
 import dataclasses
 import shutil
@@ -22,7 +22,7 @@ from jaxloop.training import step_num_of
 
 
 def check_checkpoints(experiment: Experiment, state: State, data: TrainData, found: Findings) -> Begin:
-    """Checks the directories and the checkpoint to resume from. Returns the point at which the run begins."""
+    """Checks the directories, and the checkpoint to resume from. Returns the point at which the run begins."""
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
     _check_directories(experiment, found)
     begin = _begin_with(state.values, experiment)
@@ -104,7 +104,7 @@ def _check_checkpoint(
 
 
 def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
-    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly where it was."""
+    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly where it stopped."""
     spec, loop = experiment.checkpoint_spec, experiment.train_loop
     savers = [] if loop is None else whole_run.checkpoint_actions(loop)
     directories = [action.directory for action in savers]

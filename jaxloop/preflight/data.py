@@ -50,7 +50,7 @@ class TrainData:
 
 
 def open_train_data(experiment: Experiment, state: State, found: Findings) -> TrainData:
-    """Opens the training dataset and reads its first batch, which the run will use first."""
+    """Opens the training dataset, and peeks at its first batch."""
     dataset, opened = experiment.spec.data, TrainData()
     if experiment.train_loop is None:
         return opened
@@ -77,14 +77,14 @@ def open_train_data(experiment: Experiment, state: State, found: Findings) -> Tr
 
 
 def _batch_from_state(make_batch: Any, state: State) -> Sequence[types.Batch]:
-    """Returns a list with the batch that `from_state` makes from the state; empty if only its shapes are known."""
+    """Returns a list with the batch that `from_state` makes from the state; empty if the state consists of shapes."""
     if state.values is None:
         return ()
     return [make_batch(state.values, int(metrics.fetch(getattr(state.values, "step", 0))))]
 
 
 def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
-    """Returns the predicted course of the run from the point where it begins."""
+    """Predicts the course of the run from the point where it begins."""
     spec, train_loop = experiment.spec, experiment.train_loop
     rows = checks.num_examples(data.first[0]) if data.first else None
     updates = 1 if train_loop is None else train_loop.step.updates_per_step
@@ -96,7 +96,7 @@ def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
 
 
 def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData, state: Any) -> None:
-    """Checks the length of the training, and warns if it is probably unintended."""
+    """Checks the length of the training, and warns about lengths that are probably unintended."""
     start, end = course.start.steps, course.end
     here.plan["train"] = f"{course}; loops end {course.loops}"
     if course.is_over:
@@ -156,7 +156,7 @@ def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tupl
 
 
 def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
-    """Checks whether an iterator has enough batches for its evaluations."""
+    """Checks that an iterator has enough batches for the evaluations that read from it."""
     calls, number = part.calls, len(part.calls.steps)
     if there is not None and there < (spec.num_steps or 0) * number and not calls.at_most:
         part.here.error(
@@ -172,7 +172,7 @@ def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
 
 
 def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str:
-    """Checks and describes the number of batches that an evaluation reads. The first batch was already read."""
+    """Checks and describes the number of batches that an evaluation reads. The first one has already been read."""
     known = num_batches(spec.dataset)
     if spec.num_steps is not None:
         if known is not None and known < spec.num_steps:
@@ -194,7 +194,7 @@ def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str
 
 
 def _count(batches: Iterator[Any]) -> tuple[int, bool]:
-    """Reads more batches for a short time. Returns the number of batches so far, and whether the data ended."""
+    """Reads further batches for a short time. Returns the total number read, and whether the data ended."""
     count, began = 1, time.perf_counter()
     while time.perf_counter() - began < _LOOK_SECS and count < _LOOK_BATCHES:
         if next(batches, None) is None:

@@ -1,4 +1,4 @@
-"""The experiment that is checked, with its state and its loops."""
+"""The experiment being checked, with its state and loops."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Experiment:
       eval_loops: One loop for each `EvalSpec`.
       checkpoint_spec, workdir, log_interval: See `OuterLoop`.
       source_of: A function that opens a dataset as the run would.
-      passes: The number of completed epochs, if the run continues the last call.
+      passes: The number of epochs that the last call completed, in case this run continues from there.
       topology: The TPUs to compile the train step for; None for the devices of its partitioner.
     """
 
@@ -56,7 +56,7 @@ class State:
     """The state that was passed to the check.
 
     Attributes:
-      shapes: The shapes of the state; None if the run can't begin with it.
+      shapes: The shapes of the state; None if the run can't start from it.
       values: The state itself; None if only shapes were passed.
     """
 
@@ -67,15 +67,15 @@ class State:
 @final
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A loop of the experiment, with the predictions of the check.
+    """A loop of the experiment, with the check's predictions for it.
 
     Attributes:
       here: The findings for the loop.
-      name: Its name in the history.
+      name: The loop's name in the history.
       loop: The loop.
       calls: The training steps at which the loop ends.
-      outputs: Outputs like those that the loop will return. None if they are unknown, because of an error or because a
-        user-defined method may add some.
+      outputs: Sample outputs, like those that the loop will return; None if they are unknown, either because of an
+        error or because a user-defined method may add some.
       is_open: True if the arguments of `run` can be determined only by running the loop.
     """
 

@@ -19,7 +19,7 @@ from jaxloop.forecast import Calls
 from jaxloop.text import printable
 
 CHECK_FILE = "check.json"
-"""The file name of the newest report in a work directory."""
+"""The name of the file with the latest report in a work directory."""
 _WIDTH = 110
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -41,7 +41,7 @@ class Problem:
 
 
 class CheckError(ValueError):
-    """Raised if a run would fail. The error message is the report."""
+    """Raised if a run would fail. The report is the error message."""
 
 
 @final
@@ -61,7 +61,7 @@ class Report:
     Attributes:
       problems: The problems, errors first.
       plan: The plan of the run, as lines of text by topic.
-      secs: The number of seconds that the check took.
+      secs: The time that the check took, in seconds.
       calls: The predicted calls to each of the loops' actions.
     """
 
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def warnings(self) -> Sequence[Problem]:
-        """The problems that would not make the run fail."""
+        """The problems that wouldn't make the run fail."""
         return [problem for problem in self.problems if not problem.is_error]
 
     @property
@@ -98,7 +98,7 @@ class Report:
 
     @classmethod
     def load(cls, workdir: epath.PathLike) -> "Report | None":
-        """Returns the newest report that was saved in a work directory; None if it is missing or malformed."""
+        """Returns the latest report saved in a work directory; None if it is missing or malformed."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             saved = files.parse_json(files.read_bytes(files.absolute(workdir) / CHECK_FILE))
             plan = {str(name): str(text) for name, text in saved["plan"].items()}
@@ -160,7 +160,7 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns findings for another part of the run, which share the problems and the plan with this object."""
+        """Returns findings for another part of the run, which are added to the same problems and the same plan."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
@@ -168,7 +168,7 @@ class Findings(contextlib.AbstractContextManager[None]):
         self.problems.append(Problem(self.where, text))
 
     def warn(self, text: str) -> None:
-        """Adds a problem that would not make the run fail."""
+        """Adds a problem that wouldn't make the run fail."""
         self.problems.append(Problem(self.where, text, is_error=False))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -182,7 +182,7 @@ class Findings(contextlib.AbstractContextManager[None]):
         return any(problem.where == self.where and problem.is_error for problem in self.problems)
 
     def in_order(self) -> list[Problem]:
-        """Returns all problems, errors first. A problem that several parts share is listed once, with all parts."""
+        """Returns all problems, errors first. A problem found in several parts is listed once, with all their names."""
         places: dict[tuple[str, bool], list[str]] = {}  # A problem of a step appears in training and in evaluations.
         for problem in self.problems:
             places.setdefault((problem.text, problem.is_error), []).append(problem.where)
@@ -193,8 +193,8 @@ class Findings(contextlib.AbstractContextManager[None]):
 def _formatted(error: Exception) -> str:
     """Formats an error for the report.
 
-    Errors raised by jaxloop are shown as they are. Other errors are shown with their class and the line of user code
-    that raised them.
+    Errors raised by jaxloop are shown as is. Other errors are shown with their class and the line of user code that
+    raised them.
     """
     # JAX's own notes begin with a line of dashes.
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if not note.startswith("----"))

@@ -25,7 +25,7 @@ _MOST_OUTPUT_BYTES = 2**30
 
 
 def check_state(given: Any, here: Findings) -> State:
-    """Checks the state with which a run begins."""
+    """Checks the state from which a run starts."""
     values = None
     with here:
         if given is None:
@@ -45,7 +45,7 @@ def _is_weak(leaf: Any) -> bool:
 
 
 def _state_for_begin(state: State, step: Step) -> Any:
-    """Returns the state to pass to a step's `begin`, with values if `begin` is user-defined."""
+    """Returns the state to pass to a step's `begin`: values (if known) for a user-defined `begin`, otherwise shapes."""
     return state.shapes if state.values is None or not checks.is_user_defined(step, "begin") else state.values
 
 
@@ -59,7 +59,8 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
       part: The loop.
       state: The state that was passed to the check.
       first: A list with the first batch; empty if there is none.
-      longest_loop: The number of batches in the longest loop, to estimate the memory of the outputs; None if unknown.
+      longest_loop: The number of batches in the longest loop, which determines the size of the outputs; None if
+        unknown.
     """
     if state.shapes is None or not first:
         return part
@@ -93,7 +94,7 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 
 
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
-    """Returns a tuple with the batch that `run` would receive from the hooks; None if only a run can determine it.
+    """Returns a 1-tuple with the batch that the hooks would pass to `run`; None if only a run can determine it.
 
     A run is needed if other methods that are called before `run` are overridden, if `begin` needs values but only the
     state's shapes are known, or if `begin` returns a different state.
@@ -115,7 +116,7 @@ def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.
 
 
 def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
-    """Checks a batch that is ready for `run`, and returns True if it can be traced."""
+    """Checks a batch that is ready for `run`, and returns whether it can be traced."""
     problems = list(checks.problems_of_batch(ready))
     for problem in problems:
         here.error(problem)
@@ -150,7 +151,7 @@ def _check_new_state(here: Findings, step: Step, state: Any, traced: Traced) -> 
 
 
 def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
-    """Warns about large outputs, because they are kept until the loop ends."""
+    """Warns if the outputs, which are kept until the loop ends, take up a lot of memory."""
     sizes = {name: bytes_of(value) for name, value in outputs.items() if not metrics.is_metric(value)}
     needed = sum(sizes.values()) * (longest_loop or 0)
     if needed > _MOST_OUTPUT_BYTES:
@@ -163,7 +164,7 @@ def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | 
 
 
 def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) -> None:
-    """Warns about losses, or about all outputs, that the history can't store because they are arrays."""
+    """Warns if losses (or all outputs) are arrays, which the history can't store."""
     is_array = lambda value: not metrics.is_metric(value) and getattr(value, "ndim", 0) > 0
     arrays = {name: value for name, value in outputs.items() if is_array(value)}
     losses = [name for name in arrays if "loss" in name.lower()]
@@ -191,7 +192,7 @@ def check_optimizer(part: Part, state: Any) -> None:
 
 
 def check_model(part: Part, train_step: Step) -> None:
-    """Warns about an evaluation step whose model is not the one that the state belongs to."""
+    """Warns if an evaluation step's model isn't the one that the state belongs to."""
     trained, evaluated = train_step.model, part.loop.step.model
     if not _is_same_model(trained, evaluated):
         part.here.warn(
@@ -215,12 +216,12 @@ def _shown_model(model: Any) -> str:
 
 
 def check_memory(part: Part, state: State, first: Sequence[types.Batch], topology: str | None = None) -> None:
-    """Compiles the train step, for a topology if one is given, and checks the memory that the step and the state need.
+    """Compiles the train step, and checks that the step and the state fit into memory.
 
     Args:
       part: The train loop.
       state: The state that was passed to the check.
-      first: The first batch of each size, in ascending order of size; empty if it is unknown.
+      first: The first batch of each size, in ascending order of size; empty if unknown.
       topology: The TPUs to compile for; None for the devices of the step.
     """
     if state.shapes is None or not first:
@@ -250,7 +251,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
 
 
 def _parts_of(layout: Layout) -> dict[str, int]:
-    """Returns the sizes of the parts of a state, in bytes per device."""
+    """Returns the size of each part of a state, in bytes per device."""
     sizes = {"parameters": 0, "optimizer": 0, "other state": 0}
     for leaf in layout.leaves:
         field = leaf.path.split("/")[0]
@@ -263,7 +264,7 @@ def _listed(sizes: Mapping[str, int]) -> str:
 
 
 def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch, topology: str) -> None:
-    """Compiles a step for TPUs, which this machine need not have, and checks that the step fits into their memory."""
+    """Compiles a step for TPUs, which don't have to be attached, and checks that the step fits into their memory."""
     devices = topologies.devices_of(topology)
     there = step.moved_to(devices)
     state = there.partitioner.layout_of(shapes)
@@ -306,7 +307,7 @@ def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch,
 
 
 def _check_memory_limit(here: Findings, size: int, memory: int | None) -> None:
-    """Checks that a step fits into the memory of a device and of this host."""
+    """Checks that a step fits into a device's memory and this host's memory."""
     if memory is not None and size > memory:
         here.error(
             f"A step needs {readable(size)} of a device, which has {readable(memory)}. Split the state over more "
