@@ -62,7 +62,7 @@ class Detector:
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
-      policy: The `nan_policy`. With "skip", a bad step changes nothing in the state except `step`.
+      policy: The `nan_policy`. With "skip", a bad step changes only `step` in the state.
       on_mesh: True if the function is compiled for a mesh.
     """
 

@@ -26,7 +26,7 @@ class Rewound(NamedTuple):
 
     Attributes:
       state: The train state before the step.
-      batch: The batch of the step, as the dataset returns it.
+      batch: The step's batch, as the dataset returns it.
       keys: The PRNG keys that `run` uses for this batch; see `Step.prng_key`.
       num_verified: The number of history rows that the repeated steps reproduced.
     """

@@ -222,7 +222,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
       part: The train loop.
       state: The state that was passed to the check.
       first: The first batch of each size, in ascending order of size; empty if unknown.
-      topology: The TPUs to compile for; None for the devices of the step.
+      topology: The TPUs to compile for; None for the step's devices.
     """
     if state.shapes is None or not first:
         return
