@@ -1,4 +1,4 @@
-"""Files in the safetensors format, which other libraries also read and write."""
+"""Reads and writes files in the safetensors format, which many other libraries support."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ _MAX_READ_BYTES = 2**27
 
 
 def is_safetensors(path: epath.PathLike) -> bool:
-    """Returns whether a path has the suffix of a safetensors file.
+    """Returns whether a path ends in `.safetensors`.
 
     >>> is_safetensors("weights.safetensors"), is_safetensors("runs/7/checkpoints")
     (True, False)
@@ -75,8 +75,8 @@ class SafetensorsFile:
       path: The path of the file.
 
     Raises:
-      FileNotFoundError: If there is no such file.
-      ValueError: If the file is damaged, or contains a tensor with an unsupported dtype.
+      FileNotFoundError: If the file doesn't exist.
+      ValueError: If the file is damaged or contains a tensor with an unsupported dtype.
     """
 
     def __init__(self, path: epath.PathLike):
@@ -84,7 +84,7 @@ class SafetensorsFile:
 
     @functools.cached_property
     def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the tensors, by path."""
+        """The shapes and dtypes of the tensors, keyed by path."""
         with self._open() as file:
             leaves = {name.replace(".", "/"): self._shape_of(name, file.get_slice(name)) for name in _names(file)}
             if len(leaves) < len(_names(file)):
@@ -100,8 +100,8 @@ class SafetensorsFile:
         """Returns the leaves at the given paths. Each device reads only its own shard.
 
         Args:
-          wanted: A dict that maps paths to arrays or `jax.ShapeDtypeStruct`s with the shapes and shardings to load. A
-            leaf without a sharding is read as a NumPy array.
+          wanted: A dict that maps each path to an array or a `jax.ShapeDtypeStruct`, which determines the leaf's shape
+            and sharding. A leaf without a sharding is read as a NumPy array.
         """
         values = {}
         for group in groups(wanted):
@@ -132,7 +132,7 @@ def _read_leaf(file: Any, name: str, leaf: Any) -> Any:
 
 
 def groups(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the leaves in groups of at most 128 MiB. A larger leaf forms its own group."""
+    """Yields the leaves in groups of at most 128 MiB. A leaf larger than that forms a group by itself."""
     group: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if group and sum(each.size * each.dtype.itemsize for each in (*group.values(), leaf)) > _MAX_READ_BYTES:

@@ -1,7 +1,7 @@
-"""The progress of a run, and schedules, which decide when something happens in a run.
+"""`Elapsed`, which describes the progress of a run, and schedules, which decide when something happens.
 
-A schedule is immutable and stateless. It answers two questions: did it fire between `before` and `now`, and what is the
-next step, time or loop end at which it can fire? Until then, a run doesn't need to call it again.
+A schedule is immutable and stateless. It answers two questions. Did it fire between `before` and `now`? And what is the
+next step, time or loop end at which it can fire? Until that point, the run doesn't need to call the schedule again.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -33,12 +33,12 @@ class Elapsed:
     """The progress of a run. It is a pytree whose leaves are the attributes, so it can be passed to jitted functions.
 
     Attributes:
-      steps: The number of completed updates. During the callbacks of the first batch, this number is 1.
+      steps: The number of completed updates. It is already 1 during the callbacks of the first batch.
       samples: The number of examples in all batches so far.
-      time: The training time in seconds, including the time before a resume but excluding evaluations and checkpoints.
+      time: The training time in seconds. It includes the time before a resume, but not evaluations and checkpoints.
       loops: The number of train loops that have ended.
-      is_last: True if this is known to be the last step of the run.
-      previous: The progress one batch earlier; None if it was not kept.
+      is_last: True if this step is known to be the last one of the run.
+      previous: The progress one batch earlier; None if it wasn't kept.
 
     >>> elapsed = Elapsed(steps=10_000, samples=320_000, time=12.5)
     >>> elapsed
@@ -78,8 +78,8 @@ class Elapsed:
 
         Args:
           samples: The number of examples in that batch.
-          time: The training time at the end of that batch, in seconds since the start of the run.
-          steps: The number of updates made with that batch, as in `Step.updates_per_step`.
+          time: The run's training time at the end of that batch, in seconds.
+          steps: The number of updates that were made with that batch; see `Step.updates_per_step`.
         """
         return Elapsed(self.steps + steps, self.samples + samples, time, self.loops, previous=self.without_previous())
 
@@ -94,9 +94,9 @@ class Elapsed:
         return known
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a dict of plain numbers that can be written to a file.
+        """Returns the counts and the time as a dict of plain numbers, which can be written to a file.
 
-        `Elapsed(**elapsed.to_dict())` restores the object.
+        `Elapsed(**elapsed.to_dict())` recreates the object, except for `is_last` and `previous`.
         """
         return {"steps": self.steps, "samples": self.samples, "time": self.time, "loops": self.loops}
 
@@ -106,7 +106,7 @@ class Elapsed:
 
 
 def _as_leaf(count: Any) -> Any:
-    """Converts a count to a type that JAX accepts. Counts above 32 bits become floats, which are exact on the host."""
+    """Converts a count to a type that JAX accepts. Counts beyond int32 become floats, which are exact on the host."""
     return np.float64(count) if type(count) is int and count > _MOST_IN_32_BITS else count
 
 
@@ -133,7 +133,7 @@ class Schedule(abc.ABC):
 
     Hooks:
       fires: Called after each step at which the schedule can fire. Must be pure.
-      next_step, next_time: Called after `fires`, to find out when to call `fires` again. Must be pure.
+      next_step, next_time: Called after `fires` to find out when to call `fires` again. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
       stops: Called at the start of such a run, and after each step at which the schedule can fire.
       reached: Called by comparisons such as `elapsed >= schedule`.
@@ -148,18 +148,19 @@ class Schedule(abc.ABC):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         """Returns whether the schedule fires between `before` (exclusive) and `now` (inclusive).
 
-        A loop calls this at every step at which the schedule can fire, with `before` one step earlier. A run that
-        begins at step 0 calls it once before its first update, with both arguments equal to `Elapsed()`. If `before` is
-        several steps earlier, `a & b` fires if `a` and `b` each fired at one of these steps, and `~a` fires if `a`
-        fired at none of them.
+        A loop calls this method after every step at which the schedule can fire, with the progress one step earlier as
+        `before`. A run that begins at step 0 also calls it once before the first update, with both arguments equal to
+        `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have fired since then, even
+        at different steps, and `~a` fires if `a` hasn't fired since then.
         """
 
     @abc.abstractmethod
     def next_step(self, now: Elapsed) -> int | None:
         """Returns the next step in the current loop at which the schedule can fire, or None.
 
-        Only steps before `next_time` need to be considered. A schedule that counts samples can fire at any step.
-        Schedules that count loops, and `last()`, are called again at the end of each loop.
+        Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
+        it returns the step after `now`. Schedules that count loops return None, and so does `last()`, because they are
+        checked at the end of each loop anyway.
         """
 
     def next_time(self, now: Elapsed) -> float | None:
@@ -170,34 +171,34 @@ class Schedule(abc.ABC):
         return None
 
     def next_loop(self, now: Elapsed) -> int | None:
-        """Returns the number of the next loop whose end can make the schedule fire, or None.
+        """Returns the number of the next loop at whose end the schedule can fire, or None.
 
-        Ignores loop ends at which the schedule fires because of `next_step` or `next_time`. Returns None if only the
-        end of the run's last loop can make it fire.
+        Doesn't consider firings already covered by `next_step` or `next_time`. `last()` also returns None, because it
+        fires only at the end of the run.
         """
         return now.loops + 1
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        """Returns whether a run that has this schedule as its `stop` ends at `now`."""
+        """Returns whether a run with this schedule as its `stop` ends at `now`."""
         return self.fires(before, now)
 
     def as_stop(self) -> "Schedule":
-        """Returns the equivalent schedule for use as a `stop`.
+        """Returns the schedule that ends a run if this schedule is passed as its `stop`.
 
-        `at(...)` becomes `after(...)`, so that a run that is already past the given point stops too.
+        `at(...)` becomes `after(...)`, so that a run that is already past the given point also stops.
         """
         return self
 
     def reached(self, now: Elapsed) -> bool:
-        """Returns whether a run has reached or passed this point. Implements `elapsed >= at(...)`.
+        """Returns whether a run has reached or passed the schedule's point. Implements `elapsed >= at(...)`.
 
         Raises:
-          TypeError: If the schedule is not a point in a run.
+          TypeError: If the schedule doesn't define a point in a run.
         """
         raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 
     def __call__(self, elapsed: Elapsed) -> bool:
-        """Returns whether the schedule fires at this step. For hand-written loops: `if eval_period(elapsed): ...`."""
+        """Returns whether the schedule fires at this step. Use this in hand-written loops: `if schedule(elapsed)`."""
         before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
         return self.fires(before, elapsed)
 
@@ -234,10 +235,11 @@ def every(
     True
 
     Args:
-      steps: A number of completed updates.
-      samples: A number of examples. The schedule fires at the step whose batch reaches or passes a multiple.
-      time: A training time, in seconds or as a `timedelta`. The schedule fires at the first step after each multiple.
-      loops: A number of train loops.
+      steps: The interval in completed updates.
+      samples: The interval in examples. The schedule fires at each step whose batch reaches or passes a multiple.
+      time: The interval in training time, in seconds or as a `timedelta`. The schedule fires at the first step after
+        each multiple.
+      loops: The interval in train loops.
     """
     return _Every(*_only_one("every", steps, samples, time, loops, least=1))
 
@@ -249,9 +251,9 @@ def at(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "Schedule":
-    """Returns a schedule that fires once, at the step that reaches a given point. Used as a `stop`, it ends the run.
+    """Returns a schedule that fires once, at the step that reaches a given point. As a `stop`, it ends the run.
 
-    `at(0)` fires before the first update of a run that begins at step 0. It doesn't fire when a run resumes.
+    `at(0)` fires before the first update of a run that begins at step 0, but not when the run resumes.
 
     Takes exactly one argument, like `every`.
 
@@ -271,7 +273,7 @@ def after(
     """Returns a schedule that fires at every step from a given point onward. Takes exactly one argument, like `every`.
 
     `after(p).then(schedule)` fires like `schedule`, but only from `p` onward. If both use the same unit, such as steps,
-    `schedule` starts to count at `p`.
+    `schedule` starts counting at `p`.
 
     >>> [step for step in range(1, 6) if after(3)(Elapsed(step))]
     [3, 4, 5]
@@ -283,16 +285,16 @@ def after(
 
 
 def first() -> Schedule:
-    """Returns a schedule that fires at the first step of a run. It doesn't fire when a run resumes."""
+    """Returns a schedule that fires at the first step of a run, but not when the run resumes."""
     return _First()
 
 
 def last() -> Schedule:
     """Returns a schedule that fires after the last step of a run.
 
-    A run also ends when its dataset is exhausted, or when an action stops it. `last()` doesn't fire after Ctrl-C or an
-    exception, because such a run can resume. If both parts of `every(1000) | last()` are due at the same step, the
-    combined schedule fires once.
+    It also fires if the run ends because its dataset is exhausted or because an action stops it. `last()` doesn't fire
+    after Ctrl-C or an exception, because such a run can resume. If both parts of `every(1000) | last()` are due at the
+    same step, the combined schedule fires only once.
 
     >>> last().fires(Elapsed(599), Elapsed(600, is_last=True))
     True
@@ -311,7 +313,7 @@ def never() -> Schedule:
 
 
 def is_always(schedule: Schedule) -> bool:
-    """Returns whether a schedule is known to fire at every step, like `always()` and `every(1)`."""
+    """Returns whether a schedule is known to fire at every step, such as `always()` or `every(1)`."""
     return isinstance(schedule, _Always) or (
         isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
     )
@@ -324,12 +326,12 @@ def is_never(schedule: Any) -> bool:
 
 @final
 class Goal(NamedTuple):
-    """The next points of a run at which something may be due.
+    """The next points in a run at which something may be due.
 
     Attributes:
-      step: The next step inside a loop.
+      step: The next step within a loop.
       time: The next training time, in seconds.
-      loop: The number of the next loop whose end may make something due, ignoring what `step` and `time` cover.
+      loop: The number of the next loop at whose end something may be due, except for what `step` and `time` cover.
     """
 
     step: int
@@ -356,7 +358,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times, where None means never. Returns None if all are None."""
+    """Returns the smallest of several steps or times, ignoring Nones, which mean never; None if all are None."""
     return min((each for each in found if each is not None), default=None)
 
 
@@ -364,7 +366,7 @@ _NUMBER_OF = {"steps": "a number of steps", "samples": "a number of samples", "l
 
 
 def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, least: int) -> tuple[Unit, float]:
-    """Returns the unit and the value of the one argument that was given."""
+    """Returns the unit and the value of the only argument that was given."""
     options = {"steps": steps, "samples": samples, "time": time, "loops": loops}
     given: dict[Any, Any] = {unit: value for unit, value in options.items() if value is not None}
     if len(given) != 1:
@@ -395,7 +397,7 @@ def _joined(name: str, given: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Counted(Schedule):
-    """A schedule that is defined by a count in one unit."""
+    """A schedule defined by a number and its unit."""
 
     unit: Unit
     value: float
@@ -441,7 +443,7 @@ class _Point(_Counted):
 
     @abc.abstractmethod
     def _next_step_past_it(self, now: Elapsed) -> int | None:
-        """Returns `next_step` for a point that has been reached."""
+        """Returns the result of `next_step` once the point has been reached."""
 
     def next_time(self, now: Elapsed) -> float | None:
         return self.value if self.unit == "time" and not self.reached(now) else None
@@ -473,7 +475,7 @@ class After(_Point):
     def then(self, schedule: Schedule) -> Schedule:
         """Returns a schedule that fires like `schedule`, but only from this point onward.
 
-        If both use the same unit, `schedule` starts to count at this point: `after(1000).then(every(500))` first fires
+        If both use the same unit, `schedule` starts counting at this point: `after(1000).then(every(500))` first fires
         at step 1500.
         """
         if not isinstance(schedule, Schedule):

@@ -1,7 +1,7 @@
-"""Seals: checksum files that reveal damaged files in a directory before they are used.
+"""Detects damaged files in a directory with the help of a seal, a file with their checksums.
 
-A seal contains the sizes and checksums of the files. It detects storage errors and accidental changes, not forgery.
-This module depends on neither Orbax nor JAX.
+A seal contains the sizes and checksums of the files. It reveals storage errors and accidental changes, but not forgery.
+This module doesn't depend on Orbax or JAX.
 """
 
 import json
@@ -13,14 +13,14 @@ from etils import epath
 
 from jaxloop import files
 
-# The name of the file that contains the seal, in the sealed directory.
+# The name of the seal file in the sealed directory.
 NAME = "SEAL"
 
 _CHUNK = 1 << 22  # Bytes.
 
 
 def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Seals the files in a directory and its subdirectories, by writing a file named `SEAL` to the directory.
+    """Seals all files in a directory and its subdirectories by writing a file named `SEAL` to the directory.
 
     >>> import tempfile
     >>> directory = epath.Path(tempfile.mkdtemp())
@@ -31,12 +31,12 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
     ['numbers has changed: its CRC-32 is 698e28fc, but the seal says f7eabd5f']
 
     Args:
-      directory: The directory. Each of its files is read once, in chunks of 4 MiB.
-      values: The values to seal in JSON files that will be rewritten later, by path and key: `{"about.json": {"author":
-        "me"}}`. In these files, the seal covers only the given values rather than all bytes.
+      directory: The directory. Each file in it is read once, in chunks of 4 MiB.
+      values: For JSON files that will be rewritten later, the values to seal, keyed by path and then by name:
+        `{"about.json": {"author": "me"}}`. In these files, the seal covers only the given values, not all bytes.
 
     Raises:
-      OSError: If a file can't be read, or the seal can't be written.
+      OSError: If a file can't be read or the seal can't be written.
     """
     directory = epath.Path(directory)
     values = values or {}
@@ -49,18 +49,18 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
 
 
 def is_sealed(directory: epath.PathLike) -> bool:
-    """Returns whether a directory contains a seal, intact or not."""
+    """Returns whether a directory contains a seal, even if the seal is damaged."""
     return (epath.Path(directory) / NAME).exists()
 
 
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
     """Returns one line for each sealed file that is missing, changed or unreadable; an empty list if all are intact.
 
-    Files that were added later are not reported, but a missing or changed seal is.
+    A missing or changed seal is also reported, but files that were added later are not.
 
     Args:
       directory: The sealed directory.
-      below: Limits the check to this file, or to the files below this path. The seal itself is always checked.
+      below: The file or subdirectory to check; empty for the whole directory. The seal itself is always checked.
     """
     directory = epath.Path(directory)
     try:
@@ -124,7 +124,7 @@ def _value_crc(value: Any) -> int:
 
 
 def _serialize(sealed_files: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Returns the content of the seal file: a line with the checksum of the rest, and a line of JSON."""
+    """Returns the content of the seal file: a line of JSON, preceded by a line with its checksum."""
     body = json.dumps({"files": sealed_files, "values": values}, sort_keys=True)
     return f"crc32 {zlib.crc32(body.encode()):08x}\n{body}\n"
 

@@ -1,4 +1,4 @@
-"""Saves and restores positions in each kind of dataset: Grain, tf.data, sequences, PyTorch, and other iterators."""
+"""Saves and restores positions in all kinds of datasets: Grain, tf.data, sequences, PyTorch and other iterators."""
 
 import contextlib
 import dataclasses
@@ -58,7 +58,7 @@ class IndexIterator(Iterator[types.Batch]):
 
     @property
     def is_endless(self) -> bool:
-        """True if the iterator is endless."""
+        """True if the iterator never ends."""
         return self.num_batches is None
 
     def __length_hint__(self) -> int:
@@ -79,11 +79,11 @@ class IndexedBatches(Iterable[types.Batch]):
     Attributes:
       make_batch: A pure function that returns the batch with a given number.
       num_batches: The number of batches in an epoch; None for an endless dataset.
-      firsts: Pairs `(size, number)` in ascending order, one for each batch size that is known in advance: the number of
-        examples per batch, and the number of the first batch of that size.
-      num_before: A function that returns the number of examples in all batches before a given batch number; None if
+      firsts: A pair `(size, number)` for each batch size that is known in advance, in ascending order. `number` is the
+        number of the first batch that has `size` examples.
+      num_before: A function that returns the total number of examples in the batches before a given batch; None if
         unknown.
-      transform_name: A description for the fingerprint that identifies the dataset when a run resumes.
+      transform_name: A name to include in the fingerprint by which a resumed run recognizes its dataset.
       reads_state: True if `make_batch` returns functions that make the batches from the train state and the step.
     """
 
@@ -103,12 +103,12 @@ class IndexedBatches(Iterable[types.Batch]):
         return tuple(size for size, _ in self.firsts)
 
     def first_of_each_size(self) -> list[types.Batch]:
-        """Returns the first batch of each size, in ascending order. If no sizes are known, returns the first batch."""
+        """Returns the first batch of each size, in ascending order; only the first batch if no sizes are known."""
         return [self.make_batch(number) for _, number in self.firsts or ((0, 0),)]
 
     @property
     def is_endless(self) -> bool:
-        """True if an epoch is endless."""
+        """True if an epoch never ends."""
         return self.num_batches is None
 
     def __len__(self) -> int:
@@ -118,11 +118,11 @@ class IndexedBatches(Iterable[types.Batch]):
 
 
 NO_DATA = IndexedBatches(lambda index: None, None)
-"""The dataset of a run with `train_dataset=None`: endless batches of None. Its position is the number of batches."""
+"""The dataset of a run with `train_dataset=None`: every batch is None, and the position is the number of batches."""
 
 
 def indexed(data: Any) -> IndexedBatches | None:
-    """Returns the `IndexedBatches` from which a dataset or an iterator reads its batches; None if there is none.
+    """Returns the `IndexedBatches` that a dataset or an iterator reads its batches from, or None.
 
     >>> indexed(iter(NO_DATA)) is NO_DATA, indexed([1]) is None
     (True, True)
@@ -132,7 +132,7 @@ def indexed(data: Any) -> IndexedBatches | None:
 
 
 def reads_state(data: Any) -> bool:
-    """Returns True if a dataset or an iterator is the result of `jaxloop.data.from_state`."""
+    """Returns True if a dataset or an iterator reads batches that come from `jaxloop.data.from_state`."""
     found = indexed(data)
     return found is not None and found.reads_state
 
@@ -145,18 +145,18 @@ def _innermost(data: Any) -> Any:
 
 
 class Source:
-    """Saves and restores the position of an iterator. The base class itself is for iterators whose position is unknown.
+    """Saves and restores the position of an iterator. The base class is for iterators whose position is unknown.
 
     Hooks:
       read: Reads the position. Called after each batch if `is_cheap`; otherwise, when a checkpoint may be saved.
       restore: Called when a run resumes from a checkpoint.
-      first: Called before `restore`, to compare the first batch with the first batch of the interrupted run.
+      first: Called before `restore` to compare the first batch with that of the interrupted run.
 
     Attributes:
       kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
-      start: The number of the first batch, if the position is described by a number; otherwise None.
-      is_cheap: True if reading the state is cheap enough to do after each batch.
-      problem: A message that explains why the state could not be read and how to fix that; None if there is no problem.
+      start: The number of the first batch if positions are batch numbers; otherwise None.
+      is_cheap: True if reading the state is fast enough to be done after each batch.
+      problem: A message that explains why the state couldn't be read and how to fix that; None if there is no problem.
     """
 
     kind: str = ""
@@ -169,15 +169,15 @@ class Source:
         return None
 
     def read_start(self) -> Any:
-        """Returns the encoded state before the first batch; None if reading it is slow and nothing needs it."""
+        """Returns the encoded state before the first batch; None if it isn't needed and would be slow to read."""
         return self.read() if self.is_cheap else None
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
-        """Restores a saved state, and returns the iterator to continue with."""
+        """Restores a saved state and returns the iterator to continue with."""
         raise NotImplementedError
 
     def doubt(self, *, several_passes: bool) -> str | None:
-        """Returns the reason why a resumed run may read batches in a different order, and the fix; None if it won't."""
+        """Explains why a resumed run may change the order of batches, and how to fix that. None if it won't."""
         return None
 
     def first(self) -> types.Batch | None:
@@ -242,8 +242,8 @@ class _Stateful(Source):
 class _TensorFlow(_Stateful):
     """The position of a tf.data iterator, saved as a checkpoint of the iterator.
 
-    The order of the next epoch is determined by the seed generator of the shuffle, which all iterators over a dataset
-    share. Creating an iterator advances this generator. Restoring an iterator sets the generator only while the shuffle
+    The shuffle's seed generator determines the order of the next epoch. All iterators over a dataset share this
+    generator, and creating an iterator advances it. Restoring an iterator restores the generator only if the shuffle
     still has elements. Therefore, the state before the first batch is saved too: restoring an iterator from that state
     resets the generator to where it was at the start of the epoch.
     """
@@ -289,7 +289,7 @@ class _TensorFlow(_Stateful):
 
 
 class _Torch(_Stateful):
-    """The position in a PyTorch loader, whose order depends on PyTorch's random state at the start of the epoch.
+    """The position in a PyTorch loader, whose batch order depends on PyTorch's random state when the epoch starts.
 
     Args:
       loader: The loader.
@@ -318,7 +318,7 @@ class _Torch(_Stateful):
 
     def _go_to(self, state: Any) -> Iterator[types.Batch]:
         state = _with_tensors(state)
-        if "start" not in state:  # An earlier version saved this state.
+        if "start" not in state:  # Saved by an earlier version of jaxloop.
             self._loader.load_state_dict(state)
             return iter(self._loader)
         self._start = state["start"]
@@ -351,7 +351,7 @@ def num_batches(data: Any) -> int | None:
 
 
 def is_endless(data: Any) -> bool:
-    """Returns True if a dataset is known to be endless. A dataset can declare this with an attribute `is_endless`.
+    """Returns True if a dataset is known to be endless. A dataset can declare this with an `is_endless` attribute.
 
     >>> is_endless(itertools.cycle([1])), is_endless([1])
     (True, False)
@@ -361,7 +361,7 @@ def is_endless(data: Any) -> bool:
     if isinstance(data, itertools.cycle | itertools.count):
         return True
     if isinstance(data, itertools.repeat):
-        return operator.length_hint(data, -1) == -1  # Without a number of repetitions, it has no length.
+        return operator.length_hint(data, -1) == -1  # Has a length only with a number of repetitions.
     if library(data) == "tensorflow" and hasattr(data, "cardinality"):
         return int(data.cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
     try:
@@ -432,14 +432,14 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
     return iterator
 
 
-# Parts of a tf.data pipeline that create the iterator of their input immediately, and once per epoch.
+# Parts of a tf.data pipeline that create their input's iterator immediately, and only once per epoch.
 _MADE_AT_ONCE = set("Batch ParallelBatch PaddedBatch Map ParallelMap Prefetch Filter Take Skip Zip Options".split())
-# Parts that may come between a shuffle and a repeat, because their iterators can be saved until the input has ended.
+# Parts that may come between a shuffle and a repeat, because their iterators can be saved until the input ends.
 _SAVED_TO_THE_END = {"Batch", "PaddedBatch", "Map", "Shuffle"}
 
 
 def _random_parts(dataset: Any, above: tuple[str, ...] = ()) -> list[tuple[Any, tuple[str, ...]]]:
-    """Returns the parts of a tf.data pipeline that have a seed, each with the kinds of all parts downstream of it."""
+    """Returns each seeded part of a tf.data pipeline, together with the kinds of all parts downstream of it."""
     found = [(dataset, above)] if hasattr(dataset, "_seed2") else []
     inputs = dataset._inputs() if _has(dataset, "_inputs") else []
     kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
@@ -447,7 +447,7 @@ def _random_parts(dataset: Any, above: tuple[str, ...] = ()) -> list[tuple[Any, 
 
 
 def _reorders(part: Any) -> bool:
-    """Returns True if a part of a tf.data pipeline produces a different order in each epoch."""
+    """Returns True if a part of a tf.data pipeline produces a new order in each epoch."""
     is_shuffle = "Shuffle" in type(part).__name__
     return getattr(part, "_reshuffle_each_iteration", is_shuffle) is not False or bool(
         getattr(part, "_rerandomize", False)
@@ -455,18 +455,18 @@ def _reorders(part: Any) -> bool:
 
 
 def _orders(parts: list[tuple[Any, tuple[str, ...]]]) -> list[tuple[str, ...]]:
-    """Returns the kinds of all parts downstream of each part that produces a different order in each epoch."""
+    """Returns, for each part that produces a new order in each epoch, the kinds of all parts downstream of it."""
     return [above for part, above in parts if _reorders(part)]
 
 
 def _has_one_order_per_epoch(dataset: Any) -> bool:
-    """Returns True if one part of a tf.data pipeline alone sets an epoch's order when its iterator is created."""
+    """Returns True if a single part of a tf.data pipeline determines an epoch's order, at iterator creation."""
     orders = _orders(_random_parts(dataset))
     return len(orders) == 1 and _MADE_AT_ONCE.issuperset(orders[0])
 
 
 def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
-    """Returns the reason why a tf.data pipeline may change its order after a resume, and the fix; None if it won't."""
+    """Explains why a tf.data pipeline may change its order after a resume, and how to fix that. None if it won't."""
     parts = _random_parts(dataset)
     orders = _orders(parts)
     repeats = [above[above.index("Repeat") + 1 :] for above in orders if "Repeat" in above]
@@ -489,7 +489,7 @@ def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
 
 
 def reshuffles(dataset: Any) -> bool:
-    """Returns True if a dataset is a tf.data pipeline that is reshuffled each time it is iterated over."""
+    """Returns True if a dataset is a tf.data pipeline that reshuffles each time it is iterated over."""
     dataset = getattr(dataset, "_data", dataset)
     return library(dataset) == "tensorflow" and any(_reorders(part) for part, _ in _random_parts(dataset))
 
@@ -507,7 +507,7 @@ def _is_loader(dataset: Any) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Returns a list of a loader and all samplers in it, without duplicates."""
+    """Returns a loader and all samplers in it, without duplicates."""
     found, more = {}, [loader]
     while more:
         part = more.pop(0)
@@ -560,7 +560,7 @@ def _set_random_state(loader: Any, state: Any) -> None:
 
 @contextlib.contextmanager
 def keeping_random_state(dataset: Any) -> Iterator[None]:
-    """A context manager that restores a PyTorch loader's random state, so that an evaluation doesn't change it."""
+    """A context manager that restores a PyTorch loader's random state on exit, so that evaluations don't change it."""
     loader = getattr(dataset, "_data", dataset)
     state = random_state(loader)
     try:
@@ -604,7 +604,7 @@ def name_of(dataset: Any) -> str:
 
 
 def fork_warning(data: Any) -> str | None:
-    """Returns a warning, with the fix, if a PyTorch loader forks its worker processes; otherwise None."""
+    """Returns a warning that suggests a fix if a PyTorch loader forks its worker processes; otherwise None."""
     loader = _innermost(data)
     if not _is_loader(loader) or not getattr(loader, "num_workers", 0):
         return None
@@ -628,7 +628,7 @@ _REMEDY = (
 
 
 def is_function(data: Any) -> bool:
-    """Returns True if `data` is a function that returns a dataset: it is callable, but not iterable itself.
+    """Returns True if `data` is a function that returns a dataset, that is, if it is callable but not iterable.
 
     >>> is_function(lambda: []), is_function([])
     (True, False)
@@ -655,7 +655,7 @@ def check_is_dataset(data: Any) -> None:
 
 
 def check_format(data: Any) -> None:
-    """Raises a `TypeError` if `data` is a Hugging Face dataset in a format whose rows are not arrays or tensors."""
+    """Raises a `TypeError` if `data` is a Hugging Face dataset in a format whose rows aren't arrays or tensors."""
     if not is_hugging_face(data):
         return
     formatting = getattr(data, "_formatting", None)  # The format of an `IterableDataset`.

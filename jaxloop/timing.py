@@ -124,8 +124,8 @@ class Stopwatch:
         self.first_step: Any = None
         """`state.step` after the first dispatch of the newest program. Once it is ready, the program has run."""
         self.secs_reading: float = 0.0
-        """In a multi-process job, the seconds that this process has spent reading its own data, without waiting for the
-        others."""
+        """In a multi-process job, the seconds that this process has spent reading its own data, not counting the time
+        spent waiting for the others."""
 
     @property
     def kind(self) -> str | None:
