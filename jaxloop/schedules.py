@@ -358,7 +358,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times, ignoring Nones, which mean never; None if all are None."""
+    """Returns the smallest of several steps or times. None means never and is ignored, unless all are None."""
     return min((each for each in found if each is not None), default=None)
 
 

@@ -49,7 +49,7 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
 
 
 def is_sealed(directory: epath.PathLike) -> bool:
-    """Returns whether a directory contains a seal, even if the seal is damaged."""
+    """Returns whether a directory contains a seal, which may be damaged."""
     return (epath.Path(directory) / NAME).exists()
 
 

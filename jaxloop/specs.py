@@ -1,4 +1,4 @@
-"""The arguments of an experiment: its length, its evaluations and its checkpoints."""
+"""The arguments of an experiment: its length, evaluations and checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ class EvalContext:
 
     Attributes:
       is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
-      step_num: The number of completed updates in the state to evaluate.
+      step_num: The number of updates that have been applied to the state to evaluate.
       loop_count: The number of completed train loops; in continuous evaluation, the number of evaluated checkpoints.
     """
 
@@ -42,13 +42,14 @@ class EvalSpec:
 
     Attributes:
       dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from the start.
-      dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches.
+      dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches from
+        it.
       num_steps: The number of batches to evaluate; None for all.
       eval_loop_interval: The number of train loops between evaluations; None to evaluate after each loop. Ignored in
         continuous evaluation.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
         the evaluation is due.
-      interval: When to evaluate, like the `interval` of an action: an int, which means the same as
+      interval: When to evaluate, in the same form as an action's `interval`: an int, which counts train loops like
         `eval_loop_interval`, or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is
         exact to the step, even inside a train loop. Ignored if there is no train loop.
       name: The name of this evaluation in the history, and the prefix of its metrics, as in `test/accuracy`. If several
@@ -85,19 +86,19 @@ class EvalSpec:
 
     @property
     def when_due(self) -> int | Schedule:
-        """The interval between evaluations during training: a schedule, or a number of train loops."""
+        """The interval of the evaluation during training: a schedule or a number of train loops."""
         return self.interval if self.interval is not None else self.eval_loop_interval or 1
 
     @property
     def when(self) -> str:
-        """The argument that decides when to evaluate, formatted for messages."""
+        """The argument that determines when to evaluate, formatted for messages."""
         if self.interval is not None:
             return f"interval={self.interval!r}"
         is_by_fn = self.eval_loop_interval is None and self.should_eval_fn is not None
         return "should_eval_fn" if is_by_fn else f"eval_loop_interval={self.eval_loop_interval}"
 
     def empty(self) -> ValueError:
-        """Returns the error to raise if the dataset of an evaluation is empty."""
+        """Returns the error to raise if the evaluation's dataset is empty."""
         used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
             "An eval dataset yielded no batch. "
@@ -122,12 +123,12 @@ class CheckpointSpec:
 
     Attributes:
       checkpoint_dir: The directory, which contains one subdirectory per checkpoint, named after the step.
-      iterate_interval_secs: In continuous evaluation, the number of seconds between searches for new checkpoints.
+      iterate_interval_secs: In continuous evaluation, the time between searches for new checkpoints, in seconds.
       iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
         default checks whether the directory contains the file `STOPPED`, which a training run writes when it is done.
       transforms: New names for saved leaves; see `Step.restore_model`.
-      restore_data: Whether to continue a resumed run at the saved position in its training dataset. Pass False for a
-        different dataset, or for an iterator that is already at the right position.
+      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
+        dataset is a different one, or an iterator that is already at the right position.
     """
 
     checkpoint_dir: epath.PathLike
@@ -149,7 +150,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs with distinct names: a number is added to repeated default names.
+    """Returns the specs with distinct names, by adding a number to repeated default names.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -162,7 +163,7 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
 
 
 def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
-    """Returns the number of evaluations in `train_loops` train loops, or None if it depends on anything else."""
+    """Returns the number of evaluations in `train_loops` train loops, or None if it can't be known in advance."""
     if isinstance(spec.when_due, Schedule) or spec.should_eval_fn is not None:
         return None
     return train_loops // spec.when_due
@@ -182,7 +183,7 @@ class RunSpec:
     on_exhausted: str = "stop"
 
     def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
-        """Yields the errors in these arguments, given the train step and the number of eval loops of an `OuterLoop`."""
+        """Yields the errors in these arguments, for an `OuterLoop` with this train step and number of eval loops."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
@@ -242,7 +243,7 @@ class RunSpec:
 
     @property
     def data(self) -> Any:
-        """The training dataset or, if there is none, an infinite iterable that yields None for each batch."""
+        """The training dataset; if there is none, an endless dataset in which every batch is None."""
         return NO_DATA if self.train_dataset is None else self.train_dataset
 
     @property
@@ -257,7 +258,7 @@ class RunSpec:
         return "the end of the dataset" if end is None else end
 
     def ends_loop(self, step_num: int) -> bool:
-        """Returns whether a loop is certain to end after this step."""
+        """Returns whether a loop is sure to end after this step."""
         is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
         return is_multiple or step_num == self.total_steps
 
@@ -278,7 +279,7 @@ class RunSpec:
         return min(limits, default=None)
 
     def description(self) -> list[str]:
-        """Returns lines that describe the run. They must be the same in all processes of a job."""
+        """Returns lines of text that describe the run, which must be the same in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),

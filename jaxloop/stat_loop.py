@@ -14,7 +14,7 @@ from jaxloop.step import Step
 STAT_NUM_PARAMS = "jaxloop/num_params"
 """The number of parameters."""
 STAT_NUM_FLOPS = "jaxloop/num_flops"
-"""Floating-point operations of one `run`, on all devices together; see `Step.compute_num_flops`."""
+"""Floating-point operations in one call to `run`, across all devices; see `Step.compute_num_flops`."""
 STAT_MFU = "jaxloop/model_flops_utilization"
 """Achieved FLOPs per second, as a fraction (0 to 1) of the devices' peak. See `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
@@ -24,11 +24,11 @@ STAT_BEGIN_TIME = "jaxloop/begin_time"
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
 """Seconds from the loop's construction to the end of this call."""
 STAT_LOOP_TIME_SECS = "jaxloop/loop_time_secs"
-"""Duration of this call in seconds, until the devices finish; for an action, seconds since its last call."""
+"""Seconds from the start of this call until the devices finish; for an action, seconds since its previous call."""
 STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
-"""Steps per second of training, which excludes evaluations and checkpoints."""
+"""Steps per second of training time, which excludes evaluations and checkpoints."""
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
-"""Examples per second of training."""
+"""Examples per second of training time."""
 STAT_DATA_TIME_SECS = "jaxloop/data_time_secs"
 """The part of `STAT_LOOP_TIME_SECS` spent waiting for batches."""
 STAT_DEVICE_TIME_SECS = "jaxloop/device_time_secs"
@@ -40,11 +40,11 @@ STAT_EVAL_TIME_SECS = "jaxloop/eval_time_secs"
 STAT_CHECKPOINT_TIME_SECS = "jaxloop/checkpoint_time_secs"
 """The part of `STAT_LOOP_TIME_SECS` during which saves blocked the loop."""
 STAT_SLOWEST_PROCESS = "jaxloop/slowest_process"
-"""The index of the process that has spent the most time on its data and actions; only in multi-process training."""
+"""The index of the process that has spent the most time on data and actions; only in multi-process training."""
 STAT_SLOWEST_PROCESS_SECS = "jaxloop/slowest_process_secs"
-"""Seconds by which the slowest process exceeds the mean of the others, which have to wait for it."""
+"""Seconds that the slowest process has spent beyond the mean of the others, which have to wait for it."""
 
-# These are the default, because they cost nothing.
+# These are the default, because computing them takes almost no time.
 DEFAULT_STATS = (
     STAT_NUM_PARAMS,
     STAT_LIFE_TIME_SECS,
@@ -70,8 +70,8 @@ class Statistics:
     Args:
       step: The step of the loop.
       stopwatch: The stopwatch that counts the steps of the loop and tracks how its time is spent.
-      names: The names of the statistics to return; None for `DEFAULT_STATS`.
-      global_batch_size: The number of examples in a batch; None to count them.
+      names: The names of the statistics to return; `DEFAULT_STATS` if None.
+      global_batch_size: The number of examples in a batch. If None, the examples are counted.
 
     Attributes:
       peak_flops_per_sec: See `StatLoop`.
@@ -97,7 +97,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the callbacks to call with each batch: none, unless a batch must be kept to count the FLOPs."""
+        """Returns callbacks to call with each batch. The list is empty unless a batch is needed to count the FLOPs."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -110,7 +110,7 @@ class Statistics:
 
         Args:
           state: The state at the end of the interval.
-          spent: The time report for the interval; None to use the time since `begin_loop`.
+          spent: The time report for the interval. If None, the interval began at `begin_loop`.
           updates: The number of updates per batch. Each update counts as a step.
         """
         step, begin_time = self._step, self._begin[0]
@@ -142,7 +142,7 @@ class Statistics:
         return {name: stats[name] for name in self._names if stats.get(name) is not None}
 
     def _slowest_process(self) -> dict[str, float]:
-        """Returns the `PROCESS_STATS` if they were chosen and all processes call this; otherwise an empty dict."""
+        """Returns the `PROCESS_STATS` if they were chosen and all processes call this method; otherwise {}."""
         if set(PROCESS_STATS).isdisjoint(self._names) or not agreement.is_shared(self._step.partitioner.mesh):
             return {}
         own = self._stopwatch.secs_reading + self._stopwatch.spent().actions
@@ -183,11 +183,12 @@ class StatLoop(Loop):
 
     Args:
       step: The step to run on each batch.
-      stat_names: The names of the statistics to add; an empty list to add none. None for `DEFAULT_STATS`, which are the
-        number of parameters, the total times, and the speed. `ALL_STATS` adds the time report, the slowest process, the
-        FLOPs and their utilization, and the times at which the loop was created and the call began. Counting the FLOPs
-        traces the step one more time.
-      global_batch_size: The number of examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
+      stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: the number of parameters, the
+        total times, and the speed. If empty, nothing is added. `ALL_STATS` also contains the time report, the slowest
+        process, the FLOPs and their utilization, and the times at which the loop was created and the call began.
+        Counting the FLOPs traces the step one more time.
+      global_batch_size: The number of examples in a batch, for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
+        counted.
       clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: See `Loop`.
     """
@@ -209,7 +210,7 @@ class StatLoop(Loop):
     def peak_flops_per_sec(self) -> float | None:
         """The peak FLOPs per second of one device, for `STAT_MFU`. Set it if jaxloop doesn't know your device.
 
-        None to use the bfloat16 peak of the device, which is known for many GPUs and TPUs.
+        If None, the device's bfloat16 peak is used, which is known for many GPUs and TPUs.
         """
         return self._statistics.peak_flops_per_sec
 

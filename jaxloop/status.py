@@ -1,4 +1,4 @@
-"""The status of a run, based on the files in its work directory."""
+"""The status of a run, as determined from the files in its work directory."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from jaxloop.history import HISTORY_FILE
 from jaxloop.text import printable
 from jaxloop.timing import duration
 
-_NEWEST_ROWS = 1000  # The newest values are searched for in this many rows.
+_NEWEST_ROWS = 1000  # The number of rows in which to look for the newest values.
 
 
 @final
@@ -25,17 +25,17 @@ class Status:
 
     Attributes:
       workdir: The work directory.
-      state: "running"; "killed"; "silent" if it is unknown which, because the run started on a different host; or the
-        reason why the run ended: "finished", "stopped", "stopped by EarlyStoppingAction", "SIGTERM", "error: ...". "no
-        step was taken" if the last start did not run a step and did not reach `total_steps`.
-      step: The number of completed updates; None if the last start has not reached its first step.
-      total_steps: The planned number of updates; None if only the data or a schedule ends the run.
+      state: "running" or "killed", or "silent" if the run was started on a different host, so that it could be either.
+        If the run has recorded why it ended, that reason: "finished", "stopped", "stopped by EarlyStoppingAction",
+        "SIGTERM", "error: ..."; or "no step was taken" if it finished without running a step or reaching `total_steps`.
+      step: The number of completed updates; None if the run hasn't reached its first step since it was last started.
+      total_steps: The planned number of updates; None if only the data or a schedule determines when the run ends.
       steps_per_sec: The speed between the last two log points; None if unknown.
       secs_left: The estimated time until the end, in seconds; None if unknown.
-      metrics: For each path in the history, the newest value and its step: `{"test.accuracy": (100, 0.9)}`.
+      metrics: For each path in the history, a pair of the step and the newest value: `{"test.accuracy": (100, 0.9)}`.
       checkpoint: The step of the newest checkpoint; None if there is none.
       best_checkpoint: The step of the best checkpoint, if `CheckpointAction(best=...)` keeps one; otherwise None.
-      starts: The number of times that the run was started.
+      starts: The number of times that the run has been started.
       quiet_secs: The time since the last sign of life, in seconds.
     """
 
@@ -72,7 +72,7 @@ class Status:
 
 
 def status(workdir: epath.PathLike) -> Status:
-    """Returns the status of a run in a work directory, during the run or afterwards. Doesn't change any file.
+    """Returns the status of the run in a work directory, during the run or afterwards. Doesn't change any files.
 
     Raises:
       FileNotFoundError: If the directory has no run log.

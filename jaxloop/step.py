@@ -32,7 +32,7 @@ from jaxloop.types import Output as Output
 from jaxloop.types import State as State
 
 NO_OPTIMIZER = optax.identity()
-"""The default of `Step(optimizer=)`: no optimizer. A step with `train=True` and this optimizer logs a warning."""
+"""The default for `Step(optimizer=)`: no optimizer. A step with `train=True` and this optimizer logs a warning."""
 
 
 @final
@@ -61,7 +61,7 @@ class FusingError(ValueError):
 class Step:
     """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass `Step` and implement `run`.
 
-    A loop passes each batch through these four hooks, in this order. The outputs that `run` and `end` return are a dict
+    A loop passes each batch through these four hooks, in this order. `run` and `end` return their outputs as a dict
     with string keys, or None.
 
     Hooks:
@@ -96,42 +96,43 @@ class Step:
     >>> step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
     >>> state, outputs = step(step.initialize_model([1, 3]), batch)
 
-    `call_model` calls either kind of model in the mode of the step, and returns its outputs and the variables that the
-    call changed, such as batch statistics. `update_variables` stores them in the state.
+    `call_model` calls either kind of model, in training mode if the step trains. It returns the model's outputs and the
+    variables that the call changed, such as batch statistics. `update_variables` stores them in the state.
 
     The state may be any pytree with an int32 `step`. To add fields to it, such as the state of a second optimizer for a
     GAN, override `make_state` and return a subclass of `TrainState`.
 
     Args:
       base_prng: A key, or a dict of keys, from which all other keys are derived: `initialize_model` uses it unchanged,
-        and `prng_key(step)` folds the step in. Keys may be old-style or typed.
-      model: An NNX module or its class, or a Linen module. The variables of an NNX module are copied into each initial
+        and `prng_key(step)` folds in the step. Keys may be old-style or typed.
+      model: An NNX module or class, or a Linen module. The variables of an NNX module are copied into each initial
         state; the module itself never changes. If a class is passed, the step constructs the module with
         `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. Pass
-        None if your override of `make_state` needs no model.
+        None if your override of `make_state` doesn't need a model.
       optimizer: An Optax transformation, which becomes `state.tx`.
-      partitioner: Decides where the state and the batches live.
-      train: True for a step that trains, which also needs an optimizer. `run` can read this as `self.train`.
+      partitioner: The partitioner, which decides where the state and the batches live.
+      train: True for a step that trains; such a step also needs an optimizer. `run` can read this as `self.train`.
       should_shard_batch: False if `begin` already places the batch on the devices.
-      nnx_model_args: Positional arguments for an NNX class; an empty tuple if the class takes none.
+      nnx_model_args: Positional arguments for an NNX class; an empty tuple if there are none.
       begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts the steps within
-        the loop. A schedule counts the steps of the run: `at(100)` fires at the update that makes `state.step` 100.
+        the loop. A schedule counts the steps of the run: `at(100)` fires at the update that increases `state.step` to
+        100.
       end_actions: Actions that are called after `end`, with the outputs of the step. Their intervals work the same way.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
       ValueError: If `nnx_model_args` are missing for an NNX class, or are given with any other model.
-      TypeError: If there is an unknown keyword and the model is not an NNX class.
+      TypeError: If there are unknown keywords and the model is not an NNX class.
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of batch shapes in training. `run` is compiled for each; one more raises an error."""
+    """The maximum number of batch shapes in training. `run` is compiled for each shape. More shapes raise an error."""
 
     updates_per_step: int = 1
     """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
 
-    All step counts are counts of updates: `state.step`, `num_steps`, `train_total_steps`, schedules and the names
-    of checkpoints. With `updates_per_step = 16`, each batch advances them by 16, and totals must be multiples of 16.
+    All steps are counted in updates: `state.step`, `num_steps`, `train_total_steps`, schedules and checkpoint names.
+    With `updates_per_step = 16`, each batch advances them by 16, and totals must be multiples of 16.
     """
 
     def __init__(
@@ -209,8 +210,9 @@ class Step:
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         """Computes `(state, outputs)` from one batch. This method is compiled, so it must be pure.
 
-        In training, `run` adds `updates_per_step` (1 by default) to `state.step`. An output with "loss" in its name and
-        one float per example is replaced by its mean. To keep the values, wrap them in `MetricWithMetadata`.
+        In training, `run` must add `updates_per_step` (1 by default) to `state.step`. If an output's name contains
+        "loss" and its value has one float per example, the value is replaced by its mean. To keep the individual
+        values, wrap them in `MetricWithMetadata`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
@@ -222,7 +224,7 @@ class Step:
         """Returns the number of examples in a batch from the dataset. Means are weighted by this number.
 
         By default, this is the length of the leading axis. Override the method if batches are padded, or if the leading
-        axes of the leaves differ. It may return any non-negative whole number: an int, a float, or an array with one
+        axes of the leaves differ. It may return any non-negative whole number, as an int, a float, or an array with one
         element.
         """
         count = checks.num_examples(batch)
@@ -254,7 +256,7 @@ class Step:
         """Makes the initial state, at step 0. This method must be pure, because `initialize_model` compiles it.
 
         Override it to add fields to the state. Create optimizers once, in `__init__`: they are static fields of the
-        state, and two Optax transformations never compare equal.
+        state, and separately created Optax transformations never compare equal.
 
         >>> class Averaged(types.TrainState):
         ...     average: Any = None
@@ -289,14 +291,14 @@ class Step:
         )
 
     def initialize_model(self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any) -> Any:
-        """Makes the initial state and places it on the devices, using the partitioner.
+        """Makes the initial state, and places it on the devices with the partitioner.
 
         Args:
-          spec: The spec of the model's input: a float32 shape (`[1, 28, 28, 1]`), a `(shape, dtype)` pair, or dicts,
-            lists and named tuples of these. The model is initialized with arrays of ones. Arrays and keys in the spec
-            are passed to the model unchanged. For a model with several inputs, pass either a list of specs by position
-            (`[[1, 64], key]`) or a dict by name (`{"x": [1, 64], "key": key}`). Unused if the model is an NNX module or
-            None.
+          spec: The spec of the model's input: a shape such as `[1, 28, 28, 1]` (with dtype float32), a `(shape, dtype)`
+            pair, or dicts, lists and named tuples of these. The model is initialized with arrays of ones, but arrays
+            and keys in the spec are passed to it unchanged. For a model with several inputs, pass either a list of
+            specs by position (`[[1, 64], key]`) or a dict of specs by name (`{"x": [1, 64], "key": key}`). Ignored if
+            the model is an NNX module or None.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments for `model.init` (Linen) or for the constructor (NNX).
 
@@ -322,18 +324,18 @@ class Step:
         step: int | None = None,
         transforms: Mapping[str, str] | None = None,
     ) -> Any:
-        """Restores a state from a checkpoint, with the shardings of `state`. The given `state` stays usable.
+        """Restores a state from a checkpoint, with the shardings of `state`. The given `state` remains usable.
 
         This method reads checkpoints saved by a `CheckpointAction`, or by an Orbax `CheckpointManager` with
         `PyTreeSave`.
 
         Args:
-          state: A state with the structure, shapes and dtypes that were saved. If only the optimizer differs, or if the
-            state has no optimizer, the given `opt_state` is kept and a message is logged.
-          checkpoint_dir: The directory with one subdirectory per step. If it contains no checkpoint, `restore_model`
-            logs this and returns `state` unchanged.
-          step: The step of the checkpoint; None for the newest undamaged checkpoint. Damaged checkpoints are skipped
-            with a warning.
+          state: A state with the structure, shapes and dtypes that were saved. If only the optimizer differs, or if
+            `state` has no optimizer, the given `opt_state` is kept and a message is logged.
+          checkpoint_dir: The directory with one subdirectory per step. If it contains no checkpoints, `restore_model`
+            logs a message and returns `state` unchanged.
+          step: The step of the checkpoint. If None, the newest undamaged checkpoint is restored; a warning is logged
+            for each damaged checkpoint that is skipped.
           transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in `state`:
             `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
 
@@ -353,7 +355,7 @@ class Step:
         return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms, any_optimizer=True)
 
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
-        """Returns the state that `initialize_model` would make, as shapes and dtypes only, without allocating memory.
+        """Returns the shapes and dtypes of the state that `initialize_model` would make, without allocating memory.
 
         `compile` and `partitioner.report` accept the result instead of a state.
 
@@ -387,9 +389,9 @@ class Step:
         a step: ... FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
 
         Args:
-          state: A state, or the result of `abstract_state`, which takes up no memory.
-          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for this batch, and the
-            cost of the step is added to the table.
+          state: A state, or the result of `abstract_state`, which doesn't take up memory.
+          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for this batch, and its
+            cost is added below the table.
         """
         layout = self._partitioner.report(state)
         lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
@@ -398,25 +400,25 @@ class Step:
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters that `jaxloop.export` uses. A `LossStep` also uses them in evaluations."""
+        """Returns the parameters that `jaxloop.export` exports and, for a `LossStep`, the ones that evaluations use."""
         return state.params
 
     def call_model(
         self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
     ) -> tuple[Any, Any]:
-        """Calls a model of any supported kind inside a compiled function; see `jaxloop.models.forward`.
+        """Calls a model of any supported kind from within a compiled function; see `jaxloop.models.forward`.
 
         Args:
           state: The state.
           params: The parameters to use, for example the ones being differentiated.
           inputs: The input of the model.
           train: Whether to call the model in training mode; None for `self.train`.
-          keys: The PRNG keys, for dropout for example, such as `self.prng_key(state.step)`. NNX models have their own
+          keys: The PRNG keys, such as `self.prng_key(state.step)`, for example for dropout. NNX models have their own
             keys.
 
         Returns:
-          `(outputs, updates)`. `updates` contains the variables that the forward pass changed, for
-          `state.update_variables`; None if no variables changed.
+          `(outputs, updates)`. `updates` contains the variables that the forward pass changed, or is None if there are
+          none. Pass it to `state.update_variables`.
         """
         return models.forward(state, params, inputs, train=self._train if train is None else train, rngs=keys)
 
@@ -425,13 +427,14 @@ class Step:
         return sum(leaf.size for leaf in jax.tree.leaves(getattr(state, "params", None)))
 
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float:
-        """Returns the number of floating-point operations (FLOPs) in one call to `run`, on all devices together.
+        """Returns the number of floating-point operations (FLOPs) in one call to `run`, across all devices.
 
-        A multiply-add in a matrix product or convolution counts as two operations, and other arithmetic on floats as
-        one per element. The body of a scan counts once per iteration, and that of a `while` loop once.
+        A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
+        counts as one per element. The body of a scan is counted once per iteration, but the body of a `while` loop only
+        once.
 
-        The batch passes through the hooks before `run`, and `run` is traced but not executed. The state stays usable.
-        Both arguments may be abstract; see `compile`.
+        The batch passes through the hooks that precede `run`, and `run` is traced but not executed. The state remains
+        usable. Both arguments may be abstract; see `compile`.
         """
         state, batch = self._in_shapes(state, batch)
         compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
@@ -449,7 +452,7 @@ class Step:
         steps_per_dispatch: int = 1,
         **jit_kwargs: Any,
     ) -> None:
-        """Compiles `run` ahead of time for the given shapes, so that the first step doesn't compile.
+        """Compiles `run` ahead of time for the given shapes, so that the first step doesn't have to.
 
         Calling this method is optional. `Loop.compile` compiles everything that a loop needs.
 
@@ -460,11 +463,12 @@ class Step:
         True
 
         Args:
-          state: The state, which stays usable, or the result of `abstract_state`. None to set the arguments of
-            `jax.jit` without compiling.
-          batch: A batch from the dataset; or its shapes, as `jax.ShapeDtypeStruct`s or as a spec (see
-            `initialize_model`). With shapes, the hooks before `run` receive zeros that take no memory.
-          evaluates: Whether to compile `run` for `evaluate`, which makes no update.
+          state: The state, which remains usable, or the result of `abstract_state`. If None, the arguments of `jax.jit`
+            are set, but nothing is compiled.
+          batch: A batch from the dataset, or its shapes, given as `jax.ShapeDtypeStruct`s or as a spec (see
+            `initialize_model`). If shapes are given, the hooks that precede `run` receive zeros that don't take up
+            memory.
+          evaluates: Whether to compile `run` for `evaluate`, which doesn't update the state.
           steps_per_dispatch: The number of steps in one dispatch.
           **jit_kwargs: Arguments for `jax.jit`, which replace those of the partitioner. Passing any of them discards
             everything compiled so far.
@@ -485,7 +489,8 @@ class Step:
             self._num_flops = self._cost.flops
 
     def _in_shapes(self, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
-        """Passes a batch through the hooks before `run`. Returns the state (or its shapes) and the batch's shapes."""
+        """Passes a batch through the hooks before `run` is called. Returns the state (or its shapes) and batch
+        shapes."""
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
         state = self._as_after_first_step(state) if is_abstract else self.prepare_state(state)
         state, batch = self.before_run(state, models.example_batch(batch))
@@ -494,7 +499,7 @@ class Step:
         return state, jax.tree.map(models.shape_of_array, batch)
 
     def _as_after_first_step(self, shapes: Any) -> Any:
-        """Returns the shapes with the layout of a state during a run, so that jit reuses the compiled function."""
+        """Returns the shapes with the layout that states have in a run, so that jit reuses the compiled function."""
         if self._partitioner.mesh is not None or self._is_moved:
             return shapes
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
@@ -561,21 +566,22 @@ class Step:
     def cost_analysis(
         self, state: Any = None, batch: types.BatchSpec = None, *, topology: str | None = None
     ) -> cost.Cost:
-        """Returns the FLOPs and the memory of a compiled step.
+        """Returns the FLOPs and the memory usage of a compiled step.
 
         If you pass a state and a batch, the step is compiled for them. Otherwise, the result describes the most recent
         call to `compile`.
 
         Args:
           state: See `compile`.
-          batch: See `compile`. With a topology, the global batch of all devices.
-          topology: The TPUs to compile for, such as "v5e:16x16". This machine doesn't need to have them. The data axis
-            of the partitioner is resized to use all of them. None for the devices of the step's partitioner.
+          batch: See `compile`. If a topology is given, this is the global batch for all of its devices.
+          topology: The TPUs to compile for, such as "v5e:16x16". This machine doesn't need to have them. The
+            partitioner's data axis is resized to use all of them. If None, the devices of the step's partitioner are
+            used.
 
         Raises:
-          jaxloop.cost.DeviceMemoryError: If the step needs more memory than a device of the topology has.
-          ImportError: If a topology is given, but libtpu is not installed.
-          ValueError: If no state is given and `compile` was not called, or if the topology doesn't exist.
+          jaxloop.cost.DeviceMemoryError: If the step needs more memory than a device in the topology has.
+          ImportError: If a topology is given but libtpu is not installed.
+          ValueError: If no state is given and `compile` hasn't been called, or if the topology doesn't exist.
         """
         if topology is not None:
             there = self.moved_to(topologies.devices_of(topology))
@@ -594,18 +600,19 @@ class Step:
         return moved
 
     def largest_batch(self, state: Any, batch: types.BatchSpec, topology: str | None = None) -> int:
-        """Returns the largest number of rows per device with which a training step fits in device memory.
+        """Returns the largest per-device batch size (in rows) for which a training step fits in device memory.
 
-        It finds this number by bisection, compiling the step for each batch size that it tries. Nothing is allocated.
+        Searches by bisection, compiling the step for each batch size that it tries. Nothing is allocated on the
+        devices.
 
         Args:
           state: The state, or its shapes from `abstract_state`.
           batch: A batch or its shapes; see `compile`. The size of its leading axis doesn't matter.
-          topology: See `cost_analysis`. None to use the devices of the step's partitioner, which must report their
-            memory.
+          topology: See `cost_analysis`. If None, the devices of the step's partitioner are used, which must report
+            their memory.
 
         Returns:
-          The number of rows, at most 2**20; 0 if not even one row fits.
+          The number of rows per device, at most 2**20; 0 if not even one row fits.
 
         Raises:
           ValueError: If the memory of the devices is unknown.
@@ -648,12 +655,12 @@ class Step:
         return self._partitioner.shard_batch(batch) if self._should_shard_batch else batch
 
     def prepare_state(self, state: Any) -> Any:
-        """Converts a state to the form that `run` needs: all leaves are arrays on the devices of the partitioner.
+        """Converts a state to the form that `run` needs, with all leaves as arrays on the partitioner's devices.
 
-        The state that this step last returned or prepared is not checked again.
+        If the state is the one that this step last returned or prepared, it isn't checked again.
 
         Raises:
-          ValueError: If the state was donated to an earlier call. (On several CPU devices, using such a state would
+          ValueError: If the state was donated to an earlier call. (With several CPU devices, using such a state would
             crash the process.)
         """
         self._rescued_state = None
@@ -680,11 +687,11 @@ class Step:
         Args:
           state: The train state.
           batch: A host batch.
-          per_loop_step_number: The number of steps before this one in the loop, for the intervals of the step's
-            actions.
-          log_num_flops: Whether to log the FLOPs of `run`. They are logged only once.
-          elapsed: The progress of the run after this step, for the schedules of the step's actions. If None, the
-            schedules count the steps within the loop.
+          per_loop_step_number: The number of steps before this one in the loop. The intervals of the step's actions
+            depend on it.
+          log_num_flops: Whether to log the FLOPs of `run`, unless they have already been counted.
+          elapsed: The progress of the run after this step, which is passed to the schedules of the step's actions. If
+            None, the schedules count the steps within the loop.
 
         Returns:
           `(state, outputs)`. The outputs are still on the devices.
@@ -709,7 +716,7 @@ class Step:
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
         """Describes any host code that must run at each step and therefore prevents a loop from fusing its steps.
 
-        Returns None if there is no such code.
+        Returns None if there isn't any such code.
 
         Args:
           evaluates: Whether to describe the code for evaluations rather than for training.
@@ -737,7 +744,7 @@ class Step:
         return self._has_own("begin")
 
     def check_batches(self, *batches: types.Batch) -> int:
-        """Checks the shapes of training batches that are ready for `run`, and returns the number of rows in each batch.
+        """Checks the shapes of training batches that are ready for `run`, and returns the number of rows per batch.
 
         Args:
           *batches: One or more batches, all with the same structure, shapes and dtypes.
@@ -747,7 +754,7 @@ class Step:
 
     @property
     def watch(self) -> nonfinite.Watch | None:
-        """The current check for non-finite values, set by `watched`; None for no check."""
+        """The current check for non-finite values, set by `watched`; None if nothing is checked."""
         return self._watch
 
     @contextlib.contextmanager
@@ -755,7 +762,7 @@ class Step:
         """A context manager that makes the step use a loop's non-finite check and stopwatch.
 
         Args:
-          watch: The check for non-finite values, which follows the loop's `nan_policy`; None for no check.
+          watch: The check for non-finite values, which follows the loop's `nan_policy`; None to check nothing.
           stopwatch: The stopwatch of the loop, which times compilations; None to keep the current stopwatch.
         """
         before = self._watch, self._stopwatch
@@ -766,9 +773,9 @@ class Step:
             self._watch, self._stopwatch = before
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
-        """Passes one batch through the hooks and donates the state, like `__call__`, but calls no actions.
+        """Passes one batch through the hooks and donates the state, like `__call__`, but doesn't call any actions.
 
-        With `eagerly=True`, `run` is not compiled, and the state stays usable.
+        With `eagerly=True`, `run` is not compiled, and the state remains usable.
         """
         state, batch = self.before_run(self.prepare_state(state), batch)
         if eagerly:  # Otherwise, operations between NumPy arrays would run in NumPy instead of JAX.
@@ -778,11 +785,11 @@ class Step:
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
-        """Recreates the state that `initialize_model` last returned; None if that method was never called."""
+        """Recreates the state that `initialize_model` last returned. Returns None if that method was never called."""
         return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
-        """Passes one batch through the hooks and returns only the outputs. The state is unchanged and stays usable.
+        """Passes one batch through the hooks and returns only the outputs. The state doesn't change and remains usable.
 
         If the rows of the batch can't be divided evenly among the devices, the batch is replicated.
         """
@@ -797,20 +804,21 @@ class Step:
         """Prepares the step for an evaluation. Called before the first batch."""
 
     def filler(self) -> Callable[[int], None] | None:
-        """Returns a function that sets the size to which to pad short batches; None if the step can't pad."""
+        """Returns a function that sets the size to which short batches are padded; None if the step can't pad."""
         return None
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
         """Places a batch on the devices with `shard_batch`.
 
-        An evaluation replicates a batch that can't be divided evenly, unless `shard_batch` is overridden.
+        In an evaluation, a batch that can't be divided evenly among the devices is replicated, unless `shard_batch` is
+        overridden.
         """
         if evaluates and self._should_shard_batch and not self._has_own("shard_batch"):
             return self._partitioner.shard_short_batch(batch)
         return self.shard_batch(batch)
 
     def place_stacked(self, batches: types.Batch) -> types.Batch:
-        """Places several batches, already stacked along a new leading axis, on the devices."""
+        """Places several batches on the devices. They must already be stacked along a new leading axis."""
         return self._partitioner.shard_stacked_batches(batches) if self._should_shard_batch else batches
 
     def _is_known(self, state: Any) -> bool:
@@ -820,7 +828,7 @@ class Step:
         return leaf is not None and not leaf.is_deleted()
 
     def remember(self, state: Any) -> None:
-        """Records the newest state that this step returned, so that `prepare_state` doesn't check it again."""
+        """Records the last state that this step returned, so that `prepare_state` doesn't check it again."""
         # Compares by identity: `state.replace(...)` makes a new object, which may contain a donated leaf.
         leaf = checks.donated_leaf(state) if hasattr(state, "step") else None
         self._known_state, self._known_leaf = (_NOTHING, _NOTHING) if leaf is None else map(weakref.ref, (state, leaf))
@@ -853,7 +861,7 @@ class Step:
         return compiled.leave(carry), outputs
 
     def explain(self, error: Exception, batch: types.Batch) -> None:
-        """Adds a note about the batch to a step's error. Raises a different error if the batch is invalid."""
+        """Adds a note about the batch to a step's error. If the batch is invalid, raises a different error instead."""
         if isinstance(error, TypeError | ValueError):
             checks.check_batch(batch)
         if batch is None:
@@ -888,7 +896,7 @@ class Step:
         return self._reported(checks.check_run(self.run(state, batch), f"{type(self).__name__}.run")[1], batch)
 
     def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
-        """Converts the outputs of `run` to the form in which they are reported."""
+        """Converts the outputs of `run` to the form in which loops report them."""
         if not outputs:
             return outputs
         is_padded = checks.is_user_defined(self, "num_examples")  # The arrays may contain rows that don't count.
@@ -988,13 +996,13 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
 
 
 def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
-    """Copies outputs that are leaves of the state, because the next step donates the state before they are read."""
+    """Copies outputs that are leaves of the state, because the next step would donate them before they are read."""
     donated = {id(leaf) for leaf in jax.tree.leaves(state)}
     return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in donated else leaf, outputs)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Returns the largest number from 1 to `most` that fits, given that all smaller ones do; 0 if there is none.
+    """Returns the largest number from 1 to `most` that fits, assuming that all smaller ones fit too; 0 if none fits.
 
     >>> _largest(lambda number: number <= 11, 100)
     11

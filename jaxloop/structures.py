@@ -1,8 +1,8 @@
-"""The structures of pytrees, including the classes of their nodes.
+"""Compares the structures of pytrees, including the classes of their nodes.
 
 JAX considers two structures equal if they differ only in the class of a dataclass with the same fields. Some versions
 of JAX use this equality to look up functions compiled by `jax.jit`, so they may call a function that was compiled for a
-different class. The hashes of the two structures differ, so this module also compares the hashes.
+different class. The two structures have different hashes, so this module also compares the hashes.
 """
 
 import functools
@@ -26,7 +26,7 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of a pytree, and a key that identifies its structure as in `are_alike`.
+    """Returns the leaves of a pytree, and a key that is equal for two pytrees only if they are alike; see `are_alike`.
 
     The last item of the key is the `PyTreeDef`.
     """
@@ -43,7 +43,7 @@ class PerStructure:
     """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: A function that creates and jits the function for one structure. Each call must return a new one.
+      compile: A function that creates and jits the function for one structure. Each call must return a new function.
 
     >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
@@ -58,7 +58,7 @@ class PerStructure:
         return self.of(*args)(*args)
 
     def of(self, *args: Any) -> Any:
-        """Returns the function for the structure of these arguments."""
+        """Returns the function to call with arguments of this structure."""
         return self._of(jax.tree.structure(args))
 
     def trace(self, *args: Any) -> jax.stages.Traced:

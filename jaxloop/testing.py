@@ -1,4 +1,4 @@
-"""A test helper that verifies that a run of your step, dataset and actions can be killed and resumed.
+"""A test helper that checks whether a run of your step, dataset and actions can be killed and resumed.
 
 Not imported by `import jaxloop`: write `from jaxloop import testing`.
 """
@@ -31,11 +31,11 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
     """Kills a run at each of the given steps, resumes it, and compares it bit by bit with an uninterrupted run.
 
     Each run is a separate process, which starts and compiles like your program. The first process runs to the end. For
-    each of the given steps, a second process is killed with SIGKILL after that step was dispatched and pending saves
-    were committed. A third process then resumes the killed run. Observing the processes doesn't change their code path,
-    which is the same as that of your program, even with several steps per dispatch. This function compares the batch,
-    the state and the outputs of each step after the checkpoint, then the final state, leaf by leaf, and then the
-    history without its times.
+    each of the given steps, a second process is killed with SIGKILL once that step has been dispatched and pending
+    saves have been committed. A third process then resumes the killed run. The processes are observed without changing
+    their code path, so it is the same as in your program, even with several steps per dispatch. This function first
+    compares the batch, the state and the outputs of each step after the checkpoint, then the final state, leaf by leaf,
+    and finally the history, ignoring times.
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -54,7 +54,7 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
     Raises:
       AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
         or if a run started over instead of resuming, so that nothing was tested.
-      RuntimeError: If a process failed, or ended before it could be killed. The message contains its output.
+      RuntimeError: If a process failed or ended before it could be killed. The message contains its output.
       TypeError: If `make_run` can't be imported by its name.
     """
     target, steps = _target_of(make_run), sorted({int(step) for step in at_steps})
@@ -84,7 +84,7 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
 
-    Both arguments are records that the processes of `assert_resumable` wrote. A record has three entries. `steps` maps
+    Both arguments are records written by the processes of `assert_resumable`. A record has three entries. `steps` maps
     the number of each step to digests of the `batch`, the `outputs` and, if it was available on the host, the `state`
     before the step. `state` contains digests of the final state. `history` contains the history.
     """
@@ -138,7 +138,7 @@ def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
 
 
 def _differing(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
-    """Returns the paths of the leaves in which two states differ; "" for none."""
+    """Returns the paths of the leaves in which two states differ; "" if they are equal."""
     return ", ".join(sorted(path for path in {*expected, *got} if expected.get(path) != got.get(path)))
 
 
@@ -146,7 +146,7 @@ def _differing(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
 
 
 def _target_of(make_run: Callable[[str], Any]) -> str:
-    """Returns the file or module of a function, and its name, so that another process can import it."""
+    """Returns a function's file or module, and its name, so that another process can import the function."""
     name, module = getattr(make_run, "__qualname__", ""), getattr(make_run, "__module__", None)
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     if not name or "<" in name or module is None or (module == "__main__" and file is None):
@@ -166,7 +166,7 @@ def _start(target: str, directory: pathlib.Path, kill_at: int = 0) -> subprocess
 
 
 def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
-    """Waits for a process, and returns its record."""
+    """Waits for a process to end, and returns its record."""
     try:
         printed, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -180,7 +180,7 @@ def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: fl
 
 
 def _digest(tree: Any) -> dict[str, str]:
-    """Returns a digest of each leaf, keyed by path. It changes if any bit changes."""
+    """Returns a digest of each leaf, keyed by path. A digest changes if any bit of its leaf changes."""
     leaves = {}
     for path, leaf in checks.leaves_by_path(tree).items():
         if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -191,12 +191,12 @@ def _digest(tree: Any) -> dict[str, str]:
 
 
 class _Observed:
-    """The observations of a train loop, keyed by the number of the update.
+    """The observations of a train loop, keyed by update number.
 
     Attributes:
       batches: Digests of the batches that were read.
       outputs: Digests of the outputs of the steps.
-      states: Digests of the states, for the updates after which the host has the state.
+      states: Digests of the states after updates, wherever the state was available on the host.
     """
 
     def __init__(self, stepper: Stepper):
@@ -209,7 +209,7 @@ class _Observed:
         to[self._start + (len(to) + 1) * self.updates] = _digest(tree)
 
     def steps(self) -> dict[int, Any]:
-        """Returns the digests for each update, including those of the state before it if they are known."""
+        """Returns the digests for each update, including those of the state before the update if they are known."""
         steps = {}
         for number, outputs in self.outputs.items():
             steps[number] = {"batch": self.batches[number], "outputs": outputs}
@@ -219,10 +219,10 @@ class _Observed:
 
 
 def _observe(kill_at: int) -> dict[int, _Observed]:
-    """Observes all train loops without changing their code path, and kills the process at an update.
+    """Observes all train loops without changing their code path, and kills the process after the given update.
 
-    The process is killed when the batch after that update is read, which happens after the update was dispatched. If
-    that batch belongs to the same dispatch, the process is killed later.
+    The process is killed when it reads the next batch, because by then the update has been dispatched. If that batch
+    belongs to the same dispatch, the process is killed later.
     """
     observed: dict[int, _Observed] = {}
     feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._receive, CheckpointWriter.save

@@ -61,12 +61,12 @@ class Spent:
 
     @property
     def training(self) -> float:
-        """Seconds of training: all seconds except those spent in evaluations, checkpoints and restores."""
+        """The training time in seconds, which excludes evaluations, checkpoints and restores."""
         return self.data + self.device + self.compiling + self.dispatch + self.actions
 
     @property
     def steps_per_sec(self) -> float:
-        """Steps per second of training."""
+        """Steps per second of training time."""
         return self.steps / max(self.training, 1e-9)
 
     def __sub__(self, earlier: "Spent") -> "Spent":
@@ -84,7 +84,7 @@ _values_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Sp
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration, given in seconds.
+    """Formats a duration that is given in seconds.
 
     >>> duration(9.98), duration(61.2), duration(7300)
     ('10.0 s', '1 min 1 s', '2 h 1 min')
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Tracks how time is spent. Each second counts toward one kind of work, which is a field of `Spent`.
+    """Tracks how time is spent. Each second is attributed to one kind of work, which is a field of `Spent`.
 
     >>> import itertools
     >>> stopwatch = Stopwatch(clock=itertools.count().__next__)
@@ -120,12 +120,13 @@ class Stopwatch:
         self.steps = 0
         self.samples = 0
         self.training: float = 0.0
-        """`spent().training` at the last switch."""
+        """The value of `spent().training` at the last switch."""
         self.first_step: Any = None
-        """`state.step` after the first dispatch of the newest program. Once it is ready, the program has run."""
+        """`state.step` after the first dispatch of the latest program. Once this value is computed, the program has
+        run."""
         self.secs_reading: float = 0.0
-        """In a multi-process job, the seconds that this process has spent reading its own data, not counting the time
-        spent waiting for the others."""
+        """In a multi-process job, seconds spent reading this process's own data, without waiting for other
+        processes."""
 
     @property
     def kind(self) -> str | None:
@@ -144,7 +145,7 @@ class Stopwatch:
         return before
 
     def move(self, seconds: float, kind: str) -> None:
-        """Moves seconds from the current kind of work to a different one.
+        """Reattributes seconds from the current kind of work to a different one.
 
         If the caller has already measured the seconds, this is cheaper than `switch`.
         """
@@ -153,16 +154,16 @@ class Stopwatch:
             self._seconds[kind] += seconds
 
     def training_at(self, reading: float) -> float:
-        """Returns `spent().training` at a clock reading, assuming that the current kind of work is training."""
+        """Returns `spent().training` at a clock reading, assuming that the current kind of work counts as training."""
         return self.training + (reading - self._since)
 
     def reading_at(self, training: float) -> float:
-        """Returns the clock reading at which `spent().training` equals `training`. The inverse of `training_at`."""
+        """Returns the clock reading at which `spent().training` is `training`. This is the inverse of `training_at`."""
         return self._since + (training - self.training)
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Measures the time spent on one kind of work while the context is open, and marks it in profiles."""
+        """A context manager that attributes the time spent inside it to one kind of work, and marks it in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {_NAMES[kind]}"):

@@ -1,4 +1,4 @@
-"""TPUs that this machine doesn't have. JAX can compile for them, but can't run anything on them."""
+"""Topologies of TPUs that this machine doesn't have. JAX can compile for them, but can't run anything on them."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from jaxloop import cost
 from jaxloop.text import printable
 
 _EXAMPLES = '"v5e:16x16", "v6e:2x4", "v5p:2x2x1" or "tpu7x:2x2x1"'
-# Otherwise, libtpu asks the metadata server of Google Cloud about this machine, and logs that it did not answer.
+# Otherwise, libtpu asks Google Cloud's metadata server about this machine, and logs that it didn't get an answer.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
 
 
@@ -24,7 +24,7 @@ def devices_of(topology: str) -> Sequence[Any]:
 
     Raises:
       ImportError: If libtpu, which compiles for TPUs, is not installed.
-      ValueError: If there is no such topology.
+      ValueError: If the topology doesn't exist.
     """
     if not isinstance(topology, str) or ":" not in topology:
         raise ValueError(f"topology must be a TPU and its grid of chips, such as {_EXAMPLES}, got {topology!r}.")
@@ -48,9 +48,9 @@ def devices_of(topology: str) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=16)
 def memory_of(device: Any) -> int | None:
-    """Returns the bytes of memory that a program can use on a device of a topology; None if that is unknown.
+    """Returns the memory in bytes that a program can use on a topology's device; None if it is unknown.
 
-    Compiles a program that fits on no device, because only the resulting error reports the memory.
+    Compiles a program that is too large for any device, because only the resulting error reports the memory.
     """
     huge = jax.ShapeDtypeStruct((2**20, 2**20), np.float32, sharding=SingleDeviceSharding(device))
     with contextlib.suppress(Exception):

@@ -13,7 +13,7 @@ from jaxloop.step import Step
 
 
 class TrainLoop(ActionLoop):
-    """A loop that trains: each step makes one optimizer update and passes its new state to the next step.
+    """A loop that trains: each step updates the state, which the loop then passes to the next step.
 
     Hooks:
       begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
@@ -27,9 +27,10 @@ class TrainLoop(ActionLoop):
     >>> int(state.step), bool(outputs["loss"][-1] < outputs["loss"][0])
     (100, True)
 
-    A `nan_policy` checks for NaN and infinity inside the compiled step. It checks the new `params` and `batch_stats`,
-    where non-finite gradients show up, and the outputs with "loss" in their names. (If the state has no `params`, it
-    checks the whole state.) Other outputs may be undefined in some batches, so they are not checked.
+    With a `nan_policy` other than "ignore", the compiled step checks for NaN and infinity. It checks the new `params`
+    and `batch_stats`, where non-finite gradients show up, and the outputs with "loss" in their names. (If the state has
+    no `params`, it checks the whole state.) Other outputs aren't checked, because they may be undefined for some
+    batches.
 
     >>> batches[2]["x"][0, 0] = float("nan")
     >>> step, state, _ = examples.tiny_regression()
@@ -47,19 +48,19 @@ class TrainLoop(ActionLoop):
       nan_policy: What to do about NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that names the first
         bad step. The host reads the results of the check every 32 steps and before each save, so no checkpoint contains
         a bad step. "skip" discards the update of a bad step: the state doesn't change, except for `state.step`, and the
-        step's outputs have no weight in means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs
-        device memory for a second copy of the state, and resets the step's `clu.metrics` unless they collect values.
-        "ignore" checks nothing. On two CPU cores, a step takes up to 1.3 times as long with "raise", and up to 1.5
+        step's outputs are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device
+        memory for a second copy of the state, and resets a bad step's `clu.metrics` unless they collect values.
+        "ignore" disables the check. On two CPU cores, a step takes up to 1.3 times as long with "raise", and up to 1.5
         times as long with "skip".
       steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. This makes
         small models several times faster, but convolutions on a CPU ten times slower. Schedules still fire, and loops
-        and datasets still end, at exactly the right step: the last steps before each of these points run one by one.
-        Only time schedules, which can't be predicted, wait for the end of the dispatch. Results are the same, except
-        that XLA may round the last bit differently. `Step.begin` receives the state before the dispatch, which it must
-        not change. A step that has actions or overrides `end` raises a ValueError. "auto" compares 1 and 32 steps per
-        dispatch on the first 32 batches, using copies of the state, and keeps the faster setting, even when the run is
-        resumed. For these batches, the hooks before `run` are called more than once. In a multi-process job, "auto"
-        means 1.
+        and datasets still end, at exactly the right step: if too few steps for a dispatch are left before such a point,
+        they are dispatched one at a time. Only time schedules, which can't be predicted, wait for the end of the
+        dispatch. The results are the same, except that XLA may round the last bit differently. `Step.begin` receives
+        the state before the dispatch, which it must not change. A step that has actions or overrides `end` raises a
+        ValueError. "auto" compares 1 and 32 steps per dispatch on the first 32 batches, using copies of the state, and
+        keeps the faster setting, even after a resume. For these batches, the hooks that precede `run` are called more
+        than once. In a multi-process job, "auto" means 1.
       max_steps_in_flight: See `Loop`.
     """
 
