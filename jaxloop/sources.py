@@ -148,7 +148,7 @@ class Source:
     """Saves and restores the position of an iterator. The base class is for iterators whose position is unknown.
 
     Hooks:
-      read: Reads the position. Called after each batch if `is_cheap`; otherwise, when a checkpoint may be saved.
+      read: Reads the position. Called after each batch if `is_cheap`; otherwise, whenever a checkpoint may be saved.
       restore: Called when a run resumes from a checkpoint.
       first: Called before `restore` to compare the first batch with that of the interrupted run.
 

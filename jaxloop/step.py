@@ -369,7 +369,7 @@ class Step:
           **init_kwargs: See `initialize_model`.
 
         Returns:
-          A `TrainState` of `jax.ShapeDtypeStruct`s, with the shardings of the partitioner.
+          A `TrainState` of `jax.ShapeDtypeStruct`s, with the partitioner's shardings.
         """
         shapes = jax.eval_shape(lambda: self.initialize_model(spec, **init_kwargs))
         placed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -489,8 +489,7 @@ class Step:
             self._num_flops = self._cost.flops
 
     def _in_shapes(self, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
-        """Passes a batch through the hooks before `run` is called. Returns the state (or its shapes) and batch
-        shapes."""
+        """Passes a batch through the hooks that precede `run`. Returns the state (or its shapes) and batch shapes."""
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
         state = self._as_after_first_step(state) if is_abstract else self.prepare_state(state)
         state, batch = self.before_run(state, models.example_batch(batch))
@@ -740,7 +739,7 @@ class Step:
 
     @property
     def begin_reads_state(self) -> bool:
-        """True if `begin` is overridden, so that the loop must assemble the state before each step."""
+        """True if `begin` is overridden, in which case the loop must assemble the state before each step."""
         return self._has_own("begin")
 
     def check_batches(self, *batches: types.Batch) -> int:

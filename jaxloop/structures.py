@@ -26,7 +26,8 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of a pytree, and a key that is equal for two pytrees only if they are alike; see `are_alike`.
+    """Returns a pytree's leaves and a key for its structure. Two pytrees have equal keys if `are_alike` is true for
+    them.
 
     The last item of the key is the `PyTreeDef`.
     """

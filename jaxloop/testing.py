@@ -196,7 +196,7 @@ class _Observed:
     Attributes:
       batches: Digests of the batches that were read.
       outputs: Digests of the outputs of the steps.
-      states: Digests of the states after updates, wherever the state was available on the host.
+      states: Digests of the states after updates, but only of states that were available on the host.
     """
 
     def __init__(self, stepper: Stepper):

@@ -122,11 +122,9 @@ class Stopwatch:
         self.training: float = 0.0
         """The value of `spent().training` at the last switch."""
         self.first_step: Any = None
-        """`state.step` after the first dispatch of the latest program. Once this value is computed, the program has
-        run."""
+        """`state.step` after the first dispatch of the latest program. Once it is computed, the program has run."""
         self.secs_reading: float = 0.0
-        """In a multi-process job, seconds spent reading this process's own data, without waiting for other
-        processes."""
+        """In a multi-process job, seconds spent reading this process's own data, without waiting for others."""
 
     @property
     def kind(self) -> str | None:

@@ -54,13 +54,13 @@ class TrainLoop(ActionLoop):
         times as long with "skip".
       steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. This makes
         small models several times faster, but convolutions on a CPU ten times slower. Schedules still fire, and loops
-        and datasets still end, at exactly the right step: if too few steps for a dispatch are left before such a point,
-        they are dispatched one at a time. Only time schedules, which can't be predicted, wait for the end of the
-        dispatch. The results are the same, except that XLA may round the last bit differently. `Step.begin` receives
-        the state before the dispatch, which it must not change. A step that has actions or overrides `end` raises a
-        ValueError. "auto" compares 1 and 32 steps per dispatch on the first 32 batches, using copies of the state, and
-        keeps the faster setting, even after a resume. For these batches, the hooks that precede `run` are called more
-        than once. In a multi-process job, "auto" means 1.
+        and datasets still end, at exactly the right step: if fewer steps are left before such a point, they are
+        dispatched one at a time. Only time schedules, which can't be predicted, wait for the end of the dispatch. The
+        results are the same, except that XLA may round the last bit differently. `Step.begin` receives the state before
+        the dispatch, which it must not change. A step that has actions or overrides `end` raises a ValueError. "auto"
+        compares 1 and 32 steps per dispatch on the first 32 batches, using copies of the state, and keeps the faster
+        setting, even after a resume. For these batches, the hooks that precede `run` are called more than once. In a
+        multi-process job, "auto" means 1.
       max_steps_in_flight: See `Loop`.
     """
 

@@ -1,4 +1,4 @@
-"""The training part of an experiment, which begins or resumes, and then trains epoch by epoch to the end."""
+"""The training part of an experiment: it begins or resumes, and then trains epoch by epoch until the end."""
 
 import contextlib
 import dataclasses
@@ -29,15 +29,15 @@ class Training:
       loop: The train loop.
       spec: The arguments of the call: the dataset and the length of the training.
       evaluations: The evaluations of the call.
-      run: Everything that a checkpoint stores besides the train state.
+      run: Everything that a checkpoint stores in addition to the train state.
       checkpoint_spec: The checkpoints to resume from; None to begin with the given state.
       source_of: A function that returns a `PositionedIterator` over a dataset.
       savers: The actions that save checkpoints.
       log: The run log.
       has_begun: True if the training has reached its first step.
-      newest: The newest state and its step; None while the train loop runs, because the loop then holds them.
-      epoch_has_ended: True if the newest epoch has ended and been counted.
-      returns: Whether to return to an earlier checkpoint, even though the given state is past it.
+      newest: The latest state and its step; None while the train loop is running, because the loop then holds them.
+      epoch_has_ended: True if the current epoch has ended and has been counted.
+      returns: Whether to return to an earlier checkpoint even if the given state is past it.
     """
 
     loop: ActionLoop
@@ -126,14 +126,14 @@ class Training:
         return state, None
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
-        """Saves a checkpoint now, regardless of the schedules of the actions that save checkpoints.
+        """Saves a checkpoint now, even if none of the `savers` is due.
 
-        Returns the errors that these actions raised.
+        Returns the errors raised by the `savers`.
         """
         errors = []
-        for action in () if self.run.left_out.requested else self.savers:  # A detour abandons its state.
+        for action in () if self.run.left_out.requested else self.savers:  # A detour discards the current state.
             try:
-                action.flush()  # Only after the commit do all processes know that a step is saved.
+                action.flush()  # After the commit, all processes know that the step is saved.
                 if step_num not in checkpoint.all_steps(action.directory):
                     snapshot = self.run.snapshot(may_be_incomplete=True)
                     if action.save(step_num, state, None, **snapshot):
@@ -145,9 +145,9 @@ class Training:
         return errors
 
     def rescue(self, state: Any, step_num: int, error: BaseException) -> None:
-        """Saves the state after the last completed step when an exception ends a run.
+        """Saves the last completed step's state when an exception ends a run.
 
-        `state` is None if that state was lost.
+        `state` is None if the state was lost.
         """
         if state is None and self.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
@@ -166,7 +166,8 @@ class Training:
         """Begins the requested detour: abandons all checkpoints after the one to which the run returns.
 
         Raises:
-          RuntimeError: If there is no checkpoint before the batches to leave out, or the run has turned back too often.
+          RuntimeError: If there is no checkpoint before the batches to leave out, or the run has turned back too many
+            times.
         """
         self.close()
         self.has_begun = False  # If an exception follows, the state of this training must not be saved.
@@ -197,8 +198,8 @@ class Training:
         )
 
     def close(self) -> None:
-        """Releases a training dataset that no later call will continue, and ends the prefetch thread."""
-        if not self.spec.has_iterator:  # The caller owns an iterator, and may continue it.
+        """Releases a training dataset that no later call will keep reading from, and ends the prefetch thread."""
+        if not self.spec.has_iterator:  # An iterator belongs to the caller, who may keep reading from it.
             self.run.source = None
             self.loop.forget_batches()
 
@@ -209,7 +210,7 @@ class Training:
     # Epochs --------------------------------------------------------------------------------------
 
     def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None, bool]:
-        """Trains to the end, and returns the state, the outputs of the last loop, and False if a signal ended it."""
+        """Trains to the end. Returns the state, the outputs of the last loop, and True unless a signal ended it."""
         loop, engine, run, outputs = self.loop, self.loop.engine, self.run, None
         run_info, progress = engine.moments.run, engine.progress
         assert run_info is not None
@@ -253,10 +254,10 @@ class Training:
             raise error
 
     def _end_epoch(self) -> None:
-        """Counts an epoch and begins the next one. Raises an error if the epoch had no batches.
+        """Counts the epoch that has ended, and begins the next one. Raises an error if the epoch had no batches.
 
-        A checkpoint at this moment stores the start of the next epoch, which may have a different order. After the last
-        epoch, this lets a later run resume and train for further epochs.
+        A checkpoint saved at this moment stores the start of the next epoch, which may have a different order. If the
+        epoch was the last one, a later run can therefore resume and train for more epochs.
         """
         run, spec, self.epoch_has_ended = self.run, self.spec, True
         if self.run.job.any_stops(run.source is not None and run.source.num_read == 0):
@@ -276,11 +277,11 @@ class Training:
             run.left_out.apply_to(run.source)
 
     def _is_last_epoch(self, number: int) -> bool:
-        """Returns whether the dataset can't be read again, or doesn't need to be, after this many epochs."""
+        """Returns whether, after this many epochs, the dataset can't be read again or isn't needed anymore."""
         return self.spec.epochs is None or self.spec.has_iterator or number >= self.spec.epochs
 
     def _has_next_epoch(self, step_num: int) -> bool:
-        """Returns whether there is another epoch; logs the reason if there is none, or raises an error."""
+        """Returns whether there is another epoch. If not, logs the reason or raises an error."""
         total_steps, epochs = self.spec.total_steps, self.spec.epochs
         if not self._is_last_epoch(self.run.passes):
             return True
@@ -300,7 +301,7 @@ class Training:
     # Resuming ------------------------------------------------------------------------------------
 
     def _end_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
-        """Describes the end that a run has already reached. Returns None if there is more to train."""
+        """Describes the end that the run has already reached. Returns None if there are steps left to train."""
         spec, loop = self.spec, self.loop
         if loop.engine.progress.batches_before and spec.ends_loop(step_num):
             return None
@@ -314,7 +315,7 @@ class Training:
         return next((end for end, is_reached in ends.items() if is_reached), None)
 
     def _resume(self, state: Any) -> tuple[Any, int, Resumed | None]:
-        """Resumes from the newest checkpoint, continues the last call, or begins with the given state.
+        """Resumes from the newest checkpoint, continues from the last call, or begins with the given state.
 
         Returns:
           The state, its step, and the progress stored in the checkpoint (None if the state is not from one).
@@ -344,7 +345,7 @@ class Training:
         return state, step_num, resumed
 
     def _saved_steps(self, spec: CheckpointSpec) -> list[int]:
-        """Returns the saved steps, which are the same in all processes."""
+        """Returns the saved steps, after checking that they are the same in all processes."""
         job = self.run.job
         checkpoint.clear_leftovers(spec.checkpoint_dir)
         if job.is_shared:
@@ -425,7 +426,7 @@ class Training:
                 )
 
     def _catch_up(self, state: Any, resumed: Resumed, *, is_last: bool) -> bool:
-        """Runs everything that was due at the step of a checkpoint and did not run because the run was interrupted.
+        """Runs everything that was due at a checkpoint's step but didn't run because of an interruption.
 
         Returns:
           True if the run continues.
@@ -438,7 +439,7 @@ class Training:
 
 
 def _check_count(state: Any, saved_step: int, directory: Any) -> None:
-    """Raises an error if the step in a checkpoint is not the step in its name."""
+    """Raises an error if the step stored in a checkpoint differs from the step in its name."""
     if hasattr(state, "step") and (count := step_num_of(state)) != saved_step:
         raise ValueError(
             f"No run can resume from checkpoint {saved_step} in {directory}, because its state.step is {count}. It was "
@@ -449,5 +450,5 @@ def _check_count(state: Any, saved_step: int, directory: Any) -> None:
 
 
 def step_num_of(state: Any) -> int:
-    """Returns the number of completed updates of a state, or 0 if the state has no counter."""
+    """Returns the number of updates that have been applied to a state, or 0 if the state has no counter."""
     return int(metrics.fetch(getattr(state, "step", 0)))

@@ -1,4 +1,4 @@
-"""Types that all modules share: train states, batches, outputs and typed metrics."""
+"""Types shared by all modules: train states, batches, outputs and typed metrics."""
 
 import dataclasses
 import enum
@@ -18,16 +18,16 @@ with epy.lazy_imports():  # Importing NNX takes as long as importing jaxloop, an
     from flax import nnx
 
 Batch = Any
-"""A pytree of arrays whose leading axis counts examples: a dict, a tuple, a named tuple, ..."""
+"""A pytree of arrays with one row per example: a dict, a tuple, a named tuple, ..."""
 
 BatchSpec = Any
-"""A shape, a `(shape, dtype)` pair, an array or a key, or these nested in dicts, lists, tuples and named tuples."""
+"""A shape, a `(shape, dtype)` pair, an array or a key; or dicts, lists, tuples and named tuples of these."""
 
 Output = dict[str, Any] | None
-"""The values that a step returns, by name; or None."""
+"""The values that a step returns, keyed by name; or None."""
 
 PRNGType = jax.Array | Mapping[str, jax.Array]
-"""A PRNG key, old-style or typed; or a dict with a key for each random stream of the model."""
+"""A PRNG key, old-style or typed; or a dict with one PRNG key per random stream of the model."""
 
 STOP_LOOP = "jaxloop/stop_loop"
 """The name of the output that stops the experiment: `outputs[STOP_LOOP] = True`."""
@@ -58,7 +58,7 @@ class TrainState(train_state.TrainState):
       step: The number of completed optimizer updates, an int32 scalar. `apply_gradients` increases it by one.
       apply_fn: For a Linen model, `module.apply`. For an NNX model, it is called as
         `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
-        where `train` selects `model.train()` or `model.eval()` mode. For the other kinds of models that `LossStep`
+        where `train` selects `model.train()` or `model.eval()` mode. For all other kinds of models that `LossStep`
         accepts, call it through `jaxloop.models.forward(state, state.params, inputs, train=True)`.
       params: The parameters that `tx` updates.
       tx: The Optax optimizer.
@@ -124,11 +124,11 @@ class TrainState(train_state.TrainState):
         return {"params": self.params, **batch_stats, **self.collections}
 
     def update_variables(self, updates: Any) -> Self:
-        """Returns the state, updated with the variables that a forward pass changed. The parameters stay the same.
+        """Returns a state with the new values of variables that a forward pass changed. The parameters stay the same.
 
         Args:
           updates: For Linen, the second result of `apply_fn(..., mutable=[...])`; for NNX, the `nnx.State` that
-            `apply_fn(...)(inputs)` returns, whose parameters are ignored. None if no variable changed.
+            `apply_fn(...)(inputs)` returns (any parameters in it are ignored). None if no variables changed.
         """
         if updates is None:
             return self
@@ -143,12 +143,12 @@ class TrainState(train_state.TrainState):
 
 
 def _may_overwrite(tree: Any) -> bool:
-    """Returns whether parameters or gradients are a mapping, in which Flax looks up a special key."""
+    """Returns whether parameters or gradients are a mapping. Flax looks up a special key in mappings."""
     return isinstance(tree, Mapping) or is_nnx(tree, "State")
 
 
 def apply_gradients(state: Any, grads: Any) -> Any:
-    """Returns a state updated with gradients. Unlike in Flax, the parameters don't need to be a dict."""
+    """Returns the state after applying gradients. Unlike in Flax, the parameters don't need to be a dict."""
     is_of_flax = type(state).apply_gradients is train_state.TrainState.apply_gradients
     return _updated(state, grads) if is_of_flax and not _may_overwrite(grads) else state.apply_gradients(grads=grads)
 
@@ -160,7 +160,7 @@ def _updated(state: Any, grads: Any) -> Any:
 
 
 class MetricType(enum.Enum):
-    """The kind of value, such as image or audio, which determines how a writer displays it."""
+    """The kinds of values, such as images and audio. The kind determines how a writer displays a value."""
 
     SCALAR = "scalar"
     IMAGE = "image"
@@ -184,7 +184,7 @@ class MetricWithMetadata:
         shape for scalars and histograms. For text, a string, which only `Step.end` can return because jitted code
         can't return strings.
       type: The kind, which determines how a writer displays the value.
-      metadata: Hashable values for the writer, by name. Examples are `{"sample_rate": 16_000}` for audio and
+      metadata: Hashable values for the writer, keyed by name, such as `{"sample_rate": 16_000}` for audio or
         `{"num_buckets": 30}` for a histogram.
 
     >>> images = MetricWithMetadata(jnp.zeros([4, 8, 8, 1]), MetricType.IMAGE)
@@ -283,14 +283,14 @@ class Weighted:
 
 
 def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[str, Any]:
-    """Returns the outputs with each array of losses per example replaced by its mean.
+    """Returns the outputs after replacing each array of per-example losses by its mean.
 
     >>> mean_losses({"loss": jnp.array([1.0, 3.0]), "logits": jnp.array([1.0, 3.0])}, 2)
     {'loss': Array(2., dtype=float32), 'logits': Array([1., 3.], dtype=float32)}
 
     Args:
-      outputs: The outputs of a step. Those whose names contain "loss" are losses.
-      num_examples: The number of examples in the batch. If None (unknown), the outputs stay unchanged.
+      outputs: The outputs of a step. Outputs whose names contain "loss" are considered to be losses.
+      num_examples: The number of examples in the batch. If None (unknown), the outputs are returned unchanged.
     """
 
     def is_per_example(name: str, value: Any) -> bool:
@@ -301,10 +301,10 @@ def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[st
 
 
 def nnx_metrics_as_weighted(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the outputs with each NNX metric replaced by a `Weighted`, and each `MultiMetric` by its parts.
+    """Returns the outputs after replacing each NNX metric by a `Weighted`, and each `MultiMetric` by its parts.
 
     Raises:
-      TypeError: If a metric, such as `nnx.metrics.Welford`, is not a mean.
+      TypeError: If a metric is not a mean, as is the case for `nnx.metrics.Welford`.
     """
     replaced: dict[str, Any] = {}
     for name, value in outputs.items():

@@ -1,4 +1,4 @@
-"""The watchdog, which ends a run that hangs and reports which process hangs, and where."""
+"""A watchdog that ends a hanging run, and reports which process hangs and where."""
 
 import collections
 import contextlib
@@ -27,7 +27,7 @@ from jaxloop.text import printable
 from jaxloop.training import Training
 
 EXIT_CODE = 75
-"""The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts the process."""
+"""The exit code with which the watchdog ends a process: `EX_TEMPFAIL`, so that a scheduler restarts it."""
 
 _COLLECT_SECS = 3.0  # How long the first process waits for the reports of the others.
 _LAST_SECS = 0.3
@@ -38,13 +38,13 @@ _DONE_FILE = "reported"
 @final
 @dataclasses.dataclass(frozen=True)
 class Watchdog:
-    """Ends a run that makes no progress for too long, and reports where it hangs.
+    """Ends a run that hasn't made progress for too long, and reports where it hangs.
 
-    If a run hangs, each process writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what the
-    process is doing and contains the stacks of all threads. The first process logs one sentence, such as "process 3 is
-    reading batch 5,113; 7 others are waiting for the other processes". All processes exit with code 75, so that a
+    If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
+    the process is doing and contains the stacks of all threads. The first process logs one sentence, such as "process 3
+    is reading batch 5,113; 7 others are waiting for the other processes". All processes exit with code 75, so that a
     scheduler restarts them. The run then resumes from its newest checkpoint. A separate thread checks the progress
-    about once per second, so steps don't become slower.
+    about once per second, so the steps aren't slowed down.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -54,8 +54,8 @@ class Watchdog:
 
     Args:
       step_secs: The maximum time without a new train step, in seconds.
-      startup_secs: The maximum time before the first step of an `OuterLoop` call, and for compiling a step and running
-        it for the first time, which includes waiting for other processes that are still compiling.
+      startup_secs: The maximum time before the first step of an `OuterLoop` call. It is also the maximum time for
+        compiling a step and running it for the first time, including the wait for processes that are still compiling.
       eval_secs: The maximum time without a new batch in an evaluation, including compilation.
       checkpoint_secs: The maximum time for which saving or restoring a checkpoint may block the run.
     """
@@ -79,7 +79,7 @@ class Watchdog:
         workdir: epath.PathLike | None,
         before_exit: Callable[[str], None] = lambda place: None,
     ) -> Iterator[None]:
-        """A context manager that makes the watchdog watch the calling thread.
+        """A context manager during which the watchdog watches the calling thread.
 
         Args:
           train: The engine of the train loop or, if nothing is trained, of the first eval loop.
@@ -99,7 +99,7 @@ class Watchdog:
 
 @final
 class _Watching(threading.Thread):
-    """The thread of a watchdog."""
+    """The background thread of a `Watchdog`."""
 
     def __init__(
         self,
@@ -131,15 +131,15 @@ class _Watching(threading.Thread):
     def _activity(self) -> tuple[Any, ...]:
         """Returns a tuple that changes whenever the run makes progress. Its first element is the limit, in seconds.
 
-        The limit changes once a new program has run for the first time, so that the following steps have their full
-        time.
+        The limit changes once a newly compiled program has run for the first time. This counts as progress, so the next
+        step has its full time.
         """
         kind = self._train.progress.stopwatch.kind
         counts = [(each.progress.loops, len(each.stepper.call.num_examples)) for each in self._evals]
         return self._limit(kind), kind, self._steps(), *counts
 
     def _steps(self) -> int:
-        """Returns the number of steps of the train loop in this process."""
+        """Returns the number of train steps that this process has completed."""
         call = self._train.stepper.call
         return self._train.progress.stopwatch.steps + call.uncounted * call.updates
 
@@ -204,7 +204,7 @@ class _Watching(threading.Thread):
         return path
 
     def _collect(self, folder: epath.Path, number: int, place: str) -> str:
-        """Waits for the reports of the other processes, and returns a sentence about all of them."""
+        """Waits for the reports of the other processes, and returns a sentence that describes all processes."""
         count, places, deadline = distributed.place()[1], {number: place}, time.monotonic() + _COLLECT_SECS
         while len(places) < count and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -217,7 +217,7 @@ class _Watching(threading.Thread):
 
 
 def sentence(places: dict[int, str], count: int) -> str:
-    """Describes what the processes of a job are doing, the rarest activity first.
+    """Describes what the processes of a job are doing, starting with the rarest activity.
 
     >>> sentence({0: "waiting for the others", 1: "reading batch 8", 2: "waiting for the others"}, 4)
     'process 1 is reading batch 8; processes 0, 2 are waiting for the others; process 3 did not report'
@@ -251,7 +251,7 @@ _STEP_HOOKS = {"begin", "preprocess_batch", "run", "end"}
 
 
 def place_of(frame: FrameType | None, step: int) -> str:
-    """Describes what a thread is doing, based on its stack: "reading batch 5,113".
+    """Describes what a thread is doing, based on its stack, for example "reading batch 5,113".
 
     Args:
       frame: The innermost frame; None if the thread has ended.

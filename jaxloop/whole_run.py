@@ -1,4 +1,4 @@
-"""The state of a run other than its train state, and functions that save it to a checkpoint and load it again."""
+"""Saves and loads the state of a run, except for the train state."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -20,23 +20,23 @@ from jaxloop.schedules import Elapsed
 from jaxloop.specs import CheckpointSpec
 
 _POSITION_ARRAYS = "data"
-"""The name of the tree that contains the long byte strings of the position in the training data."""
+"""The name of the checkpoint tree that holds long byte strings from the position in the training data."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The progress of a run at the time when its checkpoint was saved.
+    """The progress of a run at the time its checkpoint was saved.
 
     Attributes:
-      elapsed: The progress after the last completed step. Its `previous` is one step earlier.
-      may_be_incomplete: True if a signal or an exception may have kept some actions or evaluations of that step from
-        running.
+      elapsed: The progress after the last completed step. Its `previous` is the progress one step earlier.
+      may_be_incomplete: True if a signal or an exception may have prevented some actions or evaluations from running at
+        that step.
       has_stopped: True if the run had been asked to stop at that step.
       steps_in_loop: The number of completed steps in the current loop.
       position: The position in the training data; None at the start of an epoch, or if the position is unknown.
       knows_position: True if the checkpoint contains information about the position in the training data.
-      is_own_position: True if the number of processes is still the same, so that the position belongs to this process.
+      is_own_position: True if the number of processes hasn't changed, so that the position belongs to this process.
     """
 
     elapsed: Elapsed
@@ -56,41 +56,41 @@ class Resumed:
 class Part(Protocol):
     """A part of a run that has a state, such as a loop with its actions.
 
-    The state dict of the training part has the keys `elapsed`, `previous` (one step earlier), `steps_in_loop` and
-    `has_stopped`.
+    The state dict of the training part has the keys `elapsed`, `previous` (the progress one step earlier),
+    `steps_in_loop` and `has_stopped`.
     """
 
     @property
     def batches_consumed(self) -> int:
-        """The number of batches that the source had returned when the last step was completed."""
+        """The number of batches that the source had returned by the end of the last completed step."""
         ...
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns a pair: the state of this part as JSON values, and the train states that it keeps, by name."""
+        """Returns the state of this part as JSON values, and a dict of the train states that this part keeps."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
+        """Restores a state that `state_dict` returned."""
 
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
-        """Resumes at the given progress without a state dict, after `batches_before` batches of the current loop."""
+        """Resumes at the given progress without a state dict, `batches_before` batches into the current loop."""
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that this part has read from a source but not used yet."""
+        """Returns the number of batches that this part has read from a source but hasn't used yet."""
         ...
 
 
 @final
 @dataclasses.dataclass(eq=False)
 class WholeRun:
-    """The state of a run other than its train state: loops, actions, positions in the data, and the history.
+    """The state of a run, except for the train state: loops, actions, positions in the data, and the history.
 
     Attributes:
       main: The part that trains.
       others: The other parts, by name.
-      eval_sources: The iterators of evaluations that continue where the previous evaluation ended, by name.
+      eval_sources: The iterators of evaluations that start where they last stopped, keyed by evaluation name.
       history: The history of the run.
-      keys: The PRNG keys. A run can be resumed only with the same keys.
+      keys: The PRNG keys. The run can be resumed only with the same keys.
       job: The processes that train together, each with its own data.
       passes: The number of completed epochs.
       source: The iterator over the current epoch of the training data; None between two epochs.
@@ -119,7 +119,7 @@ class WholeRun:
         """Returns the state of the run at this moment, as keyword arguments for `CheckpointAction.save`.
 
         Args:
-          may_be_incomplete: True if some actions or evaluations of this step may not have run.
+          may_be_incomplete: True if some actions or evaluations may not have run at this step.
         """
         self.history.flush()  # The checkpoint includes all rows up to this point.
         states, trees = {}, {}
@@ -159,7 +159,7 @@ class WholeRun:
           state: A train state. The states kept by actions are restored with its structure and shardings.
 
         Returns:
-          The progress of the run. The caller must set `source` to an iterator at the `position` of this progress.
+          The progress of the run. The caller must set `source` to an iterator that has been moved to its `position`.
 
         Raises:
           CheckpointError: If the checkpoint is damaged.
@@ -212,11 +212,11 @@ class WholeRun:
         return self.left_out.number_at(self.main.batches_consumed, self.source, before=before)
 
     def record_left_out(self, now: Elapsed) -> None:
-        """Adds a row to the history for each batch that was left out since the last call to this method."""
+        """Adds a history row for each batch that has been left out since the last call to this method."""
         self.left_out.record(self.newest_batch(), now, self.history)
 
     def warn_of_unreached(self) -> None:
-        """Warns if the run was asked to leave out batches that it did not reach."""
+        """Warns if the run was asked to leave out batches that it never reached."""
         self.left_out.warn_of_unreached(self.newest_batch())
 
     def detour(
@@ -224,7 +224,7 @@ class WholeRun:
     ) -> None:
         """Interrupts the run, which then returns to the newest checkpoint before `first_step`.
 
-        From there, the run continues without the batches of the steps from `first_step` to `last_step`.
+        From there, the run continues, but leaves out the batches of steps `first_step` to `last_step`.
 
         Args:
           now: The progress of the run.
@@ -232,8 +232,7 @@ class WholeRun:
           last_step: The last step whose batch is left out. It must not be later than the step of `now`.
           reason: The reason for the detour, in words.
           updates: The number of updates per batch.
-          at_most: The maximum number of detours. If a further detour is needed, the run ends with an error. None for no
-            limit.
+          at_most: The maximum number of detours; None for no limit. One more detour ends the run with an error.
         """
         if not 0 < first_step <= last_step <= now.steps:
             raise ValueError(
@@ -250,9 +249,9 @@ class WholeRun:
     # Positions -------------------------------------------------------------------------------------------
 
     def _positions(self) -> tuple[list[Any], dict[str, np.ndarray]]:
-        """Returns every process's position in the data, and the long byte strings of this process's position as arrays.
+        """Returns all processes' positions in the data, and long byte strings in this process's position as arrays.
 
-        There are arrays only if a single process trains.
+        If several processes train together, there are no arrays.
         """
         arrays: dict[str, np.ndarray] = {}
         own = {
@@ -269,8 +268,8 @@ class WholeRun:
     ) -> tuple[DatasetPosition | None, bool]:
         """Restores the positions of evaluations, and returns the position in the training data.
 
-        Also returns whether these positions belong to this process. If the number of processes has changed, they are
-        from the first process instead.
+        Also returns whether these positions belong to this process. If the number of processes has changed, they belong
+        to the first process instead.
         """
         place, count = (jax.process_index(), jax.process_count()) if self.job.is_shared else (0, 1)
         is_own = len(positions) == count
@@ -288,7 +287,7 @@ class WholeRun:
     # --------------------------------------------------------------------------------------------------
 
     def _start_without_state(self, opened: checkpoint.Checkpoint, resumed: Resumed) -> None:
-        """Resumes all parts from a checkpoint that contains only a train state and no state for the parts."""
+        """Resumes all parts from a checkpoint that contains only a train state."""
         logging.warning(
             "The checkpoint of step %d in %s contains only a train state, as an Orbax CheckpointManager saves it: "
             "the data, the actions and unfinished means start from scratch, and damage to it can't be detected.",
@@ -319,7 +318,7 @@ class WholeRun:
     def resume_history(
         self, steps: int, num_rows: int | None = None, checksum: Mapping[str, Any] | None = None
     ) -> None:
-        """Calls `History.resume`, first in the process that writes the history file, and then in all others."""
+        """Calls `History.resume`, first in the process that writes the history file, then in all others."""
         if not self.job.is_first:
             agreement.wait_for_all("the history")
         self.history.resume(steps, num_rows, checksum=checksum)
@@ -328,7 +327,7 @@ class WholeRun:
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
-    """Checks that the `run` item of a checkpoint contains these PRNG keys, which are in encoded form.
+    """Checks that a checkpoint's `run` item contains the given PRNG keys, which must be in encoded form.
 
     Raises:
       ValueError: If the checkpoint has different keys.
@@ -341,7 +340,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """Returns the progress stored in the checkpoint of a step. Its `previous` is one step earlier."""
+    """Returns the progress stored in the checkpoint of a step. Its `previous` is the progress one step earlier."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
@@ -366,12 +365,12 @@ def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
 def check_no_newer_checkpoints(
     train_loop: ActionLoop, step_num: int, listed: Mapping[epath.Path, Sequence[int]] | None = None
 ) -> None:
-    """Checks that a run starting at `step_num` would not save into a directory with later checkpoints of another run.
+    """Checks that a run starting at `step_num` won't save into a directory with later checkpoints from another run.
 
     Args:
       train_loop: The train loop, with its `CheckpointAction`s.
       step_num: The step at which the run starts.
-      listed: The checkpoint steps in each directory that the caller has already listed.
+      listed: The steps of the checkpoints in each directory that the caller has already listed.
 
     Raises:
       ValueError: If a directory contains checkpoints from later steps.
@@ -398,7 +397,7 @@ def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool
         process that saved it read a different part of each batch.
 
     Raises:
-      PositionUnknownError: If the source can't go to the position.
+      PositionUnknownError: If the source can't be moved to the position.
       ValueError: If the position was saved from a different dataset, or the dataset ends before the position.
     """
     if is_own:
