@@ -26,8 +26,7 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns a pytree's leaves and a key for its structure. Two pytrees have equal keys if `are_alike` is true for
-    them.
+    """Returns a pytree's leaves and a key for its structure. Alike pytrees have equal keys; see `are_alike`.
 
     The last item of the key is the `PyTreeDef`.
     """

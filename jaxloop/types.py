@@ -124,7 +124,7 @@ class TrainState(train_state.TrainState):
         return {"params": self.params, **batch_stats, **self.collections}
 
     def update_variables(self, updates: Any) -> Self:
-        """Returns a state with the new values of variables that a forward pass changed. The parameters stay the same.
+        """Returns a state with new values for the variables that a forward pass changed. The parameters stay the same.
 
         Args:
           updates: For Linen, the second result of `apply_fn(..., mutable=[...])`; for NNX, the `nnx.State` that
