@@ -123,10 +123,10 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     ...     return weight - 0.1 * slope, {"slope": slope}
     >>> weight, history = fit(np.float32(0), batches, train_step=train_step, train_epochs=2, progress=None)
 
-    An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop and adds a row
-    to the history when it ends. With `train_total_steps`, the history gets about a hundred additional rows.
+    An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop. When it ends, a
+    row is added to the history. If `train_total_steps` is given, the history gets about a hundred additional rows.
 
-    With a work directory, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
+    If `workdir` is given, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
     `optax.inject_hyperparams` stores it), `history.jsonl`, and the newest and best checkpoints (in `checkpoints`). If
     the run is interrupted, repeating the call resumes it from the newest checkpoint. Without a work directory, `fit`
     doesn't write any files.
@@ -136,7 +136,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       train_dataset: Anything that `jaxloop.data.batches` accepts, such as a list, a generator, a
         `tf.data.Dataset` or a `DataLoader`. Its batches are tuples `(inputs, targets)` or dicts.
       eval_dataset: The dataset to evaluate on, in any form that `train_dataset` accepts. Each evaluation reads it from
-        the start. The mean metrics are exact even if the last batch is short.
+        the start. Mean metrics are exact even if the last batch is short.
       loss: A function of `(outputs, batch)`; see `LossStep`.
       optimizer: An Optax transformation.
       metrics: A dict that maps names to functions of `(outputs, batch)`; see `LossStep`.
@@ -144,22 +144,22 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       trainable: The paths of the parameters to train, such as `"head/**"`; see `LossStep`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
         the average, which `jaxloop.optimizers.ema_params(state)` returns.
-      train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. It is
-        compiled for the devices. The state can be any pytree.
+      train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. `fit`
+        compiles it. The state can be any pytree.
       eval_step: A pure function `(state, batch) -> outputs` to use for evaluations if `train_step` is given.
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. The dataset is repeated as often as necessary.
-      eval_interval: When to evaluate. An int counts epochs; a schedule such as `every(steps=500)` can also fire within
-        an epoch. None to evaluate after every epoch. `fit` always evaluates at the end of the run.
+      eval_interval: When to evaluate: a number of epochs, or a schedule such as `every(steps=500)`, which can also fire
+        within an epoch. If None, `fit` evaluates after every epoch. It always evaluates at the end of the run.
       workdir: The work directory; if None, no files are written.
-      log_name: The name of a subdirectory of the work directory to use for this run.
-      hparams: Hyperparameters to write to the TensorBoard events and to the log: numbers, strings, and bools.
+      log_name: The subdirectory of the work directory to use for this run.
+      hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy". The default is "eval/loss" if
         `loss` and `eval_dataset` are given.
-      partitioner: Decides where the state and the batches are placed; None to use a single device. "auto" uses all
-        devices: the state is replicated if it fits on each device, and sharded otherwise (`FSDPPartitioner`). The
-        choice is logged.
-      progress: "auto", "tqdm" or "plain" (see `ProgressAction`); None to show nothing.
+      partitioner: Decides where the state and the batches are placed. If None, a single device is used. If "auto", all
+        devices are used, and the state is replicated if it fits on each device, or sharded otherwise
+        (`FSDPPartitioner`). The choice is logged.
+      progress: "auto", "tqdm" or "plain" (see `ProgressAction`). If None, no progress is shown.
       seed: The random seed for initializing the parameters and for dropout.
       steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
@@ -376,7 +376,7 @@ def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_
       warmup_epochs: The number of warm-up epochs; 0 for no warm-up.
 
     Returns:
-      An Optax schedule that can be passed as a learning rate: `optax.adam(lr_schedule(1e-3, 100))`.
+      An Optax schedule, to be passed as a learning rate, as in `optax.adam(lr_schedule(1e-3, 100))`.
 
     >>> schedule = lr_schedule(1.0, steps_per_epoch=10, epochs=10, warmup_epochs=5)
     >>> [round(float(schedule(step)), 3) for step in (0, 25, 50, 75, 100, 200)]

@@ -182,14 +182,14 @@ class History:
 
     With a `path`, rows are also appended to that file. Each line is a JSON object, `{"elapsed": {...}, "logs": {...}}`.
     A row with only host values is written before `commit` returns. A row with device values is written once its values
-    have arrived on the host, at the latest by `flush` or `close`. A row that is written out of order contains its
-    number (`"row": 7`). Each line is strict JSON: NaN and infinities are written as the strings `"NaN"`, `"Infinity"`
-    and `"-Infinity"`, and a logged string that equals one of these is written with a leading `'`.
+    have arrived on the host, and no later than the next `flush` or `close`. A row that is written out of order contains
+    its number (`"row": 7`). Each line is strict JSON: NaN and infinities are written as the strings `"NaN"`,
+    `"Infinity"` and `"-Infinity"`, and a logged string that equals one of these is written with a leading `'`.
 
     Args:
-      path: The file to write the rows to; None to keep the rows only in memory. The file's directory is created if
+      path: The file to write the rows to. If None, the rows are kept only in memory. The file's directory is created if
         necessary. If the file already has rows, call `resume` before the first commit.
-      writes: False to read the file but never write to it, as in all processes of a job except the first.
+      writes: If False, the file is read but never written, as in all processes of a job except the first.
     """
 
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
@@ -216,7 +216,7 @@ class History:
 
     @property
     def path(self) -> epath.Path | None:
-        """The file that the rows are written to; None if they are kept only in memory."""
+        """The file that the rows are written to, or None if they are kept only in memory."""
         return self._path
 
     # Writing ---------------------------------------------------------------------------------------
@@ -232,8 +232,9 @@ class History:
 
         Raises:
           TypeError: If a value is not a scalar, or a key is not a string.
-          ValueError: If two values have the same path, a path is the name of a field of `elapsed` (steps, samples, time
-            or loops), a device value was donated, or the file has rows from an earlier run and `resume` was not called.
+          ValueError: If two values have the same path, if a path is the name of a field of `elapsed` (steps, samples,
+            time or loops), if a device value was donated, or if the file has rows from an earlier run and `resume` was
+            not called.
         """
         _check_elapsed("commit", elapsed)
         form, values = self._read(logs)
@@ -275,7 +276,7 @@ class History:
                 raise
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
-        """Adds values that are not scalars, such as images.
+        """Adds non-scalar values, such as images.
 
         The values are kept in memory unchanged, and are not copied to the host.
         """
@@ -297,7 +298,7 @@ class History:
         self.flush()
 
     def checksum(self) -> dict[str, Any] | None:
-        """Writes all rows so far, and returns the file's length and SHA-256 checksum; None if there is no file."""
+        """Writes all rows so far, and returns the file's length and SHA-256 checksum, or None if there is no file."""
         self.flush()
         writes = self._path is not None and self._writes
         return self._in_file.to_dict() if writes and self._in_file is not None else None
@@ -306,14 +307,14 @@ class History:
         """Drops all rows and outputs after a step, so that a run can continue from that step.
 
         With a path, the rows are read from the file if it exists, and the file is rewritten if any row was dropped. An
-        incomplete last line, left by a killed process, is dropped too. If no row is kept, the old file is saved as
+        incomplete last line, left by a killed process, is dropped too. If no rows are kept, the old file is saved as
         `<path>.before`, in case the program was restarted from scratch by mistake. If that file already exists, the
         longer of the two is kept.
 
         Args:
           steps: The number of completed updates at the point from which the run continues; 0 to start over.
-          num_rows: The number of rows that the history had at that point, if known. Additional rows for that step are
-            dropped too, because the run will add them again.
+          num_rows: The number of rows that the history had at that point, if known. Any later rows for the same step
+            are dropped too, because the run will add them again.
           checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
             is moved to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
 
@@ -420,7 +421,7 @@ class History:
         An exact match takes precedence.
 
         Raises:
-          ValueError: If the name matches no value, or several values.
+          ValueError: If the name doesn't match any value, or matches more than one.
         """
         end = _dotted(name)
         if end in self._columns:
@@ -444,7 +445,7 @@ class History:
         pending.
 
         Raises:
-          ValueError: If the name matches several values.
+          ValueError: If the name matches more than one value.
         """
         if _dotted(name) not in self._paths_by_end:
             return None
@@ -465,7 +466,7 @@ class History:
           is empty.
 
         Raises:
-          ValueError: If a name matches no value, or several values.
+          ValueError: If a name doesn't match any value, or matches more than one.
         """
         if not names:
             raise ValueError("History.collect takes at least one name, got none. Write collect('steps', 'loss').")
@@ -494,7 +495,7 @@ class History:
         return tuple(lists) if len(lists) > 1 else lists[0]
 
     def to_records(self) -> list[dict[str, Any]]:
-        """Returns one flat dict per row, like `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
+        """Returns one flat dict per row, such as `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
         self.flush()
         records = [Elapsed(*numbers).to_dict() for numbers in self._elapsed]
         for path, column in self._columns.items():
@@ -505,7 +506,7 @@ class History:
     # Keeping ---------------------------------------------------------------------------------------
 
     def save(self, path: epath.PathLike) -> None:
-        """Writes all rows to a file atomically, in the format that `load` reads. The `outputs` are not written."""
+        """Atomically writes all rows to a file, in the format that `load` reads. Outputs are not written."""
         written = _write(_absolute(path), self.rows)
         if _absolute(path) == self._path:
             self._in_file = written
@@ -517,7 +518,7 @@ class History:
         An incomplete last line, left by a process that was killed while writing, is dropped with a warning.
 
         Raises:
-          FileNotFoundError: If there is no such file.
+          FileNotFoundError: If the file doesn't exist.
           ValueError: If a line is malformed. The message contains the line number.
         """
         history = cls()
@@ -538,7 +539,7 @@ class History:
           x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
 
         Raises:
-          ValueError: If there is nothing to plot, or a name matches no numbers.
+          ValueError: If there is nothing to plot, or if a name doesn't match any numbers.
           ImportError: If matplotlib is not installed.
         """
         if x not in _UNITS:

@@ -19,15 +19,15 @@ class Loop:
 
     Hooks:
       begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. When
-        a run resumes in the middle of a loop, `begin` is called again only if the first call returned a different
-        iterator from the one it received. In that case, the state returned by the second call is ignored.
+        a run resumes in the middle of a loop, `begin` is called again only if the first call returned an iterator other
+        than the one it received. In that case, the state returned by the second call is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
       update_outputs: Called for each step, in order, once its outputs have reached the host, which may be a few steps
         later.
       _get_next_batch: Called with the dataset whenever the loop needs a batch. Returns the batch.
-      _run_one_step: Called with `(state, batch, per_loop_step_number)` to run the step on each batch. An override
-        disables the faster paths, so that `Step.__call__` runs every step.
+      _run_one_step: Called for each batch with `(state, batch, per_loop_step_number)`, to run the step. An override
+        disables the faster paths, so that every step is run by `Step.__call__`.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -39,7 +39,7 @@ class Loop:
       step: The step to run on each batch.
       clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. The default is 64
-        steps or, on a CPU, 4 dispatches if that is more. If several devices share a CPU, it is 8 steps.
+        steps. On a CPU, it is at least 4 dispatches; if several devices share a CPU, it is 8 steps.
 
     Attributes:
       engine: The object that runs the loop.
@@ -72,12 +72,12 @@ class Loop:
 
     @property
     def num_examples(self) -> list[int]:
-        """The number of examples in each step of the last loop."""
+        """The number of examples in each step of the most recent loop."""
         return self.engine.stepper.call.num_examples
 
     @property
     def elapsed(self) -> Elapsed:
-        """The progress of the training. `elapsed.previous` is the progress one step earlier.
+        """The training progress. `elapsed.previous` is the progress one step earlier.
 
         `elapsed.time` is the number of seconds that this loop has spent training. If the loop is called with a state
         other than the last one that it returned, samples and time are reset to zero. Call `resume` to continue counting
@@ -97,14 +97,14 @@ class Loop:
 
     @property
     def rescued_state(self) -> Any:
-        """The state after the last completed step, if the last call raised an exception; None otherwise.
+        """The state after the last completed step if the last call raised an exception; otherwise None.
 
         It is also None if the failed step had already donated the state.
         """
         return self.engine.rescued[0]
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles ahead of time everything that this loop runs on batches of this shape.
+        """Compiles this loop ahead of time for batches of the given shape.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -114,8 +114,9 @@ class Loop:
 
         Args:
           state: A state with the same shapes as the one that will be passed to the loop. It is not donated.
-          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`. If this is the result of
-            `data.batched`, `data.mixture` or `from_index`, everything is compiled for each of its batch sizes.
+          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`. You can also pass the result of
+            `data.batched`, `data.mixture` or `from_index`, in which case the loop is compiled for each of its batch
+            sizes.
         """
         self.engine.stepper.compile(state, batch)
 
@@ -136,23 +137,24 @@ class Loop:
     ) -> tuple[Any, metrics.LoopOutputs]:
         """Runs at most `num_steps` steps, or fewer if the dataset ends earlier.
 
-        Ctrl-C ends the loop after the step in flight and sets `outputs[STOP_LOOP]` to True. A second Ctrl-C within two
+        On Ctrl-C, the loop ends after the current step, and `outputs[STOP_LOOP]` is True. A second Ctrl-C within two
         seconds raises `KeyboardInterrupt`. If the dataset has no batches, the outputs are empty, and `end` is not
         called.
 
         Args:
           state: The train state. It is donated, unless `return_state_from_step` is False.
-          dataset_iterator: The batches. An iterable is read from its start. None if the step needs no data, in which
-            case `run` receives None as the batch, and `num_steps` must be given.
-          num_steps: The number of steps, counted in updates (see `Step.updates_per_step`); None to use all batches.
+          dataset_iterator: The batches. An iterable is read from its start. Pass None if the step doesn't need any
+            data. In that case, `run` receives None as the batch, and `num_steps` must be given.
+          num_steps: The number of steps, counted in updates (see `Step.updates_per_step`). If None, all batches are
+            used.
           return_state_from_step: If False, every step receives the same state, and the loop returns it unchanged.
 
         Returns:
           `(state, outputs)`. `outputs[name]` is the list of that output's values on the host, one per step.
 
         Raises:
-          Exception: If a hook, an action or the dataset raises it. A note on the exception names the place and the
-            step, and `rescued_state` holds the state after the last completed step.
+          Exception: If a hook, an action or the dataset raises one. A note on it says where and at which step it was
+            raised, and `rescued_state` holds the state after the last completed step.
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         if dataset_iterator is None and num_steps is None:
@@ -180,10 +182,10 @@ class Loop:
         return state, outputs
 
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:
-        """Adds the outputs of one step to those of the loop, and returns the outputs of the loop.
+        """Adds a step's outputs to the loop's outputs, and returns the loop's outputs.
 
-        Called for each step, in order, once its outputs have reached the host, which may be some steps later. The
-        outputs of the step don't contain `clu.metrics` states, which are merged on the device.
+        Called for each step, in order, once its outputs have reached the host, which may be a few steps later. The
+        step's outputs don't contain `clu.metrics` states, which are merged on the device.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

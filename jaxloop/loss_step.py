@@ -21,19 +21,19 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
 
 class LossStep(NumpyStep):
-    """A `Step` for which you only write the loss, `loss(outputs, batch)`, as a method or as an argument.
+    """A `Step` for which you only provide the loss, `loss(outputs, batch)`, as a method or as an argument.
 
-    `outputs` is the model's output for the batch's inputs. The loss returns an array `[batch]` with one number per
-    example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To add metrics, return a
-    pair `(losses, metrics)`, where `metrics` is a dict whose values have one of these three forms.
+    `outputs` is the model's output for the batch's inputs. The loss returns an array of shape `[batch]` with one number
+    per example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To add metrics,
+    return a pair `(losses, metrics)`, where `metrics` is a dict in which each value has one of these three forms.
 
-    With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the model's
+    With `train=True`, a step makes one optimizer update, using the gradient of the mean loss, and updates the model's
     batch statistics and other variables. With `train=False`, a step calls the model in evaluation mode and doesn't
     change the state. In both cases, the outputs are `{"loss": ..., **metrics}`, averaged over the examples of the
     batch.
 
     Hooks:
-      loss: Runs inside `run`, for each batch or micro-batch. It is compiled, so it must be pure.
+      loss: Called by `run` for each batch or micro-batch. It is compiled, so it must be pure.
       preprocess_batch: See `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
         NumPy arrays.
       begin: See `Step`. An override must end by calling `super().begin`, which adds the mask and returns a batch that
@@ -71,23 +71,25 @@ class LossStep(NumpyStep):
       gets its own key in training. `state.apply_fn(state.params)` returns the module. For a module with a state, pass
       the pair that `eqx.nn.make_with_state(...)` returns;
     - the result of `hk.transform` or `hk.transform_with_state`;
-    - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`. `apply` may also take `train`, and
-      `rngs` (a dict), `rng` or `key`;
+    - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`. `apply` may also take any of
+      `train`, `rngs` (a dict), `rng` and `key`;
     - a pytree of parameters, which the loss receives instead of outputs: `loss(params, batch)`.
 
-    `jaxloop.models.forward` describes how each kind receives its keys and the training mode. The keys are
-    `prng_key(state.step)`, which depends only on `base_prng` and the step. NNX models keep their own keys in the state.
+    `jaxloop.models.forward` describes how each kind receives its keys and the training mode. The keys come from
+    `prng_key(state.step)`, so they depend only on `base_prng` and the step. NNX models keep their own keys in the
+    state.
 
-    **Masks and short batches.** A batch that is a dict may contain a `"mask"` of shape `[batch]`, which holds bools, or
-    0s and 1s. Examples whose mask is 0 don't count in means. A mask of any other shape is ignored, so the loss must
-    apply it. Masks aren't applied to `Weighted` losses and metrics either: multiply their weights by the mask.
+    **Masks and short batches.** A batch that is a dict may contain a `"mask"` of shape `[batch]` that consists of
+    bools, or of 0s and 1s. Examples whose mask is 0 are excluded from means. A mask of any other shape is ignored, so
+    the loss must apply it. Masks aren't applied to `Weighted` losses and metrics, so multiply their weights by the
+    mask.
 
     A short batch is padded with masked copies of its last row if that doesn't change any mean. This requires that the
     loss and all metrics are per example and that, in training, the model doesn't mix examples (batch normalization
     does). An evaluation pads to the size of the loop's first batch, so that the step compiles only once. Training pads
     to `batch_size` or, if it is None, to the next multiple of the number of devices in the mesh. Short batches that
-    can't be padded stay short. Their means are exact too, but the step has to be compiled again for them. A loss that
-    compares the examples of a batch with each other must return a scalar.
+    can't be padded stay short. Their means are still exact, but the step has to be compiled again for them. A loss that
+    compares a batch's examples with each other must return a scalar.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples. The update is the same as for the whole
@@ -98,29 +100,29 @@ class LossStep(NumpyStep):
       base_prng: See `Step`, which also describes the arguments that are not listed here.
       model: A model of any kind listed above.
       loss: The loss function, unless a subclass defines the method `loss`.
-      metrics: A dict of functions `(outputs, batch) -> value` that compute additional metrics.
+      metrics: A dict of functions `(outputs, batch) -> value` for additional metrics.
       inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. By
         default, the inputs are the first element if the batch is a tuple or list; the value under "inputs", "input",
         "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. A
         Linen or NNX model with several inputs takes them from a tuple, or from a dict keyed by argument name. A pytree
         of parameters has no inputs.
       accumulate: The number of micro-batches into which each training batch is split.
-      compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`: parameters and floating-point inputs are
+      compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`. Parameters and floating-point inputs are
         cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
         keep their dtypes.
-      batch_size: The number of rows to pad short training batches to; None for the default described above.
+      batch_size: The number of rows to pad short training batches to. If None, the default described above is used.
       trainable: A pattern for the paths of the parameters to train, such as `"head/**"`, or a list of patterns; see
         `jaxloop.path_patterns.matches`. All other parameters are frozen: they stay bit-identical, and the optimizer has
-        no state for them. None to train all. To use a different optimizer for each part, see
+        no state for them. If None, all parameters are trained. To use a different optimizer for each part, see
         `jaxloop.optimizers.by_path`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function that computes the
-        decay from the number of updates. The optimizer's state contains the average; see `jaxloop.optimizers.ema`.
+        decay from the number of updates. The average is part of the optimizer's state; see `jaxloop.optimizers.ema`.
       use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. The state
         must come from a step with `ema`. Batch statistics are not averaged.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
-      TypeError: If the loss is missing, or is given both as an argument and as a method; if a keyword is unknown; or if
+      TypeError: If the loss is missing or is given both as an argument and as a method, if a keyword is unknown, or if
         this kind of model isn't supported.
     """
 
@@ -208,13 +210,13 @@ class LossStep(NumpyStep):
     # To override ---------------------------------------------------------------------------------
 
     def loss(self, outputs: Any, batch: types.Batch) -> Any:
-        """Returns the loss: an array `[batch]`, a scalar, a `Weighted`, or a pair `(losses, metrics)`.
+        """Returns the loss: an array of shape `[batch]`, a scalar, a `Weighted`, or a pair `(losses, metrics)`.
 
         This method is compiled, so it must be pure.
 
         Args:
           outputs: The output of the model or, if the model is a pytree of parameters, the parameters.
-          batch: The batch or, with `accumulate`, a micro-batch, on the devices.
+          batch: The batch (or a micro-batch, with `accumulate`), already placed on the devices.
         """
         assert self._loss is not None
         return self._loss(outputs, batch)
@@ -288,7 +290,7 @@ class LossStep(NumpyStep):
         return models.adapt(model)
 
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
-        """Returns the spec of the model's inputs for `initialize_model`; None for a pytree of parameters.
+        """Returns the spec of the model's inputs for `initialize_model`, or None for a pytree of parameters.
 
         The spec describes the inputs of a host batch, but with a single row.
 
@@ -310,8 +312,8 @@ class LossStep(NumpyStep):
     def predict(self, state: Any, dataset: Any) -> Any:
         """Returns the outputs of the model for all examples of a dataset, in order.
 
-        The model is called in evaluation mode, with one dispatch per batch, on the devices of the partitioner. The
-        result doesn't include padding or examples whose mask is 0. The loss isn't called, so batches don't need labels.
+        The model is called in evaluation mode on the partitioner's devices, with one dispatch per batch. The result
+        doesn't include padding or examples whose mask is 0. The loss isn't called, so batches don't need labels.
 
         >>> model = (lambda key, x: jnp.ones([3, 2]), lambda params, x: x @ params)
         >>> step = LossStep(jax.random.key(0), model, loss=lambda outputs, batch: outputs)
@@ -327,7 +329,7 @@ class LossStep(NumpyStep):
           The outputs as NumPy arrays, with one row per example.
 
         Raises:
-          ValueError: If the dataset is empty, or an output has no axis for the examples.
+          ValueError: If the dataset is empty, or if an output has no example axis.
           NotImplementedError: If this is a multi-process job.
         """
         checks.check_only_process("LossStep.predict")
@@ -521,7 +523,7 @@ class LossStep(NumpyStep):
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
 
     def inputs_of(self, batch: types.Batch) -> Any:
-        """Returns the part of a batch that is passed to the model as its inputs; None if the model takes no inputs."""
+        """Returns the part of a batch that is passed to the model as its inputs, or None if it doesn't take any."""
         if not self._takes_inputs:
             return None
         if callable(self._inputs):
@@ -639,7 +641,7 @@ def _read_rows(outputs: Any, mask: Any) -> Any:
 
 
 def _mask_of(batch: Any) -> Any:
-    """Returns the mask of the examples in a batch; None if it has none."""
+    """Returns the mask of the examples in a batch, or None if it has none."""
     if not isinstance(batch, dict) or "mask" not in batch:
         return None
     mask = batch["mask"]

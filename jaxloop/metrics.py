@@ -31,7 +31,7 @@ def fetch(tree: Any) -> Any:
 
 
 def view(tree: Any) -> Any:
-    """Reads the values in a pytree like `fetch`, but without copying them.
+    """Reads the values in a pytree, like `fetch`, but without copying them.
 
     Blocks until the values are in host memory.
     """
@@ -56,14 +56,14 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
 
 
 def wait(tree: Any) -> Any:
-    """Blocks until the devices have computed a pytree, then returns it. Doesn't read its values."""
+    """Blocks until the devices have computed a pytree, and returns it without reading its values."""
     if not isinstance(tree, jax.Array) or not is_ready(tree):
         jax.block_until_ready(tree)
     return tree
 
 
 def is_ready(array: Any) -> bool:
-    """Returns whether a value has been computed. Anything other than a device array counts as computed.
+    """Returns whether a value has been computed. Anything that isn't a device array counts as computed.
 
     Donated arrays count as not computed, and so do typed PRNG keys, because JAX can't check those.
     """
@@ -111,8 +111,8 @@ class LoopOutputs(dict[str, Any]):
     def extend(self, later: "LoopOutputs") -> None:
         """Appends the outputs of later steps.
 
-        Non-scalar values, such as images, are replaced by those in `later`, so that memory use doesn't grow. This
-        object's lists are extended in place; `later` isn't modified.
+        Non-scalar values, such as images, are replaced by those in `later`, to keep memory use from growing. This
+        object's lists are extended in place, and `later` isn't modified.
         """
         steps_before, steps_later = len(self.num_examples), len(later.num_examples)
         for name, values in later.items():
@@ -145,7 +145,7 @@ class LoopOutputs(dict[str, Any]):
         return first, others
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the outputs in a JSON-compatible form, and the names of the values that can't be encoded."""
+        """Returns the outputs in a JSON-compatible form, and the names of any values that can't be encoded."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -242,7 +242,7 @@ def _class_of_name(name: str | None) -> Any:
 
 
 def as_states_like(kept: list[Any], values: list[Any]) -> list[Any]:
-    """Converts restored states of unknown class to the class of the later states."""
+    """Converts restored states whose class is unknown to the class of `values`."""
     if not (kept and values and isinstance(kept[0], _KeptMetric)) or isinstance(values[0], _KeptMetric):
         return kept
     return [_with_fields(values[0], each.fields) if isinstance(each, _KeptMetric) else each for each in kept]
@@ -294,7 +294,7 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns whether states must be merged on the host because they collect values and grow with each merge."""
+    """Returns whether states collect values, and thus grow with each merge, so that they must be merged on the host."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 
@@ -316,7 +316,7 @@ def merge(states: Sequence[Any]) -> Any:
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
-    """Merges values into a list of one if they are `clu.metrics` states of a known class; otherwise returns them."""
+    """Merges `clu.metrics` states of a known class into a one-element list. Returns any other values unchanged."""
     if len(values) < 2 or isinstance(values[-1], _KeptMetric) or not all(map(is_metric, values)):
         return values
     return [merge(as_states_like(values, values[-1:]))]
@@ -469,7 +469,7 @@ def separate_weights(logs: Mapping[str, Any]) -> Any:
 
 
 def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverses `separate_weights` for entries keyed by path.
+    """The inverse of `separate_weights`, for entries keyed by path.
 
     >>> join_weights({"loss": 0.5, "loss (weight)": 12, "accuracy": 0.9})
     {'loss': Weighted(value=0.5, weight=12), 'accuracy': 0.9}
@@ -484,7 +484,7 @@ def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_of(value: Any) -> Any:
-    """Unwraps a scalar that has a weight or metadata. Returns any other value unchanged."""
+    """Unwraps a scalar with a weight or metadata. Returns any other value unchanged."""
     if isinstance(value, types.Weighted):
         return value.value
     if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:

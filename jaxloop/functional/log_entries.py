@@ -44,16 +44,16 @@ class Logs(dict[str, Any]):
         Args:
           name: The name of the loss.
           value: A scalar or a `Weighted` mean. In `step` and `train_step`, it may also be an array of per-example
-            losses, `[batch]`, which is averaged.
+            losses, of shape `[batch]`, which is averaged.
         """
         return self.add("losses", name, value)
 
     @property
     def updates(self) -> "Logs":
-        """The collection `updates`: variables that the forward pass changed. `train_step` stores them in the state.
+        """The collection `updates`, which holds variables that the forward pass changed.
 
-        To add to this collection, call `logs.add("updates", "batch_stats", batch_stats)`. A history doesn't store
-        `updates`.
+        `train_step` stores them in the state. To add to this collection, call
+        `logs.add("updates", "batch_stats", batch_stats)`. Histories don't store `updates`.
 
         Assigning a `Logs` to this attribute merges all of its collections except `updates` into this object:
         `logs.updates, state = train_step(state, batch)`.
@@ -72,7 +72,7 @@ class Logs(dict[str, Any]):
     def entry_value(self, name: str) -> Any:
         """Returns the value with this name, from whichever collection contains it.
 
-        To select one collection, prefix the name with it: `entry_value("metrics.loss")`.
+        To look in only one collection, put its name first: `entry_value("metrics.loss")`.
 
         Raises:
           KeyError: If there is no value with this name, or more than one.
@@ -155,8 +155,8 @@ def nested(entries: Mapping[str, Any]) -> Logs:
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a dict of the entries, keyed by short name.
 
-    Entries in the collections `metrics` and `losses` keep their name, such as `loss`. In any other collection, the name
-    of the collection is the prefix, as in `test/loss`. A value that was logged with its weight is returned as a
+    Entries in the collections `metrics` and `losses` keep their name, such as `loss`. In any other collection, the
+    collection's name is added as a prefix, as in `test/loss`. A value that was logged with its weight is returned as a
     `Weighted`.
     """
     named = {}

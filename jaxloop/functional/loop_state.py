@@ -45,10 +45,10 @@ class LoopState:
       outputs: The outputs that the callbacks of this step have returned so far, by name.
       metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
         numbers, strings, arrays, lists or dicts.
-      stop_iteration: Set it to True to end the loop after this step.
+      stop_iteration: Set this to True to end the loop after this step.
       total_steps: The planned number of steps; None if `stop` doesn't determine it.
-      snapshot: A function that returns everything that a checkpoint stores except the state. Set by the loop.
-      in_history: The paths of the logs that are already in the history. Set by the loop.
+      snapshot: A function that returns the contents of a checkpoint, except for the state. Set by the loop.
+      in_history: The paths of this step's logs that are already in the history. Set by the loop.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -71,7 +71,7 @@ class LoopState:
         return self._means.logs_with(self.elapsed, metrics.fetch(self.not_in_history()))
 
     def not_in_history(self) -> Logs:
-        """Returns the logs of this step that are not in the history yet."""
+        """Returns this step's logs that aren't in the history yet."""
         if not self.in_history:
             return self.logs
         return nested({path: value for path, value in entries(self.logs) if path not in self.in_history})
@@ -80,8 +80,8 @@ class LoopState:
 Callback = Any
 """A callback of any kind that a loop accepts.
 
-This is a function that takes up to four arguments, `(state, batch, elapsed, loop_state)`, an object with
-`__loop_callback__`, a `Step`, an `Action`, a `Loop`, or an object from `clu.periodic_actions`.
+A callback is a `Step`, an `Action`, a `Loop`, an object from `clu.periodic_actions`, an object with a
+`__loop_callback__` method, or a function that takes up to four arguments: `(state, batch, elapsed, loop_state)`.
 """
 
 Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]

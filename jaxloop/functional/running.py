@@ -41,36 +41,36 @@ def loop(
 
     The callbacks are called in the order of the tasks, except that checkpoints come last. A callback is a function that
     takes up to four positional arguments, `(state, batch, elapsed, loop_state)`, in this order; any further parameters
-    need defaults. It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, with None in place of parts that
-    it doesn't change. It may also return just a state, unless the state is a tuple or a dictionary. jaxloop's `Step`s,
-    `Action`s, and `Loop`s are callbacks too (a `Loop` runs on the current batch only), and so are objects with a method
-    `__loop_callback__(loop_state) -> (logs, state)`.
+    need defaults. It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, where any element of a tuple may
+    be None. It may also return just a state, unless the state is a tuple or a dictionary. jaxloop's `Step`s, `Action`s,
+    and `Loop`s are callbacks too (a `Loop` runs on the current batch only), and so are objects with a
+    `__loop_callback__(loop_state) -> (logs, state)` method.
 
     The logs of a step become one row of the history. As long as each step calls only one compiled function, the loop
-    adds the rows of up to 32 steps at a time. The loop doesn't wait for the devices unless a callback reads a value.
-    Ctrl-C ends the loop after the step in flight, saves a checkpoint if the tasks include one, and returns the results
-    so far. On SIGTERM, the loop does the same, and then the process exits with status 143.
+    adds the rows of up to 32 steps at a time. The loop doesn't wait for the devices unless a callback reads a value. On
+    Ctrl-C, the loop finishes the current step, saves a checkpoint if the tasks include one, and returns the results so
+    far. On SIGTERM, it does the same, and then the process exits with status 143.
 
     If an action or a tool such as `checkpoint` is due at a step, the next batch is read before the callbacks are
-    called, as in an `OuterLoop`. This way, `elapsed.is_last` is known. A checkpoint still stores the position before
-    that batch.
+    called, as in an `OuterLoop`, so that `elapsed.is_last` is known. Checkpoints still store the position before that
+    batch.
 
-    With `checkpoint(directory, resume=True)` among the tasks, the loop resumes from the newest checkpoint. It restores
+    If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state, the position in the dataset, the history, and `LoopState.metadata`. It also restores the state of the
     tools, and of each `__loop_callback__` object that has the methods `state_dict()` and `load_state_dict(state_dict)`.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
-      dataset: The batches to loop over. None if the callbacks need no data; in that case, `batch` is None, and `stop`
-        ends the loop.
+      dataset: The batches to loop over. Pass None if the callbacks don't need any data. In that case, `batch` is None,
+        and `stop` must be given.
       tasks: The callbacks by schedule, such as `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, as a
         dictionary or as pairs. `on_start` and `on_end` are also valid keys.
       stop: When to end the loop; see `elapse`.
-      history: A history to continue, which is also returned; None to start a new one.
+      history: A history to continue, which is also returned. If None, a new one is started.
       elapsed: The progress of an earlier run to continue.
       num_examples: A function that returns the number of examples in a batch, which is the batch's weight in means. For
-        padded batches, pass a function such as `lambda batch: batch["mask"].sum()`. None to use the size of the leading
-        axis, or 1 if there is none.
+        padded batches, pass a function such as `lambda batch: batch["mask"].sum()`. If None, the weight is the size of
+        the batch's leading axis, or 1 if there is none.
       clock: A function that returns the time in seconds.
 
     Returns:
@@ -79,8 +79,8 @@ def loop(
     Raises:
       TypeError: If a callback has an invalid signature or returns an invalid result. The message names the callback.
       ValueError: If the state was donated to an earlier call.
-      Exception: If a callback or the dataset raises it. A note on the error names the place and the step. Pending
-        checkpoints are committed first.
+      Exception: If a callback or the dataset raises one. A note on it says where and at which step it was raised.
+        Pending checkpoints are committed first.
     """
     if dataset is None:
         if stop is None:

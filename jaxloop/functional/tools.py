@@ -119,11 +119,11 @@ def checkpoint(
     Args:
       directory: The directory for the checkpoints, each in its own subdirectory. The path may be relative.
       keep: The number of recent checkpoints to keep; None to keep all.
-      monitor: The logged value that determines the best checkpoint, which is also kept. The value must be logged at
-        every step that saves a checkpoint.
+      monitor: The logged value that determines the best checkpoint, which is also kept. It must be logged at every step
+        where a checkpoint is saved.
       mode: "min" if the smallest value is the best, or "max" if the largest is.
       resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and no history is passed to
-        the loop, the loop writes its history to `history.jsonl` in the directory.
+        the loop, its history is written to `history.jsonl` in the directory.
     """
     action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
     return CheckpointTool(f"checkpoint({str(directory)!r})", action, monitor, resume)
@@ -180,8 +180,8 @@ def keras_bar(total: int | None = None, **options: Any) -> BarTool:
     with `(elapsed, logs)` at each step, and call its `close()` method at the end.
 
     Args:
-      total: The number of steps in the run; None to use the loop's `stop`.
-      **options: Further arguments for `ProgressAction`.
+      total: The number of steps in the run. If None, it is derived from the loop's `stop`.
+      **options: Additional arguments for `ProgressAction`.
     """
     return BarTool("keras_bar()", ProgressAction(total, bar="tqdm", **options))
 
@@ -224,7 +224,7 @@ def inner_loop(
     """Returns a callback that runs another loop, such as an evaluation during training, and logs its results.
 
     `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`.
-    An evaluation that is interrupted by Ctrl-C logs nothing.
+    An evaluation that is interrupted by Ctrl-C doesn't log anything.
 
     Args:
       name: The name of the collection to log the values in.
@@ -262,7 +262,8 @@ def step(
 
     Args:
       fn: The function to compile.
-      partitioner: The partitioner, which decides where the state and the batches live; None to use one device.
+      partitioner: The partitioner, which decides where the state and the batches live. If None, a single device is
+        used.
       donate: Whether to donate the state, so that the new state can reuse its memory.
     """
     if fn is None:
@@ -277,8 +278,8 @@ def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Part
     donated. The rows of a batch must divide evenly across the devices.
 
     Variables that the forward pass changes are stored in the new state if `fn` either returns a state that contains
-    them or adds them to the `updates` of the logs: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model,
-    add all changed variables at once, under any name.
+    them or adds them to the logs' `updates`: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model, add
+    all changed variables at once, under any name.
 
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples
