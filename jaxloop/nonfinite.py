@@ -1,6 +1,6 @@
-"""Detection of NaN and infinity inside the compiled step.
+"""Detects NaN and infinity inside the compiled step.
 
-The host reads the results at points where it reads other values anyway.
+The host reads the results when it reads other values anyway.
 """
 
 import collections
@@ -21,7 +21,7 @@ NanPolicy = Literal["raise", "skip", "ignore"]
 POLICIES = ("raise", "skip", "ignore")
 
 STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
-"""The number of steps skipped by `nan_policy="skip"`; present only if there are any."""
+"""The number of steps skipped by `nan_policy="skip"`; present only if any were skipped."""
 
 # The number of steps for which the devices keep flags.
 MAX_STEPS = _ROWS = 32
@@ -37,7 +37,7 @@ class NonFiniteError(FloatingPointError):
     """Raised if a training step produces NaN or infinity.
 
     Attributes:
-      step_num: The number of the first such step, which is the value of `state.step` after it.
+      step_num: The number of the first such step, that is, the value of `state.step` after it.
       names: The names of the non-finite values, such as `outputs/loss` or `params/Dense_0/kernel`.
     """
 
@@ -57,12 +57,12 @@ class Detector:
     """Wraps a step's `run` so that the same compiled program also returns flags for non-finite values.
 
     It checks the floating-point leaves of the new `params` and `batch_stats` (or of the whole state if it has no
-    `params`), and the outputs with "loss" in their name. Other outputs are not checked, because they may legitimately
+    `params`), and the outputs whose names contain "loss". Other outputs aren't checked, because they may legitimately
     be NaN for some batches.
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
-      policy: The `nan_policy`. With "skip", a bad step changes only `step` in the state.
+      policy: The `nan_policy`. With "skip", a bad step leaves the state unchanged except for `step`.
       on_mesh: True if the function is compiled for a mesh.
     """
 
@@ -71,7 +71,7 @@ class Detector:
         self._output_names: list[str] = []
 
     def run(self, state: Any, batch_and_flags: Any) -> tuple[Any, Any]:
-        """Runs a step with `(batch, flags)`. `flags` has one row per recent step, newest last."""
+        """Runs a step on `(batch, flags)`, where `flags` has one row for each recent step, the latest one last."""
         batch, flags = batch_and_flags
         new_state, outputs = self._run(state, batch)
         found = _losses(outputs)
@@ -90,7 +90,7 @@ class Detector:
         return new_state, (outputs, jnp.concatenate([flags[1:], row[None]]))
 
     def no_flags(self, state: Any) -> jax.Array:
-        """Returns the (unset) flags before the first step, sharded like the flags that the compiled step returns."""
+        """Returns the initial flags (all unset), sharded like the flags that the compiled step returns."""
         flags = _OUTPUT_FLAGS + len(_watched_leaves(state))
         zeros = lambda: jnp.zeros([_ROWS, -(-flags // _WORD)], jnp.uint32)
         scalars = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf.ndim == 0)
@@ -98,9 +98,9 @@ class Detector:
         return zeros() if scalar is None else jax.jit(zeros, out_shardings=scalar.sharding)()
 
     def names(self, row: np.ndarray, state: Any) -> list[str]:
-        """Returns the names of the values marked in one step's flags.
+        """Returns the names of the values that one step's flags mark as non-finite.
 
-        `state` may be any state with the same structure.
+        `state` may be any state with the train state's structure.
         """
         names = [*self._output_names[: _OUTPUT_FLAGS - 1], *([""] * _OUTPUT_FLAGS)][: _OUTPUT_FLAGS - 1]
         names += [" or ".join(self._output_names[_OUTPUT_FLAGS - 1 :]), *_watched_leaves(state)]
@@ -182,7 +182,7 @@ class Found:
     """A step with non-finite values.
 
     Attributes:
-      index: The index of the step, counted from 0 at the last `Watch.restart`.
+      index: The zero-based index of the step since the last `Watch.restart`.
       names: The names of the non-finite values.
     """
 
@@ -192,7 +192,7 @@ class Found:
 
 @final
 class Watch:
-    """Transfers the flags of a loop's steps to the host, combining several steps into one small array.
+    """Transfers the flags of a loop's steps to the host. The flags of several steps are sent as one small array.
 
     Args:
       policy: "raise" or "skip".
@@ -231,12 +231,12 @@ class Watch:
         return carry, outputs
 
     def look(self, state: Any, *, in_step: bool = False) -> list[Found]:
-        """Returns the bad steps according to the flags that have already arrived. Call this after each chunk of steps.
+        """Returns the bad steps found in the flags that have already arrived. Call this after each chunk of steps.
 
         Args:
           state: Any state with the train state's structure.
           in_step: True if all processes of a job must get the same result after the same step. In that case, the call
-            waits for all flags except the newest.
+            waits for all flags except the most recent ones.
         """
         if self.steps - self._sent >= self._chunk_size:
             self._send()
@@ -275,8 +275,8 @@ class Guard:
 
     Attributes:
       watch: The argument of the same name.
-      bad: With "raise", the error for the first bad step in the call.
-      skipped: With "skip", the loop's bad steps.
+      bad: With "raise", the error for the first bad step of the call, if there was one.
+      skipped: With "skip", the bad steps of the current loop.
     """
 
     def __init__(self, watch: Watch | None):
@@ -290,21 +290,21 @@ class Guard:
         return "ignore" if self.watch is None else self.watch.policy
 
     def begin_loop(self) -> None:
-        """Starts a new loop, in which steps are counted from 0 again."""
+        """Starts a new loop: resets the step count and the list of skipped steps."""
         self.skipped: list[Found] = []
         self._num_returned = 0
         if self.watch is not None:
             self.watch.restart()
 
     def look(self, state: Any, *, in_step: bool) -> Found | None:
-        """Returns the first bad step found in the flags that have arrived, if it ends the run; otherwise None.
+        """Checks the flags that have arrived. With "raise", returns the first bad step, if any; otherwise returns None.
 
         See `Watch.look` for the arguments.
         """
         return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
 
     def read(self, state: Any) -> Found | None:
-        """Waits for the flags of all steps. Returns the first bad step if it ends the run; otherwise None."""
+        """Waits for all flags. With "raise", returns the first bad step, if any; otherwise returns None."""
         return None if self.watch is None else self._sort(self.watch.read(state))
 
     def _sort(self, found: Sequence[Found]) -> Found | None:
@@ -314,16 +314,16 @@ class Guard:
         return next(iter(found), None)
 
     def newly_skipped(self) -> list[Found]:
-        """Returns the steps skipped since the last call."""
+        """Returns the steps that were skipped since the last call to this method."""
         new, self._num_returned = self.skipped[self._num_returned :], len(self.skipped)
         return new
 
     def measure(self) -> dict[str, Any]:
-        """Returns the number of skipped steps as a statistic, if there are any."""
+        """Returns a dict with the number of skipped steps as a statistic; empty if none were skipped."""
         return {STAT_SKIPPED_STEPS: len(self.skipped)} if self.skipped else {}
 
     def weights(self, weights: list[int]) -> list[int]:
-        """Returns the weights of the loop's steps, with those of skipped steps set to 0."""
+        """Returns the weights of the loop's steps, with the weight of each skipped step set to 0."""
         skipped = {found.index for found in self.skipped}
         return [0 if index in skipped else weight for index, weight in enumerate(weights)] if skipped else weights
 

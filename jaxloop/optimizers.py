@@ -1,4 +1,4 @@
-"""Optax transformations that average the parameters or select a transformation by parameter path."""
+"""Optax transformations: parameter averaging, and different optimizers for different parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
@@ -38,7 +38,7 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     (-3.0, 0.0)
 
     Args:
-      decay: Either a number from 0 to 1, for an average over about `1 / (1 - decay)` updates, or a function of the
+      decay: Either a number from 0 to 1, which averages over about `1 / (1 - decay)` updates, or a function of the
         number of previous updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))` lets the
         average forget the initial parameters even in a short run.
 
@@ -70,7 +70,7 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
 
 
 def ema_params(state: Any) -> Any:
-    """Returns the average that `ema` keeps in a train state, with the structure and dtypes of the parameters.
+    """Returns the average that `ema` keeps in a train state. It has the structure and dtypes of the parameters.
 
     You can call it inside `Step.run`, for example in an evaluation: `params = ema_params(state)`.
 
@@ -82,7 +82,7 @@ def ema_params(state: Any) -> Any:
     (3, 2)
 
     Raises:
-      ValueError: If the optimizer's state contains no average, or more than one.
+      ValueError: If the optimizer's state doesn't contain exactly one average.
     """
     is_average = lambda node: isinstance(node, EMAState)
     leaves = jax.tree.leaves(getattr(state, "opt_state", None), is_leaf=is_average)
@@ -97,10 +97,10 @@ def ema_params(state: Any) -> Any:
 
 
 def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) -> optax.GradientTransformation:
-    """Updates each parameter with the transformation of the first pattern that matches its path.
+    """Updates each parameter with the transformation whose pattern is the first to match the parameter's path.
 
-    Parameters whose pattern is mapped to None are frozen: they stay bit-identical, and the optimizer has no state for
-    them.
+    Parameters whose pattern is mapped to None are frozen: they stay bit-identical, and the optimizer doesn't keep any
+    state for them.
 
     >>> optimizer = by_path({"head/**": optax.sgd(1e-2), "body/embedding": None, "**": optax.sgd(1e-4)})
     >>> params = {"body": {"embedding": jnp.ones(3), "kernel": jnp.ones(3)}, "head": {"kernel": jnp.ones(3)}}
@@ -112,12 +112,12 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
     Args:
       transformations: A dict that maps patterns (see `jaxloop.path_patterns.matches`) to Optax transformations or None.
         Patterns mapped to the same transformation object share its state. Different objects are independent: an
-        `optax.clip_by_global_norm` in one of them computes the norm over that object's parameters only. To clip by the
+        `optax.clip_by_global_norm` in one of them computes the norm of that object's gradients only. To clip by the
         norm of all gradients, write `optax.chain(optax.clip_by_global_norm(1.0), by_path(...))`.
 
     Raises:
-      ValueError: If a pattern matches no parameter, or a parameter matches no pattern. The error is raised when the
-        optimizer's state is initialized, and its message lists the paths.
+      ValueError: If a pattern doesn't match any parameter, or a parameter doesn't match any pattern. The error is
+        raised when the optimizer's state is initialized, and its message lists the paths.
     """
     numbers = {
         pattern: str(list(map(id, transformations.values())).index(id(each)))

@@ -52,7 +52,7 @@ STOP_LOOP = types.STOP_LOOP
 
 @final
 class OuterLoop:
-    """Runs an experiment: trains a model, and runs each evaluation when it is due.
+    """Runs an experiment: trains a model, and runs evaluations when they are due.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -69,19 +69,20 @@ class OuterLoop:
     (100, 10)
 
     Args:
-      train_loop: The loop that trains; None to evaluate only.
+      train_loop: The train loop; None to only evaluate.
       eval_loops: One loop for each `EvalSpec` that is passed to `__call__`.
-      checkpoint_spec: The checkpoints to resume from or, without a train loop, to evaluate. None for no checkpoints.
+      checkpoint_spec: The checkpoints to resume from (or, without a train loop, to evaluate). If None, the run neither
+        resumes from checkpoints nor evaluates them.
       workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
         is appended to the file immediately, and a resumed run appends to the same file. If None, a run with a train
-        loop and a `checkpoint_spec` uses the checkpoint directory, and other runs don't write a file.
-      log_interval: When to add a row to the history. The row contains the train metrics since the previous row. As for
-        an action's interval, an int counts train loops.
+        loop and a `checkpoint_spec` uses the checkpoint directory; any other run doesn't write a history file.
+      log_interval: When to add a row to the history. Each row contains the train metrics since the previous row. As in
+        an action's interval, an int is a number of train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
-        in a Git repository, its commit is added as "commit".
+        in a Git repository, the current commit is added as "commit".
       watchdog: A `Watchdog` that ends the run if it hangs; None for no watchdog.
-      skip: The numbers of the batches to leave out, as if the training data had never contained them. Batches are
+      skip: The numbers of the batches to leave out, as if they had never been in the training data. Batches are
         numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the
         batch of step 48,213. In a multi-process job, each process leaves out its part of the batch. For each batch left
         out, a history row records its number as `left_out.batch`.
@@ -157,9 +158,9 @@ class OuterLoop:
 
     @property
     def history(self) -> History:
-        """The metrics of the run: train metrics under "train", and the metrics of each evaluation under its name.
+        """The metrics of the run: train metrics under "train", and each evaluation's metrics under its name.
 
-        The history contains no statistics such as steps per second, so repeating a run produces the same history.
+        The history doesn't contain statistics such as steps per second, so repeating a run produces the same history.
         """
         return self._history
 
@@ -198,13 +199,13 @@ class OuterLoop:
 
         Args:
           state: The train state. The train loop donates it; without a train loop, it stays usable.
-          train_dataset: An iterator over batches, or an iterable from which the run creates one. If the train step
-            needs no data, pass None: `run` then receives None as its batch, which counts as one example, and
-            `train_total_steps` or `stop` must end the run.
+          train_dataset: An iterable or iterator of batches. If the train step doesn't need any data, pass None: `run`
+            then receives None as its batch (which counts as one example), and `train_total_steps` or `stop` must end
+            the run.
           train_total_steps: The total number of optimizer updates, including those before a resume; None to train until
             the dataset ends. Both this and `train_loop_steps` must be multiples of `Step.updates_per_step`.
-          train_loop_steps: The number of updates per loop. Loops end at multiples of this number. If None, one loop
-            runs through the whole dataset.
+          train_loop_steps: The number of updates per loop. Loops end at multiples of this number. If None, a single
+            loop covers the whole dataset.
           eval_specs: One spec for each eval loop.
           log_train_total_steps: Whether to log the first and the last step of training.
           stop: A schedule that ends the training when it fires, such as `at(time=3600)` or `at(samples=1_000_000)`.
@@ -310,7 +311,7 @@ class OuterLoop:
     ) -> preflight.Report:
         """Checks the arguments of a run without running any steps. Returns the run's plan and all problems found.
 
-        The check reads one batch of each dataset, passes it through the hooks that precede `run`, and traces and
+        The check reads one batch from each dataset, passes it through the hooks that precede `run`, and traces and
         compiles `run`. A later run reuses the compiled program. The plan lists when each evaluation, action and
         checkpoint is due, and how much memory a step and a checkpoint need.
 
@@ -328,20 +329,20 @@ class OuterLoop:
         eval 'eval' | It would never run: eval_loop_interval=50, a
 
         Args:
-          state: The run's initial state, which the check doesn't donate, or the result of `step.abstract_state(...)`,
-            which uses no memory.
-          train_dataset: See `__call__`, which also describes the following arguments. If this is an iterator, the check
-            reads its first batch, and the next run of this `OuterLoop` begins with that batch.
-          topology: The TPUs to compile the train step for, such as "v5e:16x16". They don't have to be attached to this
-            machine. The report then contains the memory, FLOPs and communication per device on these TPUs, and an error
-            if the step doesn't fit. Requires libtpu (`pip install 'jaxloop[tpu-check]'`). The batch must be the global
-            batch for all devices.
+          state: The run's initial state (which isn't donated), or the result of `step.abstract_state(...)`, which
+            doesn't use any memory.
+          train_dataset: See `__call__`, which also describes the arguments not listed here. If the dataset is an
+            iterator, the check reads its first batch, and the next run of this `OuterLoop` begins with that batch.
+          topology: The TPU topology to compile the train step for, such as "v5e:16x16". The TPUs don't have to be
+            attached to this machine. The report then lists the memory, FLOPs and communication per device, and contains
+            an error if the step doesn't fit in memory. Batches must be global, that is, contain the rows for all
+            devices. Requires libtpu (`pip install 'jaxloop[tpu-check]'`).
 
         Returns:
-          A report with the plan and all problems. `report.raise_errors()` raises an exception if it contains errors. If
-          there is a work directory, the report is also written to its `check.json`, which `python -m jaxloop report`
-          reads. Apart from writing this file, a check only creates the directories for checkpoints and the history if
-          they are missing.
+          A report with the plan and all problems. `report.raise_errors()` raises an exception if the report contains
+          errors. If there is a work directory, the report is also written to `check.json` in that directory, where
+          `python -m jaxloop report` finds it. The check doesn't write any other files, but creates missing directories
+          for checkpoints and the history.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -469,7 +470,8 @@ class OuterLoop:
     def source_of(self, dataset: Any) -> PositionedIterator:
         """Returns a `PositionedIterator` over a dataset.
 
-        If the dataset is an iterator, every call returns the same `PositionedIterator` for it, so no batch is lost.
+        If the dataset is an iterator, all calls with it return the same `PositionedIterator`, so that no batches are
+        lost.
         """
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
@@ -594,7 +596,7 @@ class Recorder(Action):
     """Adds rows to the history. Runs as a loop's first action, so that a step's row exists before other actions run.
 
     Attributes:
-      observers: Callbacks that are called with the run's progress after each row.
+      observers: Functions that are called with the run's progress after each row is added.
     """
 
     def __init__(self, history: History, name: str, interval: int | Schedule):

@@ -235,24 +235,23 @@ _stack = jax.jit(lambda columns: {name: jnp.stack(values) for name, values in co
 
 @final
 class OutputQueue:
-    """Receives the outputs of a loop's steps, and returns them when they are on the host.
+    """Receives the outputs of a loop's steps, and returns them once they are on the host.
 
-    The host reads values from a device only in `drain`, or when the devices hold the outputs of more than
+    The host reads values from the devices in `drain`, and whenever the devices hold the outputs of more than
     `max_steps_kept` steps. This bounds the memory used on the devices. If the devices share the host's memory, nothing
-    needs to be copied, and the queue reads the values as soon as some steps are computed, while the values are still in
-    the CPU caches. The host waits only if it is more than `max_steps_in_flight` steps ahead. This bounds the number of
-    pending steps.
+    needs to be copied, so the queue reads values soon after they are computed, while they are still in the CPU caches.
+    The host waits only if it is more than `max_steps_in_flight` steps ahead, which bounds the number of pending steps.
 
-    `clu.metrics` states are merged one at a time, from first to last. The merged states are therefore bit-identical, no
-    matter where chunks and queues begin and end.
+    `clu.metrics` states are merged one at a time, in order. The result is therefore bit-identical, no matter how the
+    steps are divided into chunks and queues.
 
     Args:
       max_steps_in_flight: The maximum number of pending steps on the devices.
-      max_steps_kept: The maximum number of steps whose outputs stay on the devices if all outputs are scalars. Larger
-        outputs are read as soon as their step is computed. None to use `max_steps_in_flight`.
+      max_steps_kept: The maximum number of steps whose outputs stay on the devices if all outputs are scalars. If there
+        are larger outputs, or if this is None, `max_steps_in_flight` is used instead.
       stopwatch: The stopwatch that measures the time spent waiting.
       sums: The merged `clu.metrics` states of an earlier queue, by name. Merging continues from them.
-      is_on_host: Whether the devices share the host's memory, so that nothing is copied. If None, this is detected.
+      is_on_host: Whether the devices share the host's memory. If None, this is detected automatically.
 
     Attributes:
       max_steps_in_flight: See above. It may be changed once `steps_per_dispatch` is known.
@@ -293,9 +292,10 @@ class OutputQueue:
         """Processes the outputs that were appended to `newest`, and returns the outputs that have arrived on the host.
 
         Args:
-          num_steps: The number of steps that were appended: at most `room`, unless they were dispatched together.
-          state: The state that the last of these steps returned. If there are no outputs, the queue waits for the state
-            instead.
+          num_steps: The number of steps whose outputs were appended. It may exceed `room` only if the steps were
+            dispatched together.
+          state: The state that the last of these steps returned. If the steps have no outputs, the queue waits for the
+            state instead.
         """
         self._steps += num_steps
         self._wait(num_steps, state)
@@ -347,7 +347,7 @@ class OutputQueue:
         return others
 
     def drain(self, *, keep_sums: bool = False) -> tuple[Arrived, dict[str, Any]]:
-        """Waits for all outputs. Returns them and a dict with the `clu.metrics` states merged since the last `drain`.
+        """Waits for all outputs. Returns them with a dict of the `clu.metrics` states merged since the last `drain`.
 
         With `keep_sums`, merging continues from these states, so the next `drain` includes them.
         """

@@ -131,7 +131,7 @@ def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
 
 @final
 class PositionedIterator(Iterator[types.Batch]):
-    """An iterator over batches that tracks the position after the last returned batch, even if it reads ahead.
+    """A batch iterator that tracks the position after the last batch it returned, even if it reads ahead.
 
     >>> batches = [{"x": number} for number in range(5)]
     >>> iterator = PositionedIterator(batches)
@@ -145,12 +145,12 @@ class PositionedIterator(Iterator[types.Batch]):
 
     A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later calls
     `position(count)`. Grain datasets, sequences, and index functions can return to a position directly. For tf.data, a
-    checkpoint of the iterator is restored. If the last mark is before the position, the batches in between are then
+    checkpoint of the iterator is restored. If the last mark lies before the position, the batches between the two are
     read and skipped.
 
     Args:
-      dataset: An iterator or iterable of batches. If this is a `PositionedIterator` or creates one, the constructor
-        returns that iterator.
+      dataset: An iterator or iterable of batches. If this is a `PositionedIterator`, or if iterating over it creates
+        one, the constructor returns that iterator.
       iterate: A function that creates an iterator over the dataset; None to use `iter`.
       prefetch: The number of batches that a background thread reads ahead; 0 for no thread.
       skippable: True if the dataset yields the same batches in the same order each time.
@@ -239,8 +239,8 @@ class PositionedIterator(Iterator[types.Batch]):
         ([0, 2, 4], 3, 5)
 
         Args:
-          numbers: The numbers of the batches in the dataset, starting at 1. If they include batches that have already
-            been read, the caller guarantees that those were left out too. `seek` clears the numbers.
+          numbers: The numbers of the batches to leave out. Batches are numbered from 1 in each epoch. If some of them
+            have already been read, the caller must make sure that those were left out too. `seek` clears the numbers.
         """
         self._left_out = tuple(sorted(set(numbers)))
         if self._left_out and reads_state(self):
@@ -259,7 +259,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def num_read(self) -> int:
-        """The number of batches read in this epoch up to the last one returned, including those left out."""
+        """The number of batches in this epoch up to and including the last one returned, counting those left out."""
         return self._count
 
     @property
@@ -303,12 +303,12 @@ class PositionedIterator(Iterator[types.Batch]):
     def problem(self) -> str | None:
         """A message that explains why a position can't be restored and how to fix it; None if no problem is known.
 
-        If a tf.data pipeline's state can't be saved, this is known only after the first `mark`.
+        Whether a tf.data pipeline's state can be saved is known only after the first `mark`.
         """
         return (self._source.problem or unknown_reason(self._dataset)) if self.kind == "unknown" else None
 
     def resume_warning(self, *, several_passes: bool = False) -> str | None:
-        """Returns a message that explains why a resumed run won't be exact and how to fix it; None if it will be exact.
+        """Returns a message that explains why resuming won't be exact and how to fix that; None if it will be exact.
 
         Call this method before the first batch is read, because it may peek at that batch and try to save the source's
         state.
@@ -327,7 +327,7 @@ class PositionedIterator(Iterator[types.Batch]):
     # Batches -----------------------------------------------------------------------------------------
 
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":
-        """Makes the iterator apply a function to each batch that it returns. Returns this iterator."""
+        """Makes the iterator apply a function to each batch that it returns. Returns the iterator itself."""
         if self._convert is not convert:
             self._convert = convert
             self._peeked = [convert(batch) for batch in self._peeked]
@@ -346,7 +346,7 @@ class PositionedIterator(Iterator[types.Batch]):
         return self._peeked[0]
 
     def skip(self, num_batches: int) -> None:
-        """Reads and discards `num_batches` batches. Logs their number and the time taken.
+        """Reads and discards `num_batches` batches, and logs how many there were and how long this took.
 
         Raises:
           ValueError: If the dataset ends before that many batches have been read.
@@ -364,7 +364,7 @@ class PositionedIterator(Iterator[types.Batch]):
         logging.info("Skipped %d batches of %s in %.1f s.", num_batches, name_of(self._dataset), secs)
 
     def close(self) -> None:
-        """Stops the prefetch thread, if there is one. The iterator then has no more batches."""
+        """Stops the prefetch thread, if there is one. Doing so ends the iterator."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -389,13 +389,14 @@ class PositionedIterator(Iterator[types.Batch]):
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Stores the source's state as the basis for later positions. Call this when all batches read have been used.
+        """Stores the source's state as the basis for later positions.
 
-        A mark takes microseconds for Grain and milliseconds for tf.data, and is free for sources whose position is a
-        number. If a thread reads ahead, the mark is set after the next batch that the thread reads.
+        Call this once every batch that was read has been used. A mark takes microseconds for Grain and milliseconds for
+        tf.data, and is free for sources whose position is a number. If a thread reads ahead, the mark is set after the
+        next batch that the thread reads.
 
         Args:
-          if_cheap: If True, the state is stored only if that takes microseconds at most.
+          if_cheap: If True, the state is stored only if doing so takes no more than a few microseconds.
         """
         if if_cheap and not self._source.is_cheap:
             return
@@ -408,10 +409,11 @@ class PositionedIterator(Iterator[types.Batch]):
                 self._marks.append((self._count, state))
 
     def position(self, count: int | None = None) -> DatasetPosition:
-        """Returns the position after the first `count` batches returned in this epoch; after all of them if it is None.
+        """Returns the position after the first `count` batches returned in this epoch, or after all of them if None.
 
         Raises:
-          ValueError: If `count` is larger than the number of batches returned, or lies before the oldest stored mark.
+          ValueError: If `count` is larger than the number of batches returned, or if the position lies before the
+            oldest stored mark.
         """
         count = self._count if count is None else number_of(count, self._left_out)
         if count == self._count:
@@ -430,9 +432,9 @@ class PositionedIterator(Iterator[types.Batch]):
         return DatasetPosition(self._kind_without_state if count else self.kind, count, None, count, fingerprint)
 
     def seek(self, saved: DatasetPosition) -> None:
-        """Goes to a position saved by an iterator over the same dataset, in this or another process.
+        """Moves to a position that was saved by an iterator over the same dataset, in this process or another one.
 
-        If batches must be skipped, logs their number and the time taken.
+        If batches have to be skipped, logs how many there were and how long this took.
 
         Raises:
           PositionUnknownError: If the source can't return to the position.
@@ -470,7 +472,7 @@ class PositionedIterator(Iterator[types.Batch]):
         return self.position().to_dict()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position that `get_state` returned."""
+        """Moves to a position that `get_state` returned."""
         self.seek(DatasetPosition.from_dict(state))
 
     def _check_same_source(self, saved: DatasetPosition) -> None:
@@ -571,12 +573,12 @@ def skippable(data: Any) -> Iterable[types.Batch]:
     """Declares that a dataset yields the same batches in the same order each time it is created.
 
     Some datasets, such as generators or the result of `tfds.as_numpy`, can't save their position. With this
-    declaration, a resumed run reads and skips the batches that were already used, and logs their number and the time
-    taken. The declaration has no effect on a dataset that can save its position.
+    declaration, a resumed run reads and skips the batches that were already used, and logs how many there were and how
+    long this took. The declaration has no effect on a dataset that can save its position.
 
-    With `train_epochs`, the dataset is created again for each epoch, and must have the same order every time. This
-    rules out data whose order changes with each epoch, such as a PyTorch `DataLoader` that shuffles. Pass such data as
-    one endless generator with `train_total_steps`, or use `from_index`.
+    With `train_epochs`, the dataset is created again for each epoch, and its batches must have the same order every
+    time. This rules out data whose order changes with each epoch, such as a PyTorch `DataLoader` that shuffles. Pass
+    such data as one endless generator with `train_total_steps`, or use `from_index`.
 
     >>> iterator = iter(skippable(lambda: ({"x": number} for number in range(5))))
     >>> next(iterator), iterator.position().kind

@@ -132,7 +132,7 @@ def _read_leaf(file: Any, name: str, leaf: Any) -> Any:
 
 
 def groups(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the leaves in groups of at most 128 MiB. A leaf larger than that forms a group by itself."""
+    """Yields the leaves in groups of at most 128 MiB. A larger leaf forms a group by itself."""
     group: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if group and sum(each.size * each.dtype.itemsize for each in (*group.values(), leaf)) > _MAX_READ_BYTES:

@@ -1,7 +1,7 @@
-"""`Elapsed`, which describes the progress of a run, and schedules, which decide when something happens.
+"""Schedules, which decide when something happens, and `Elapsed`, which describes a run's progress.
 
-A schedule is immutable and stateless. It answers two questions. Did it fire between `before` and `now`? And what is the
-next step, time or loop end at which it can fire? Until that point, the run doesn't need to call the schedule again.
+A schedule is immutable and stateless. It answers two questions: Does it fire between `before` and `now`? And at which
+step, time or loop end can it fire next? Until then, the run doesn't need to call the schedule again.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -33,10 +33,11 @@ class Elapsed:
     """The progress of a run. It is a pytree whose leaves are the attributes, so it can be passed to jitted functions.
 
     Attributes:
-      steps: The number of completed updates. It is already 1 during the callbacks of the first batch.
+      steps: The number of completed updates. It is already 1 when the first batch's callbacks run.
       samples: The number of examples in all batches so far.
-      time: The training time in seconds. It includes the time before a resume, but not evaluations and checkpoints.
-      loops: The number of train loops that have ended.
+      time: The training time in seconds. It includes the time before a resume, but excludes evaluations and
+        checkpoints.
+      loops: The number of completed train loops.
       is_last: True if this step is known to be the last one of the run.
       previous: The progress one batch earlier; None if it wasn't kept.
 
@@ -132,10 +133,10 @@ class Schedule(abc.ABC):
     Schedules are hashed by identity, so two schedules with the same arguments are different dictionary keys.
 
     Hooks:
-      fires: Called after each step at which the schedule can fire. Must be pure.
+      fires: Called after each step where the schedule can fire. Must be pure.
       next_step, next_time: Called after `fires` to find out when to call `fires` again. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
-      stops: Called at the start of such a run, and after each step at which the schedule can fire.
+      stops: Called at the start of such a run, and after each step where the schedule can fire.
       reached: Called by comparisons such as `elapsed >= schedule`.
 
     >>> every(steps=100) | first()
@@ -148,15 +149,15 @@ class Schedule(abc.ABC):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         """Returns whether the schedule fires between `before` (exclusive) and `now` (inclusive).
 
-        A loop calls this method after every step at which the schedule can fire, with the progress one step earlier as
-        `before`. A run that begins at step 0 also calls it once before the first update, with both arguments equal to
-        `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have fired since then, even
-        at different steps, and `~a` fires if `a` hasn't fired since then.
+        A loop calls this method after every step where the schedule can fire, and passes the progress one step earlier
+        as `before`. A run that begins at step 0 also calls it once before the first update, with both arguments equal
+        to `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have fired since then
+        (even at different steps), and `~a` fires if `a` hasn't fired since then.
         """
 
     @abc.abstractmethod
     def next_step(self, now: Elapsed) -> int | None:
-        """Returns the next step in the current loop at which the schedule can fire, or None.
+        """Returns the next step in the current loop where the schedule can fire, or None.
 
         Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
         it returns the step after `now`. Schedules that count loops return None, and so does `last()`, because they are
@@ -164,17 +165,17 @@ class Schedule(abc.ABC):
         """
 
     def next_time(self, now: Elapsed) -> float | None:
-        """Returns the next training time, in seconds, at which the schedule can fire, or None.
+        """Returns the next training time (in seconds) when the schedule can fire, or None.
 
         From that time on, the schedule can fire at any step.
         """
         return None
 
     def next_loop(self, now: Elapsed) -> int | None:
-        """Returns the number of the next loop at whose end the schedule can fire, or None.
+        """Returns the number of the next loop after which the schedule can fire, or None.
 
-        Doesn't consider firings already covered by `next_step` or `next_time`. `last()` also returns None, because it
-        fires only at the end of the run.
+        Doesn't consider firings already covered by `next_step` or `next_time`. For `last()`, the result is None,
+        because it fires only at the end of the run.
         """
         return now.loops + 1
 
@@ -190,7 +191,7 @@ class Schedule(abc.ABC):
         return self
 
     def reached(self, now: Elapsed) -> bool:
-        """Returns whether a run has reached or passed the schedule's point. Implements `elapsed >= at(...)`.
+        """Returns whether a run has reached the point that the schedule defines. Implements `elapsed >= at(...)`.
 
         Raises:
           TypeError: If the schedule doesn't define a point in a run.
@@ -225,7 +226,7 @@ def every(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> Schedule:
-    """Returns a schedule that fires whenever a count reaches or passes a multiple of a given number.
+    """Returns a schedule that fires whenever a count (or the time) reaches or passes a multiple of a given number.
 
     Takes exactly one argument.
 
@@ -251,9 +252,10 @@ def at(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "Schedule":
-    """Returns a schedule that fires once, at the step that reaches a given point. As a `stop`, it ends the run.
+    """Returns a schedule that fires once, at the step that reaches a given point.
 
-    `at(0)` fires before the first update of a run that begins at step 0, but not when the run resumes.
+    As a `stop`, it ends the run at that point. `at(0)` fires before the first update of a run that begins at step 0,
+    but not when the run resumes.
 
     Takes exactly one argument, like `every`.
 
@@ -326,12 +328,13 @@ def is_never(schedule: Any) -> bool:
 
 @final
 class Goal(NamedTuple):
-    """The next points in a run at which something may be due.
+    """The next points in a run where something may be due.
 
     Attributes:
       step: The next step within a loop.
       time: The next training time, in seconds.
-      loop: The number of the next loop at whose end something may be due, except for what `step` and `time` cover.
+      loop: The number of the next loop after which something may be due, not counting anything covered by `step` and
+        `time`.
     """
 
     step: int
@@ -340,9 +343,9 @@ class Goal(NamedTuple):
 
 
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
-    """Returns the next step, time and loop at which any of the intervals may be due.
+    """Returns the next step, time and loop when any of the intervals may be due.
 
-    Until the first of these is reached, the run doesn't need to check the intervals.
+    The run doesn't need to check the intervals until it reaches the first of these.
 
     Args:
       intervals: Schedules, or ints that count loops.
@@ -358,7 +361,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times. None means never and is ignored, unless all are None."""
+    """Returns the smallest of several steps or times, ignoring None (which means never); None if all are None."""
     return min((each for each in found if each is not None), default=None)
 
 

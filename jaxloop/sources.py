@@ -74,7 +74,7 @@ class IndexIterator(Iterator[types.Batch]):
 @final
 @dataclasses.dataclass(frozen=True)
 class IndexedBatches(Iterable[types.Batch]):
-    """The dataset that `from_index`, `batched`, `mixture` and `from_state` return.
+    """The kind of dataset that is returned by `from_index`, `batched`, `mixture` and `from_state`.
 
     Attributes:
       make_batch: A pure function that returns the batch with a given number.
@@ -145,7 +145,7 @@ def _innermost(data: Any) -> Any:
 
 
 class Source:
-    """Saves and restores the position of an iterator. The base class is for iterators whose position is unknown.
+    """Saves and restores the position of an iterator. Use the base class for iterators whose position is unknown.
 
     Hooks:
       read: Reads the position. Called after each batch if `is_cheap`; otherwise, whenever a checkpoint may be saved.

@@ -22,7 +22,7 @@ class EvalContext:
 
     Attributes:
       is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
-      step_num: The number of updates that have been applied to the state to evaluate.
+      step_num: The number of updates that have been applied to the state being evaluated.
       loop_count: The number of completed train loops; in continuous evaluation, the number of evaluated checkpoints.
     """
 
@@ -49,11 +49,11 @@ class EvalSpec:
         continuous evaluation.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
         the evaluation is due.
-      interval: When to evaluate, in the same form as an action's `interval`: an int, which counts train loops like
-        `eval_loop_interval`, or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is
-        exact to the step, even inside a train loop. Ignored if there is no train loop.
+      interval: When to evaluate, specified like an action's `interval`: either a number of train loops (as in
+        `eval_loop_interval`) or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. Schedules are
+        exact to the step, even in the middle of a train loop. Ignored if there is no train loop.
       name: The name of this evaluation in the history, and the prefix of its metrics, as in `test/accuracy`. If several
-        specs keep the default "eval", the second one becomes "eval_2".
+        specs keep the default "eval", all but the first are numbered by position, as in "eval_2".
     """
 
     dataset: Iterable[types.Batch] | Callable[[], Iterable[types.Batch]] | None
@@ -123,12 +123,12 @@ class CheckpointSpec:
 
     Attributes:
       checkpoint_dir: The directory, which contains one subdirectory per checkpoint, named after the step.
-      iterate_interval_secs: In continuous evaluation, the time between searches for new checkpoints, in seconds.
+      iterate_interval_secs: In continuous evaluation, the time in seconds between searches for new checkpoints.
       iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
         default checks whether the directory contains the file `STOPPED`, which a training run writes when it is done.
       transforms: New names for saved leaves; see `Step.restore_model`.
-      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
-        dataset is a different one, or an iterator that is already at the right position.
+      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False for a
+        different dataset, or for an iterator that is already at the right position.
     """
 
     checkpoint_dir: epath.PathLike
@@ -150,7 +150,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs with distinct names, by adding a number to repeated default names.
+    """Returns the specs with distinct names. If the default name is repeated, a number is added to it.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -183,7 +183,7 @@ class RunSpec:
     on_exhausted: str = "stop"
 
     def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
-        """Yields the errors in these arguments, for an `OuterLoop` with this train step and number of eval loops."""
+        """Yields the errors in these arguments, given the `OuterLoop`'s train step and its number of eval loops."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
@@ -243,7 +243,7 @@ class RunSpec:
 
     @property
     def data(self) -> Any:
-        """The training dataset; if there is none, an endless dataset in which every batch is None."""
+        """The training dataset; if there is none, an endless dataset whose batches are all None."""
         return NO_DATA if self.train_dataset is None else self.train_dataset
 
     @property
@@ -258,14 +258,14 @@ class RunSpec:
         return "the end of the dataset" if end is None else end
 
     def ends_loop(self, step_num: int) -> bool:
-        """Returns whether a loop is sure to end after this step."""
+        """Returns whether a loop is certain to end after this step."""
         is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
         return is_multiple or step_num == self.total_steps
 
     def steps_of_next_loop(self, step_num: int) -> int | None:
         """Returns the number of steps in the next loop, or None if the loop runs to the end of the dataset.
 
-        The loop ends at the next multiple of `loop_steps`, or at `total_steps`.
+        The loop ends at the next multiple of `loop_steps` or at `total_steps`, whichever comes first.
 
         >>> spec = RunSpec(total_steps=25, loop_steps=10)
         >>> spec.steps_of_next_loop(0), spec.steps_of_next_loop(7), spec.steps_of_next_loop(20)
@@ -279,7 +279,7 @@ class RunSpec:
         return min(limits, default=None)
 
     def description(self) -> list[str]:
-        """Returns lines of text that describe the run, which must be the same in all processes of a job."""
+        """Returns lines of text that describe the run. They must be identical in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),

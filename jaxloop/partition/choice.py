@@ -20,16 +20,16 @@ _SHARE_FOR_STATE = 0.5
 def choose(state: Any, rows: int | None) -> Partitioner:
     """Chooses a partitioner for the available devices, and logs the reason.
 
-    If there are several devices, the batch is split across all of them. The state is replicated if it and its
-    gradients, which are as large as its parameters, need at most half of a device's memory. Otherwise, the state is
+    If there are several devices, the batch is split across all of them. The state is replicated if the state and its
+    gradients (which are as large as the parameters) need at most half of a device's memory; otherwise, the state is
     split too. A single-process run uses only one device if a batch's rows can't be divided evenly across the devices.
 
     Args:
       state: The train state, or its shapes as returned by `jax.eval_shape`.
-      rows: The number of rows in each of this process's batches; None if unknown.
+      rows: The number of rows in each batch of this process; None if unknown.
 
     Raises:
-      ValueError: If the rows of a batch can't be divided evenly among the devices of a multi-process job.
+      ValueError: If, in a multi-process job, the rows of a batch can't be divided evenly among the devices.
     """
     devices = jax.devices()
     if len(devices) == 1:

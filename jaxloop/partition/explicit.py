@@ -14,16 +14,16 @@ from jaxloop.partition.meshes import mesh_for_tracing
 class ExplicitPartitioner(_LaidOutPartitioner):
     """Keeps the axes of a mesh explicit, so that shardings are part of array types.
 
-    The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, and with
-    meshes from `jax.make_mesh`. While the model is initialized and while `run` is traced, this mesh is the current
-    mesh, as if set by `jax.set_mesh`. The state keeps the layout in which it was initialized: its leaves are replicated
-    unless the model splits them. The leading axis of the batch is split over `data_axis`.
+    The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, with a mesh
+    from `jax.make_mesh`. The mesh is the current mesh, as if set by `jax.set_mesh`, while the model is initialized and
+    while `run` is traced. The state keeps its initial layout: leaves are replicated unless the model splits them. The
+    leading axis of the batch is split over `data_axis`.
 
-    JAX raises a `ShardingTypeError` if it can't determine how a result is split. A product that sums over the split
-    axis, such as a hand-written gradient `x.T @ errors`, needs an explicit sharding for its result:
+    JAX raises a `ShardingTypeError` if it can't determine how a result is split. A contraction over the split axis,
+    such as a hand-written gradient `x.T @ errors`, needs an explicit sharding for its result:
     `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients from `jax.grad` have the same sharding
-    as the parameters. In evaluations, the rows of each batch must divide evenly across `data_axis`. For models with
-    Linen annotations, use `SPMDPartitioner` instead.
+    as the parameters. In evaluations, each batch's number of rows must be divisible by the size of `data_axis`. For
+    models with Linen annotations, use `SPMDPartitioner` instead.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("data",))

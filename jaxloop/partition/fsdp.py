@@ -15,7 +15,7 @@ class FSDPPartitioner(_LeafPartitioner):
     """Splits parameters and optimizer state over `data_axis`, like the batch (FSDP, or ZeRO-3).
 
     During a step, each device gathers the parameters that it needs from the other devices. On n devices, each device
-    holds 1/n of the state, except for leaves that are small or can't be divided evenly, which `report` lists.
+    holds 1/n of the state, except for leaves that are small or can't be divided evenly; `report` lists these leaves.
 
     >>> from jaxloop.partition import create_mesh
     >>> FSDPPartitioner(create_mesh(data=-1)).data_axis

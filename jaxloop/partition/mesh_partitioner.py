@@ -1,4 +1,4 @@
-"""The base class of partitioners that use a mesh."""
+"""The base class for partitioners that use a mesh."""
 
 import contextlib
 import copy
@@ -20,16 +20,16 @@ from jaxloop.partition.partitioner import Partitioner
 
 
 class MeshPartitioner(Partitioner):
-    """The base class of partitioners that use a mesh. Splits batches along their leading axis over `data_axis`.
+    """The base class for partitioners that use a mesh. Splits batches along their leading axis over `data_axis`.
 
     Hooks:
-      sharding, shard_init_fn: See `Partitioner`. Subclasses implement them.
+      sharding, shard_init_fn: See `Partitioner`. Subclasses must implement them.
       shard_batch, place_state, partition: See `Partitioner`.
 
     Args:
       mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, so that
-        `Step.run` can be written as if for a single device; a log message mentions this. `ExplicitPartitioner` keeps
-        them explicit.
+        `Step.run` can be written as if for a single device (and the conversion is logged). To keep them explicit, use
+        `ExplicitPartitioner`.
       data_axis: The name of the mesh axis over which batches are split. Batches are replicated over the other axes.
     """
 
@@ -56,7 +56,7 @@ class MeshPartitioner(Partitioner):
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a copy whose mesh consists of the given devices. Only the size of its data axis may differ.
+        """Returns a copy whose mesh consists of the given devices. Only the size of the data axis may change.
 
         The copy treats all of these devices as local to this process.
         """

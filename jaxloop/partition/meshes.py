@@ -1,4 +1,4 @@
-"""Functions for sharding constraints and for meshes, which are grids of devices with named axes."""
+"""Functions for sharding constraints and device meshes."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 
 def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
-    """Returns a mesh of devices with named axes. For example, `create_mesh(data=-1, model=2)` uses all devices.
+    """Returns a device mesh with named axes. For example, `create_mesh(data=-1, model=2)` uses all devices.
 
     >>> create_mesh(data=-1).axis_names
     ('data',)
@@ -22,7 +22,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
       **axes: The size of each axis. One size may be -1, in which case it is chosen so that the mesh uses all devices.
 
     Raises:
-      ValueError: If the product of the sizes is not the number of devices.
+      ValueError: If the product of the sizes isn't equal to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
@@ -46,7 +46,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context in which `PartitionSpec`s refer to the axes of a mesh. It has no cost after tracing."""
+    """Returns a context in which `PartitionSpec`s refer to the axes of a mesh. It has no overhead after tracing."""
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
@@ -71,12 +71,12 @@ def _hide_mesh_from_dense_general(
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
-    """Returns whether the mesh has several devices that share one CPU."""
+    """Returns whether a mesh consists of several devices that share one CPU."""
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
-    """Returns the number of steps that the host may run ahead so that the devices never wait for it.
+    """Returns the number of steps by which the host may run ahead, so that the devices never wait for it.
 
     The number is small if several devices share one CPU, because the collectives of many steps would compete for the
     same threads. For a single CPU device, it grows with `steps_per_dispatch`, because a CPU can finish a small dispatch
@@ -88,7 +88,7 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
 
 
 def constrain(value: jax.Array, *axes: Any) -> jax.Array:
-    """Constrains a value's leading axes to be sharded over mesh axes. For use inside `run` or a model.
+    """Constrains a value's leading axes to be sharded over mesh axes. Call it inside `run` or inside a model.
 
     The compiler chooses shardings itself, but not always well. For example, a transformer with sharded parameters is
     faster if its activations are sharded like the batch: `x = constrain(x, "data")`. On one device, this is a no-op.

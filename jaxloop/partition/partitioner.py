@@ -1,4 +1,4 @@
-"""The base class of all partitioners."""
+"""The base class for all partitioners."""
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
@@ -19,16 +19,16 @@ SMALL = 2**12
 
 
 class Partitioner(abc.ABC):
-    """Places the state and the batches of a `Step`, and compiles its `run` for that placement.
+    """Places a `Step`'s state and batches on devices, and compiles its `run` for that placement.
 
-    A `Step` calls `shard_init_fn` once, then `shard_batch` and the compiled function for each batch.
+    A `Step` calls `shard_init_fn` once. Then, for each batch, it calls `shard_batch` and the compiled function.
 
     Hooks:
       shard_init_fn: Called by `Step.initialize_model` to compile the function that creates the initial state.
       partition: Called to compile `run` when it is first needed.
       shard_batch: Called for each batch, before the compiled function.
       shard_short_batch: Called for each batch of an evaluation.
-      shard_stacked_batches: Called for the batches of several steps in one dispatch.
+      shard_stacked_batches: Called for each dispatch of several steps, with their stacked batches.
       place_state: Called with each state that the step didn't create itself, such as a restored one.
       mesh, data_axis, sharding, output_sharding, local_shards, places_batches, takes_any_tree: Properties that the
         methods above use.
@@ -61,7 +61,7 @@ class Partitioner(abc.ABC):
 
     @property
     def local_shards(self) -> int:
-        """The number of shards of each batch that belong to this process."""
+        """The number of a batch's shards that belong to this process."""
         return self.shards
 
     @property
@@ -87,7 +87,7 @@ class Partitioner(abc.ABC):
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
-        """Places the batches for a dispatch of several steps, stacked along a new leading axis."""
+        """Places the stacked batches of a dispatch on the devices. Their leading axis indexes the dispatch's steps."""
         raise NotImplementedError(
             f"{type(self).__name__} can't place several batches at once, which steps_per_dispatch needs. Define "
             "shard_stacked_batches(batches), or leave steps_per_dispatch at 1."
@@ -142,7 +142,7 @@ class Partitioner(abc.ABC):
         return ""
 
     def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
-        """Returns an equivalent partitioner for other devices, such as those of a topology.
+        """Returns an equivalent partitioner for other devices, such as those of a TPU topology.
 
         Raises:
           ValueError: If the mesh can't be built from these devices.
@@ -153,7 +153,7 @@ class Partitioner(abc.ABC):
         )
 
     def layout_of(self, state: Any) -> Any:
-        """Returns the shapes of a state with this partitioner's shardings, no matter where the state was created."""
+        """Returns the shapes of a state with this partitioner's shardings, no matter where the state is placed."""
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(place, state, self.shardings_of(state))
 
@@ -165,6 +165,6 @@ class Partitioner(abc.ABC):
           fn: A pure function that may return anything. If it returns a pair whose first item has the structure of the
             state, that item also gets the state's layout. JAX warns if no result can reuse the donated memory; in that
             case, pass `donate_argnums=()`.
-          **jit_kwargs: Arguments for `jax.jit`, which must override the partitioner's own, as in
+          **jit_kwargs: Arguments for `jax.jit`. They must override the partitioner's own arguments, as in
             `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. Evaluations pass `donate_argnums=()`.
         """

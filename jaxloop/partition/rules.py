@@ -35,8 +35,8 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. When a state is laid out, this error is also raised if
-        a rule splits an axis that a parameter doesn't have, or one that can't be divided evenly among the devices.
+      ValueError: If a rule names an axis that isn't in the mesh. It is also raised when a state is laid out, if a rule
+        splits an axis that a parameter doesn't have, or an axis that can't be divided evenly among the devices.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):

@@ -15,8 +15,8 @@ from jaxloop.partition.partitioner import Partitioner
 class SingleDevicePartitioner(Partitioner):
     """Places everything on JAX's default device.
 
-    Batches stay on the host until they are passed to the jitted call. This is several times faster than
-    `jax.device_put`.
+    Batches stay on the host until they are passed to the jitted call. This is several times faster than calling
+    `jax.device_put` first.
 
     Hooks:
       shard_batch, place_state, partition: See `Partitioner`.

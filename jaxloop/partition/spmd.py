@@ -34,12 +34,12 @@ class SPMDPartitioner(_LaidOutPartitioner):
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`.
       logical_axis_rules: Pairs `(logical name, axes)`, where `axes` is a mesh axis, a tuple of mesh axes, or None. As
-        in Flax, an axis of a Linen module isn't split if there is no rule for its logical name; such names are logged.
-        `nn.with_logical_constraint` inside `run` uses these rules too.
+        in Flax, an axis of a Linen module isn't split if there is no rule for its logical name (such names are logged).
+        `nn.with_logical_constraint` also uses these rules inside `run`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. When a state is laid out, this error is also raised if
-        the model uses a name that is neither an axis of the mesh nor a logical name with a rule.
+      ValueError: If a rule names an axis that isn't in the mesh. It is also raised when a state is laid out, if the
+        model uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
