@@ -70,8 +70,8 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
     Actions are named after their classes: `early_stopping` is the `EarlyStoppingAction`, and `summary_2` is the second
     `SummaryAction`.
 
-    The run executes the command between two steps, either after the next log point or within a second, whichever comes
-    first. It records the command in the history and in its checkpoints, so a resumed run keeps the changed settings.
+    The run executes the command between two steps: after the next log point or within a second, whichever comes first.
+    It records the command in the history and in its checkpoints, so a resumed run keeps the changed settings.
 
     >>> import tempfile
     >>> tell(tempfile.mkdtemp(), "save now")
@@ -84,10 +84,10 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
       wait_secs: Seconds to wait for the answer.
 
     Returns:
-      The answer; None if it did not arrive in time, in which case the run may still execute the command later.
+      The answer, or None if it didn't arrive in time. In that case, the run may still execute the command later.
 
     Raises:
-      FileNotFoundError: If the directory has no run log.
+      FileNotFoundError: If the directory doesn't contain a run log.
       ValueError: If the command is malformed, or the run has ended.
     """
     parse(command)
@@ -152,20 +152,20 @@ class Commands:
     """Executes the commands sent to a training run.
 
     Once per second, a thread in the first process looks for files in `<workdir>/commands`; `poll` does the same at log
-    points. If there are any, all processes pause at the same step, after the current dispatch. The first process reads
-    the files, and all processes execute the commands in file-name order. Each executed command and its step are
-    appended to `<workdir>/commands.jsonl`. If the run is killed and resumes from an earlier checkpoint, it executes
-    the command again at the same step.
+    points. If a file is found, all processes pause at the same step, after the current dispatch. The first process
+    reads the files, and all processes execute the commands in file-name order. Each executed command and its step are
+    appended to `<workdir>/commands.jsonl`. If the run is killed and resumes from a checkpoint that was saved before a
+    command, the command is executed again at the same step.
 
-    Files that are malformed, too large or not regular files have no effect.
+    Malformed, oversized and non-regular files have no effect.
 
     Args:
       workdir: The work directory. If it is None or remote, the run doesn't accept commands.
       job: The processes that train together.
-      agenda: The `Agenda` of the train loop. (The engine imports this module, so that class can't be imported here.)
+      agenda: The train loop's `Agenda`. (Importing that class here would be circular: the engine imports this module.)
       actions: The actions of all loops. Commands can change their settings.
       recorder: The action that adds training rows to the history.
-      history: The history, to which each command is added.
+      history: The history. Each executed command is added to it.
     """
 
     def __init__(
@@ -223,11 +223,11 @@ class Commands:
 
     @property
     def replay(self) -> Schedule | None:
-        """A schedule that fires at the step of the next command to execute again; None if there are no more."""
+        """A schedule that fires at the step of the next command to re-execute; None if there are none left."""
         return at(self._replayed[0].step) if self._replayed else None
 
     def are_due(self, step: int) -> bool:
-        """Returns whether there may be commands to execute at this step."""
+        """Returns True if there may be commands to execute at this step."""
         return self._requests.pauses or bool(self._replayed and self._replayed[0].step <= step)
 
     def execute(self, now: Elapsed) -> None:
@@ -301,7 +301,7 @@ class Commands:
     # Saving and resuming ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Renames the answers file of an earlier run in the work directory to `<file>.before`."""
+        """Appends `.before` to the name of an earlier run's answers file, if the work directory has one."""
         if self._workdir is not None and self._job.is_first:
             path = self._workdir / ANSWERS
             with contextlib.suppress(FileNotFoundError):
@@ -312,11 +312,11 @@ class Commands:
         return [dataclasses.asdict(each) for each in self._executed]
 
     def load_state_dict(self, state_dict: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Reapplies commands executed before a checkpoint, and prepares to repeat commands executed after it.
+        """Reapplies the commands executed before a checkpoint, and schedules the later ones for re-execution.
 
         Args:
           state_dict: The result of `state_dict`.
-          step: The step of the checkpoint.
+          step: The checkpoint's step.
         """
         self._executed = [Answer(**each) for each in state_dict]
         slots = self._slots()

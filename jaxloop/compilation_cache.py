@@ -10,8 +10,8 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
 
     This enables JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process. It also removes
     JAX's thresholds for caching (by default, one second of compile time), so that small models are cached too. Call
-    this function before the first step. When the same program is restarted, even after a crash, it doesn't compile
-    anything as long as the jax and jaxlib versions and the device type are unchanged.
+    this function before the first step. As long as the program, the jax and jaxlib versions and the device type are
+    unchanged, a restarted program doesn't compile anything, even after a crash.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:

@@ -21,26 +21,28 @@ from jaxloop.timing import Stopwatch, duration
 class Compiled:
     """Compiles a step's `run` when it is first called, and again for each new batch shape.
 
-    Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back.
-    When training without `jit_kwargs`, the carry is a flat state if the partitioner can compile functions of any
-    pytree. In all other cases, it is the state itself.
+    Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back. When
+    training without `jit_kwargs`, the carry is a flat state if the partitioner can compile functions that take
+    arbitrary pytrees. In all other cases, it is the state itself.
 
     If the function is traced again for any reason other than a new batch shape, a warning lists the leaves that
     changed.
 
     Args:
       name: The name of the step's class.
-      run: A pure function `(state, batch) -> (state, outputs)`; for evaluation, `(state, batch) -> outputs`.
+      run: A pure function: `(state, batch) -> (state, outputs)` for training, `(state, batch) -> outputs` for
+        evaluation.
       partitioner: The partitioner that compiles the function.
       evaluates: True if `run` evaluates, in which case the state isn't donated.
-      fuses: Whether to run several steps per call by scanning `run` over stacked batches. The outputs are also stacked.
-      policy: How to handle NaN and infinity; None to ignore them. With a policy, batches and outputs are paired with
+      fuses: Whether to run several steps per call by scanning `run` over stacked batches. The outputs are then stacked
+        too.
+      policy: How to handle NaN and infinity. If None, they are ignored; otherwise, batches and outputs are paired with
         flags.
       jit_kwargs: Arguments for `jax.jit` that override the partitioner's.
-      stopwatch: A function that returns the stopwatch of the loop that is running the step, or None.
+      stopwatch: A function that returns the stopwatch of the loop that is running the step, or None if there isn't one.
 
     Attributes:
-      detector: The detector for NaN and infinity; None without a policy.
+      detector: The detector for NaN and infinity; None if there is no policy.
     """
 
     def __init__(
@@ -93,8 +95,8 @@ class Compiled:
         Args:
           carry: See `enter`.
           batch: The batch.
-          form: The batch's `form` from `checks.BatchWatch`, which is the same for all batches with the same structure.
-            If None, the batch is inspected, which takes about 5% as long as a small step.
+          form: The batch's `form` from `checks.BatchWatch`. Batches with the same structure have the same form. If
+            None, the batch is inspected, which takes about 5% as long as a small step.
         """
         step = None
         try:

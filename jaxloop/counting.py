@@ -22,7 +22,7 @@ def elapse(
     stopwatch: timing.Stopwatch | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
-    """Yields each batch together with the run's progress, for hand-written loops.
+    """Yields each batch together with the run's progress, for use in hand-written loops.
 
     >>> from jaxloop import every, examples
     >>> step, state, batches = examples.tiny_regression()
@@ -36,11 +36,11 @@ def elapse(
 
     Args:
       dataset: The batches.
-      stop: A schedule that ends the run, or a number of steps. If None, the dataset is read to its end. A warning is
+      stop: The number of steps, or a schedule that ends the run. If None, the dataset is read to its end. A warning is
         logged if the dataset ends before `stop`.
       start: The progress of an earlier run, from which counting continues.
-      num_examples: A function that returns the number of examples in a batch. If None, this is the length of the
-        leading axis, or 1 for a batch without axes.
+      num_examples: A function that returns the number of examples in a batch. If None, the length of the
+        leading axis is used (or 1 if the batch has no axes).
       stopwatch: A stopwatch whose training time is used as the run's time. If None, all time is counted.
       clock: A function that returns the time in seconds. Ignored if a stopwatch is given.
 

@@ -1,4 +1,4 @@
-"""Conversion of any kind of dataset to an iterator over NumPy batches that tracks its position."""
+"""Conversion of any kind of dataset to a position-tracking iterator over NumPy batches."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +36,7 @@ _NUMPY_ALONE = {np.ndarray}
 def numpy_batch(batch: types.Batch) -> types.Batch:
     """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays. Other values are left unchanged.
 
-    A bfloat16 tensor becomes a bfloat16 array. This doesn't import TensorFlow or PyTorch.
+    A bfloat16 tensor becomes a bfloat16 array. This function doesn't import TensorFlow or PyTorch.
 
     >>> numpy_batch({"name": "a", "x": np.zeros(3)})
     {'name': 'a', 'x': array([0., 0., 0.])}
@@ -60,12 +60,12 @@ def _numpy_leaf(leaf: Any) -> Any:
 
 
 def batches(data: Any) -> PositionedIterator:
-    """Returns an iterator over one epoch of a dataset, with batches of NumPy arrays.
+    """Returns an iterator that reads one epoch of a dataset as batches of NumPy arrays.
 
     Args:
       data: A list, a generator, a `tf.data.Dataset`, the result of `tfds.as_numpy`, a torch `DataLoader`, a Grain
-        dataset or `DataLoader`, or any other iterable of batches; or a function that takes no arguments and returns one
-        of these. A batch is a pytree of arrays or tensors.
+        dataset or `DataLoader`, or any other iterable of batches. A function that takes no arguments and returns one of
+        these is also accepted. A batch is a pytree of arrays or tensors.
 
     Returns:
       An iterator that tracks its position in the dataset, so that checkpoints can store it.
@@ -74,7 +74,7 @@ def batches(data: Any) -> PositionedIterator:
     [1, 2]
 
     Raises:
-      TypeError: If the argument is a single batch, or can't be iterated over.
+      TypeError: If the argument is a single batch, or isn't iterable.
     """
     if is_function(data):
         returned = data()
@@ -166,14 +166,14 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
     This helps if batches take a long time to make and the code that makes them releases the GIL, for example while it
-    reads files, uses the network or runs NumPy. It costs a few microseconds per batch. Even without prefetching,
-    batches are made while the devices compute, because steps are dispatched asynchronously. Grain, tf.data and torch
-    `DataLoader`s prefetch on their own, so they don't need this function.
+    reads files, uses the network or runs NumPy. Prefetching costs a few microseconds per batch. Even without
+    prefetching, batches are made while the devices compute, because steps are dispatched asynchronously. Grain, tf.data
+    and torch `DataLoader`s prefetch on their own, so they don't need this function.
 
-    If the dataset raises an error, the iterator raises it in place of the missing batch. The thread ends at the end of
-    the dataset, after an error, or when the iterator is closed with `close` or garbage-collected. A checkpoint stores
-    the position after the last returned batch. For tf.data, use its own `.prefetch` instead, because this function can
-    only store an earlier state and the number of batches that a resumed run must read again.
+    If the dataset raises an error, the iterator raises the same error in place of the batch. The thread stops at the
+    end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A checkpoint
+    stores the position after the last batch that was returned. For a tf.data dataset, use its own `.prefetch` instead,
+    because this function can only store an earlier state and the number of batches that a resumed run must reread.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]
@@ -193,7 +193,7 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
 
 
 def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> IndexedBatches:
-    """Returns a dataset whose `i`-th batch is `make_batch(i)`, so a resumed run finds its position immediately.
+    """Returns a dataset whose `i`-th batch is `make_batch(i)`, so a resumed run doesn't need to reread earlier batches.
 
     >>> draw = lambda index: {"x": np.random.default_rng(index).integers(10, size=3)}
     >>> len(list(from_index(draw, num_batches=4)))
@@ -215,17 +215,17 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 def from_state(make_batch: Callable[[Any, int], types.Batch]) -> IndexedBatches:
     """Returns an endless training dataset whose batches depend on the train state, as in active learning.
 
-    Each batch is `make_batch(state, step)`, where `state` is the train state before the update and `step` is the number
-    of completed updates, as an int. If the function is pure, a resumed run uses the same batches as an uninterrupted
+    Each batch is `make_batch(state, step)`, where `state` is the train state before the update and `step` (an int) is
+    the number of completed updates. If the function is pure, a resumed run uses the same batches as an uninterrupted
     one.
 
-    This reduces performance, because batches can't be made ahead of time and each step is dispatched separately. If the
+    Such a dataset is slow, because batches can't be made ahead of time and each step is dispatched separately. If the
     function reads a value of the state on the host, the host waits for the previous step, and then the devices wait for
     the batch. If the function only calls compiled functions, for example to let a policy act in a compiled environment,
     the host doesn't wait.
 
     The step donates the state, so the function must not keep it, and the batch must not contain any of the state's
-    arrays. This dataset can't be used in evaluations, `fit`, `jaxloop.functional.loop` or multi-process jobs.
+    arrays. This dataset can't be used with evaluations, `fit`, `jaxloop.functional.loop` or multi-process jobs.
 
     >>> from jaxloop import TrainLoop, examples
     >>> step, state, batches = examples.tiny_regression()
@@ -253,8 +253,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     regardless of the number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
-      example. Shard first (with tf.data, before shuffling), and then batch, using the number of rows per process as the
-      batch size.
+      example. Shard first (with tf.data, before shuffling), and then batch with the per-process batch size.
     - From a dataset of batches (a list, a tuple, or the result of `from_index`), each process reads its share of the
       rows in every batch.
 
@@ -270,8 +269,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
 
     Raises:
       TypeError: If the dataset is of any other kind. The message explains what to do.
-      ValueError: If a dataset of examples is already batched, or the rows of a batch can't be divided evenly among the
-        processes.
+      ValueError: If a dataset of examples is already batched, or if the rows of a batch can't be divided evenly among
+        the processes.
     """
     place = jax.process_index() if process_index is None else process_index
     count = jax.process_count() if process_count is None else process_count

@@ -35,7 +35,7 @@ class Detour:
 
 @final
 class LeftOut:
-    """The batches that a run leaves out. Batches are numbered from 1, across all epochs of the training data.
+    """The batches that a run leaves out. Batches are numbered from 1, and numbering continues across epochs.
 
     >>> left_out = LeftOut([3])
     >>> epoch = PositionedIterator(["a", "b", "c", "d"])
@@ -52,7 +52,7 @@ class LeftOut:
       numbers: The numbers of all batches to leave out, in ascending order.
       detours: The detours so far.
       requested: The detour that an action has requested; None if no detour is pending.
-      at_most: The maximum number of detours; None for no limit. One more detour ends the run with an error.
+      at_most: The maximum number of detours; None for no limit. Exceeding it ends the run with an error.
       epoch_start: The total number of batches in the completed epochs.
     """
 
@@ -75,12 +75,12 @@ class LeftOut:
         self.epoch_start += 0 if source is None else source.num_read
 
     def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
-        """Returns the number of the `count`-th batch returned in the current epoch, or of an earlier batch.
+        """Returns the number of the `count`-th batch returned in this epoch, or of the batch `before` batches earlier.
 
         Args:
-          count: The number of batches returned in the current epoch, up to and including the batch.
-          source: The iterator over the current epoch; None between two epochs.
-          before: The number of batches to go back from the `count`-th one.
+          count: The batch's position among the batches returned in the current epoch, starting at 1.
+          source: The iterator over the current epoch; None between epochs.
+          before: How many batches to go back from the `count`-th one.
         """
         earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
         return number_of(earlier + (0 if source is None else count) - before, self.numbers)
@@ -105,7 +105,10 @@ class LeftOut:
     # Detours ---------------------------------------------------------------------------------------------
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        """Returns the state in JSON types, for a checkpoint. `number` is the number of the latest batch."""
+        """Returns the state as JSON-serializable values, to be stored in a checkpoint.
+
+        `number` is the number of the latest batch.
+        """
         return {
             "numbers": [each for each in self.numbers if each <= number],
             "detours": [dataclasses.asdict(each) for each in self.detours],
@@ -117,11 +120,11 @@ class LeftOut:
     def load_state_dict(self, state_dict: Mapping[str, Any], now: Elapsed, record: Callable[[Detour], None]) -> None:
         """Restores the state saved in a checkpoint.
 
-        Detours after the checkpoint are kept, and so are the batches that are to be left out after it.
+        Detours that began after the checkpoint was saved are kept, as are the batches to leave out after it.
 
         Args:
           state_dict: The result of `state_dict`.
-          now: The progress of the run at the checkpoint.
+          now: The run's progress at the checkpoint.
           record: A function that is called with each detour that began after this checkpoint was saved.
         """
         newest, before = state_dict["newest"], state_dict["numbers"]

@@ -38,9 +38,9 @@ def initialize(
     `jax.distributed.initialize`, it also detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes. If it
     doesn't find a job, the program continues as a single process.
 
-    Afterwards, `jax.devices()` lists the devices of all processes. A process that ends with an uncaught exception
-    prints it together with the process index, and exits immediately. The other processes notice within `heartbeat_secs`
-    and exit too.
+    Afterwards, `jax.devices()` lists the devices of all processes. If a process raises an uncaught exception, it prints
+    the exception and its process index, and exits immediately. The other processes notice within `heartbeat_secs` and
+    exit too.
 
     >>> initialize()  # doctest: +SKIP
 
@@ -48,14 +48,14 @@ def initialize(
       coordinator_address: The `host:port` of process 0.
       num_processes: The number of processes.
       process_id: The zero-based index of this process.
-      local_device_ids: The GPUs that this process uses; None for all GPUs of the machine.
+      local_device_ids: The GPUs that this process uses; None for all GPUs on the machine.
       start_secs: Seconds to wait for the other processes to join.
-      heartbeat_secs: Seconds without a heartbeat after which a process is considered failed.
+      heartbeat_secs: Seconds without a heartbeat after which a process is considered to have failed.
       shutdown_secs: Seconds that a process waits for the others after finishing normally.
 
     Raises:
       ValueError: If only some of the first three arguments are given.
-      RuntimeError: If JAX has already started, or the other processes did not join in time.
+      RuntimeError: If JAX has already started, or the other processes didn't join in time.
     """
     given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -103,7 +103,7 @@ def is_first_process() -> bool:
 def exit_without_waiting(error: SystemExit) -> None:
     """Makes this process exit after an error without waiting for the other processes.
 
-    Use this if only this process has failed, because the others may be waiting for it. In contrast, a process that
+    Use this if only this process has failed, because the others may then be waiting for it. By contrast, a process that
     finishes normally waits for the others; see `shutdown_secs` in `initialize`.
     """
 

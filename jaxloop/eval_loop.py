@@ -16,7 +16,7 @@ class EvalLoop(ActionLoop):
     """Evaluates a state without changing or donating it.
 
     Hooks:
-      begin, end: See `Loop`. Overrides must call the `super()` method, which calls the actions and adds the statistics.
+      begin, end: See `Loop`. Overrides must call the parent method, which calls the actions and adds the statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     `jaxloop.metrics.summarize` computes example-weighted means of the outputs. These are the exact means over the
@@ -32,8 +32,8 @@ class EvalLoop(ActionLoop):
       step: The step to run on each batch, created with `train=False`.
       begin_actions, end_actions: See `ActionLoop`.
       stat_names, global_batch_size, clock: See `StatLoop`.
-      endless_after: In a call without `num_steps`, a warning that the dataset may be endless is logged after this many
-        steps.
+      endless_after: If a call without `num_steps` runs more than this many steps, a warning says that the dataset may
+        be endless.
       steps_per_dispatch: See `TrainLoop`.
       max_steps_in_flight: See `Loop`.
     """
@@ -70,7 +70,7 @@ class EvalLoop(ActionLoop):
 
     @property
     def training_warning(self) -> str:
-        """The text of the warning for an eval loop whose step has `train=True`."""
+        """The text of the warning about a step with `train=True` in an eval loop."""
         return (
             f"{self.step!r}, a step with train=True, which evaluates dropout and batch statistics in training mode. "
             "Make another step with train=False for the eval loop."

@@ -32,8 +32,8 @@ class Evaluation:
       spec: The dataset and the interval of the evaluation.
       source: The positioned iterator that successive evaluations keep reading from; None if each one reads the dataset
         from the start.
-      evaluated_at: The step after which the evaluation last ran; None if it has not run yet.
-      was_short: True once a warning has been logged that the dataset ended early.
+      evaluated_at: The step after which the evaluation last ran; None if it hasn't run yet.
+      was_short: True once the warning about a dataset that ended early has been logged.
     """
 
     loop: ActionLoop
@@ -69,7 +69,7 @@ class Evaluation:
             )
 
     def call_missed_actions(self, state: Any, elapsed: Elapsed) -> bool:
-        """Calls the end actions that were not called because of an exception. Returns True if the run continues."""
+        """Calls the end actions that were skipped because of an exception. Returns True if the run continues."""
         engine, run_info = self.loop.engine, self.loop.engine.moments.run
         if not engine.progress.is_ending or run_info is None:
             return True
@@ -128,8 +128,8 @@ class Evaluations:
 
         Args:
           state: A state with the same structure as those in the checkpoints.
-          spec: The directory that contains the checkpoints, and how to read them.
-          history: The history to add rows to. Its existing rows from the first checkpoint on are dropped.
+          spec: The spec that contains the checkpoint directory and the options for reading checkpoints.
+          history: The history to add rows to. Existing rows at or after the first checkpoint's step are dropped.
         """
         stop_fn, requests = spec.iterate_stop_fn or spec.stopped_file.exists, self.job.requests
         outputs, seen = None, set()

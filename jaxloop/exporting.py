@@ -20,10 +20,10 @@ def export(
     batch_size: int | None = None,
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> None:
-    """Exports the model in evaluation mode, with its parameters, to a file.
+    """Exports a step's model in evaluation mode, including its parameters, to a file.
 
     The file contains a StableHLO program from `jax.export`. Loading and running it requires JAX, but not jaxloop or the
-    model's code. JAX guarantees that newer versions of JAX can read the file for at least 6 months.
+    model's code. For at least 6 months, newer JAX versions are guaranteed to be able to read the file.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn
@@ -41,18 +41,18 @@ def export(
     (5, 2)
 
     Args:
-      step: The step that has the model.
+      step: The step whose model is exported.
       state: The state that contains the parameters. It is not donated. Its arrays are copied to the host and become
-        constants of the program.
+        constants in the program.
       spec: The spec of the model's inputs, in the form accepted by `initialize_model`. The size of each leading axis is
         replaced by `batch_size`. A list or a dict of inputs is passed to the exported function as one argument.
       path: The file to write. An existing file is replaced.
-      batch_size: The number of examples per call. If None, any number is allowed, which the model must support.
+      batch_size: The number of examples per call. If None, any number is allowed, and the model must support this.
       platforms: The platforms on which the program can run.
 
     Raises:
       ValueError: If `batch_size` is None and the model doesn't support every batch size.
-      NotImplementedError: If this is a multi-process job.
+      NotImplementedError: If called in a multi-process job.
       OSError: If the file can't be written.
     """
     checks.check_only_process("jaxloop.export")

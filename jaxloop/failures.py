@@ -53,7 +53,7 @@ def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
     """Records a failure in `<workdir>/failures/<step_num>`. A note added to the error explains how to replay the step.
 
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
-    If it doesn't, the newest earlier checkpoint and the batches since then are stored instead, provided that they are
+    If it doesn't, the latest earlier checkpoint and the batches since then are stored instead, provided that they are
     from the last 64 steps and fit in 256 MiB. The checkpoint's files are hard-linked, so they survive when `keep`
     deletes the checkpoint. The five newest records are kept. Errors that occur while recording are logged, not raised.
     """
@@ -186,8 +186,8 @@ def replay(
 ) -> tuple[Any, types.Output]:
     """Reruns a failed step from the record written by an `OuterLoop` that has a `workdir`.
 
-    On the same devices, the results are bit-identical. If they are not finite, a warning says where. The step's own
-    actions are not called.
+    On the same devices, the results are bit-identical to the original ones. If any of them aren't finite, a warning
+    lists their names. The step's own actions are not called.
 
     >>> import tempfile
     >>> import numpy as np
@@ -209,11 +209,12 @@ def replay(
     Args:
       path: The folder `<workdir>/failures/<step>`, or the work directory.
       step: The run's step object, or one created in the same way.
-      step_num: The number of the failed step, if `path` is a work directory; None for the most recent record.
-      state: A state with the same structure as the run's state. If it is from a later step than the recorded state, and
-        all batches since that step were recorded, the replay starts from it. Otherwise, it only serves as a template
-        for restoring the recorded state. It is not donated. If None, a new state is used, which requires an earlier
-        call to `step.initialize_model`.
+      step_num: The number of the failed step. Pass it only if `path` is a work directory. If None, the most recent
+        record is replayed.
+      state: A state with the same structure as the run's state. If it is more recent than the recorded state, and all
+        batches after it were recorded, the replay starts from it. Otherwise, it only serves as a template for restoring
+        the recorded state. It is not donated. If None, a new state is used. This requires that `step.initialize_model`
+        has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
         may differ in the last bits. Any earlier steps are still compiled, so `run` is first traced for them.
 
@@ -222,7 +223,7 @@ def replay(
 
     Raises:
       FileNotFoundError: If there is no such record.
-      ValueError: If the PRNG keys of `step` differ from the run's keys, or if the state before the failed step is not
+      ValueError: If the PRNG keys of `step` differ from those of the run, or if the state before the failed step is not
         available.
     """
     folder = _folder(path, step_num)

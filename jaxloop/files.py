@@ -98,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
 def absolute(directory: Any) -> epath.Path:
     """Returns the absolute path of a directory, with symbolic links resolved.
 
-    Orbax rejects relative paths, but only at the first save.
+    Orbax rejects relative paths, but not until the first save.
     """
     return epath.Path(directory).expanduser().resolve()
 

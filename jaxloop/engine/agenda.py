@@ -48,11 +48,11 @@ class Slot:
         self.is_scheduled, self.next_interval = True, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the action and its slot, in JSON types."""
+        """Returns the states of the action and its slot as JSON-serializable values."""
         return {**saved_state(self.action), "called_at": self.called_at, "cursor": self.cursor}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict` from a slot whose action had the same class."""
+        """Restores a `state_dict` returned by a slot whose action had the same class."""
         self.action.load_state_dict(encoding.decode(state_dict["state"]))
         self.called_at, self.cursor = state_dict["called_at"], state_dict["cursor"]
 
@@ -112,7 +112,7 @@ class Agenda:
         self._set_slots(self._own)
 
     def keep_only(self, action: Action) -> None:
-        """Suspends all actions except an attached one until `detach_all` is called."""
+        """Until `detach_all` is called, suspends all actions except the given attached action."""
         self._set_slots([slot for slot in self.slots if slot.action is action])
 
     def reschedule(self, slot: Slot, interval: Schedule) -> None:
@@ -132,7 +132,7 @@ class Agenda:
         return bool(of_parts), bool(of_loops)
 
     def next(self, now: Elapsed, others: Iterable[int | Schedule] = ()) -> Goal:
-        """Returns the next point at which an action may be due or one of the intervals in `others` may fire."""
+        """Returns the next point when an action may be due or an interval in `others` may fire."""
         return goal_of([*(slot.action.interval for slot in self.slots), *others], now)
 
     def due(self, now: Elapsed, loop: int | None = None) -> list[Slot]:
@@ -140,7 +140,7 @@ class Agenda:
         return [slot for slot in self.slots if slot.is_due(now, loop)]
 
     def trim(self, ledger: Ledger) -> None:
-        """Drops the outputs that all actions have read."""
+        """Drops the outputs that every action has already read."""
         for series, readers in zip((ledger.parts, ledger.loops), self._readers, strict=True):
             series.keep_for([slot.cursor for slot in readers])
 
@@ -150,7 +150,7 @@ class Agenda:
             slot.reset(spent)
 
     def state_dict(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Returns the states of all slots, in JSON types, and a dict of the train states that actions keep."""
+        """Returns the slots' states as JSON-serializable values, and a dict of the train states kept by actions."""
         slots = self.slots
         kept = {str(index): slot.action.kept_state for index, slot in enumerate(slots)}
         return [slot.state_dict() for slot in slots], {name: state for name, state in kept.items() if state is not None}
@@ -158,7 +158,7 @@ class Agenda:
     def load_state_dict(
         self, state_dicts: Sequence[Mapping[str, Any]], kept_states: Mapping[str, Any], who: Any
     ) -> None:
-        """Restores the result of `state_dict`. `who` identifies the loop in warnings."""
+        """Restores the states returned by `state_dict`. `who` identifies the loop in warnings."""
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dicts)]
         for slot, kept in paired_with_saved(self.slots, numbered, lambda slot: slot.action, who):
             slot.load_state_dict(kept)
@@ -191,7 +191,7 @@ def paired_with_saved(
 
 
 def saved_state(action: Action) -> dict[str, Any]:
-    """Calls an action's `before_checkpoint`, and returns a dict with its class name and its state, in JSON types."""
+    """Calls an action's `before_checkpoint`, and returns a dict with its class name and its JSON-serializable state."""
     try:
         action.before_checkpoint()
         return {"action": class_name(action), "state": encoding.encode(action.state_dict())}

@@ -40,12 +40,12 @@ class Engine:
     Attributes:
       job: The processes that train together.
       progress: The progress of the run.
-      stepper: The `Stepper`, which runs the steps.
-      moments: The `Moments`, which run everything that is due between steps.
+      stepper: The `Stepper` object, which runs the steps.
+      moments: The `Moments` object, which runs everything that is due between steps.
       observers: Functions to call with each batch.
       kept: The most recent batches, which are needed to record a failure.
-      rescued: A pair that is set when an exception occurs: `(state, None)`, with the state after the last completed
-        step, or `(None, reason)` if that state can't be used.
+      rescued: A pair that is set when an exception occurs: `(state, None)`, where `state` is the state after the last
+        completed step, or `(None, reason)` if that state can't be used.
     """
 
     def __init__(self, loop: Any, step: Step, clock: Callable[[], float], max_steps_in_flight: int | None):
@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """The lists of all actions, including the step's. They also count the calls to each action."""
+        """All action lists, including the step's. Each list also counts the calls to its actions."""
         return (self.moments.begin_actions, self.moments.agenda.actions, *self._step.action_lists)
 
     def description(self) -> list[str]:
@@ -77,7 +77,7 @@ class Engine:
     def train(
         self, state: Any, dataset: Iterator[types.Batch], steps_of_loop: Callable[[], int | None]
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Trains until the run or the data ends. See `run_loops` for the arguments."""
+        """Trains until the run ends or the data is exhausted. See `run_loops` for the arguments."""
         return self.run_loops(state, dataset, lambda: self._with_idle_ends(steps_of_loop()), trains=True)
 
     def run_loops(
@@ -166,13 +166,13 @@ class Engine:
         return state, iterator
 
     def open(self, dataset: Any) -> Iterator[types.Batch]:
-        """Returns the iterator to read batches from. Called by the `begin` hook."""
+        """Returns the iterator to read batches from. The `begin` hook calls this method."""
         iterator = as_iterator(dataset)
         self.stepper.call.made_iterator = iterator is not dataset
         return iterator
 
     def begin(self, state: Any) -> None:
-        """Calls the begin actions. Called by the `begin` hook."""
+        """Calls the begin actions. The `begin` hook calls this method."""
         if self.progress.began is None:
             self.moments.call_begin_actions(state)
 
@@ -203,9 +203,9 @@ class Engine:
         return state, _weighted(ended, weights)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> None:
-        """Counts a loop that has ended, and calls its end actions. In a run, those with `runs_last` are called later.
+        """Increments the count of completed loops, and calls the end actions. The `end` hook calls this method.
 
-        Called by the `end` hook.
+        In a run, end actions with `runs_last` are called later.
         """
         progress, moments, ledger = self.progress, self.moments, self.stepper.ledger
         if not self._steps_in_loop():  # The last loop has already been counted.
@@ -242,12 +242,12 @@ class Engine:
     def _steps_in_loop(self) -> int:
         return self.progress.batches_before + len(self.stepper.call.num_examples)
 
-    # Ends of loops where nothing is due ------------------------------------------------------------------
+    # Loop boundaries where nothing is due ----------------------------------------------------------------
 
     def _with_idle_ends(self, num_steps: int | None) -> int | None:
-        """Returns the number of steps until the next loop end at which something may be due.
+        """Returns the number of steps until the next loop boundary where something may be due.
 
-        Also sets `Call.idle_ends` to the loop ends before that one. The engine doesn't stop at these, because a stop
+        Also sets `Call.idle_ends` to the boundaries before that one. The engine doesn't stop there, because stopping
         takes as long as a small step.
         """
         call, run, progress = self.stepper.call, self.moments.run, self.progress
@@ -299,8 +299,8 @@ class Engine:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Runs a loop's steps, and returns the final state and the outputs of all steps.
 
-        Called by the `run` hook. If the steps run past loop ends at which nothing is due, only the last loop's outputs
-        are returned.
+        The `run` hook calls this method. The engine doesn't stop at loop boundaries where nothing is due. If there are
+        any, only the last loop's outputs are returned.
         """
         call, stepper, moments, requests = self.stepper.call, self.stepper, self.moments, self.job.requests
         num_batches = None if num_steps is None else num_steps // call.updates
@@ -370,7 +370,7 @@ class Engine:
 
         Args:
           elapsed: The progress of the earlier run.
-          batches_before: The number of batches in the current loop that the earlier run has already trained on.
+          batches_before: The number of the current loop's batches that the earlier run already trained on.
         """
         self.progress.resume(elapsed)
         self.moments.last_beginning, self.kept = elapsed.without_previous(), KeptBatches()
@@ -378,7 +378,7 @@ class Engine:
         self.progress.batches_before = batches_before
 
     def set_loops(self, loops: int) -> None:
-        """Sets the number of loops that have ended."""
+        """Sets the number of completed loops."""
         if loops != self.progress.loops:  # Outputs that no action has read yet belong to a different run.
             self._reset()
         self.progress.loops, self.progress.is_inside = loops, False
@@ -403,7 +403,7 @@ class Engine:
         return self.stepper.call.consumed
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that have been read from a source but not used yet."""
+        """Returns the number of batches that have been read from a source but not yet used."""
         return self.stepper.batches_ahead(source)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -412,7 +412,7 @@ class Engine:
         Like an action, this must be called between two steps.
 
         Returns:
-          A pair: the state in JSON types, and a dict of the train states that actions keep.
+          A pair: the state as JSON-serializable values, and a dict of the train states kept by actions.
         """
         ledger, progress, moments, trains = self.stepper.ledger, self.progress, self.moments, self.stepper.call.trains
         elapsed, agenda = moments.elapsed, moments.agenda
@@ -438,7 +438,7 @@ class Engine:
         return state_dict, kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict` from a loop with the same actions, in this process or a different one."""
+        """Restores a `state_dict` saved by a loop with the same actions, possibly in a different process."""
         elapsed, progress, stepper = Elapsed(**state_dict["elapsed"]), self.progress, self.stepper
         self.resume(elapsed, state_dict["steps_in_loop"])
         progress.last_elapsed = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))
@@ -455,7 +455,7 @@ class Engine:
             action.load_state_dict(encoding.decode(kept["state"]))
 
     def call_missed_actions(self, state: Any) -> bool:
-        """Calls the end actions that were not called because one of them raised an exception.
+        """Calls the end actions that were skipped because one of them raised an exception.
 
         Returns True if the run continues.
         """

@@ -34,11 +34,12 @@ class Run:
       eval_intervals: The intervals of the evaluations, in the same form as `Action.interval`.
       evaluate: A function that runs the evaluations that are due. Its arguments are the state, the progress, and a flag
         that is True if a loop ended at this step. It returns True if the run continues.
-      end_data: A function to call when the data ends, after the last step of the epoch; None if no further loop may
+      end_data: A function to call when the data ends, after the last step of the epoch; None if no other loop may
         follow.
-      snapshot: A function that returns everything in a checkpoint except the state, as keyword arguments for
+      snapshot: A function that returns the contents of a checkpoint (except the state) as keyword arguments for
         `CheckpointAction.save`.
-      can_resume: True if a loop that was interrupted by a signal may be continued by a later call or another process.
+      can_resume: True if a loop that was interrupted by a signal may be continued by a later call or by another
+        process.
       keeps_batches: True if a train loop keeps its most recent batches, so that a failure can be recorded.
       ends_with_data: True if the run ends when the data ends.
       commands: The commands sent to the run; None if the run doesn't accept commands.
@@ -62,7 +63,7 @@ class Run:
 
     @property
     def intervals(self) -> Sequence[int | Schedule]:
-        """The intervals of everything in the run that isn't an action."""
+        """All intervals in the run other than those of actions."""
         others = (self.stop, None if self.commands is None else self.commands.replay)
         return [*self.eval_intervals, *(each for each in others if each is not None)]
 
@@ -78,9 +79,9 @@ class Moments:
 
     Attributes:
       statistics: The `stat_loop.Statistics` that measures intervals; None in a loop without statistics.
-      agenda: The end actions, and the times at which they are due.
+      agenda: The end actions, and when they are due.
       begin_actions: The begin actions.
-      last_beginning: The progress at which the begin actions were last checked.
+      last_beginning: The progress when the begin actions were last checked.
       run: The run to which the loop belongs; None for a standalone loop.
       stop_requested: True if an action or an evaluation has asked the run to stop.
       stopped_by: The class name of the action that asked the run to stop; None if no action did.
@@ -142,14 +143,14 @@ class Moments:
         return dataclasses.replace(now, is_last=True) if is_last else now
 
     def goal(self) -> Goal:
-        """Returns the next point at which an action or an evaluation may be due, or the run may end."""
+        """Returns the next point when an action or an evaluation may be due, or when the run may end."""
         now, run = self._progress.last_elapsed, self.run
         if now.steps != self._progress.steps:  # Before the first step.
             now = self.elapsed_now()
         return self.agenda.next(now, () if run is None else run.intervals)
 
     def next(self) -> tuple[int, float]:
-        """Returns the next step, and the next stopwatch time, at which something may be due."""
+        """Returns the next step and the next stopwatch time when something may be due."""
         goal = self.goal()
         # Slightly early, so that rounding doesn't make it late.
         return goal.step, self._progress.secs_at(goal.time) - 1e-9

@@ -42,10 +42,10 @@ class Call:
       num_examples: A list with the number of examples in each step of the loop.
       counted: The number of steps that have been added to the progress.
       settled: The number of steps that have been added to the ledger.
-      passed: The number of batches that have run since `run` was called but belong to loops before the current one.
-      idle_ends: The steps within the current call to `run` at which a loop ends but nothing is due.
+      passed: The number of batches that have run since `run` was called but belong to earlier loops.
+      idle_ends: The steps within the current call to `run` where a loop ends but nothing is due.
       has_passed_end: True if the last loop ended at one of these steps, so its `end` was not called.
-      place: The part of the loop that is running (a `Step` or a text), for the note that is added to an exception.
+      place: The part of the loop that is running (a `Step` or a string), for the note that is added to an exception.
       was_interrupted: True if a signal ended the call inside a loop.
       data_ended: True if the data ended.
       made_iterator: True if this call created the iterator over the data.
@@ -137,7 +137,7 @@ class Stepper:
 
     @property
     def max_in_flight(self) -> int:
-        """The maximum number of steps by which the host may be ahead of the devices."""
+        """The maximum number of steps that the host may run ahead of the devices."""
         mesh, at_once = self._step.partitioner.mesh, self.steps_per_dispatch or 1
         return self._given_max_in_flight or partition.max_steps_in_flight(mesh, at_once)
 
@@ -180,11 +180,11 @@ class Stepper:
         self.guard.begin_loop()
 
     def end_call(self, state: Any) -> None:
-        """Ends a call, given the state that it returns."""
+        """Ends a call that returns the given state."""
         self._known_step = getattr(state, "step", None)
 
     def begin(self, dataset: Iterator[types.Batch], num_batches: int | None) -> None:
-        """Prepares to read batches from an iterator: at most `num_batches`, or all of them if that is None."""
+        """Prepares to read at most `num_batches` batches (or all batches, if None) from an iterator."""
         call, feed = self.call, self._feed_of(dataset)
         if feed.reads_state:
             if problem := self.problem_of_data(dataset):
@@ -200,7 +200,7 @@ class Stepper:
             self._step.begin_evaluation()
 
     def prepare(self, state: Any, observers: Callable[[], list[Callable[[types.Batch], None]]]) -> Any:
-        """Prepares to run steps, and returns the prepared state, for example placed on the step's devices.
+        """Prepares the state for running steps (for example, by placing it on the step's devices), and returns it.
 
         Args:
           state: The state.
@@ -219,16 +219,16 @@ class Stepper:
     # Steps -------------------------------------------------------------------------------------------
 
     def run_steps(self, state: Any, step: int, secs: float, left: int) -> tuple[Any, int]:
-        """Runs some steps and counts them.
+        """Runs and counts the next steps.
 
         Args:
           state: The state.
-          step: The next step at which something is due.
-          secs: The next stopwatch time at which something is due, in seconds.
+          step: The next step when something is due.
+          secs: The next stopwatch time (in seconds) when something is due.
           left: The number of remaining batches.
 
         Returns:
-          The latest state, and the number of steps that were run.
+          The latest state, and the number of steps run.
         """
         call, stopwatch = self.call, self._progress.stopwatch
         program, queue, feed = call.program, call.queue, self._feed
@@ -418,7 +418,7 @@ class Stepper:
         return self._feed.has_ended
 
     def has_more(self, before_reading: Callable[[], None]) -> bool:
-        """Calls `before_reading`, reads a batch ahead, and returns True if there is one."""
+        """Tries to read a batch ahead, after calling `before_reading`. Returns True if there is one."""
         self.call.place = "the dataset"
         if not self._feed.ahead:
             before_reading()
@@ -430,25 +430,28 @@ class Stepper:
         return self._feed_of(dataset).reader_fn(state, self._progress.steps)()
 
     def set_source(self, source: Any) -> None:
-        """Sets the source that counts the next call's batches, starting from its current count.
+        """Sets the source that counts the next call's batches. Pass None if there is no source.
 
-        Pass None if there is no source.
+        Counting continues from the source's current count.
         """
         self.source = source
         self.call.consumed = 0 if source is None else source.count - self.batches_ahead(source)
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that have been read from a source but not used yet."""
+        """Returns the number of batches that have been read from a source but not yet used."""
         return self._feed.num_ahead if self._feed.dataset is source else 0
 
     def forget_batches(self) -> None:
-        """Drops the batches that were read ahead and their iterator, which has ended or changed its position."""
+        """Drops the batches that were read ahead, together with their iterator.
+
+        Call this when the iterator has ended or was moved to a different position.
+        """
         self._feed, self.source, self.call.consumed = Feed(iter(())), _NoSource(), 0
 
     # Outputs -----------------------------------------------------------------------------------------
 
     def push(self, state: Any, num_steps: int) -> None:
-        """Sends the outputs of the latest steps to the host, and receives the outputs that have arrived."""
+        """Starts copying the latest steps' outputs to the host, and collects the outputs that have arrived."""
         if num_steps:
             assert self.call.queue is not None
             self._receive(self.call.queue.push(num_steps, state))
@@ -456,7 +459,10 @@ class Stepper:
         self._check_batches(self.guard.look(state, in_step=self._job.is_shared))
 
     def fetch(self, *, keep_sums: bool = False) -> None:
-        """Waits for the outputs of all steps so far. Also completes their sums, unless `keep_sums` is True."""
+        """Waits for the outputs of all steps so far.
+
+        Unless `keep_sums` is True, the sums of `clu.metrics` then start again.
+        """
         if self.call.queue is not None:
             arrived, sums = self.call.queue.drain(keep_sums=keep_sums)
             self._receive(arrived)
@@ -474,7 +480,7 @@ class Stepper:
         return (self.call.queue and self.call.queue.newest_scalars()) or metrics.newest_scalars(self.ledger.loop)
 
     def count_weights(self) -> None:
-        """Adds the latest steps to the ledger's count, weighted by their numbers of examples."""
+        """Adds the latest steps to the ledger's count, each weighted by its number of examples."""
         call = self.call
         self._check_batches(self.guard.read(call.state))
         if new := self.guard.newly_skipped():
