@@ -95,8 +95,8 @@ class Compiled:
         Args:
           carry: See `enter`.
           batch: The batch.
-          form: The batch's `form` from `checks.BatchWatch`. Batches with the same structure have the same form. If
-            None, the batch is inspected, which takes about 5% as long as a small step.
+          form: The batch's `form` from `checks.BatchWatch`. Batches with the same structure, shapes and dtypes
+            have the same form. If None, the batch is inspected, which takes about 5% as long as a small step.
         """
         step = None
         try:

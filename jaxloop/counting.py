@@ -39,8 +39,8 @@ def elapse(
       stop: The number of steps, or a schedule that ends the run. If None, the dataset is read to its end. A warning is
         logged if the dataset ends before `stop`.
       start: The progress of an earlier run, from which counting continues.
-      num_examples: A function that returns the number of examples in a batch. If None, the length of the
-        leading axis is used (or 1 if the batch has no axes).
+      num_examples: A function that returns the number of examples in a batch. If None, the length of the leading
+        axis is used (or 1 if the batch has no axes).
       stopwatch: A stopwatch whose training time is used as the run's time. If None, all time is counted.
       clock: A function that returns the time in seconds. Ignored if a stopwatch is given.
 
