@@ -16,7 +16,7 @@ class TrainLoop(ActionLoop):
     """A loop that trains: each step updates the state, which the loop then passes to the next step.
 
     Hooks:
-      begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
+      begin, end: See `Loop`. An override must call the parent method, which calls the actions and adds the
         statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
