@@ -1,4 +1,4 @@
-"""Trains a small network to imitate a large one, whose parameters are in the state and never change."""
+"""Trains a small network to imitate a large one, whose parameters are stored in the state and never change."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class MLP(nn.Module):
 
 
 class State(jaxloop.TrainState):
-    teacher: Any = None  # The parameters of the teacher. No gradient and no optimizer state belong to them.
+    teacher: Any = None  # The teacher's parameters, which have no gradients or optimizer state.
 
 
 class DistillationStep(jaxloop.Step):

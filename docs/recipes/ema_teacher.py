@@ -1,7 +1,7 @@
-"""Evaluates the exponential moving average (EMA) of the parameters next to the parameters.
+"""Evaluates both the parameters and their exponential moving average (EMA).
 
-Every fifth label in the training data is wrong. The parameters follow the noise of each small batch, while their
-average doesn't.
+A fifth of the training labels are replaced by random ones. The parameters follow the noise in each small batch, but
+their average doesn't.
 """
 
 import jax

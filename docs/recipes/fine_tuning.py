@@ -1,7 +1,7 @@
-"""Fine-tunes a pretrained network on a new task, with a frozen body or with a lower learning rate for it.
+"""Fine-tunes a pretrained network on a new task. The body is either frozen or trained with a lower learning rate.
 
-The program pretrains a network to read digits, and saves a checkpoint. Then it loads the body of the network from it,
-and learns from 20 examples whether a digit is at least 5.
+The program pretrains a network to read digits, and saves a checkpoint. Then it loads the network's body from this
+checkpoint, and learns from 20 examples whether a digit is at least 5.
 """
 
 import jax
@@ -19,7 +19,7 @@ DIRECTORY = "runs/pretrained"
 class Network(nn.Module):
     num_classes: int
 
-    def setup(self):  # These names are the keys of `params`.
+    def setup(self):  # The names of these attributes are the keys of `params`.
         self.body = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(64), nn.relu])
         self.head = nn.Dense(self.num_classes)
 
@@ -46,7 +46,7 @@ pixels, labels = (pixels[order] / 16).astype(np.float32), labels[order]
 digits = [{"pixels": pixels[i : i + 64], "label": labels[i : i + 64]} for i in range(0, 1280, 64)]
 few_high, test_high = ({"pixels": pixels[part], "label": labels[part] // 5} for part in (slice(20), slice(1280, None)))
 
-# Pretrain. If the program is started again, this resumes at the end of the pretraining.
+# Pretrain. If you run the program again, this part only restores the final checkpoint.
 digits_step = make_step(10, optimizer=optax.adam(1e-3), train=True)
 save = jaxloop.CheckpointAction(DIRECTORY, interval=last())
 outer_loop = jaxloop.OuterLoop(
@@ -63,7 +63,7 @@ variants = {
 for name, optimizer in variants.items():
     step = make_step(2, optimizer=optimizer, train=True)
     state = step.initialize_model([1, 64])
-    if name != "from scratch":  # The head, which has another shape, keeps its initial values.
+    if name != "from scratch":  # The head has a different shape, so it keeps its initial values.
         params = checkpoint.load_params(DIRECTORY, into=state.params, paths={"body/**": "body/**"})
         state = state.replace(params=params)
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(make_step(2))])

@@ -1,7 +1,7 @@
 """Trains a GAN: a generator and a critic, each with its own optimizer, in one step.
 
-The data are eight clusters of points on a circle. An evaluation counts the generated points that are close to a
-cluster, and the clusters that the generator finds.
+The data are eight clusters of points on a circle. An evaluation measures the fraction of generated points that are
+close to a cluster, and counts the clusters that the generator has found.
 """
 
 import jax
@@ -28,7 +28,7 @@ class MLP(nn.Module):
         return nn.Dense(self.num_outputs)(x)
 
 
-class GANState(jaxloop.TrainState):  # `params` and `opt_state` are those of the generator.
+class GANState(jaxloop.TrainState):  # `params` and `opt_state` belong to the generator.
     critic: jaxloop.TrainState | None = None
 
 
@@ -58,13 +58,13 @@ class GANStep(jaxloop.Step):
         def critic_loss(params):
             fake = generate(state.params)
             slopes = jax.vmap(jax.grad(lambda point: score(params, point[None])[0]))(real)
-            smoothness = 0.02 * (slopes**2).sum(-1)  # The R1 penalty keeps the training stable.
+            smoothness = 0.02 * (slopes**2).sum(-1)  # The R1 penalty keeps training stable.
             return (nn.softplus(-score(params, real)) + nn.softplus(score(params, fake)) + smoothness).mean()
 
         critic_value, grads = jax.value_and_grad(critic_loss)(state.critic.params)
         critic = state.critic.apply_gradients(grads=grads)
 
-        def generator_loss(params):  # By the critic after its update.
+        def generator_loss(params):  # Uses the updated critic.
             return nn.softplus(-score(critic.params, generate(params))).mean()
 
         generator_value, grads = jax.value_and_grad(generator_loss)(state.params)
@@ -86,7 +86,7 @@ state, _ = outer_loop(
     train_step.initialize_model([1, 2]),
     train_dataset=jaxloop.from_index(make_batch),
     train_total_steps=2000,
-    # The batch only decides how many points are generated.
+    # The batch only determines how many points are generated.
     eval_specs=[jaxloop.EvalSpec([make_batch(0, size=2000)], interval=every(steps=1000), name="test")],
 )
 for step, close, found in zip(*outer_loop.history.collect("steps", "test.close", "test.found"), strict=True):

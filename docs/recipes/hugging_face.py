@@ -21,7 +21,7 @@ def loss(logits, batch):
     return losses, {"accuracy": logits.argmax(-1) == batch["label"]}
 
 
-# With `datasets.load_dataset(...)`, the rest is the same.
+# If you use `datasets.load_dataset(...)` instead, the rest stays the same.
 images, labels = load_digits(return_X_y=True)
 rows = Dataset.from_dict({"image": list((images / 16).astype(np.float32)), "label": labels})
 train_rows, test_rows = rows.select(range(900)), rows.select(range(900, 1797))
@@ -29,7 +29,7 @@ train_rows, test_rows = rows.select(range(900)), rows.select(range(900, 1797))
 step = jaxloop.LossStep(jax.random.key(0), MLP(), optax.adam(3e-3), train=True, loss=loss)
 eval_step = jaxloop.LossStep(jax.random.key(0), MLP(), loss=loss)
 outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step)])
-train = jaxloop.data.batched(train_rows, 64, seed=0)  # Shuffled in each epoch; the format of the rows doesn't matter.
+train = jaxloop.data.batched(train_rows, 64, seed=0)  # Reshuffled in each epoch. Any row format works.
 test = jaxloop.EvalSpec(jaxloop.data.batched(test_rows, 300, num_epochs=1), name="test")
 outer_loop(step.initialize_model([1, 64]), train, 600, 200, [test])
 

@@ -1,4 +1,4 @@
-"""Loads the best checkpoint of a run, and predicts the classes of any number of images."""
+"""Loads the best checkpoint of a run, and classifies any number of images."""
 
 import tempfile
 
@@ -43,7 +43,7 @@ def train(directory):
 
 
 class Predictor:
-    """Predicts with the parameters of a checkpoint, in batches of one size, so that it compiles once."""
+    """Predicts with a checkpoint's parameters. All batches have the same size, so the model is compiled only once."""
 
     def __init__(self, directory, step="best", batch_size=256):
         self._batch_size, params = batch_size, checkpoint.load_params(directory, step)

@@ -1,7 +1,7 @@
 """Trains a transformer to write numbers in digits, as in "four hundred twelve = 412".
 
-The texts differ in length, so the batches are padded. The loss and its means count each character once, and the padding
-not at all. Each evaluation also completes texts that the model has not seen.
+The texts differ in length, so the batches are padded. The loss and its means weight all characters equally and ignore
+the padding. Each evaluation also completes texts that aren't in the training data.
 """
 
 import jax
@@ -16,7 +16,7 @@ from jaxloop import every
 ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen""".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-ALPHABET = "\n -=0123456789abcdefghijklmnopqrstuvwxyz"  # The end of a text has the code 0, as has the padding.
+ALPHABET = "\n -=0123456789abcdefghijklmnopqrstuvwxyz"  # Code 0 marks the end of a text, and padding.
 LENGTH = 36
 
 
@@ -34,7 +34,7 @@ def encode(texts):
 
 class Transformer(nn.Module):
     @nn.compact
-    def __call__(self, tokens):  # Predicts each token from those before it.
+    def __call__(self, tokens):  # Predicts each token from the tokens before it.
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
         x = nn.Embed(len(ALPHABET), 64)(tokens) + nn.Embed(LENGTH, 64)(jnp.arange(LENGTH))
         x += nn.SelfAttention(num_heads=4)(nn.LayerNorm()(x), mask=nn.make_causal_mask(tokens))
@@ -45,12 +45,12 @@ class Transformer(nn.Module):
 class LanguageStep(jaxloop.Step):
     def run(self, state, batch):
         tokens = batch["tokens"]
-        counts = jnp.arange(LENGTH) <= (tokens != 0).sum(-1, keepdims=True)  # The characters, and the end of each text.
+        counts = jnp.arange(LENGTH) <= (tokens != 0).sum(-1, keepdims=True)  # Also counts the end of each text.
 
         def loss_fn(params):
             logits = state.apply_fn({"params": params}, tokens)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-            loss = jaxloop.Weighted(losses, counts)  # The mean over the characters, and their number.
+            loss = jaxloop.Weighted(losses, counts)  # The mean over the characters, and their count.
             return loss.value, loss
 
         (_, loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -60,7 +60,7 @@ class LanguageStep(jaxloop.Step):
 
 
 class CompleteAction(jaxloop.Action):
-    """Completes "four hundred twelve = " and other texts, and counts those that are right."""
+    """Completes texts such as "four hundred twelve = ", and prints the percentage of correct answers."""
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
         prompts = [f"{in_words(n)} = " for n in test_numbers]

@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained network with LoRA, by Qwix. The checkpoints contain only the adapters.
+"""Fine-tunes a pretrained network with LoRA, using Qwix. The checkpoints contain only the adapters.
 
 The program pretrains a network to read digits. Then it freezes the weights, and trains low-rank adapters to read
 mirrored digits.
@@ -34,7 +34,7 @@ def accuracy(logits, batch):
 
 
 class LoRAStep(jaxloop.Step):
-    """Trains the adapters. The frozen weights are an argument of the compiled `run`, but not part of the state."""
+    """Trains the adapters. The frozen weights are passed to the compiled `run`, but aren't part of the state."""
 
     def __init__(self, *args, frozen, **kwargs):
         super().__init__(*args, **kwargs)
@@ -74,7 +74,7 @@ pixels, labels = (pixels[order] / 16).astype(np.float32), labels[order]
 digits = [{"pixels": pixels[i : i + 64], "label": labels[i : i + 64]} for i in range(0, 1792, 64)]
 mirrored = [{**batch, "pixels": batch["pixels"].reshape(-1, 8, 8)[:, :, ::-1].reshape(-1, 64)} for batch in digits]
 
-# Pretrain. If the program is started again, this resumes at the end of the pretraining.
+# Pretrain. If you run the program again, this part only restores the final checkpoint.
 step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-3), train=True, loss=loss)
 save = jaxloop.CheckpointAction(PRETRAINED, interval=last())
 outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[save]), (), jaxloop.CheckpointSpec(PRETRAINED))

@@ -1,7 +1,7 @@
 """Trains an agent to balance a pole on a cart, with PPO.
 
-The environments are part of the train state. Each call of `run` plays 64 of them for 64 moments on the device, and then
-makes 16 optimizer updates from what it has seen. There is no train dataset.
+The environments are part of the train state. Each call to `run` simulates 64 of them for 64 moments on the device, and
+then performs 16 optimizer updates with the collected data. There is no train dataset.
 """
 
 import jax
@@ -17,11 +17,11 @@ NUM_ENVS, NUM_MOMENTS, MINIBATCH_SIZE, EVAL_MOMENTS = 64, 64, 1024, 500
 DISCOUNT, TRACE_DECAY, CLIP = 0.99, 0.95, 0.2
 
 
-def reset(key, num_envs):  # Position, speed, angle of the pole, and angular speed.
+def reset(key, num_envs):  # Returns position, speed, angle of the pole, and angular speed.
     return jax.random.uniform(key, [num_envs, 4], minval=-0.05, maxval=0.05)
 
 
-def move(carts, actions):  # By the equations of Gym's CartPole, 0.02 seconds.
+def move(carts, actions):  # Simulates 0.02 seconds, with the equations of Gym's CartPole.
     _, speed, angle, spin = carts.T
     force, sin, cos = jnp.where(actions == 1, 10.0, -10.0), jnp.sin(angle), jnp.cos(angle)
     push = (force + 0.05 * spin**2 * sin) / 1.1
@@ -58,7 +58,7 @@ class PPOStep(jaxloop.Step):
             seen = {"carts": carts, "logits": logits, "value": value, "action": action, "fails": fails}
             return jnp.where(fails[:, None], reset(key, len(carts)), moved), seen
 
-        if not self.train:  # Each row of the batch is an episode.
+        if not self.train:  # Each row of the batch stands for one episode.
             carts = reset(play_key, len(batch["episode"]))
             _, seen = jax.lax.scan(play, carts, jax.random.split(play_key, EVAL_MOMENTS))
             return state, {"length": jnp.cumprod(~seen["fails"], axis=0).sum(0).mean()}

@@ -1,4 +1,4 @@
-"""Trains a model with two inputs, an image and a table of numbers, from nested batches."""
+"""Trains a model with two inputs (an image and a dict of numbers) on nested batches."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jaxloop
 
 
 class TwoInputs(nn.Module):
-    """Encodes an image and a few numbers about it, and classifies both together."""
+    """Encodes an image and a few numbers that describe it, and classifies the combined encoding."""
 
     @nn.compact
     def __call__(self, image, table):
@@ -39,7 +39,7 @@ def train_batch(number):
     return batch_of(np.random.default_rng(number).choice(900, 64))
 
 
-# The shapes of one batch of inputs, by the names of the model's arguments.
+# The shapes of one batch of inputs, under the names of the model's arguments.
 spec = {"image": [1, 8, 8], "table": {"ink": [1], "width": [1]}}
 train_step = jaxloop.LossStep(jax.random.key(0), TwoInputs(), optax.adam(3e-3), train=True, loss=loss)
 eval_step = jaxloop.LossStep(jax.random.key(0), TwoInputs(), loss=loss)

@@ -1,4 +1,4 @@
-"""Sweeps the learning rate with three-fold cross-validation. If it is interrupted, start it again to resume."""
+"""Sweeps the learning rate with three-fold cross-validation. To resume after an interruption, run it again."""
 
 import pathlib
 import sys
@@ -31,7 +31,7 @@ def loss(logits, batch):
 
 
 def train(directory, learning_rate, fold, train_rows, test_rows):
-    """Trains one model, from its newest checkpoint if there is one; returns its test accuracy."""
+    """Trains one model, or resumes from its newest checkpoint, and returns its test accuracy."""
 
     def batch_of(number):
         rows = np.random.default_rng((fold, number)).choice(train_rows, 64)

@@ -1,4 +1,4 @@
-"""Trains on a PyTorch DataLoader with worker processes, and resumes at the right batch."""
+"""Trains on data from a PyTorch DataLoader with worker processes, in an order that a resumed run can repeat."""
 
 import jax
 import numpy as np
@@ -39,11 +39,11 @@ def main():
         Digits(),
         batch_size=50,
         shuffle=True,
-        generator=torch.Generator().manual_seed(0),  # The order of every epoch can then be repeated.
+        generator=torch.Generator().manual_seed(0),  # Makes the order of every epoch reproducible.
         num_workers=2,
         persistent_workers=True,
-        # JAX has threads, and a forked worker may inherit a lock that one of them holds. "fork" is the default on Linux
-        # before Python 3.14.
+        # A forked worker may inherit a lock that one of JAX's threads holds. "fork" is the default on Linux before
+        # Python 3.14.
         multiprocessing_context="forkserver",
     )
     step = jaxloop.LossStep(jax.random.key(0), MLP(), optax.adam(3e-3), train=True, loss=loss)
@@ -54,5 +54,5 @@ def main():
             print(f"step {steps}: train accuracy {accuracy:.1%}")
 
 
-if __name__ == "__main__":  # Workers import this file.
+if __name__ == "__main__":  # The workers import this file.
     main()

@@ -1,6 +1,6 @@
-"""Trains a variational autoencoder (VAE) on digits, and draws what it generates at each evaluation.
+"""Trains a variational autoencoder (VAE) on digits, and draws generated digits at each evaluation.
 
-The pictures go to runs/vae: to PNG files, and to the event files that `tensorboard --logdir=runs/vae` shows.
+The pictures are saved in runs/vae, both as PNG files and in event files, which `tensorboard --logdir=runs/vae` shows.
 """
 
 import pathlib
@@ -41,7 +41,7 @@ class VAEStep(jaxloop.Step):
 
         def loss_fn(params):
             logits, mean, log_std = state.apply_fn({"params": params}, pixels, key)
-            # A pixel is the mean of 16 black or white points.
+            # Each pixel is the mean of 16 black or white points.
             reconstruction = 16 * optax.sigmoid_binary_cross_entropy(logits, pixels).sum(-1).mean()
             divergence = (0.5 * (mean**2 + jnp.exp(2 * log_std) - 1) - log_std).sum(-1).mean()
             loss = reconstruction + divergence
