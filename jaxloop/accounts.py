@@ -1,4 +1,4 @@
-"""A breakdown of the wall time of runs, across all restarts."""
+"""A breakdown of runs' wall time, across all restarts."""
 
 import dataclasses
 from typing import final
@@ -30,10 +30,10 @@ _OF_STEPS = ("dispatch", "device", "data", "actions")
 @final
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """A breakdown of the wall time of one or more runs.
+    """A breakdown of the wall time of one or more runs by activity.
 
-    The parts add up to the time from the first start of a run to its last recorded activity. `str` formats them as a
-    table, followed by advice on how to reduce the largest unproductive part.
+    The parts add up to the time between the first start of a run and its last recorded activity. `str` formats them as
+    a table, followed by advice on how to reduce the largest unproductive part.
 
     >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
     productive steps   90.0%  1 min 30 s  1,000 steps
@@ -47,16 +47,16 @@ class Goodput:
       repeated: Seconds spent repeating steps that a killed process had already run after its last checkpoint.
       compiling: Seconds spent tracing and compiling the train step.
       data: Seconds spent waiting for the next batch.
-      actions: Seconds spent in actions other than checkpoints.
+      actions: Seconds spent in actions other than saving checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds during which saving checkpoints blocked the loop.
+      checkpoints: Seconds that the loop was blocked by saving checkpoints.
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.
-      unknown: Seconds not covered above, such as those between a process's last log point and the moment it was killed,
-        if no step began in between.
-      steps: The number of distinct updates that were started.
-      repeated_steps: The number of updates that were started again.
+      unknown: Seconds not covered above. For example, if a process is killed before it begins a step after its last log
+        point, the time since that log point is unknown.
+      steps: The number of distinct updates that were started, not counting repeats.
+      repeated_steps: The number of updates that were repeated.
       starts: The number of calls to the `OuterLoop`.
     """
 

@@ -39,10 +39,10 @@ class ActionLoop(StatLoop):
       step: The step to run on each batch.
       begin_actions: Actions to call, in this order, when a loop begins. They receive `outputs=None`. An int interval
         counts loops. An action with a schedule is called if the schedule has fired since the previous loop began.
-      end_actions: Actions to call with the outputs since their previous call. If an action's interval is an int, it
-        counts loops, and the action is called when a loop ends. If it is a schedule, the action is called right after
-        the step at which the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called
-        after the other actions and after the evaluations of an `OuterLoop`.
+      end_actions: Actions to call with the outputs of all steps since their previous call. If an action's interval is
+        an int, it counts loops, and the action is called when a loop ends. If it is a schedule, the action is called
+        right after the step at which the schedule fires. Actions with `runs_last`, such as those that save checkpoints,
+        are called after the other actions and after the evaluations of an `OuterLoop`.
       stat_names: See `StatLoop`, which also describes the remaining arguments.
 
     Without an `OuterLoop`, a call to the loop returns only after its actions have finished all their work, including
@@ -76,7 +76,7 @@ class ActionLoop(StatLoop):
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """The action lists of the loop and its step. Each list counts how often its actions were called."""
+        """The action lists of the loop and its step. Each list counts the calls to its actions."""
         return self.engine.action_lists
 
     @property
@@ -86,9 +86,9 @@ class ActionLoop(StatLoop):
 
     @property
     def loop_count(self) -> int:
-        """The number of loops that have ended.
+        """The number of completed loops.
 
-        To continue an earlier run's int intervals, set this to that run's `loop_count`.
+        To make int intervals continue where an earlier run left off, set this to that run's `loop_count`.
         """
         return self.engine.progress.loops
 

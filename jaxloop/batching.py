@@ -22,13 +22,13 @@ _RESOLUTION = 2**20
 def batched(
     rows: Any, size: int | Mapping[int, int], *, seed: int | None = None, num_epochs: int | None = None
 ) -> IndexedBatches:
-    """Returns a dataset of batches made from examples. A resumed run finds its position in it immediately.
+    """Returns a dataset that groups examples into batches. A resumed run jumps directly to its position.
 
     Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
     the next. Each epoch contains every example exactly once, and only the very last batch can be short.
 
-    A schedule of batch sizes is a dict that maps batch numbers, which start at 0, to sizes. `{0: 32, 1000: 64}` means
-    32 examples per batch at first, and 64 from batch 1000 on. (If each batch causes one update, step 1001 uses batch
+    A schedule of batch sizes is a dict that maps batch numbers (starting at 0) to sizes. `{0: 32, 1000: 64}` means 32
+    examples per batch at first, and 64 from batch 1000 on. (If each batch causes one update, step 1001 uses batch
     1000.) The step is compiled once per size, without a warning. To compile it ahead of time, call `Loop.compile(state,
     dataset)`.
 
@@ -37,9 +37,9 @@ def batched(
     [[0, 1], [2, 3], [4, 0, 1], [2, 3, 4]]
 
     Args:
-      rows: The examples: an array, or a dict or tuple of arrays with one row per example; a list or any other object
-        with `__len__` and `__getitem__`, such as a Grain `MapDataset`; a Hugging Face `Dataset` in any format; or, for
-        an endless dataset, a function that maps an index, which starts at 0, to an example.
+      rows: The examples: an array, a dict or tuple of arrays (with one row per example), a Hugging Face `Dataset` in
+        any format, a list, or any other object with `__len__` and `__getitem__`, such as a Grain `MapDataset`. For an
+        endless dataset, pass a function that maps an index (starting at 0) to an example.
       size: The number of examples per batch, or a schedule.
       seed: A non-negative int to shuffle the examples differently in each epoch, or None to keep them in order.
         Shuffling uses up to 16 bytes of memory per example: 8 for each of two epochs.
@@ -81,9 +81,9 @@ def mixture(
 ) -> IndexedBatches:
     """Returns an endless dataset that mixes several datasets, with weights that may follow a schedule.
 
-    The composition of each batch depends only on the batch number. After any number of examples, the number from each
-    source differs from that source's exact share by less than the number of sources. Each source is repeated as often
-    as necessary, and each of its epochs contains every example exactly once.
+    The composition of each batch depends only on the batch number. At any point, the number of examples taken from a
+    source differs from its exact share by less than the number of sources. Each source is repeated as often as
+    necessary, and each pass over it contains every example exactly once.
 
     Like the sizes in `batched`, weights can change at given batch numbers: `{0: {"web": 0.9, "code": 0.1}, 1000:
     {"web": 0.5, "code": 0.5}}`.
@@ -95,13 +95,14 @@ def mixture(
     [[0, 2, 1, 4], [6, 8, 3, 10], [5, 7, 9, 11]]
 
     Args:
-      sources: A dict that maps names to datasets. If `size` is given, these are datasets of examples, as in `batched`,
-        which must all have the same structure, shapes and dtypes. Otherwise, they are datasets of batches: results of
-        `from_index` or `batched`, Grain `MapDataset`s, or lists of batches.
+      sources: A dict that maps names to datasets. If `size` is given, these are datasets of examples, as in `batched`.
+        Their examples must all have the same structure, shapes and dtypes. Otherwise, they are datasets of batches:
+        those returned by `from_index` or `batched`, Grain `MapDataset`s, or lists of batches.
       weights: A dict that maps names to weights, or a schedule of such dicts. Only the ratios of the weights matter.
         Weights are rounded to about six decimal places, but a positive weight never becomes 0.
-      size: The number of examples per batch, or a schedule, if the sources contain examples; a batch can then mix
-        examples from all sources. None if the sources contain batches; each batch then comes from a single source.
+      size: If the sources contain examples, the number of examples per batch, or a schedule. Each batch can then mix
+        examples from all sources. If the sources contain batches, pass None. Each batch then comes from a single
+        source.
       seed: See `batched`. Each source is shuffled in its own order.
 
     Raises:

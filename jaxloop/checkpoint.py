@@ -1,9 +1,9 @@
-"""Checkpoints, which are saved in one atomic commit, sealed, and verified before they are restored.
+"""Checkpoints, which are sealed, committed atomically, and verified before they are restored.
 
 This is the only module that uses Orbax. A checkpoint is a directory named after its step. If a `CheckpointWriter` was
-given a directory, each of its checkpoints contains up to three items: `default` (the train state), `run` (a JSON dict),
-and `trees` (arrays that are not part of the state). The commit includes a seal that covers all files of the checkpoint;
-see `jaxloop.seal`.
+created with a directory, each of its checkpoints contains up to three items: `default` (the train state), `run` (a JSON
+dict), and `trees` (arrays that are not part of the state). The commit includes a seal that covers all files of the
+checkpoint; see `jaxloop.seal`.
 
 `CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save and checks
 the directory (`_prepared_manager`), and then passes everything to Orbax. Orbax's thread writes the files, calls
@@ -115,7 +115,7 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
 
 
 def own_version() -> str:
-    """Returns the running version of jaxloop."""
+    """Returns the version of the jaxloop that is running."""
     import jaxloop
 
     return jaxloop.__version__
@@ -124,7 +124,7 @@ def own_version() -> str:
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
     """Returns the step of the best checkpoint in a directory, or None if no checkpoint has the metric.
 
-    If several checkpoints are equally good, the newest one counts as best.
+    If several checkpoints are equally good, the newest one is considered the best.
 
     Args:
       directory: The directory of a `CheckpointAction(directory, best=...)`, or of an Orbax manager with a `best_fn`.
@@ -271,8 +271,8 @@ def _all_damaged_error(directory: epath.PathLike, errors: Sequence[CheckpointErr
 def quarantine_damaged(directory: epath.PathLike) -> None:
     """Quarantines damaged checkpoints that are newer than the newest undamaged one; see `restore_newest`.
 
-    In a multi-process job, only the first process may call this, and it must do so before any process restores. If all
-    checkpoints are damaged, none are moved.
+    In a multi-process job, only the first process may call this, and it must do so before any process starts to
+    restore. If all checkpoints are damaged, none are moved.
     """
     found, errors = _newest_complete(directory, lambda opened: None)
     if found is not None:
@@ -360,14 +360,16 @@ def load_params(
     Args:
       directory: The directory with one subdirectory per step, saved by a `CheckpointAction`, or by an Orbax manager
         that used `PyTreeSave`. Alternatively, a file whose name ends in `.safetensors`; see `save_params`.
-      step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for `best_step(directory)`.
-      into: A tree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes, dtypes and shardings to load, such
-        as `state.params`. It is not donated. If None, nested dicts of arrays on JAX's default device are returned.
+      step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for the one of step
+        `best_step(directory)`.
+      into: A tree of arrays or `jax.ShapeDtypeStruct`s, such as `state.params`, that determines the structure, shapes,
+        dtypes and shardings of the result. It is not donated. If None, nested dicts of arrays on JAX's default device
+        are returned.
       paths: A dict that maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**":
         "backbone/**"}`; see `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are returned
         unchanged. If None, every leaf of `into` is loaded from the same path.
-      ema: Whether to load, instead of the parameters, their moving average, which is kept by `LossStep(ema=...)` or
-        `jaxloop.optimizers.ema`.
+      ema: Whether to load the parameters' moving average (from `LossStep(ema=...)` or `jaxloop.optimizers.ema`) instead
+        of the parameters themselves.
 
     Returns:
       The parameters, in the structure of `into`.
@@ -401,9 +403,9 @@ def save_params(params: Any, path: epath.PathLike) -> None:
     (3, 2)
 
     Args:
-      params: A tree of arrays, on any devices, such as `state.params`. It is not donated.
-      path: The path of the file to write, which must end in `.safetensors`. An existing file is replaced once the new
-        file is complete.
+      params: A tree of arrays (on any devices), such as `state.params`. It is not donated.
+      path: The path of the file to write. It must end in `.safetensors`. An existing file is replaced once the new file
+        is complete.
 
     Raises:
       ValueError: If the file name, the name of a leaf, or the dtype of a leaf is not supported.
@@ -422,9 +424,9 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
     Args:
       directory: See `load_params`.
       step: See `load_params`.
-      into: A dict of the same form as the result, whose structure, shapes, dtypes and shardings it determines. For a
-        Linen model, pass `state.variables`; for an NNX model, pass a dict of the state's `params`, `batch_stats` and
-        `collections`. If None, nested dicts of arrays on JAX's default device are returned.
+      into: A dict of the same form as the result. It determines the result's structure, shapes, dtypes and shardings.
+        For a Linen model, pass `state.variables`; for an NNX model, pass a dict of the state's `params`, `batch_stats`
+        and `collections`. If None, nested dicts of arrays on JAX's default device are returned.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -489,8 +491,8 @@ def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) ->
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint.
       templates: Templates for the trees to restore, by name. They must have the same structures, shapes and dtypes as
-        the saved trees. A JAX array in a template is restored as a JAX array with the same sharding. A NumPy array is
-        restored as a NumPy array.
+        the saved trees. Where a template contains a JAX array, the result contains a JAX array with the same sharding.
+        Where it contains a NumPy array, so does the result.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -519,7 +521,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, directory: epath.PathLike, step: int, below: str = "") -> "Checkpoint":
-        """Opens the checkpoint of a step and verifies its files.
+        """Opens a step's checkpoint and verifies its files.
 
         If `below` is given, only the files below that path in the checkpoint are verified.
 
@@ -574,7 +576,7 @@ class Checkpoint:
         return self.json(_RUN_ITEM)
 
     def json(self, item: str, filename: str = "metadata") -> dict[str, Any]:
-        """Returns the contents of an item's JSON file `filename` as a dict, or `{}` if there is no such file."""
+        """Returns the contents of an item's JSON file as a dict, or `{}` if there is no such file."""
         if not (self.path / item / filename).exists():
             return {}
         with _reading(self.path, f"{item}/{filename}"):
@@ -650,7 +652,7 @@ class Checkpoint:
         return _load_part(self, saved, into, paths)
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings of its values."""
+        """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings given there."""
         tree, values = self._saved_tree(_ITEM), {}
         for group in groups(wanted):  # Orbax reads all leaves in a call at once, and copies each one.
             chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
@@ -706,7 +708,7 @@ class Checkpoint:
         return _with_values(state, _load_leaves(self, self.saved_paths(ours, transforms), ours))
 
     def saved_paths(self, ours: Mapping[str, Any], transforms: Mapping[str, str]) -> dict[str, str]:
-        """Returns the saved path of each leaf in `ours`, after renaming; see `restore`.
+        """Maps the path of each leaf in `ours` to the path of the corresponding saved leaf; see `restore`.
 
         Raises:
           ValueError: If the renamed leaves don't fit those in `ours`, or if a pattern matches no leaf.
@@ -753,7 +755,7 @@ class Checkpoint:
     def fit_template(self, item: str, template: Any) -> Any:
         """Arranges the leaves of a template in the structure of a saved item, without reading any arrays.
 
-        The two trees may differ in parts without leaves, such as empty dicts.
+        The two trees may differ in parts that don't contain leaves, such as empty dicts.
 
         Raises:
           ValueError: If the two trees differ in the path, shape or dtype of a leaf.
@@ -816,7 +818,7 @@ def _run_id_of(directory: epath.Path) -> str:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns whether a checkpoint has been deleted. If it is being deleted, first waits for that to finish."""
+    """Returns whether a checkpoint has been deleted. If it is being deleted, waits for the deletion to finish first."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -1062,16 +1064,16 @@ class CheckpointWriter:
     """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager is asynchronous.
 
     Args:
-      manager_or_directory: A directory, or an Orbax manager that saves a single item (through Orbax's current or older
+      manager_or_directory: A directory, or an Orbax manager that saves a single item (from Orbax's current or older
         API). With a manager, only the state is saved, without a seal. With a directory, the writer creates its own
         manager at the first save, and a new one after `close` or a failed save.
-      keep: The number of most recent checkpoints to keep, or None to keep all. Used only with a directory.
-      best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the most
-        recent ones; if several are equally good, the newest one counts as best. Requires a directory.
+      keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
+      best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
+        ones. If several are equally good, the newest one is considered the best. Requires a directory.
       clock: A function that returns the time in seconds.
 
     Attributes:
-      last_stall_secs: Seconds during which the last save blocked its caller; None before the first save.
+      last_stall_secs: Seconds that the last save blocked its caller; None before the first save.
       last_wait_secs: The part of `last_stall_secs` spent waiting for the previous save to be committed.
     """
 
@@ -1130,9 +1132,9 @@ class CheckpointWriter:
         waits until the previous save is committed.
 
         Args:
-          step: The step, which names the checkpoint.
+          step: The step number, which becomes the name of the checkpoint.
           state: The train state.
-          metrics: The metrics that decide which checkpoint is best. Ignored by a manager that doesn't keep the best
+          metrics: The metrics that determine which checkpoint is best. Ignored by a manager that doesn't keep the best
             checkpoint.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint; see the function `metadata`.
           run: A JSON dict, which may be several megabytes in size; see the function `run`. Saved only if the writer was
@@ -1145,9 +1147,8 @@ class CheckpointWriter:
           step.
 
         Raises:
-          CheckpointError: If the previous save failed in the background, or this save failed. The error contains the
-            step of the failed save. With a directory, the files of that save are removed, so that the next save can
-            succeed.
+          CheckpointError: If the previous save failed in the background, or if this save failed. The error includes the
+            failed save's step. With a directory, the files of that save are removed, so that the next save can succeed.
         """
         if self._closed:
             raise ValueError(

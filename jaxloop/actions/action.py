@@ -16,13 +16,13 @@ class Action(abc.ABC):
 
     Hooks:
       __call__: Called by a loop or a step whenever the action is due.
-      monitors, check: Used by `OuterLoop.check`, before a run.
+      monitors, check: Used by `OuterLoop.check` before a run.
       before_checkpoint, state_dict: Called, in this order, before a checkpoint is saved.
       load_state_dict: Called when a run resumes from a checkpoint, before the first step.
       begin_run, write_notes: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
       finish: Called before `close` when a run ends without an error or an interruption.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
-      close: Called when an `OuterLoop`'s run ends, even if an error ended it.
+      close: Called when an `OuterLoop`'s run ends, even if it ends with an error.
 
     Args:
       interval: When to call the action. For a loop's action, an int counts loops: with 2, the action is called at the
@@ -116,14 +116,14 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns one message per problem that a run would have, each of which explains how to fix the problem.
+        """Returns one message for each problem that a run would encounter, with an explanation of how to fix it.
 
         Called by `OuterLoop.check`.
 
         Args:
           state: The abstract train state (shapes and dtypes only).
-          outputs: Outputs with the structure that the action would receive, but with every number set to 1; None for a
-            begin action.
+          outputs: Outputs with the same structure as those that the action would receive, but with every number set to
+            1. None for a begin action.
         """
         return ()
 
@@ -149,19 +149,19 @@ class Action(abc.ABC):
 
         Args:
           step_num: The number of completed updates.
-          can_resume: True if the run has a `CheckpointSpec`. In that case, an earlier process may have run steps after
-            `step_num` before it was killed, and this run repeats them.
+          can_resume: True if the run has a `CheckpointSpec`. In that case, an earlier process may have continued past
+            `step_num` before it was killed, and this run repeats those steps.
         """
 
     def write_notes(self, notes: Mapping[str, Any]) -> None:  # noqa: B027 (to override, or not)
-        """Records a run's notes, which are `OuterLoop.notes` and, if the run has a log, the program's commit."""
+        """Records a run's notes: `OuterLoop.notes` and, if the run has a log, the program's Git commit."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the data that the action keeps between calls: numbers, strings, arrays, lists and dicts."""
+        """Returns the data that the action keeps between calls, as numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores data returned by the `state_dict` method of an action with the same arguments."""
+        """Restores the data that `state_dict` returned for an action with the same arguments."""
         self._check_state_dict_names((), state_dict)
 
     def _check_state_dict_names(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:

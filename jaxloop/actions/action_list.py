@@ -15,7 +15,7 @@ class ActionList:
 
     Args:
       actions: The actions; None for no actions. Objects from `clu.periodic_actions` are accepted.
-      unit: The unit of the actions' int intervals, such as "loops", for use in warnings.
+      unit: The unit of the actions' int intervals, such as "loops". Used in warnings.
     """
 
     def __init__(self, actions: Sequence[Action] | None, unit: str):
@@ -34,7 +34,7 @@ class ActionList:
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
-        """Calls an action, and adds a note with the action and the step to any exception that it raises."""
+        """Calls an action. If it raises an exception, adds a note that names the action and the step."""
         try:
             self.actions[index](state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
         except BaseException as error:

@@ -23,10 +23,11 @@ _LONG_WAIT_SECS = 1.0
 class CheckpointAction(Action):
     """Saves the train state and everything else that is needed to resume the run.
 
-    A checkpoint is saved after the evaluations of the same step. A save blocks the run only while the arrays are copied
-    to the host; the rest happens in the background. Only one save runs at a time: each save first waits until the
-    previous save is on disk. A warning is logged once if two saves in a row each wait for more than a second.
-    `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` covers all saves.
+    If evaluations are due at the same step, they run before the checkpoint is saved. A save blocks the run only while
+    the arrays are copied to the host; the rest happens in the background. Only one save runs at a time: each save first
+    waits until the previous save is on disk. If two saves in a row each wait for more than a second, a warning is
+    logged once. `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` is the total for all
+    saves.
 
     Hooks:
       __call__, close: See `Action`. Overrides must call `super()`.
@@ -43,17 +44,17 @@ class CheckpointAction(Action):
     ([200, 400], 200)
 
     Args:
-      ckpt_manager: A directory, or an Orbax `CheckpointManager` (of Orbax's current or older API) that saves a single
+      ckpt_manager: A directory, or an Orbax `CheckpointManager` (from Orbax's current or older API) that saves a single
         item. At the end of a run, the last save is committed and the manager is closed. If a directory was given, the
         next run opens a new manager.
       interval: See `Action`.
-      keep: The number of most recent checkpoints to keep, or None to keep all. Used only with a directory, because a
-        manager has its own options.
-      best: The metric that decides which checkpoint is best, given by its name, or by its name and mode, as in
+      keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory, because a manager
+        has its own options.
+      best: The metric that determines which checkpoint is best. Pass its name, or its name and mode, as in
         `("test/accuracy", "max")`; see `Monitor`. Requires a directory. The best checkpoint is kept in addition to the
-        most recent ones, even across restarts. If several checkpoints are equally good, the newest one counts as best.
-        A checkpoint is considered only if the metric was measured at its step, so choose an interval that coincides
-        with the evaluations. A train metric is averaged over the steps since the last save.
+        recent ones, even across restarts. If several checkpoints are equally good, the newest one is considered the
+        best. A checkpoint is considered only if the metric was measured at its step, so choose an interval that
+        coincides with the evaluations. A train metric is averaged over the steps since the last save.
       clock: A function that returns the time in seconds.
 
     Raises:
@@ -92,7 +93,8 @@ class CheckpointAction(Action):
 
     @property
     def keep(self) -> int | None:
-        """The number of most recent checkpoints to keep; None if all are kept, or if an Orbax manager decides."""
+        """The number of recent checkpoints to keep. None if all are kept, or if an Orbax manager decides which to
+        keep."""
         return self._keep
 
     @property
@@ -114,7 +116,7 @@ class CheckpointAction(Action):
 
     @property
     def last_stall_secs(self) -> float | None:
-        """The number of seconds for which the last save blocked the run; None before the first save."""
+        """The number of seconds that the last save blocked the run; None before the first save."""
         return self._writer.last_stall_secs
 
     @property
@@ -167,11 +169,11 @@ class CheckpointAction(Action):
           state: The state to save.
           outputs: Ignored.
           metrics: A dict with the value of the metric named by `best`, or None if the metric has no value.
-          metadata: Numbers, strings, lists and dicts to store in the checkpoint. `checkpoint.metadata` reads them.
-          run: Like `metadata`, but for values of any size. `checkpoint.run` reads them. Saved only if `ckpt_manager` is
-            a directory.
-          trees: Additional pytrees of arrays, by name. `checkpoint.trees` reads them. Saved only if `ckpt_manager` is a
-            directory.
+          metadata: Numbers, strings, lists and dicts to store in the checkpoint. Read them with `checkpoint.metadata`.
+          run: Like `metadata`, but for values of any size. Read them with `checkpoint.run`. Saved only if
+            `ckpt_manager` is a directory.
+          trees: Additional pytrees of arrays, by name. Read them with `checkpoint.trees`. Saved only if `ckpt_manager`
+            is a directory.
 
         Returns:
           True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this

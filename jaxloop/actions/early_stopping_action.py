@@ -43,7 +43,7 @@ class EarlyStoppingAction(Action):
     """Ends the run when a metric stops improving, or immediately if it becomes NaN.
 
     Add it to the eval loop that computes the metric; the loop calls it after each evaluation. You can also add it to
-    the train loop with the same interval as the evaluation: `interval=every(steps=100)`. In a train loop, the default
+    the train loop, with the interval of the evaluation: `interval=every(steps=100)`. In a train loop, the default
     interval of 1 means once per loop, and the whole run may be a single loop. When the action stops the run, it logs
     the reason.
 
@@ -60,13 +60,14 @@ class EarlyStoppingAction(Action):
     Args:
       monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
         last call.
-      patience: The number of consecutive measurements without an improvement after which the run ends. With a period
-        such as `after(steps=1000)` or `after(time=600)`, the run ends once the best value is older than the period.
+      patience: The number of consecutive measurements without an improvement after which the run ends. Alternatively,
+        pass a period, such as `after(steps=1000)` or `after(time=600)`, to end the run once the best value is older
+        than that.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
       min_delta: A value counts as an improvement only if it beats the best value by more than this amount.
       baseline: An improvement resets the patience only if the metric is also better than this value.
-      restore_best: Whether to keep a copy of the best state on the devices. If so, the run returns this state, with the
-        `step` at which it was reached, no matter how the run ends.
+      restore_best: Whether to keep a copy of the best state on the devices. If so, the run returns this state
+        (including its `step`), no matter how the run ends.
       interval: See `Action`.
     """
 
@@ -111,7 +112,8 @@ class EarlyStoppingAction(Action):
 
     @property
     def patience(self) -> int | None:
-        """The number of measurements without an improvement after which the run ends; None if patience is a period."""
+        """The number of measurements without an improvement after which the run ends; None if `patience` is a
+        period."""
         return None if self._unit else int(self._patience)
 
     @property

@@ -71,8 +71,8 @@ class Monitor:
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
         """Returns the value of the metric at this step, or None if it was not measured.
 
-        The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's newest row in `history`
-        if that row belongs to this step.
+        The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`,
+        provided that this row belongs to this step.
 
         Raises:
           ValueError: If there is no metric with this name. If a later evaluation may still measure it, a warning is

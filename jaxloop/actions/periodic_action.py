@@ -24,9 +24,9 @@ class PeriodicAction(Action):
     A loop automatically wraps the periodic actions in its list of actions:
     `TrainLoop(step, end_actions=[periodic_actions.ReportProgress(num_train_steps=10_000)])`.
 
-    The periodic action's own arguments, such as `every_steps`, determine when it acts. The action receives only the
-    number of completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need
-    the state, write an `Action`. The periodic action's clock starts at the first step of each run.
+    The periodic action's own arguments, such as `every_steps`, determine when it acts. It receives only the number of
+    completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need the state,
+    write an `Action`. The periodic action's clock starts at the first step of each run.
 
     At the end of a run, the action waits for the result of any asynchronous callback, and writes any profile that is
     still being recorded.

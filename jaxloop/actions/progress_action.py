@@ -104,7 +104,7 @@ class ProgressAction(Action):
     step 4 of 4 (100%)  2.7 s/step  took 8.0 s  loss 0.2500
 
     Args:
-      total_steps: The total number of updates in the run, or None to use the number that the loop passes.
+      total_steps: The total number of updates in the run, or None to use the number provided by the loop.
       interval: See `Action`. By default, the display is updated up to ten times per second, and steps between updates
         have no overhead.
       bar: "tqdm" shows a bar, "plain" prints occasional lines, and "auto" shows a bar where it can be redrawn (on a
@@ -112,7 +112,7 @@ class ProgressAction(Action):
         bar. If the output goes to a file, at most one line is printed every 10 seconds, and even fewer in a long run.
       min_seconds: The minimum number of seconds between two updates of the display.
       names: The metrics to show, in this order. If None, all metrics except the loop's statistics (`jaxloop/...`) are
-        shown. All metrics of evaluations are always shown.
+        shown. Evaluation metrics are always shown.
       stream: The stream to write to. If None, stderr is used, or stdout in a notebook.
       clock: A function that returns the time in seconds.
     """

@@ -21,8 +21,8 @@ class SpikeGuard(Action):
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
     `sigmas` times their standard deviation. After a spike, the run rolls back to the last checkpoint before it, and
-    then continues without the batches from the first through the last spike found by the check. From then on, the run
-    is bit-identical to one whose data never contained those batches. Each rollback adds a "detour" row to the history.
+    then continues, skipping all batches from the first to the last spike that the check found. From then on, the run is
+    bit-identical to one whose data never contained those batches. Each rollback adds a "detour" row to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
     `CheckpointAction`, and a dataset that can return to an earlier position.
@@ -32,11 +32,11 @@ class SpikeGuard(Action):
 
     Args:
       name: The name of a scalar output of the train step.
-      sigmas: The number of standard deviations above the mean beyond which a value is a spike.
-      window: The number of previous values to compare each value with. Until that many values exist, only NaN and
+      sigmas: A value more than this many standard deviations above the mean counts as a spike.
+      window: The number of preceding values to compare each value with. Until that many values exist, only NaN and
         infinity count as spikes.
       at_most: The maximum number of rollbacks in a run. Any further spike ends the run with an error; if the run is
-        resumed after that, it starts from a checkpoint before the spike.
+        then resumed, it starts from a checkpoint before the spike.
       interval: When to check the values measured since the last check. Each check waits for the devices. A rollback
         discards all steps after the checkpoint that it returns to, so check more often than you save.
 

@@ -222,7 +222,7 @@ class _MediaWriter(_TrackerWriter):
 
 @final
 class MlflowWriter(_TrackerWriter):
-    """Writes scalars to MLflow as metrics, and images and texts as artifacts.
+    """Writes scalars to MLflow as metrics, and images and text as artifacts.
 
     >>> import jaxloop
     >>> def summaries(workdir):
@@ -315,15 +315,15 @@ class MlflowWriter(_TrackerWriter):
 
 @final
 class TrackioWriter(_MediaWriter):
-    """Writes scalars, images, texts and histograms to trackio's database on this machine.
+    """Writes scalars, images, text and histograms to trackio's database on this machine.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.TrackioWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the trackio run. The writer writes each row in one transaction, and
-    doesn't use trackio's own thread, which drops rows that can't be written. `trackio.sync(project, space_id=...)`
-    copies the project to a Hugging Face Space.
+    Hyperparameters and notes become the config of the trackio run. The writer writes each row in one transaction. It
+    doesn't use trackio's own thread, because that thread drops rows that can't be written. `trackio.sync(project,
+    space_id=...)` copies the project to a Hugging Face Space.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
@@ -380,20 +380,21 @@ class TrackioWriter(_MediaWriter):
 
 @final
 class WandbWriter(_MediaWriter):
-    """Writes scalars, images, texts and histograms to Weights & Biases.
+    """Writes scalars, images, text and histograms to Weights & Biases.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops a row if
-    W&B's own step decreases. Because only `wandb.finish` waits until W&B has stored everything, each flush (before a
-    checkpoint is saved) finishes the W&B run, and the next write resumes it. In online mode, this takes a few seconds.
+    Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops rows for
+    which its own step decreases. Each flush (before a checkpoint is saved) finishes the W&B run, because only
+    `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run. In online mode, this takes
+    a few seconds.
 
     In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
-    between two flushes are written to a directory `wandb/offline-run-*` in the work directory. A resumed run deletes
-    the directories that are newer than its checkpoint. The command `wandb sync --include-offline wandb/offline-run-*`
-    uploads the directories.
+    between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory. A resumed run
+    deletes the directories that are newer than its checkpoint. To upload the directories, run `wandb sync
+    --include-offline wandb/offline-run-*`.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
@@ -461,18 +462,18 @@ class WandbWriter(_MediaWriter):
 
 @final
 class AimWriter(_MediaWriter):
-    """Writes scalars, images, texts and histograms (as distributions) to Aim.
+    """Writes scalars, images, text and histograms (as distributions) to Aim.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.AimWriter(workdir, "runs"), jaxloop.every(steps=100))
 
-    Aim stores one value per name and step, so a repeated step replaces its earlier points. Hyperparameters and notes
-    are stored as `run["hparams"]` and `run["notes"]`.
+    Aim stores one value per name and step, so if a step is repeated, its new points replace the old ones.
+    Hyperparameters and notes are stored as `run["hparams"]` and `run["notes"]`.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
-      repo: The directory or server of the Aim repository, or None to use Aim's default.
+      repo: The Aim repository (a directory or a server), or None to use Aim's default.
       **options: Further arguments for `aim.Run`, except for `run_hash` and `force_resume`.
 
     Raises:
@@ -522,16 +523,16 @@ class AimWriter(_MediaWriter):
 
 @final
 class CometWriter(_TrackerWriter):
-    """Writes scalars and images to Comet, and texts as assets.
+    """Writes scalars, images and text (as assets) to Comet.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.CometWriter(workdir, "digits"), jaxloop.every(steps=100))
 
     Hyperparameters are stored as Comet parameters, and notes are stored as "others". The writer reads back the existing
-    metrics and doesn't write them again. Images and texts with the same name and step are replaced. Each flush waits
-    until Comet has received everything. The writer only works online: Comet doesn't archive an offline experiment until
-    it ends, so the experiment would be lost if the process were killed.
+    metrics and doesn't write them again. A new image or text replaces an existing one with the same name and step. Each
+    flush waits until Comet has received everything. The writer only works online: Comet doesn't archive an offline
+    experiment until it ends, so the experiment would be lost if the process were killed.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.

@@ -59,12 +59,12 @@ def _hide_accelerators_from_tensorflow() -> None:
 
 
 class LogWriter:
-    """A writer that logs scalars, texts and the shapes of other values. It has the methods of clu's `MetricWriter`.
+    """A writer that logs scalars, text and the shapes of other values. It has the same methods as clu's `MetricWriter`.
 
     Hooks:
       write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: Called by the actions that
         use this writer, in their background thread.
-      write_summaries, write_hparams: Never called by actions. You may call them yourself.
+      write_summaries, write_hparams: Never called by actions, but you may call them yourself.
       flush: Called by the actions before a checkpoint is saved and when a run ends.
       close: Called by the owner of the writer, which is `fit` if `fit` created it.
     """
@@ -109,10 +109,10 @@ class LogWriter:
 
 @final
 class TensorBoardWriter(LogWriter):
-    """Writes TensorBoard event files through tensorboardX, without TensorFlow. Also logs scalars and texts.
+    """Writes TensorBoard event files through tensorboardX, without TensorFlow. Also logs scalars and text.
 
     tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. If a package is missing, the
-    values that need it are skipped, and one warning is logged. The first write creates the file.
+    values that need it are skipped, and a warning is logged once. The event file is created by the first write.
     """
 
     def __init__(self, workdir: epath.PathLike):
@@ -181,11 +181,11 @@ class TensorBoardWriter(LogWriter):
         return self._file.position()
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Makes TensorBoard hide the points that a killed run wrote after the checkpoint from which this run resumes.
+        """Makes TensorBoard hide the points that a killed run wrote after the checkpoint that this run resumes from.
 
         Args:
-          step: The step at which the run resumes or starts.
-          position: The result of `position` when the checkpoint was saved; None if unknown.
+          step: The step at which the run starts or resumes.
+          position: The value that `position` returned when the checkpoint was saved; None if unknown.
         """
         self._file.resume(step, position)
 
