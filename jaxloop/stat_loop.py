@@ -18,9 +18,9 @@ STAT_NUM_FLOPS = "jaxloop/num_flops"
 STAT_MFU = "jaxloop/model_flops_utilization"
 """Achieved FLOPs per second, as a fraction (0 to 1) of the devices' peak. See `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
-"""The time at which the loop was constructed, in seconds since the Unix epoch."""
+"""The time when the loop was constructed, in seconds since the Unix epoch."""
 STAT_BEGIN_TIME = "jaxloop/begin_time"
-"""The time at which this call began, in seconds since the Unix epoch."""
+"""The time when this call began, in seconds since the Unix epoch."""
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
 """Seconds from the loop's construction to the end of this call."""
 STAT_LOOP_TIME_SECS = "jaxloop/loop_time_secs"
@@ -68,8 +68,8 @@ class Statistics:
     """Computes the statistics of a loop.
 
     Args:
-      step: The step of the loop.
-      stopwatch: The stopwatch that counts the steps of the loop and tracks how its time is spent.
+      step: The loop's step.
+      stopwatch: The stopwatch that counts the loop's steps and tracks how its time is spent.
       names: The names of the statistics to return; `DEFAULT_STATS` if None.
       global_batch_size: The number of examples in a batch. If None, the examples are counted.
 
@@ -97,7 +97,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns callbacks to call with each batch. The list is empty unless a batch is needed to count the FLOPs."""
+        """Returns callbacks to call with each batch. The list is empty unless counting the FLOPs requires a batch."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -110,7 +110,7 @@ class Statistics:
 
         Args:
           state: The state at the end of the interval.
-          spent: The time report for the interval. If None, the interval began at `begin_loop`.
+          spent: The time report for the interval. If None, the interval starts at the most recent `begin_loop` call.
           updates: The number of updates per batch. Each update counts as a step.
         """
         step, begin_time = self._step, self._begin[0]
@@ -142,7 +142,7 @@ class Statistics:
         return {name: stats[name] for name in self._names if stats.get(name) is not None}
 
     def _slowest_process(self) -> dict[str, float]:
-        """Returns the `PROCESS_STATS` if they were chosen and all processes call this method; otherwise {}."""
+        """Returns the `PROCESS_STATS` if they were requested and all processes call this method; otherwise {}."""
         if set(PROCESS_STATS).isdisjoint(self._names) or not agreement.is_shared(self._step.partitioner.mesh):
             return {}
         own = self._stopwatch.secs_reading + self._stopwatch.spent().actions
@@ -169,7 +169,7 @@ class Statistics:
 
 
 class StatLoop(Loop):
-    """A loop that adds named statistics to its outputs, as plain numbers.
+    """A loop that adds named statistics, as plain numbers, to its outputs.
 
     Hooks:
       end: See `Loop`. An override must call `super().end(...)`, which adds the statistics.
@@ -184,12 +184,12 @@ class StatLoop(Loop):
     Args:
       step: The step to run on each batch.
       stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: the number of parameters, the
-        total times, and the speed. If empty, nothing is added. `ALL_STATS` also contains the time report, the slowest
-        process, the FLOPs and their utilization, and the times at which the loop was created and the call began.
-        Counting the FLOPs traces the step one more time.
-      global_batch_size: The number of examples in a batch, for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
+        elapsed times, and the speed. If empty, nothing is added. `ALL_STATS` also contains the time report, the slowest
+        process, the FLOPs and their utilization, and the times when the loop was created and when the call began. To
+        count the FLOPs, the step is traced one more time.
+      global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
-      clock: A function that returns the time in seconds, for measuring durations.
+      clock: A function that returns the time in seconds. It is used to measure durations.
       max_steps_in_flight: See `Loop`.
     """
 
@@ -210,7 +210,7 @@ class StatLoop(Loop):
     def peak_flops_per_sec(self) -> float | None:
         """The peak FLOPs per second of one device, for `STAT_MFU`. Set it if jaxloop doesn't know your device.
 
-        If None, the device's bfloat16 peak is used, which is known for many GPUs and TPUs.
+        If None, jaxloop uses the device's bfloat16 peak, which it knows for many GPUs and TPUs.
         """
         return self._statistics.peak_flops_per_sec
 

@@ -42,8 +42,8 @@ class Traced(NamedTuple):
     Attributes:
       state: The new state.
       outputs: The outputs.
-      updates: The number that `run` adds to `state.step`; None if there is no `state.step`, or if the number depends on
-        the data.
+      updates: The number that `run` adds to `state.step`. None if it depends on the data or if there is no
+        `state.step`.
     """
 
     state: Any
@@ -55,14 +55,14 @@ _NOTHING = lambda: None
 
 
 class FusingError(ValueError):
-    """Raised if several steps can't run in one dispatch. The message gives the reason."""
+    """Raised when several steps can't be fused into one dispatch. The message gives the reason."""
 
 
 class Step:
     """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass `Step` and implement `run`.
 
-    A loop passes each batch through these four hooks, in this order. `run` and `end` return their outputs as a dict
-    with string keys, or None.
+    A loop passes each batch through these four hooks, in this order. The outputs of `run` and `end` must be a dict with
+    string keys, or None.
 
     Hooks:
       preprocess_batch: Runs first, on the host. It receives only the batch.
@@ -103,36 +103,36 @@ class Step:
     GAN, override `make_state` and return a subclass of `TrainState`.
 
     Args:
-      base_prng: A key, or a dict of keys, from which all other keys are derived: `initialize_model` uses it unchanged,
-        and `prng_key(step)` folds in the step. Keys may be old-style or typed.
+      base_prng: A PRNG key or a dict of PRNG keys, old-style or typed, from which all other keys are derived.
+        `initialize_model` uses it unchanged, and `prng_key(step)` folds in the step.
       model: An NNX module or class, or a Linen module. The variables of an NNX module are copied into each initial
         state; the module itself never changes. If a class is passed, the step constructs the module with
-        `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. Pass
+        `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)` (`nnx.Rngs(**base_prng)` for a dict). Pass
         None if your override of `make_state` doesn't need a model.
       optimizer: An Optax transformation, which becomes `state.tx`.
-      partitioner: The partitioner, which decides where the state and the batches live.
-      train: True for a step that trains; such a step also needs an optimizer. `run` can read this as `self.train`.
-      should_shard_batch: False if `begin` already places the batch on the devices.
-      nnx_model_args: Positional arguments for an NNX class; an empty tuple if there are none.
-      begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts the steps within
-        the loop. A schedule counts the steps of the run: `at(100)` fires at the update that increases `state.step` to
+      partitioner: The `Partitioner` that decides where the state and the batches live.
+      train: Whether this step trains. If so, it also needs an optimizer. `run` can read this flag as `self.train`.
+      should_shard_batch: Set this to False if `begin` already places the batch on the devices.
+      nnx_model_args: Positional arguments for an NNX class. Pass an empty tuple if there are none.
+      begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts steps within the
+        loop, whereas a schedule counts steps of the run: `at(100)` fires at the update that increases `state.step` to
         100.
-      end_actions: Actions that are called after `end`, with the outputs of the step. Their intervals work the same way.
+      end_actions: Actions that are called with the step's outputs after `end`. Their intervals work the same way.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
       ValueError: If `nnx_model_args` are missing for an NNX class, or are given with any other model.
-      TypeError: If there are unknown keywords and the model is not an NNX class.
+      TypeError: If there are unknown keyword arguments and the model is not an NNX class.
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of batch shapes in training. `run` is compiled for each shape. More shapes raise an error."""
+    """The maximum number of training batch shapes, each of which compiles `run`. If exceeded, an error is raised."""
 
     updates_per_step: int = 1
     """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
 
-    All steps are counted in updates: `state.step`, `num_steps`, `train_total_steps`, schedules and checkpoint names.
-    With `updates_per_step = 16`, each batch advances them by 16, and totals must be multiples of 16.
+    `state.step`, `num_steps`, `train_total_steps`, schedules and checkpoint names all count updates. With
+    `updates_per_step = 16`, each batch advances the count by 16, and totals must be multiples of 16.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Step:
     # To override ---------------------------------------------------------------------------------
 
     def preprocess_batch(self, batch: types.Batch) -> types.Batch:
-        """Transforms a host batch. This hook receives no state, so it can run in the prefetch thread."""
+        """Transforms a host batch. This hook doesn't receive the state, so it can run in the prefetch thread."""
         return batch
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
@@ -211,8 +211,8 @@ class Step:
         """Computes `(state, outputs)` from one batch. This method is compiled, so it must be pure.
 
         In training, `run` must add `updates_per_step` (1 by default) to `state.step`. If an output's name contains
-        "loss" and its value has one float per example, the value is replaced by its mean. To keep the individual
-        values, wrap them in `MetricWithMetadata`.
+        "loss" and its value has one float per example, it is replaced by its mean. To keep the individual values, wrap
+        them in `MetricWithMetadata`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
@@ -223,8 +223,8 @@ class Step:
     def num_examples(self, batch: types.Batch) -> int:
         """Returns the number of examples in a batch from the dataset. Means are weighted by this number.
 
-        By default, this is the length of the leading axis. Override the method if batches are padded, or if the leading
-        axes of the leaves differ. It may return any non-negative whole number, as an int, a float, or an array with one
+        By default, this is the length of the leading axis. Override the method if batches are padded, or if the leaves'
+        leading axes differ. It may return any non-negative whole number, as an int, a float, or an array with one
         element.
         """
         count = checks.num_examples(batch)
@@ -255,8 +255,8 @@ class Step:
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
         """Makes the initial state, at step 0. This method must be pure, because `initialize_model` compiles it.
 
-        Override it to add fields to the state. Create optimizers once, in `__init__`: they are static fields of the
-        state, and separately created Optax transformations never compare equal.
+        Override it to add fields to the state. Create optimizers only once, in `__init__`, because they are static
+        fields of the state, and separately created Optax transformations never compare equal.
 
         >>> class Averaged(types.TrainState):
         ...     average: Any = None
@@ -291,14 +291,14 @@ class Step:
         )
 
     def initialize_model(self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any) -> Any:
-        """Makes the initial state, and places it on the devices with the partitioner.
+        """Makes the initial state and places it on the devices, using the partitioner.
 
         Args:
           spec: The spec of the model's input: a shape such as `[1, 28, 28, 1]` (with dtype float32), a `(shape, dtype)`
-            pair, or dicts, lists and named tuples of these. The model is initialized with arrays of ones, but arrays
-            and keys in the spec are passed to it unchanged. For a model with several inputs, pass either a list of
-            specs by position (`[[1, 64], key]`) or a dict of specs by name (`{"x": [1, 64], "key": key}`). Ignored if
-            the model is an NNX module or None.
+            pair, or a dict, list or named tuple of these. The model is initialized with arrays of ones, but arrays and
+            keys in the spec are passed to it unchanged. For a model with several inputs, pass their specs either by
+            position, as a list (`[[1, 64], key]`), or by name, as a dict (`{"x": [1, 64], "key": key}`). The spec is
+            ignored if the model is an NNX module or None.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments for `model.init` (Linen) or for the constructor (NNX).
 
@@ -330,18 +330,18 @@ class Step:
         `PyTreeSave`.
 
         Args:
-          state: A state with the structure, shapes and dtypes that were saved. If only the optimizer differs, or if
-            `state` has no optimizer, the given `opt_state` is kept and a message is logged.
-          checkpoint_dir: The directory with one subdirectory per step. If it contains no checkpoints, `restore_model`
-            logs a message and returns `state` unchanged.
-          step: The step of the checkpoint. If None, the newest undamaged checkpoint is restored; a warning is logged
-            for each damaged checkpoint that is skipped.
-          transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in `state`:
+          state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer differs, or
+            if `state` has no optimizer, the given `opt_state` is kept and a message is logged.
+          checkpoint_dir: The directory that contains one subdirectory per step. If it contains no checkpoints,
+            `restore_model` logs a message and returns `state` unchanged.
+          step: The step of the checkpoint. If None, the newest undamaged checkpoint is restored, and a warning is
+            logged for each damaged checkpoint that is skipped.
+          transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in `state`, as in
             `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
 
         Raises:
           FileNotFoundError: If there are checkpoints, but none for `step`.
-          CheckpointError: If the checkpoint of `step` is damaged or, with `step=None`, if all checkpoints are damaged.
+          CheckpointError: If the checkpoint of `step` is damaged, or if `step` is None and all checkpoints are damaged.
           ValueError: If the checkpoint was saved from a different model. The error lists the leaves that differ.
         """
         if not checkpoint.all_steps(checkpoint_dir):
@@ -390,8 +390,8 @@ class Step:
 
         Args:
           state: A state, or the result of `abstract_state`, which doesn't take up memory.
-          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for this batch, and its
-            cost is added below the table.
+          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for this batch, and the
+            step's cost is added below the table.
         """
         layout = self._partitioner.report(state)
         lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
@@ -400,7 +400,7 @@ class Step:
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters that `jaxloop.export` exports and, for a `LossStep`, the ones that evaluations use."""
+        """Returns the parameters for `jaxloop.export` to export. The evaluations of a `LossStep` use them, too."""
         return state.params
 
     def call_model(
@@ -412,9 +412,9 @@ class Step:
           state: The state.
           params: The parameters to use, for example the ones being differentiated.
           inputs: The input of the model.
-          train: Whether to call the model in training mode; None for `self.train`.
-          keys: The PRNG keys, such as `self.prng_key(state.step)`, for example for dropout. NNX models have their own
-            keys.
+          train: Whether to call the model in training mode. If None, `self.train` is used.
+          keys: The PRNG keys to use, for example for dropout. Usually `self.prng_key(state.step)`. NNX models have
+            their own keys.
 
         Returns:
           `(outputs, updates)`. `updates` contains the variables that the forward pass changed, or is None if there are
@@ -423,15 +423,15 @@ class Step:
         return models.forward(state, params, inputs, train=self._train if train is None else train, rngs=keys)
 
     def compute_num_params(self, state: Any) -> int:
-        """Returns the number of parameters in `state.params`; 0 if the state has no `params`."""
+        """Returns the number of parameters in `state.params`, or 0 if the state has no `params`."""
         return sum(leaf.size for leaf in jax.tree.leaves(getattr(state, "params", None)))
 
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float:
         """Returns the number of floating-point operations (FLOPs) in one call to `run`, across all devices.
 
         A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
-        counts as one per element. The body of a scan is counted once per iteration, but the body of a `while` loop only
-        once.
+        counts as one per element. The body of a scan is counted once per iteration, but the body of a `while` loop is
+        counted only once.
 
         The batch passes through the hooks that precede `run`, and `run` is traced but not executed. The state remains
         usable. Both arguments may be abstract; see `compile`.
@@ -452,7 +452,7 @@ class Step:
         steps_per_dispatch: int = 1,
         **jit_kwargs: Any,
     ) -> None:
-        """Compiles `run` ahead of time for the given shapes, so that the first step doesn't have to.
+        """Compiles `run` for the given shapes ahead of time, so that the first step doesn't trigger a compilation.
 
         Calling this method is optional. `Loop.compile` compiles everything that a loop needs.
 
@@ -463,15 +463,15 @@ class Step:
         True
 
         Args:
-          state: The state, which remains usable, or the result of `abstract_state`. If None, the arguments of `jax.jit`
+          state: A state (which remains usable) or the result of `abstract_state`. If None, the arguments of `jax.jit`
             are set, but nothing is compiled.
           batch: A batch from the dataset, or its shapes, given as `jax.ShapeDtypeStruct`s or as a spec (see
-            `initialize_model`). If shapes are given, the hooks that precede `run` receive zeros that don't take up
-            memory.
+            `initialize_model`). If shapes are given, the hooks that precede `run` receive arrays of zeros that don't
+            take up memory.
           evaluates: Whether to compile `run` for `evaluate`, which doesn't update the state.
           steps_per_dispatch: The number of steps in one dispatch.
-          **jit_kwargs: Arguments for `jax.jit`, which replace those of the partitioner. Passing any of them discards
-            everything compiled so far.
+          **jit_kwargs: Arguments for `jax.jit` that override the partitioner's. Passing any of them discards everything
+            compiled so far.
         """
         if jit_kwargs or state is None:
             self._compiled, self._jit_kwargs = {}, jit_kwargs
@@ -542,7 +542,7 @@ class Step:
 
         Args:
           state: A state, or its shapes from `abstract_state`.
-          batch: A batch that `before_run` returned.
+          batch: A batch returned by `before_run`.
           evaluates: Whether to trace `run` for `evaluate`, which ignores the new state.
 
         Raises:
@@ -607,11 +607,11 @@ class Step:
         Args:
           state: The state, or its shapes from `abstract_state`.
           batch: A batch or its shapes; see `compile`. The size of its leading axis doesn't matter.
-          topology: See `cost_analysis`. If None, the devices of the step's partitioner are used, which must report
-            their memory.
+          topology: See `cost_analysis`. If None, the devices of the step's partitioner are used. They must report how
+            much memory they have.
 
         Returns:
-          The number of rows per device, at most 2**20; 0 if not even one row fits.
+          The number of rows per device, at most 2**20. It is 0 if not even one row fits.
 
         Raises:
           ValueError: If the memory of the devices is unknown.
@@ -640,7 +640,7 @@ class Step:
         return _largest(fits, 2**20)
 
     def prng_key(self, step: Any) -> Any:
-        """Derives the PRNG key of a step from `base_prng` and `step`. If `base_prng` is a dict, returns a dict of keys.
+        """Derives a step's PRNG key from `base_prng` and `step`. If `base_prng` is a dict, returns a dict of keys.
 
         >>> from flax import linen as nn
         >>> key = Step(jax.random.key(0), nn.Dense(1)).prng_key(7)
@@ -679,18 +679,18 @@ class Step:
         *,
         elapsed: Elapsed | None = None,
     ) -> tuple[Any, types.Output]:
-        """Passes one batch through the hooks and donates the state, so continue with the state that it returns.
+        """Passes one batch through the hooks and donates the state, so always continue with the returned state.
 
         If `end` or an end action raises an error, `rescued_state` holds the state that `run` returned.
 
         Args:
           state: The train state.
           batch: A host batch.
-          per_loop_step_number: The number of steps before this one in the loop. The intervals of the step's actions
-            depend on it.
-          log_num_flops: Whether to log the FLOPs of `run`, unless they have already been counted.
-          elapsed: The progress of the run after this step, which is passed to the schedules of the step's actions. If
-            None, the schedules count the steps within the loop.
+          per_loop_step_number: The number of steps that precede this one in the loop. The intervals of the step's
+            actions depend on this number.
+          log_num_flops: Whether to count and log the FLOPs of `run`, if they haven't been counted yet.
+          elapsed: The progress of the run after this step. It is passed to the schedules of the step's actions. If
+            None, these schedules count the steps within the loop.
 
         Returns:
           `(state, outputs)`. The outputs are still on the devices.
@@ -758,11 +758,11 @@ class Step:
 
     @contextlib.contextmanager
     def watched(self, watch: nonfinite.Watch | None, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """A context manager that makes the step use a loop's non-finite check and stopwatch.
+        """A context manager that makes the step use a loop's stopwatch and its check for non-finite values.
 
         Args:
-          watch: The check for non-finite values, which follows the loop's `nan_policy`; None to check nothing.
-          stopwatch: The stopwatch of the loop, which times compilations; None to keep the current stopwatch.
+          watch: The check for non-finite values, which follows the loop's `nan_policy`. If None, nothing is checked.
+          stopwatch: The loop's stopwatch, which also times compilations. If None, the current stopwatch is kept.
         """
         before = self._watch, self._stopwatch
         self._watch, self._stopwatch = watch, stopwatch or self._stopwatch
@@ -790,7 +790,7 @@ class Step:
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
         """Passes one batch through the hooks and returns only the outputs. The state doesn't change and remains usable.
 
-        If the rows of the batch can't be divided evenly among the devices, the batch is replicated.
+        If the batch's rows can't be divided evenly among the devices, the batch is replicated.
         """
         if per_loop_step_number == 0:
             self.begin_evaluation()
@@ -803,7 +803,7 @@ class Step:
         """Prepares the step for an evaluation. Called before the first batch."""
 
     def filler(self) -> Callable[[int], None] | None:
-        """Returns a function that sets the size to which short batches are padded; None if the step can't pad."""
+        """Returns a function that sets the size to which short batches are padded, or None if the step can't pad."""
         return None
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:

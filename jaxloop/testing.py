@@ -1,6 +1,6 @@
 """A test helper that checks whether a run of your step, dataset and actions can be killed and resumed.
 
-Not imported by `import jaxloop`: write `from jaxloop import testing`.
+`import jaxloop` doesn't import this module. Use `from jaxloop import testing`.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from jaxloop.history import History
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
-    """Kills a run at each of the given steps, resumes it, and compares it bit by bit with an uninterrupted run.
+    """Kills runs at the given steps, resumes them, and compares each one bit by bit with an uninterrupted run.
 
-    Each run is a separate process, which starts and compiles like your program. The first process runs to the end. For
-    each of the given steps, a second process is killed with SIGKILL once that step has been dispatched and pending
-    saves have been committed. A third process then resumes the killed run. The processes are observed without changing
-    their code path, so it is the same as in your program, even with several steps per dispatch. This function first
-    compares the batch, the state and the outputs of each step after the checkpoint, then the final state, leaf by leaf,
-    and finally the history, ignoring times.
+    Each run has its own process, which starts up and compiles just as your program does. The first process runs to the
+    end. For each of the given steps, a second process is killed with SIGKILL once that step has been dispatched and
+    pending saves have been committed. A third process then resumes the killed run. Observing the processes doesn't
+    change their code path, so they behave exactly like your program, even with several steps per dispatch. The function
+    first compares the batch, the state and the outputs of each step after the checkpoint, then all leaves of the final
+    state, and finally the history (except for times).
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -47,13 +47,13 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
     Args:
       make_run: A function that runs or resumes the experiment in a work directory, and returns the final state, or
         `(state, history)`. It must be defined in a module or a script, so that the processes can import it.
-      at_steps: The steps at which to kill a run. Each step is tested with separate processes, and must come after the
-        first checkpoint.
-      timeout: The maximum time for one process, in seconds.
+      at_steps: The steps at which to kill a run. Each of them must come after the first checkpoint, and is tested in
+        separate processes.
+      timeout: The time limit for each process, in seconds.
 
     Raises:
       AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
-        or if a run started over instead of resuming, so that nothing was tested.
+        or if a run started over instead of resuming, in which case nothing was tested.
       RuntimeError: If a process failed or ended before it could be killed. The message contains its output.
       TypeError: If `make_run` can't be imported by its name.
     """
@@ -85,8 +85,8 @@ def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
 
     Both arguments are records written by the processes of `assert_resumable`. A record has three entries. `steps` maps
-    the number of each step to digests of the `batch`, the `outputs` and, if it was available on the host, the `state`
-    before the step. `state` contains digests of the final state. `history` contains the history.
+    each step's number to digests of its `batch`, its `outputs` and, if available on the host, the `state` before the
+    step. `state` contains digests of the final state. `history` contains the rows of the history.
     """
     steps = {int(number): step for number, step in resumed["steps"].items()}
     if not steps and resumed["state"] == whole["state"] and resumed["history"] == whole["history"]:

@@ -5,7 +5,7 @@ def printable(text: object) -> str:
     r"""Returns text as a single line, with all unprintable characters escaped.
 
     Metric names and text read from files may contain newlines, carriage returns or escape sequences. Use this function
-    wherever such text is displayed. Files contain the original text.
+    wherever such text is displayed. When writing to files, keep the original text.
 
     >>> print(printable("loss\n\x1b[31m"))
     loss\n\x1b[31m

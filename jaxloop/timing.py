@@ -30,10 +30,10 @@ class Spent:
       data: Seconds spent waiting for the next batch.
       device: Seconds spent waiting for the devices, because something read a value or the host was too far ahead.
       compiling: Seconds spent tracing and compiling the train step.
-      dispatch: Seconds spent in the step's hooks and in dispatching it to the devices.
+      dispatch: Seconds spent in the step's hooks and on dispatching the step to the devices.
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds during which saves blocked the loop.
+      checkpoints: Seconds spent blocked by checkpoint saves.
       restores: Seconds spent restoring a checkpoint to resume from.
       steps: The number of steps that ran.
       samples: The number of examples in these steps.
@@ -61,7 +61,7 @@ class Spent:
 
     @property
     def training(self) -> float:
-        """The training time in seconds, which excludes evaluations, checkpoints and restores."""
+        """The training time, in seconds. It excludes evaluations, checkpoints and restores."""
         return self.data + self.device + self.compiling + self.dispatch + self.actions
 
     @property
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Tracks how time is spent. Each second is attributed to one kind of work, which is a field of `Spent`.
+    """Tracks how time is spent, and attributes each second to one kind of work (a field of `Spent`).
 
     >>> import itertools
     >>> stopwatch = Stopwatch(clock=itertools.count().__next__)
@@ -124,7 +124,7 @@ class Stopwatch:
         self.first_step: Any = None
         """`state.step` after the first dispatch of the latest program. Once it is computed, the program has run."""
         self.secs_reading: float = 0.0
-        """In a multi-process job, seconds spent reading this process's own data, without waiting for others."""
+        """In a multi-process job, seconds spent reading this process's data, not counting waits for other processes."""
 
     @property
     def kind(self) -> str | None:
@@ -132,7 +132,7 @@ class Stopwatch:
         return self._kind
 
     def switch(self, kind: str | None) -> str | None:
-        """Starts timing a different kind of work, or nothing if `kind` is None. Returns the previous kind."""
+        """Starts timing a different kind of work, or stops timing if `kind` is None. Returns the previous kind."""
         now = self.clock()
         before = self._kind
         if before is not None:
@@ -143,9 +143,9 @@ class Stopwatch:
         return before
 
     def move(self, seconds: float, kind: str) -> None:
-        """Reattributes seconds from the current kind of work to a different one.
+        """Moves seconds from the current kind of work to a different one.
 
-        If the caller has already measured the seconds, this is cheaper than `switch`.
+        This is cheaper than `switch` if the caller has already measured the time.
         """
         if self._kind is not None:
             self._seconds[self._kind] -= seconds
@@ -161,7 +161,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """A context manager that attributes the time spent inside it to one kind of work, and marks it in profiles."""
+        """A context manager that attributes the time spent inside it to one kind of work, and labels it in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {_NAMES[kind]}"):

@@ -13,11 +13,11 @@ from jaxloop.step import Step
 
 
 class TrainLoop(ActionLoop):
-    """A loop that trains: each step updates the state, which the loop then passes to the next step.
+    """A loop that trains. Each step updates the state, which the loop then passes to the next step.
 
     Hooks:
-      begin, end: See `Loop`. An override must call the parent method, which calls the actions and adds the
-        statistics.
+      begin, end: See `Loop`. An override must call `super().begin(...)` or `super().end(...)`, which call the actions
+        and add the statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> from jaxloop import examples
@@ -46,21 +46,21 @@ class TrainLoop(ActionLoop):
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size, clock: See `StatLoop`.
       nan_policy: What to do about NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that names the first
-        bad step. The host reads the results of the check every 32 steps and before each save, so no checkpoint contains
-        a bad step. "skip" discards the update of a bad step: the state doesn't change, except for `state.step`, and the
-        step's outputs are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device
-        memory for a second copy of the state, and resets a bad step's `clu.metrics` unless they collect values.
-        "ignore" disables the check. On two CPU cores, a step takes up to 1.3 times as long with "raise", and up to 1.5
-        times as long with "skip".
-      steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. This makes
-        small models several times faster, but convolutions on a CPU ten times slower. Schedules still fire, and loops
-        and datasets still end, at exactly the right step: if fewer steps are left before such a point, they are
-        dispatched one at a time. Only time schedules, which can't be predicted, wait for the end of the dispatch. The
-        results are the same, except that XLA may round the last bit differently. `Step.begin` receives the state before
-        the dispatch, which it must not change. A step that has actions or overrides `end` raises a ValueError. "auto"
-        compares 1 and 32 steps per dispatch on the first 32 batches, using copies of the state, and keeps the faster
-        setting, even after a resume. For these batches, the hooks that precede `run` are called more than once. In a
-        multi-process job, "auto" means 1.
+        bad step. The host reads the results of the check every 32 steps and before each save, so the state of a bad
+        step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's outputs
+        are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device memory for a
+        second copy of the state, and resets a bad step's `clu.metrics` unless they collect values. "ignore" disables
+        the check. On two CPU cores, a step takes up to 1.3 times as long with "raise" and up to 1.5 times as long with
+        "skip".
+      steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. With more than
+        one, small models run several times faster, but convolutions on a CPU run ten times slower. A dispatch never
+        runs past the end of a loop or a dataset, or past a step where a schedule fires: if too few steps are left
+        before such a point, they are dispatched one at a time. The exception is time schedules, which can't be
+        predicted, so they wait for the end of the dispatch. The results are the same, except that XLA may round the
+        last bit differently. `Step.begin` receives the state from before the dispatch and must not change it. If the
+        step has actions or overrides `end`, a ValueError is raised. "auto" compares 1 and 32 steps per dispatch on the
+        first 32 batches, using copies of the state. It keeps the faster setting, even after a resume. For these
+        batches, the hooks that precede `run` are called more than once. In a multi-process job, "auto" means 1.
       max_steps_in_flight: See `Loop`.
     """
 

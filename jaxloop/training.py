@@ -1,4 +1,4 @@
-"""The training part of an experiment: it begins or resumes, and then trains epoch by epoch until the end."""
+"""The training part of an experiment, which starts or resumes and then trains epoch by epoch until the end."""
 
 import contextlib
 import dataclasses
@@ -23,19 +23,19 @@ from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, go_
 @final
 @dataclasses.dataclass(eq=False)
 class Training:
-    """The training in one call to an `OuterLoop`.
+    """The training performed by one call to an `OuterLoop`.
 
     Attributes:
       loop: The train loop.
-      spec: The arguments of the call: the dataset and the length of the training.
+      spec: The call's arguments, such as the dataset and the length of the training.
       evaluations: The evaluations of the call.
       run: Everything that a checkpoint stores in addition to the train state.
-      checkpoint_spec: The checkpoints to resume from; None to begin with the given state.
+      checkpoint_spec: The checkpoints to resume from. If None, training starts from the given state.
       source_of: A function that returns a `PositionedIterator` over a dataset.
       savers: The actions that save checkpoints.
       log: The run log.
       has_begun: True if the training has reached its first step.
-      newest: The latest state and its step; None while the train loop is running, because the loop then holds them.
+      newest: The latest state and its step; None while the train loop is running, because the loop holds them then.
       epoch_has_ended: True if the current epoch has ended and has been counted.
       returns: Whether to return to an earlier checkpoint even if the given state is past it.
     """
@@ -57,7 +57,7 @@ class Training:
         """Trains to the end. Returns the state and the outputs of the last train loop (None if no loop ran).
 
         Args:
-          state: The state to begin with if there is no checkpoint.
+          state: The state to start from if there is no checkpoint.
           logs_total_steps: Whether to log the first and the last step of the training.
         """
         loop, spec, run, run_info = self.loop, self.spec, self.run, self.loop.engine.moments.run
@@ -105,7 +105,7 @@ class Training:
         return state, outputs
 
     def repeat(self, state: Any, resumed: Resumed | None) -> tuple[Any, types.Batch]:
-        """Trains from a state to `spec.total_steps`, without reading or writing checkpoints.
+        """Trains from a given state to step `spec.total_steps`, without reading or writing checkpoints.
 
         Returns the new state and the next batch (None at the end of the data).
 
@@ -163,11 +163,11 @@ class Training:
         return self.run.left_out.requested is not None and self.run.job.requests.outermost.signum == interrupt.DETOUR
 
     def turn_back(self) -> None:
-        """Begins the requested detour: abandons all checkpoints after the one to which the run returns.
+        """Starts the requested detour by abandoning all checkpoints after the one that the run returns to.
 
         Raises:
-          RuntimeError: If there is no checkpoint before the batches to leave out, or the run has turned back too many
-            times.
+          RuntimeError: If there is no checkpoint from before the batches to leave out, or if the run has turned back
+            too many times.
         """
         self.close()
         self.has_begun = False  # If an exception follows, the state of this training must not be saved.
@@ -210,7 +210,7 @@ class Training:
     # Epochs --------------------------------------------------------------------------------------
 
     def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None, bool]:
-        """Trains to the end. Returns the state, the outputs of the last loop, and True unless a signal ended it."""
+        """Trains to the end. Returns the state, the last loop's outputs, and whether it ended without a signal."""
         loop, engine, run, outputs = self.loop, self.loop.engine, self.run, None
         run_info, progress = engine.moments.run, engine.progress
         assert run_info is not None

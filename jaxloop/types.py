@@ -48,24 +48,24 @@ State = Any
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState`, extended to hold all variables of a model. Subclasses may add fields.
+    """A Flax `TrainState` that holds all of a model's variables. Subclasses may add fields.
 
     Hooks:
       apply_gradients: Called inside `Step.run` with the gradients. Returns the state after the update.
       update_variables: Called inside `Step.run` with the variables that a forward pass changed.
 
     Attributes:
-      step: The number of completed optimizer updates, an int32 scalar. `apply_gradients` increases it by one.
-      apply_fn: For a Linen model, `module.apply`. For an NNX model, it is called as
-        `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
-        where `train` selects `model.train()` or `model.eval()` mode. For all other kinds of models that `LossStep`
-        accepts, call it through `jaxloop.models.forward(state, state.params, inputs, train=True)`.
+      step: The number of completed optimizer updates (an int32 scalar). `apply_gradients` increases it by one.
+      apply_fn: For a Linen model, this is `module.apply`. For an NNX model, call it as `outputs, (_, updates) =
+        state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`, where `train` selects
+        `model.train()` or `model.eval()` mode. For any other kind of model that `LossStep` accepts, call it through
+        `jaxloop.models.forward(state, state.params, inputs, train=True)`.
       params: The parameters that `tx` updates.
       tx: The Optax optimizer.
-      opt_state: The state of the optimizer.
+      opt_state: The optimizer's state.
       batch_stats: Running statistics of normalization layers; empty for a model without them.
-      collections: All other variables: for Linen, a dict keyed by collection name (`{"cache": ...}`); for NNX, one
-        `nnx.State`, which contains the counters and keys of `Rngs`, caches, and so on.
+      collections: All other variables. For Linen, this is a dict keyed by collection name (`{"cache": ...}`). For NNX,
+        it is a single `nnx.State`, which contains caches, the counters and keys of `Rngs`, and so on.
 
     >>> import optax
     >>> from flax import linen as nn
@@ -87,7 +87,7 @@ class TrainState(train_state.TrainState):
           apply_fn: The forward pass; see `TrainState`.
           params: Any pytree of arrays, such as a dict, or an Equinox module whose leaves are all arrays.
           tx: The Optax optimizer.
-          **kwargs: Values of the other fields.
+          **kwargs: Values for the other fields.
 
         Raises:
           TypeError: If a leaf of `params` is not an array.
@@ -127,8 +127,8 @@ class TrainState(train_state.TrainState):
         """Returns a state with new values for the variables that a forward pass changed. The parameters stay the same.
 
         Args:
-          updates: For Linen, the second result of `apply_fn(..., mutable=[...])`; for NNX, the `nnx.State` that
-            `apply_fn(...)(inputs)` returns (any parameters in it are ignored). None if no variables changed.
+          updates: For Linen, pass the second result of `apply_fn(..., mutable=[...])`. For NNX, pass the `nnx.State`
+            that `apply_fn(...)(inputs)` returns (any parameters in it are ignored). If None, nothing changes.
         """
         if updates is None:
             return self
@@ -160,7 +160,7 @@ def _updated(state: Any, grads: Any) -> Any:
 
 
 class MetricType(enum.Enum):
-    """The kinds of values, such as images and audio. The kind determines how a writer displays a value."""
+    """The kind of a value, such as image or audio. It determines how a writer displays the value."""
 
     SCALAR = "scalar"
     IMAGE = "image"
@@ -181,9 +181,9 @@ class MetricWithMetadata:
 
     Attributes:
       value: An array of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, and any
-        shape for scalars and histograms. For text, a string, which only `Step.end` can return because jitted code
-        can't return strings.
-      type: The kind, which determines how a writer displays the value.
+        shape for scalars and histograms. Text is a string, which only `Step.end` can return, because jitted code can't
+        return strings.
+      type: The kind of the value, which determines how a writer displays it.
       metadata: Hashable values for the writer, keyed by name, such as `{"sample_rate": 16_000}` for audio or
         `{"num_buckets": 30}` for a histogram.
 
@@ -221,8 +221,8 @@ class Weighted:
     (2.0, 3.0)
 
     Attributes:
-      value: The mean, a scalar; 0 if the weight is 0.
-      weight: The weight of the mean, a scalar, such as the number of tokens, pixels or graphs.
+      value: The mean (a scalar), or 0 if the weight is 0.
+      weight: The mean's weight (a scalar), such as the number of tokens, pixels or graphs.
 
     Args:
       value: A scalar, or an array whose weighted mean is computed.
@@ -283,13 +283,13 @@ class Weighted:
 
 
 def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[str, Any]:
-    """Returns the outputs after replacing each array of per-example losses by its mean.
+    """Returns the outputs with each array of per-example losses replaced by its mean.
 
     >>> mean_losses({"loss": jnp.array([1.0, 3.0]), "logits": jnp.array([1.0, 3.0])}, 2)
     {'loss': Array(2., dtype=float32), 'logits': Array([1., 3.], dtype=float32)}
 
     Args:
-      outputs: The outputs of a step. Outputs whose names contain "loss" are considered to be losses.
+      outputs: The outputs of a step. Those whose names contain "loss" are treated as losses.
       num_examples: The number of examples in the batch. If None (unknown), the outputs are returned unchanged.
     """
 
@@ -301,10 +301,10 @@ def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[st
 
 
 def nnx_metrics_as_weighted(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the outputs after replacing each NNX metric by a `Weighted`, and each `MultiMetric` by its parts.
+    """Returns the outputs with each NNX metric replaced by a `Weighted`, and each `MultiMetric` split into its parts.
 
     Raises:
-      TypeError: If a metric is not a mean, as is the case for `nnx.metrics.Welford`.
+      TypeError: If a metric, such as `nnx.metrics.Welford`, is not a mean.
     """
     replaced: dict[str, Any] = {}
     for name, value in outputs.items():

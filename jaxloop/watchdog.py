@@ -27,7 +27,7 @@ from jaxloop.text import printable
 from jaxloop.training import Training
 
 EXIT_CODE = 75
-"""The exit code with which the watchdog ends a process: `EX_TEMPFAIL`, so that a scheduler restarts it."""
+"""The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts the process."""
 
 _COLLECT_SECS = 3.0  # How long the first process waits for the reports of the others.
 _LAST_SECS = 0.3
@@ -38,13 +38,13 @@ _DONE_FILE = "reported"
 @final
 @dataclasses.dataclass(frozen=True)
 class Watchdog:
-    """Ends a run that hasn't made progress for too long, and reports where it hangs.
+    """Ends a run that has gone too long without making progress, and reports where it hangs.
 
     If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
-    the process is doing and contains the stacks of all threads. The first process logs one sentence, such as "process 3
-    is reading batch 5,113; 7 others are waiting for the other processes". All processes exit with code 75, so that a
-    scheduler restarts them. The run then resumes from its newest checkpoint. A separate thread checks the progress
-    about once per second, so the steps aren't slowed down.
+    the process is doing and contains the stacks of all threads. The first process logs a one-line summary, such as
+    "process 3 is reading batch 5,113; 7 others are waiting for the other processes". All processes exit with code 75,
+    so that a scheduler restarts them. The run then resumes from its newest checkpoint. A separate thread checks for
+    progress about once per second, so the steps aren't slowed down.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -54,10 +54,10 @@ class Watchdog:
 
     Args:
       step_secs: The maximum time without a new train step, in seconds.
-      startup_secs: The maximum time before the first step of an `OuterLoop` call. It is also the maximum time for
-        compiling a step and running it for the first time, including the wait for processes that are still compiling.
+      startup_secs: The maximum time before the first step of an `OuterLoop` call. It also limits the time for compiling
+        a step and running it for the first time, including any wait for processes that are still compiling.
       eval_secs: The maximum time without a new batch in an evaluation, including compilation.
-      checkpoint_secs: The maximum time for which saving or restoring a checkpoint may block the run.
+      checkpoint_secs: The maximum time that saving or restoring a checkpoint may block the run.
     """
 
     step_secs: float = 600.0
@@ -79,13 +79,13 @@ class Watchdog:
         workdir: epath.PathLike | None,
         before_exit: Callable[[str], None] = lambda place: None,
     ) -> Iterator[None]:
-        """A context manager during which the watchdog watches the calling thread.
+        """A context manager that makes the watchdog monitor the calling thread.
 
         Args:
-          train: The engine of the train loop or, if nothing is trained, of the first eval loop.
+          train: The engine of the train loop. If there is no training, the engine of the first eval loop.
           evals: The engines of the eval loops.
           workdir: The directory for the reports; if None, no reports are written.
-          before_exit: A function that the first process calls with a description of the hang before it exits.
+          before_exit: A function that the first process calls before exiting. It receives a description of the hang.
         """
         thread = _Watching(self, train, evals, workdir, before_exit)
         thread.start()

@@ -26,7 +26,7 @@ _POSITION_ARRAYS = "data"
 @final
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The progress of a run at the time its checkpoint was saved.
+    """The progress of a run at the time a checkpoint was saved.
 
     Attributes:
       elapsed: The progress after the last completed step. Its `previous` is the progress one step earlier.
@@ -66,7 +66,7 @@ class Part(Protocol):
         ...
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the state of this part as JSON values, and a dict of the train states that this part keeps."""
+        """Returns this part's state as JSON-serializable values, and a dict of the train states that it keeps."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
@@ -83,19 +83,19 @@ class Part(Protocol):
 @final
 @dataclasses.dataclass(eq=False)
 class WholeRun:
-    """The state of a run, except for the train state: loops, actions, positions in the data, and the history.
+    """A run's state, except for its train state. It covers loops, actions, data positions and the history.
 
     Attributes:
       main: The part that trains.
       others: The other parts, by name.
-      eval_sources: The iterators of evaluations that start where they last stopped, keyed by evaluation name.
+      eval_sources: The iterators of evaluations that continue where they last stopped, keyed by evaluation name.
       history: The history of the run.
       keys: The PRNG keys. The run can be resumed only with the same keys.
       job: The processes that train together, each with its own data.
       passes: The number of completed epochs.
       source: The iterator over the current epoch of the training data; None between two epochs.
-      commands: The commands sent to the run; None if the run accepts no commands.
-      left_out: The batches of the training data that the run leaves out.
+      commands: The commands sent to the run; None if the run doesn't accept commands.
+      left_out: The training batches that the run leaves out.
     """
 
     main: Part
@@ -116,7 +116,7 @@ class WholeRun:
     # `load` reads what `snapshot` writes, in the same order -----------------------------------------------
 
     def snapshot(self, *, may_be_incomplete: bool = False) -> dict[str, Any]:
-        """Returns the state of the run at this moment, as keyword arguments for `CheckpointAction.save`.
+        """Returns the run's current state as keyword arguments for `CheckpointAction.save`.
 
         Args:
           may_be_incomplete: True if some actions or evaluations may not have run at this step.
@@ -156,15 +156,16 @@ class WholeRun:
 
         Args:
           opened: The checkpoint.
-          state: A train state. The states kept by actions are restored with its structure and shardings.
+          state: A train state, whose structure and shardings are used to restore the states kept by actions.
 
         Returns:
-          The progress of the run. The caller must set `source` to an iterator that has been moved to its `position`.
+          The progress of the run. The caller must set `source` to an iterator that has been moved to the returned
+          `position`.
 
         Raises:
           CheckpointError: If the checkpoint is damaged.
-          ValueError: If the checkpoint was saved by a run with different PRNG keys, or its directory was renamed to a
-            different step.
+          ValueError: If the checkpoint was saved by a run with different PRNG keys, or if its directory was renamed to
+            a different step.
         """
         with opened.understanding():
             metadata, run = opened.metadata(), opened.run()
@@ -205,7 +206,7 @@ class WholeRun:
     # Batches that are left out ---------------------------------------------------------------------------
 
     def newest_batch(self, *, before: int = 0) -> int:
-        """Returns the number of the batch that the last completed step used, or of an earlier batch.
+        """Returns the number of the batch that the last completed step used, or the number of an earlier batch.
 
         `before` is the number of batches to go back. Returns 0 if there is no such batch.
         """
@@ -224,7 +225,7 @@ class WholeRun:
     ) -> None:
         """Interrupts the run, which then returns to the newest checkpoint before `first_step`.
 
-        From there, the run continues, but leaves out the batches of steps `first_step` to `last_step`.
+        From there, the run continues without the batches of steps `first_step` to `last_step`.
 
         Args:
           now: The progress of the run.
@@ -232,7 +233,7 @@ class WholeRun:
           last_step: The last step whose batch is left out. It must not be later than the step of `now`.
           reason: The reason for the detour, in words.
           updates: The number of updates per batch.
-          at_most: The maximum number of detours; None for no limit. One more detour ends the run with an error.
+          at_most: The maximum number of detours, or None for no limit. One more detour ends the run with an error.
         """
         if not 0 < first_step <= last_step <= now.steps:
             raise ValueError(
@@ -312,7 +313,7 @@ class WholeRun:
         check_keys(run, self._keys, directory)
 
     def measured_at(self, step: int) -> set[str]:
-        """Returns the top-level names in the history at a step, such as those of the evaluations that ran there."""
+        """Returns the top-level names recorded in the history at a step, such as the names of evaluations."""
         return {name for row in self.history.rows if row.elapsed.steps == step for name in row.logs}
 
     def resume_history(
@@ -358,7 +359,7 @@ def directories_of(
 
 
 def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
-    """Returns the `CheckpointAction`s of a loop."""
+    """Returns a loop's `CheckpointAction`s."""
     return [action for action in loop.actions if isinstance(action, CheckpointAction)]
 
 
