@@ -24,7 +24,7 @@ copyright = "The jaxloop authors"
 release = version = jaxloop.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb", "sphinx_copybutton"]
-exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
 suppress_warnings = ["config.cache"]  # Those of myst-nb, whose options are not all picklable.
 
 # Markdown, and the notebooks of colabs/, which are copied to where Sphinx finds them.

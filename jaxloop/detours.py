@@ -144,7 +144,7 @@ class LeftOut:
             record(each)
 
     def turn_back(self) -> Detour:
-        """Begins the requested detour, and returns it."""
+        """Begins the requested detour and returns it."""
         assert self.requested is not None
         detour, self.requested = self.requested, None
         self.detours.append(detour)

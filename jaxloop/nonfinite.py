@@ -37,7 +37,7 @@ class NonFiniteError(FloatingPointError):
     """Raised if a training step produces NaN or infinity.
 
     Attributes:
-      step_num: The number of the first such step, that is, the value of `state.step` after it.
+      step_num: The number of the first such step (the value of `state.step` after that step).
       names: The names of the non-finite values, such as `outputs/loss` or `params/Dense_0/kernel`.
     """
 

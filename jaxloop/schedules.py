@@ -343,7 +343,7 @@ class Goal(NamedTuple):
 
 
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
-    """Returns the next step, time and loop when any of the intervals may be due.
+    """Returns the next step, time and loop at which any of the intervals may be due.
 
     The run doesn't need to check the intervals until it reaches the first of these.
 

@@ -223,17 +223,17 @@ class WholeRun:
     def detour(
         self, now: Elapsed, first_step: int, last_step: int, reason: str, *, updates: int, at_most: int | None = None
     ) -> None:
-        """Interrupts the run, which then returns to the newest checkpoint before `first_step`.
+        """Rolls the run back to the newest checkpoint before `first_step`.
 
-        From there, the run continues without the batches of steps `first_step` to `last_step`.
+        The run then continues from there, skipping the batches of steps `first_step` through `last_step`.
 
         Args:
           now: The progress of the run.
           first_step: The first step whose batch is left out.
           last_step: The last step whose batch is left out. It must not be later than the step of `now`.
-          reason: The reason for the detour, in words.
+          reason: A human-readable reason for the detour.
           updates: The number of updates per batch.
-          at_most: The maximum number of detours, or None for no limit. One more detour ends the run with an error.
+          at_most: The maximum number of detours, or None for no limit. Exceeding it ends the run with an error.
         """
         if not 0 < first_step <= last_step <= now.steps:
             raise ValueError(

@@ -55,7 +55,7 @@ class Logs(dict[str, Any]):
         `train_step` stores them in the state. To add to this collection, call
         `logs.add("updates", "batch_stats", batch_stats)`. Histories don't store `updates`.
 
-        Assigning a `Logs` to this attribute merges all of its collections except `updates` into this object:
+        Assigning another `Logs` to `updates` merges its collections, except its own `updates`, into this object:
         `logs.updates, state = train_step(state, batch)`.
         """
         return self.setdefault("updates", Logs())
