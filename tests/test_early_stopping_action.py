@@ -178,9 +178,8 @@ def test_missing_copy_after_a_resume_warns(warnings_logged):
 
 
 def test_state_dict_of_a_different_action_raises():
-    with pytest.raises(
-        ValueError, match=r"expects \['best', .* in its state_dict, got \['traces'\]\. Was it saved by a"
-    ):
+    message = r"expects \['best', .* in its state_dict, got \['traces'\]\. Was it saved by a different action\?"
+    with pytest.raises(ValueError, match=message):
         EarlyStoppingAction("loss", patience=3).load_state_dict({"traces": 1})
 
 

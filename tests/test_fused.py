@@ -1,5 +1,6 @@
 """Several steps per dispatch give the same results as single steps, and actions and errors keep their exact step."""
 
+import re
 import signal
 
 import jax
@@ -275,7 +276,7 @@ def test_steps_that_cannot_be_fused_raise():
 )
 def test_auto_keeps_the_faster_option(one_by_one, fused, expected):
     tried = program.StepTimes(one_by_one, fused)
-    assert tried.steps_per_dispatch == expected and "us on its own" in str(tried)
+    assert tried.steps_per_dispatch == expected and re.match(r"a step takes [\d,]+ us on its own", str(tried))
 
 
 @pytest.mark.parametrize("policy", ["ignore", "skip"])

@@ -189,7 +189,7 @@ def test_factored_optimizer_state_may_have_fewer_axes_than_the_rule():
 
 
 def test_a_rule_with_an_unknown_mesh_axis_raises():
-    with pytest.raises(ValueError, match="splits over 'tensor', which is not an axis of the mesh .'data', 'model'."):
+    with pytest.raises(ValueError, match=r"splits over 'tensor', which is not an axis of the mesh \('data', 'model'\)"):
         partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", P("tensor"))])
 
 

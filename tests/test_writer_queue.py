@@ -298,7 +298,9 @@ def test_rows_saved_in_a_checkpoint_are_not_written_twice_by_the_same_process(ag
 def test_the_state_of_a_different_action_raises():
     for background_ in (True, False):
         action = actions.SummaryAction(GatedWriter(), background=background_)
-        with pytest.raises(ValueError, match=r"in its state_dict, got \['best'\]\. Was it"):
+        with pytest.raises(
+            ValueError, match=r"in its state_dict, got \['best'\]\. Was it saved by a different action\?"
+        ):
             action.load_state_dict({"best": 1.0})
 
 
@@ -308,7 +310,10 @@ def test_values_that_cannot_be_saved_do_not_prevent_a_checkpoint(logs):
     call(summaries, [1], loss=1.0, words=MetricWithMetadata(np.array([{}]), MetricType.HISTOGRAM))
     kept = summaries.state_dict()["unwritten"]
     assert [each["method"] for each in kept] == ["write_scalars", "flush"]
-    assert "The values that SummaryAction(interval=1) could not write for step 1 can't be saved" in logs.text
+    assert (
+        "The values that SummaryAction(interval=1) could not write for step 1 can't be saved in a checkpoint"
+        in logs.text
+    )
     with pytest.raises(OSError):
         summaries.close()
 
