@@ -30,7 +30,7 @@ _OF_STEPS = ("dispatch", "device", "data", "actions")
 @final
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """A breakdown of the wall time of one or more runs by activity.
+    """A breakdown of the wall time of one or more runs.
 
     The parts add up to the time between the first start of a run and its last recorded activity. `str` formats them as
     a table, followed by advice on how to reduce the largest unproductive part.
@@ -53,9 +53,9 @@ class Goodput:
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.
-      unknown: Seconds not covered above. For example, if a process is killed before it begins a step after its last log
-        point, the time since that log point is unknown.
-      steps: The number of distinct updates that were started, not counting repeats.
+      unknown: Seconds not covered above. For example, if a process is killed after a log point but before the next step
+        begins, the time in between is unknown.
+      steps: The number of updates that were started, not counting repeats.
       repeated_steps: The number of updates that were repeated.
       starts: The number of calls to the `OuterLoop`.
     """
@@ -111,7 +111,7 @@ class Goodput:
 
 
 def goodput(*workdirs: epath.PathLike) -> Goodput:
-    """Breaks down the wall time of runs by activity. Also works for runs that are still in progress.
+    """Returns a breakdown of the wall time of one or more runs, which may still be in progress.
 
     The times are read from the run log, `goodput.jsonl`, which every `OuterLoop` with a local work directory writes
     when a run starts, at log points, and when the run ends.

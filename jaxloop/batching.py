@@ -100,9 +100,8 @@ def mixture(
         those returned by `from_index` or `batched`, Grain `MapDataset`s, or lists of batches.
       weights: A dict that maps names to weights, or a schedule of such dicts. Only the ratios of the weights matter.
         Weights are rounded to about six decimal places, but a positive weight never becomes 0.
-      size: If the sources contain examples, the number of examples per batch, or a schedule. Each batch can then mix
-        examples from all sources. If the sources contain batches, pass None. Each batch then comes from a single
-        source.
+      size: The number of examples per batch, or a schedule. Each batch can mix examples from all sources. If the
+        sources contain batches, pass None. In that case, each batch comes from a single source.
       seed: See `batched`. Each source is shuffled in its own order.
 
     Raises:

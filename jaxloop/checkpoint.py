@@ -115,7 +115,7 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
 
 
 def own_version() -> str:
-    """Returns the version of the jaxloop that is running."""
+    """Returns the version of jaxloop that is in use."""
     import jaxloop
 
     return jaxloop.__version__
@@ -360,7 +360,7 @@ def load_params(
     Args:
       directory: The directory with one subdirectory per step, saved by a `CheckpointAction`, or by an Orbax manager
         that used `PyTreeSave`. Alternatively, a file whose name ends in `.safetensors`; see `save_params`.
-      step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for the one of step
+      step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for the one at step
         `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s, such as `state.params`, that determines the structure, shapes,
         dtypes and shardings of the result. It is not donated. If None, nested dicts of arrays on JAX's default device
@@ -1441,7 +1441,7 @@ def _saved_form(tree: Any, what: str) -> Any:
 
 
 def clear_leftovers(directory: epath.PathLike) -> list[str]:
-    """Removes the temporary directories left behind by interrupted saves. No save may be in progress in the directory.
+    """Removes the temporary directories left behind by interrupted saves. Not for use during a save to the directory.
 
     In a multi-process job, only the first process removes them.
 

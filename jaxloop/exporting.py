@@ -23,7 +23,7 @@ def export(
     """Exports a step's model in evaluation mode, including its parameters, to a file.
 
     The file contains a StableHLO program from `jax.export`. Loading and running it requires JAX, but not jaxloop or the
-    model's code. For at least 6 months, newer JAX versions are guaranteed to be able to read the file.
+    model's code. JAX guarantees that versions released within the next 6 months can read the file.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn

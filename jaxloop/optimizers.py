@@ -97,7 +97,7 @@ def ema_params(state: Any) -> Any:
 
 
 def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) -> optax.GradientTransformation:
-    """Updates each parameter with the transformation whose pattern is the first to match the parameter's path.
+    """Updates each parameter with the first transformation whose pattern matches the parameter's path.
 
     Parameters whose pattern is mapped to None are frozen: they stay bit-identical, and the optimizer doesn't keep any
     state for them.

@@ -61,8 +61,8 @@ class FusingError(ValueError):
 class Step:
     """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass `Step` and implement `run`.
 
-    A loop passes each batch through these four hooks, in this order. The outputs of `run` and `end` must be a dict with
-    string keys, or None.
+    A loop passes each batch through these four hooks, in this order. `run` and `end` must return their outputs as a
+    dict with string keys (or None).
 
     Hooks:
       preprocess_batch: Runs first, on the host. It receives only the batch.
@@ -126,7 +126,7 @@ class Step:
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of training batch shapes, each of which compiles `run`. If exceeded, an error is raised."""
+    """The maximum number of training batch shapes. `run` is compiled for each one. One more raises an error."""
 
     updates_per_step: int = 1
     """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
@@ -413,8 +413,8 @@ class Step:
           params: The parameters to use, for example the ones being differentiated.
           inputs: The input of the model.
           train: Whether to call the model in training mode. If None, `self.train` is used.
-          keys: The PRNG keys to use, for example for dropout. Usually `self.prng_key(state.step)`. NNX models have
-            their own keys.
+          keys: The PRNG keys to use, for example for dropout. They are usually `self.prng_key(state.step)`. NNX models
+            have their own keys.
 
         Returns:
           `(outputs, updates)`. `updates` contains the variables that the forward pass changed, or is None if there are

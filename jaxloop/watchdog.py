@@ -82,7 +82,7 @@ class Watchdog:
         """A context manager that makes the watchdog monitor the calling thread.
 
         Args:
-          train: The engine of the train loop. If there is no training, the engine of the first eval loop.
+          train: The train loop's engine, or the first eval loop's engine if there is no training.
           evals: The engines of the eval loops.
           workdir: The directory for the reports; if None, no reports are written.
           before_exit: A function that the first process calls before exiting. It receives a description of the hang.

@@ -83,7 +83,7 @@ class Part(Protocol):
 @final
 @dataclasses.dataclass(eq=False)
 class WholeRun:
-    """A run's state, except for its train state. It covers loops, actions, data positions and the history.
+    """A run's state without the train state: its loops, actions, data positions and history.
 
     Attributes:
       main: The part that trains.

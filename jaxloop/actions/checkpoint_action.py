@@ -93,8 +93,7 @@ class CheckpointAction(Action):
 
     @property
     def keep(self) -> int | None:
-        """The number of recent checkpoints to keep. None if all are kept, or if an Orbax manager decides which to
-        keep."""
+        """The number of recent checkpoints to keep; None if all are kept, or if an Orbax manager decides."""
         return self._keep
 
     @property

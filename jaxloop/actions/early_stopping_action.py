@@ -112,8 +112,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def patience(self) -> int | None:
-        """The number of measurements without an improvement after which the run ends; None if `patience` is a
-        period."""
+        """The number of measurements without an improvement after which the run ends; None for a period."""
         return None if self._unit else int(self._patience)
 
     @property
@@ -131,7 +130,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def best_elapsed(self) -> Elapsed | None:
-        """The progress of the run when the best value was measured."""
+        """The run's progress when the best value was measured; None before the first measurement."""
         return self._memory.best_elapsed
 
     @property

@@ -25,12 +25,11 @@ from jaxloop.text import printable
 
 
 class _TrackerWriter(abc.ABC):
-    """The base class of all tracker writers. Stores the tracked run's identity, and skips points that already exist.
+    """The base class of all tracker writers. Stores the tracked run's ID, and skips points that already exist.
 
-    The identity is saved in a file in the work directory before the first point is written, and in each checkpoint.
-    After a resume or an error, the next write first reads back the points that the tracker already has, and doesn't
-    write them again. Writers are thread-safe. A subclass has a method for each kind of value that its tracker can
-    store.
+    The ID is saved in a file in the work directory before the first point is written, and in each checkpoint. After a
+    resume or an error, the next write first reads back the points that the tracker already has, and doesn't write them
+    again. Writers are thread-safe. A subclass has a method for each kind of value that its tracker can store.
     """
 
     _package: ClassVar[str]
@@ -110,21 +109,21 @@ class _TrackerWriter(abc.ABC):
         self._end()
 
     def position(self) -> dict[str, Any]:
-        """Returns the identity of the tracked run, to be stored in a checkpoint."""
+        """Returns the ID of the tracked run, to be stored in a checkpoint."""
         return {"run": self._id}
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Chooses the tracked run that the next write will continue.
 
-        The next write continues the tracked run named in the checkpoint or, without a checkpoint, in the work
+        The next write continues the tracked run named in the checkpoint or, if there is no checkpoint, in the work
         directory. If no tracked run is named there, the next write creates one.
 
         Args:
-          step: The step at which the run resumes or starts.
-          position: The result of `position` when the checkpoint was saved; None if there is no checkpoint.
+          step: The step at which the run starts or resumes.
+          position: The value that `position` returned when the checkpoint was saved; None if there is no checkpoint.
 
         Raises:
-          ValueError: If `position` or the file in the work directory contains no valid identity.
+          ValueError: If `position` or the file in the work directory doesn't contain a valid ID.
         """
         with self._lock:
             self._end()
@@ -197,7 +196,7 @@ class _TrackerWriter(abc.ABC):
 
 
 class _MediaWriter(_TrackerWriter):
-    """The base class of the writers for trackers whose rows can contain texts, images and histograms as objects."""
+    """The base class of the writers for trackers whose rows can contain text, images and histograms as objects."""
 
     @abc.abstractmethod
     def _text(self, text: str) -> Any:
@@ -235,7 +234,7 @@ class MlflowWriter(_TrackerWriter):
     param keeps its value; if the new value differs, a warning is logged.
 
     Args:
-      workdir: The work directory of the run, which stores the identity of the tracked run.
+      workdir: The run's work directory, which stores the ID of the tracked run.
       tracking_uri: The URI of the tracking server or database, or None to use MLflow's default.
       experiment: The name of the experiment, which is created if it doesn't exist.
       run_name: The name of a new tracked run, or None to use the name of the work directory.
@@ -326,7 +325,7 @@ class TrackioWriter(_MediaWriter):
     space_id=...)` copies the project to a Hugging Face Space.
 
     Args:
-      workdir: The work directory of the run, which stores the identity of the tracked run.
+      workdir: The run's work directory, which stores the ID of the tracked run.
       project: The name of the project.
       run_name: The name of the tracked run, or None to use the name of the work directory.
 
@@ -386,10 +385,10 @@ class WandbWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops rows for
-    which its own step decreases. Each flush (before a checkpoint is saved) finishes the W&B run, because only
-    `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run. In online mode, this takes
-    a few seconds.
+    Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops rows
+    whose W&B step is lower than the previous one. Each flush (before a checkpoint is saved) finishes the W&B run,
+    because only `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run. In online
+    mode, this takes a few seconds.
 
     In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
     between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory. A resumed run
@@ -397,7 +396,7 @@ class WandbWriter(_MediaWriter):
     --include-offline wandb/offline-run-*`.
 
     Args:
-      workdir: The work directory of the run, which stores the identity of the tracked run.
+      workdir: The run's work directory, which stores the ID of the tracked run.
       project: The name of the project.
       **options: Further arguments for `wandb.init`, except for `id`, `resume`, `dir` and `reinit`.
 
@@ -472,7 +471,7 @@ class AimWriter(_MediaWriter):
     Hyperparameters and notes are stored as `run["hparams"]` and `run["notes"]`.
 
     Args:
-      workdir: The work directory of the run, which stores the identity of the tracked run.
+      workdir: The run's work directory, which stores the ID of the tracked run.
       repo: The Aim repository (a directory or a server), or None to use Aim's default.
       **options: Further arguments for `aim.Run`, except for `run_hash` and `force_resume`.
 
@@ -535,7 +534,7 @@ class CometWriter(_TrackerWriter):
     experiment until it ends, so the experiment would be lost if the process were killed.
 
     Args:
-      workdir: The work directory of the run, which stores the identity of the tracked run.
+      workdir: The run's work directory, which stores the ID of the tracked run.
       project: The name of the project.
       **options: Further arguments for `comet_ml.start`, except for `experiment_key`, `mode` and `online`.
 

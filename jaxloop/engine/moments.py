@@ -150,7 +150,7 @@ class Moments:
         return self.agenda.next(now, () if run is None else run.intervals)
 
     def next(self) -> tuple[int, float]:
-        """Returns the next step and the next stopwatch time when something may be due."""
+        """Returns the next step and the next stopwatch time at which something may be due."""
         goal = self.goal()
         # Slightly early, so that rounding doesn't make it late.
         return goal.step, self._progress.secs_at(goal.time) - 1e-9

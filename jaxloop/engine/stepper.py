@@ -223,8 +223,8 @@ class Stepper:
 
         Args:
           state: The state.
-          step: The next step when something is due.
-          secs: The next stopwatch time (in seconds) when something is due.
+          step: The next step at which something is due.
+          secs: The next stopwatch time, in seconds, at which something is due.
           left: The number of remaining batches.
 
         Returns:
@@ -300,7 +300,7 @@ class Stepper:
 
     @property
     def calls_step(self) -> bool:
-        """True if each batch needs a call to `_run_one_step`, because it is overridden or the host has other work."""
+        """True if `_run_one_step` must run each batch: it is overridden, or the host has work between batches."""
         has_work = self._step.work_for_each_step(evaluates=not self.call.trains) is not None
         return has_work or checks.is_user_defined(self._loop, "_run_one_step")
 
