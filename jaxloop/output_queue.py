@@ -288,6 +288,11 @@ class OutputQueue:
         """The maximum number of steps to run before the next push."""
         return self._chunk_size - self._steps
 
+    @property
+    def num_computed(self) -> int:
+        """The number of computed dispatches among those that may be pending. May be read from another thread."""
+        return sum(metrics.is_ready(marker) for marker, _ in self._in_flight.copy())
+
     def push(self, num_steps: int, state: Any) -> Arrived:
         """Processes the outputs that were appended to `newest`, and returns the outputs that have arrived on the host.
 

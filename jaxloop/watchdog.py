@@ -53,7 +53,7 @@ class Watchdog:
     >>> state, _ = outer_loop(state, batches)
 
     Args:
-      step_secs: The maximum time without a new train step, in seconds.
+      step_secs: The maximum time during which no train step is dispatched or completed, in seconds.
       startup_secs: The maximum time before the first step of an `OuterLoop` call. It also limits the time for compiling
         a step and running it for the first time, including any wait for processes that are still compiling.
       eval_secs: The maximum time without a new batch in an evaluation, including compilation.
@@ -131,12 +131,11 @@ class _Watching(threading.Thread):
     def _activity(self) -> tuple[Any, ...]:
         """Returns a tuple that changes whenever the run makes progress. Its first element is the limit, in seconds.
 
-        The limit changes once a newly compiled program has run for the first time. This counts as progress, so the next
-        step has its full time.
+        The host may be many steps ahead of the devices, so a step counts as progress both when it is dispatched and
+        when it has been computed.
         """
         kind = self._train.progress.stopwatch.kind
-        counts = [(each.progress.loops, len(each.stepper.call.num_examples)) for each in self._evals]
-        return self._limit(kind), kind, self._steps(), *counts
+        return self._limit(kind), kind, self._steps(), *map(_counts, (self._train, *self._evals))
 
     def _steps(self) -> int:
         """Returns the number of train steps that this process has completed."""
@@ -214,6 +213,11 @@ class _Watching(threading.Thread):
                     if "\n" in text:
                         places[other] = printable(text.partition("\n")[0])[:200]
         return sentence(places, count)
+
+
+def _counts(engine: Engine) -> tuple[int, int, int]:
+    call = engine.stepper.call
+    return engine.progress.loops, len(call.num_examples), 0 if call.queue is None else call.queue.num_computed
 
 
 def sentence(places: dict[int, str], count: int) -> str:

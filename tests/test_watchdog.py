@@ -20,7 +20,7 @@ def test_a_hang_in_one_of_two_processes_is_named_and_both_exit(tmp_path):
 
 
 def test_a_slow_run_within_its_limits_goes_on(tmp_path):
-    """Compiling, the first run of a program, evaluating and saving take longer than a step may."""
+    """Compiling, a program's first run, evaluating, saving, and several steps together take longer than a step may."""
     assert hanging.problems_of(tmp_path / "run", "slow", processes=1, process=0) == []
 
 

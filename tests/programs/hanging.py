@@ -30,7 +30,8 @@ PLACES = {
     "eval": "reading batch 8 of the evaluation 'test'",
 }
 # These runs don't hang. In the second one, compiling takes longer than a step may take. In the third one, so do tracing
-# a program, its first run, an evaluation and a save. The numbers are those of the slow compilations per process.
+# a program, its first run, an evaluation, a save, and the steps that the host waits for before a save. The numbers are
+# those of the slow compilations per process.
 HEALTHY = {"none": 0, "compiling": 2, "slow": 1}
 LIMIT_SECS = 2
 
@@ -86,7 +87,7 @@ def main(directory, place, process):
     has_run = set()
 
     def pause_on_first_run(rows):
-        pause(LIMIT_SECS / 4 if rows in has_run else LIMIT_SECS + 0.5)
+        pause(0.4 * LIMIT_SECS if rows in has_run else LIMIT_SECS + 0.5)
         has_run.add(rows)
 
     class HangingStep(jaxloop.Step):
@@ -102,7 +103,7 @@ def main(directory, place, process):
             loss, grads = jax.value_and_grad(loss_fn)(state.params)
             if self.train and place == "slow":
                 if len(batch) > 4:
-                    pause()  # During tracing.
+                    pause(2 * LIMIT_SECS)  # During tracing, which begins while a step is still running.
                 jax.debug.callback(functools.partial(pause_on_first_run, len(batch)))
             if self.train and place == "compiling":
                 values = loss + jnp.arange(3.0)
@@ -136,7 +137,7 @@ def main(directory, place, process):
 
     def write(*arguments):
         hang("save")
-        pause(3 * LIMIT_SECS)
+        pause(5 * LIMIT_SECS)
         return write_seal(*arguments)
 
     seal.write = write
