@@ -1064,16 +1064,16 @@ class CheckpointWriter:
     """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager is asynchronous.
 
     Args:
-      manager_or_directory: A directory, or an Orbax manager that saves a single item (from Orbax's current or older
-        API). With a manager, only the state is saved, without a seal. With a directory, the writer creates its own
-        manager at the first save, and a new one after `close` or a failed save.
+      manager_or_directory: A directory, or an Orbax manager that saves a single item (from either the current or the
+        older Orbax API). With a manager, only the state is saved, without a seal. With a directory, the writer creates
+        its own manager at the first save, and a new one after `close` or a failed save.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
       clock: A function that returns the time in seconds.
 
     Attributes:
-      last_stall_secs: Seconds that the last save blocked its caller; None before the first save.
+      last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
       last_wait_secs: The part of `last_stall_secs` spent waiting for the previous save to be committed.
     """
 

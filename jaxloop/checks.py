@@ -314,7 +314,7 @@ def _float64_warning(names: list[str]) -> str:
 def empty_dataset(dataset: Any) -> ValueError:
     """Returns the error to raise if the training dataset is empty."""
     return ValueError(
-        f"The training dataset, {describe(dataset)}, yielded no batch. Is it an exhausted iterator, or does its "
+        f"The training dataset ({describe(dataset)}) yielded no batches. Is it an exhausted iterator, or does its "
         "pipeline filter out everything?"
     )
 

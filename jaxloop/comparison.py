@@ -89,7 +89,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     runs = [_run(workdir, monitor) for workdir in workdirs]
     if all(run["best"] is None for run in runs):
         there = checks.listed(sorted({path for workdir in workdirs for path in _paths(workdir)}))
-        raise ValueError(f"No history has a finite value of {printable(by)!r}. There is: {there}. Give one of these.")
+        raise ValueError(f"No history has a finite value of {printable(by)!r}. Available: {there}. Give one of these.")
     sign = -1.0 if monitor.mode == "max" else 1.0
     runs.sort(key=lambda run: math.inf if run["best"] is None else sign * run["best"])
     grouped: dict[Any, list[dict[str, Any]]] = {}

@@ -173,8 +173,8 @@ class Counting:
 def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
     if elapsed.steps == start.steps:
         logging.warning(
-            "The dataset yielded no batch, so no step ran. An iterator can be read only once: make a new one for each "
-            "loop, or give a list."
+            "The dataset yielded no batches, so no step ran. An iterator can be read only once: make a new one for "
+            "each loop, or give a list."
         )
     elif stop is not None:
         logging.warning(

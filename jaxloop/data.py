@@ -154,7 +154,7 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
         return ahead.peek(), ahead
     except StopIteration:
         raise ValueError(
-            "The dataset yielded no batch. An iterator can be read only once: give a list, a dataset, or a "
+            "The dataset yielded no batches. An iterator can be read only once: give a list, a dataset, or a "
             "function that returns a new iterator."
         ) from None
 
@@ -172,8 +172,9 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
 
     If the dataset raises an error, the iterator raises the same error in place of the batch. The thread stops at the
     end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A checkpoint
-    stores the position after the last batch that was returned. For a tf.data dataset, use its own `.prefetch` instead,
-    because this function can only store an earlier state and the number of batches that a resumed run must reread.
+    stores the position after the last batch that was returned. For a tf.data dataset, use its own `.prefetch` instead.
+    With this function, a checkpoint can only store an earlier position in such a dataset, and the number of batches
+    that a resumed run must reread from there.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]

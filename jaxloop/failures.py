@@ -216,7 +216,8 @@ def replay(
         the recorded state. It is not donated. If None, a new state is used. This requires that `step.initialize_model`
         has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
-        may differ in the last bits. Any earlier steps are still compiled, so `run` is first traced for them.
+        may differ in the last bits. Any earlier steps are still compiled, so `run` is traced for them before it is
+        called eagerly.
 
     Returns:
       `(state, outputs)` of the failed step. If the step raised an error in the run, the replay raises the same error.

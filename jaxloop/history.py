@@ -433,7 +433,7 @@ class History:
             raise ValueError(f"{name!r} is ambiguous: it may be any of {checks.listed(found)}. Use one of these names.")
         nearest = difflib.get_close_matches(end, self._paths_by_end, n=1)
         raise ValueError(
-            f"Nothing named {name!r} was measured"
+            f"No metric named {name!r} was measured"
             + (f"; did you mean {nearest[0]!r}? " if nearest else ". ")
             + (f"There are: {checks.listed(self._columns)}." if self._columns else "There is nothing yet.")
         )

@@ -39,7 +39,8 @@ class Loop:
       step: The step to run on each batch.
       clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. The default is 64
-        steps. On a CPU, it is at least 4 dispatches; if several devices share a CPU, it is 8 steps.
+        steps. On a single CPU device, it is 4 dispatches if they contain more than 64 steps. If several devices share a
+        CPU, it is 8 steps.
 
     Attributes:
       engine: The object that runs the loop.
@@ -173,7 +174,8 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Runs the steps, and returns the final state and the outputs of all steps.
 
-        In an `OuterLoop`, a single call to this method can run several loops if nothing is due between them.
+        In an `OuterLoop`, a single call to this method can run the steps of several train loops if nothing is due
+        between those loops.
         """
         return self.engine.run(state, dataset, num_steps)
 

@@ -94,7 +94,8 @@ class LossStep(NumpyStep):
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples. The update is the same as for the whole
     batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a multiple of
-    four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for convolutions in such a loop.
+    four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for convolutions inside the loop
+    over micro-batches.
 
     Args:
       base_prng: See `Step`, which also describes the arguments that are not listed here.
@@ -123,7 +124,7 @@ class LossStep(NumpyStep):
 
     Raises:
       TypeError: If the loss is missing or is given both as an argument and as a method, if a keyword is unknown, or if
-        this kind of model isn't supported.
+        the kind of model isn't supported.
     """
 
     def __init__(
@@ -523,7 +524,7 @@ class LossStep(NumpyStep):
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
 
     def inputs_of(self, batch: types.Batch) -> Any:
-        """Returns the part of a batch that is passed to the model as its inputs, or None if it doesn't take any."""
+        """Returns the part of a batch that is passed to the model as its inputs, or None if the model takes none."""
         if not self._takes_inputs:
             return None
         if callable(self._inputs):

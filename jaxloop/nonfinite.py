@@ -182,7 +182,7 @@ class Found:
     """A step with non-finite values.
 
     Attributes:
-      index: The zero-based index of the step since the last `Watch.restart`.
+      index: The zero-based index of the step, counting from the last `Watch.restart`.
       names: The names of the non-finite values.
     """
 
@@ -319,7 +319,7 @@ class Guard:
         return new
 
     def measure(self) -> dict[str, Any]:
-        """Returns a dict with the number of skipped steps as a statistic; empty if none were skipped."""
+        """Returns a dict with the number of skipped steps as a statistic, or an empty dict if none were skipped."""
         return {STAT_SKIPPED_STEPS: len(self.skipped)} if self.skipped else {}
 
     def weights(self, weights: list[int]) -> list[int]:

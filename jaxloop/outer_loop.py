@@ -470,8 +470,7 @@ class OuterLoop:
     def source_of(self, dataset: Any) -> PositionedIterator:
         """Returns a `PositionedIterator` over a dataset.
 
-        If the dataset is an iterator, all calls with it return the same `PositionedIterator`, so that no batches are
-        lost.
+        Repeated calls with the same iterator return the same `PositionedIterator`, so that no batches are lost.
         """
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)

@@ -149,8 +149,8 @@ class Schedule(abc.ABC):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         """Returns whether the schedule fires between `before` (exclusive) and `now` (inclusive).
 
-        A loop calls this method after every step where the schedule can fire, and passes the progress one step earlier
-        as `before`. A run that begins at step 0 also calls it once before the first update, with both arguments equal
+        A loop calls this method after every step where the schedule can fire; `before` is then the progress after the
+        previous step. A run that begins at step 0 also calls it once before the first update, with both arguments equal
         to `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have fired since then
         (even at different steps), and `~a` fires if `a` hasn't fired since then.
         """

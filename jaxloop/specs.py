@@ -101,7 +101,7 @@ class EvalSpec:
         """Returns the error to raise if the evaluation's dataset is empty."""
         used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
-            "An eval dataset yielded no batch. "
+            "An eval dataset yielded no batches. "
             + (
                 "It is an exhausted iterator. Give an iterable that can be read again for each evaluation (a list, a "
                 "tf.data.Dataset, tfds.as_numpy(...))."

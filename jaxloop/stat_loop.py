@@ -185,8 +185,8 @@ class StatLoop(Loop):
       step: The step to run on each batch.
       stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: the number of parameters, the
         elapsed times, and the speed. If empty, nothing is added. `ALL_STATS` also contains the time report, the slowest
-        process, the FLOPs and their utilization, and the times when the loop was created and when the call began. To
-        count the FLOPs, the step is traced one more time.
+        process, the FLOPs of a step, the model FLOPs utilization, and the times when the loop was created and when the
+        call began. To count the FLOPs, the step is traced one more time.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
       clock: A function that returns the time in seconds. It is used to measure durations.

@@ -400,7 +400,7 @@ class Step:
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters for `jaxloop.export` to export. The evaluations of a `LossStep` use them, too."""
+        """Returns the parameters that `jaxloop.export` exports and that a `LossStep` uses in evaluations."""
         return state.params
 
     def call_model(

@@ -53,7 +53,7 @@ class Watchdog:
     >>> state, _ = outer_loop(state, batches)
 
     Args:
-      step_secs: The maximum time during which no train step is dispatched or completed, in seconds.
+      step_secs: The maximum time, in seconds, that may pass without a train step being dispatched or completed.
       startup_secs: The maximum time before the first step of an `OuterLoop` call. It also limits the time for compiling
         a step and running it for the first time, including any wait for processes that are still compiling.
       eval_secs: The maximum time without a new batch in an evaluation, including compilation.

@@ -198,5 +198,5 @@ def test_peek_loses_no_batch():
 
 
 def test_peek_at_an_empty_dataset_raises():
-    with pytest.raises(ValueError, match="The dataset yielded no batch. An iterator can be read only once"):
+    with pytest.raises(ValueError, match="The dataset yielded no batches. An iterator can be read only once"):
         data.peek(iter([]))

@@ -284,7 +284,7 @@ def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, a
             "train_epochs=2 needs a train_dataset that can be read more than once",
         ),
         ({"eval_dataset": iter(DICTS)}, ValueError, "Each evaluation reads eval_dataset from its start"),
-        ({"train_dataset": []}, ValueError, "The dataset yielded no batch"),
+        ({"train_dataset": []}, ValueError, "The dataset yielded no batches"),
         ({"train_dataset": DICTS[0]}, TypeError, "write .batch."),
         ({"loss": None}, ValueError, "a model with a loss and an optimizer"),
         ({"optimizer": None}, ValueError, "a model with a loss and an optimizer"),
@@ -316,7 +316,7 @@ def test_train_step_with_an_eval_dataset_requires_an_eval_step():
 
 
 def test_unknown_monitor_raises_and_lists_the_metrics(tmp_path, recorded):
-    with pytest.raises(ValueError, match="Nothing named 'eval/acuracy' is measured. There is: .*eval/loss"):
+    with pytest.raises(ValueError, match="No metric named 'eval/acuracy' is measured. Available: .*eval/loss"):
         fit_linear(eval_dataset=DICTS, workdir=tmp_path, monitor="eval/acuracy")
 
 

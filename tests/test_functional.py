@@ -428,7 +428,7 @@ def test_invalid_stop_raises(stop):
     ("dataset", "options", "message"),
     [
         (BATCHES[:5], {"stop": 10}, r"The dataset ended at step 5, before stop=at\(steps=10\)"),
-        (iter([]), {}, "The dataset yielded no batch"),
+        (iter([]), {}, "The dataset yielded no batches"),
         (BATCHES, {"stop": 10, "elapsed": jf.Elapsed(10)}, "Nothing is left to train: step 10 has reached stop"),
     ],
 )
@@ -981,7 +981,9 @@ def test_unknown_monitor_raises_and_lists_the_metrics(make, first, step, tmp_pat
     monkeypatch.chdir(tmp_path)
     train = lambda state: jf.logs().add_metric("loss", 1.0).add("test", "accuracy", 0.5)
     callbacks = [make(), train] if first else [train, make()]
-    with pytest.raises(ValueError, match="Nothing named 'los' was logged. There is: metrics/loss, test/accuracy") as e:
+    with pytest.raises(
+        ValueError, match="No metric named 'los' was logged. Available: metrics/loss, test/accuracy"
+    ) as e:
         jf.loop(None, BATCHES, {jf.on_start: lambda: (None, {"w": jnp.zeros(3)}), jf.every(1): callbacks}, stop=9)
     assert re.search(rf"at step {step}", e.value.__notes__[0])
 
@@ -1000,7 +1002,7 @@ def test_unknown_monitor_only_warns_if_a_callback_may_still_log_it(warnings_logg
     stop = jf.early_stopping("accuracy", patience=2)
     assert jf.loop(0, BATCHES, {jf.every(1): [lambda: {"loss": 1.0}, sometimes, stop]})[2].steps == 30
     assert warnings_logged() == [
-        "Nothing named 'accuracy' was logged. There is: loss. early_stopping('accuracy') keeps waiting for it."
+        "No metric named 'accuracy' was logged. Available: loss. early_stopping('accuracy') keeps waiting for it."
     ]
 
 
@@ -1115,7 +1117,7 @@ def test_handwritten_loop_with_the_same_tools(tmp_path, assert_same):
     assert evaluations == [(10, False), (20, False), (30, True), (40, True)]
     assert elapsed.is_last and stop.finish(state) is state
     assert re.search(r" 40/40 \[.*loss=", stream.getvalue())
-    with pytest.raises(ValueError, match="Nothing named 'error' is measured. There is: losss"):
+    with pytest.raises(ValueError, match="No metric named 'error' is measured. Available: losss"):
         jf.early_stopping("error", patience=2)(elapsed, state, {"losss": 1.0})
 
 

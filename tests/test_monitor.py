@@ -97,7 +97,7 @@ def test_a_metric_of_a_later_evaluation_is_not_an_error(warnings_logged):
         assert accuracy.measured(OUTPUTS, history, Elapsed(2)) is None
     assert len(warnings_logged()) == 1
     assert (
-        "Nothing named 'test/accuracy' is measured. There is: valid/accuracy, " in warnings_logged()[0]
+        "No metric named 'test/accuracy' is measured. Available: valid/accuracy, " in warnings_logged()[0]
         and "An evaluation named 'test' may still measure it" in warnings_logged()[0]
     )
 
@@ -114,7 +114,9 @@ def test_a_metric_of_a_later_evaluation_is_not_an_error(warnings_logged):
 )
 def test_an_unknown_name_raises_and_lists_the_measured_names(name, rows, nearest):
     history = rows and history_of(*rows)
-    with pytest.raises(ValueError, match=f"Nothing named '{name}' is measured. There is: {nearest}, .*Give the name"):
+    with pytest.raises(
+        ValueError, match=f"No metric named '{name}' is measured. Available: {nearest}, .*Give the name"
+    ):
         Monitor(name).measured(OUTPUTS, history, Elapsed(1))
 
 

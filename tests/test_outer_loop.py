@@ -224,8 +224,8 @@ def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (lambda: lambda: iter([]), "yielded no batch.*A function must return a new iterator each time"),
-        (lambda: [], "yielded no batch. Check that its pipeline does not filter out"),
+        (lambda: lambda: iter([]), "yielded no batches.*A function must return a new iterator each time"),
+        (lambda: [], "yielded no batches. Check that its pipeline does not filter out"),
         (lambda: iter([]), "It is an exhausted iterator. Give an iterable"),
     ],
 )

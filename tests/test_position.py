@@ -544,7 +544,7 @@ def test_a_value_that_is_not_a_dataset_is_rejected(take, given):
         (lambda: data.prefetch(BATCHES, -1), ValueError, "0 for none.*got -1"),
         (lambda: data.prefetch(BATCHES, 1.5), TypeError, "0 for none.*got 1.5"),
         (lambda: data.prefetch(BATCHES, True), TypeError, "0 for none.*got True"),
-        (lambda: data.peek(data.prefetch([], 2)), ValueError, "The dataset yielded no batch"),
+        (lambda: data.peek(data.prefetch([], 2)), ValueError, "The dataset yielded no batches"),
         (lambda: DatasetPosition("here", 1), ValueError, "must be one of state, .*got 'here'"),
         (lambda: DatasetPosition("skip", 1, None, 2), ValueError, "0 <= skip <= count, got skip=2, count=1"),
         (

@@ -243,7 +243,7 @@ MISTAKES = {
         "Each batch counts as one example",
         False,
     ),
-    "train data without a batch": ({"data": []}, "the train data", "list, yielded no batch", True),
+    "train data without a batch": ({"data": []}, "the train data", r"\(list\) yielded no batches", True),
     "one batch for a dataset": ({"data": batch_of()}, "the train data", "A dataset must be an iterator", True),
     "train data that end early": (
         {"data": [batch_of()] * 20},
@@ -424,7 +424,7 @@ MISTAKES = {
         "3 evaluations read num_steps=2 batches each, but its iterator has only 5",
         True,
     ),
-    "an evaluation without a batch": ({"eval_data": []}, "eval 'test'", "yielded no batch", True),
+    "an evaluation without a batch": ({"eval_data": []}, "eval 'test'", "yielded no batches", True),
     "an evaluation that is too short": (
         {"eval_options": {"num_steps": 10, "interval": every(100), "name": "test"}},
         "eval 'test'",
@@ -492,10 +492,10 @@ MISTAKES = {
     "an unknown metric": (
         {"train_actions": (STOPPING("test/accuracy"),)},
         "EarlyStoppingAction('test/accuracy', patience=3, interval=1) of the train loop",
-        "Nothing named 'test/accuracy'.*test/loss",
+        "No metric named 'test/accuracy'.*test/loss",
         True,
     ),
-    "an unknown evaluation": ({"best": "valid/loss"}, "CheckpointAction", "Nothing named 'valid/loss'", True),
+    "an unknown evaluation": ({"best": "valid/loss"}, "CheckpointAction", "No metric named 'valid/loss'", True),
     "a metric that is never measured when its action runs": (
         {"train_actions": (STOPPING("test/loss", interval=after(1).then(every(100))),)},
         "EarlyStoppingAction",
@@ -805,7 +805,7 @@ def test_fit_supports_a_dry_run(tmp_path):
     assert report.plan["train"] == "the run goes to step 40; loops end 5 times, at steps 8, 16, ..., 40"
     assert not list(tmp_path.rglob("events*")) and not checkpoint.all_steps(tmp_path / "checkpoints")
     report = jaxloop.fit(Network(), batches, batches[:2], dry_run=True, monitor="eval/acc", **options)
-    assert "Nothing named 'eval/acc'" in report.errors[0].text
+    assert "No metric named 'eval/acc'" in report.errors[0].text
     with pytest.raises(ValueError, match="A dry run would consume the first batch"):
         jaxloop.fit(Network(), iter(batches), dry_run=True, **{**options, "train_epochs": 1})
 

@@ -193,7 +193,7 @@ def test_spike_guard_requires_checkpoints_and_one_value_per_step(tmp_path):
     with pytest.raises(ValueError, match="needs checkpoints to return to, but this run has none"):
         outer_loop(state, data(), 100)
     run = Experiment(tmp_path, jaxloop.SpikeGuard("los"))
-    with pytest.raises(ValueError, match="needs an output 'los' with a number for each step.*There is: loss"):
+    with pytest.raises(ValueError, match="needs an output 'los' with a number for each step.*Available: loss"):
         run(data())
     with pytest.raises(ValueError, match="sigmas must be positive"):
         jaxloop.SpikeGuard("loss", sigmas=0)

@@ -365,7 +365,7 @@ def test_a_run_interrupted_within_an_epoch_resumes_there(tmp_path, interrupted, 
     [
         ({"train_epochs": 2, "loop_steps": 5}, "train_epochs=2 and train_loop_steps=5"),
         ({"train_epochs": 2, "train_dataset": iter([])}, "can be read more than once"),
-        ({"train_epochs": 2, "train_dataset": []}, "yielded no batch"),
+        ({"train_epochs": 2, "train_dataset": []}, "yielded no batches"),
         ({"train_epochs": 0}, "train_epochs must be a positive int"),
     ],
 )

@@ -52,7 +52,7 @@ def test_names_are_escaped_wherever_a_run_displays_them(bar, logs, tmp_path):
     specs = [jaxloop.EvalSpec(batches[:2], name=EVIL, eval_loop_interval=1)]
     report = str(outer_loop.check(state, batches, 4, 4, specs))
     state, _ = outer_loop(state, batches, 4, 4, specs)
-    with pytest.raises(ValueError, match="Nothing named") as error:
+    with pytest.raises(ValueError, match="No metric named") as error:
         outer_loop.history.collect("nothing")
     history = "\n".join(map(str, [outer_loop.history, outer_loop.history.paths(), error.value]))
     shown = {"the bar": stream.getvalue(), "the log": logs.text, "the report": report, "the history": history}

@@ -9,7 +9,7 @@ from jaxloop.schedules import Schedule
 
 
 class Action(abc.ABC):
-    """A side effect that runs at chosen moments. To write one, subclass `Action` and implement `__call__`.
+    """A side effect that runs at moments you choose. To write one, subclass `Action` and implement `__call__`.
 
     A loop calls its actions in the order in which they are listed. A loop's `begin_actions` receive `outputs=None`. An
     exception raised by an action ends the run.
@@ -145,7 +145,7 @@ class Action(abc.ABC):
         self.flush()
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
-        """Prepares the action for a run. Called before the first step of an `OuterLoop`'s new or resumed run.
+        """Prepares the action for a new or resumed run of an `OuterLoop`. Called before the first step.
 
         Args:
           step_num: The number of completed updates.

@@ -26,8 +26,8 @@ class CheckpointAction(Action):
     If evaluations are due at the same step, they run before the checkpoint is saved. A save blocks the run only while
     the arrays are copied to the host; the rest happens in the background. Only one save runs at a time: each save first
     waits until the previous save is on disk. If two saves in a row each wait for more than a second, a warning is
-    logged once. `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` is the total for all
-    saves.
+    logged once. `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` is the total time
+    for which saves have blocked the run.
 
     Hooks:
       __call__, close: See `Action`. Overrides must call `super()`.

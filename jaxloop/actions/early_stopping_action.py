@@ -44,8 +44,8 @@ class EarlyStoppingAction(Action):
 
     Add it to the eval loop that computes the metric; the loop calls it after each evaluation. You can also add it to
     the train loop, with the interval of the evaluation: `interval=every(steps=100)`. In a train loop, the default
-    interval of 1 means once per loop, and the whole run may be a single loop. When the action stops the run, it logs
-    the reason.
+    interval of 1 means once per loop; if the whole run is a single loop, the action is called only when it ends. When
+    the action stops the run, it logs the reason.
 
     Hooks:
       __call__, finish, close, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
@@ -112,7 +112,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def patience(self) -> int | None:
-        """The number of measurements without an improvement after which the run ends; None for a period."""
+        """The number of measurements without an improvement that ends the run; None if the patience is a period."""
         return None if self._unit else int(self._patience)
 
     @property

@@ -97,7 +97,7 @@ class Monitor:
         """Returns an error message for a metric that doesn't exist, with a list of the existing metrics."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
-        return f"Nothing named {self.name!r} is measured. There is: {checks.listed(self._by_similarity(there))}."
+        return f"No metric named {self.name!r} is measured. Available: {checks.listed(self._by_similarity(there))}."
 
     def _as_number(self, value: Any) -> float:
         if isinstance(value, str):

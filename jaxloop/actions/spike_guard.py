@@ -20,10 +20,10 @@ class SpikeGuard(Action):
     """Rolls back to an earlier checkpoint when a train metric spikes, and skips the batches that caused the spike.
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
-    `sigmas` times their standard deviation. After a spike, the run rolls back to the last checkpoint before it, and
-    then continues, skipping all batches from the first spike through the last one that the check found. From then on,
-    the run is bit-identical to one whose data never contained those batches. Each rollback adds a "detour" row to the
-    history.
+    `sigmas` times their standard deviation. After a spike, the run rolls back to the last checkpoint before it and
+    continues from there, skipping all batches from the first spike through the last spike found by the same check. From
+    then on, the run is bit-identical to one whose data never contained those batches. Each rollback adds a "detour" row
+    to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
     `CheckpointAction`, and a dataset that can return to an earlier position.

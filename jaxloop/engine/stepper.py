@@ -300,7 +300,7 @@ class Stepper:
 
     @property
     def calls_step(self) -> bool:
-        """True if `_run_one_step` must run each batch: it is overridden, or the host has work between batches."""
+        """True if `_run_one_step` must run each batch, because it is overridden or the host works between batches."""
         has_work = self._step.work_for_each_step(evaluates=not self.call.trains) is not None
         return has_work or checks.is_user_defined(self._loop, "_run_one_step")
 
@@ -418,7 +418,7 @@ class Stepper:
         return self._feed.has_ended
 
     def has_more(self, before_reading: Callable[[], None]) -> bool:
-        """Tries to read a batch ahead, after calling `before_reading`. Returns True if there is one."""
+        """Tries to read the next batch in advance, after calling `before_reading`. Returns True if there is one."""
         self.call.place = "the dataset"
         if not self._feed.ahead:
             before_reading()
@@ -461,7 +461,7 @@ class Stepper:
     def fetch(self, *, keep_sums: bool = False) -> None:
         """Waits for the outputs of all steps so far.
 
-        Unless `keep_sums` is True, the sums of `clu.metrics` then start again.
+        Unless `keep_sums` is True, the sums of `clu.metrics` are then reset.
         """
         if self.call.queue is not None:
             arrived, sums = self.call.queue.drain(keep_sums=keep_sums)

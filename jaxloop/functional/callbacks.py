@@ -286,7 +286,7 @@ class ActionCallback(CallbackOf):
         if self._was_measured or not paths or not all(each.was_called for each in self._reporters):
             return self._was_measured
         there = ", ".join(map(printable, sorted({path.replace(".", "/") for path in paths})))
-        text = f"Nothing named {self._monitor!r} was logged. There is: {there}."
+        text = f"No metric named {self._monitor!r} was logged. Available: {there}."
         if all(each.has_reported for each in self._reporters):
             raise ValueError(f"{text} Give the name of one of them to {self.name}.")
         if not self._has_warned:

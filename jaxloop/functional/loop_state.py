@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Moment:
-    """A key of `tasks`, used in place of a schedule, for callbacks that run at the start or the end of a run."""
+    """A key of `tasks`, used in place of a schedule: `on_start` for the start of a run, or `on_end` for its end."""
 
     def __init__(self, name: str):
         self._name = name

@@ -79,8 +79,8 @@ def loop(
     Raises:
       TypeError: If a callback has an invalid signature or returns an invalid result. The message names the callback.
       ValueError: If the state was donated to an earlier call.
-      Exception: If a callback or the dataset raises one. A note on it says where and at which step it was raised.
-        Pending checkpoints are committed first.
+      Exception: If a callback or the dataset raises one. A note added to the exception says where and at which step it
+        was raised. Pending checkpoints are committed before the exception is propagated.
     """
     if dataset is None:
         if stop is None:

@@ -61,7 +61,7 @@ class Partitioner(abc.ABC):
 
     @property
     def local_shards(self) -> int:
-        """The number of a batch's shards that belong to this process."""
+        """The number of shards of each batch that belong to this process."""
         return self.shards
 
     @property
@@ -165,6 +165,7 @@ class Partitioner(abc.ABC):
           fn: A pure function that may return anything. If it returns a pair whose first item has the structure of the
             state, that item also gets the state's layout. JAX warns if no result can reuse the donated memory; in that
             case, pass `donate_argnums=()`.
-          **jit_kwargs: Arguments for `jax.jit`. They must override the partitioner's own arguments, as in
-            `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. Evaluations pass `donate_argnums=()`.
+          **jit_kwargs: Arguments for `jax.jit`. Implementations must let these take precedence over the partitioner's
+            own arguments, as in `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. Evaluations pass
+            `donate_argnums=()`.
         """

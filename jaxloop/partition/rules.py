@@ -35,7 +35,7 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. It is also raised when a state is laid out, if a rule
+      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state raises the same error if a rule
         splits an axis that a parameter doesn't have, or an axis that can't be divided evenly among the devices.
     """
 

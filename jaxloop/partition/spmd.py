@@ -38,8 +38,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
         `nn.with_logical_constraint` also uses these rules inside `run`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. It is also raised when a state is laid out, if the
-        model uses a name that is neither an axis of the mesh nor a logical name with a rule.
+      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state raises the same error if the model
+        uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
