@@ -12,7 +12,7 @@ from jaxloop.schedules import Schedule
 from jaxloop.sources import NO_DATA
 
 STOPPED_FILE = "STOPPED"
-"""The empty file in the checkpoint directory that marks the training as done."""
+"""The empty file in the checkpoint directory that marks training as finished."""
 
 
 @final
@@ -145,7 +145,7 @@ class CheckpointSpec:
 
     @property
     def stopped_file(self) -> epath.Path:
-        """The file that marks the training as done."""
+        """The file that marks training as finished."""
         return checkpoint.absolute(self.checkpoint_dir) / STOPPED_FILE
 
 

@@ -180,10 +180,10 @@ class MetricWithMetadata:
     This class is a pytree, so `Step.run` can return it.
 
     Attributes:
-      value: An array of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, and any
-        shape for scalars and histograms. Text is a string, which only `Step.end` can return, because jitted code can't
-        return strings.
-      type: The kind of the value, which determines how a writer displays it.
+      value: An array, of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, or `[N, T, C]` for audio.
+        Scalars and histograms may have any shape. Text is a string, which only `Step.end` can return, because jitted
+        code can't return strings.
+      type: The kind of value, which determines how a writer displays it.
       metadata: Hashable values for the writer, keyed by name, such as `{"sample_rate": 16_000}` for audio or
         `{"num_buckets": 30}` for a histogram.
 

@@ -115,7 +115,7 @@ class CheckpointAction(Action):
 
     @property
     def last_stall_secs(self) -> float | None:
-        """The number of seconds that the last save blocked the run; None before the first save."""
+        """The number of seconds for which the last save blocked the run; None before the first save."""
         return self._writer.last_stall_secs
 
     @property

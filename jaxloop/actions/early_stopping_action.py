@@ -101,7 +101,7 @@ class EarlyStoppingAction(Action):
         self._is_over = False
 
     def change(self, name: str, value: Any) -> None:
-        """Changes `patience` (in its original unit) or `min_delta`."""
+        """Changes `patience` (its unit stays the same) or `min_delta`."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if name == "patience" and is_number and value > 0 and (self._unit or value == int(value)):
             self._patience = value
@@ -112,7 +112,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def patience(self) -> int | None:
-        """The number of measurements without an improvement that ends the run; None if the patience is a period."""
+        """The number of consecutive measurements without an improvement after which the run ends; None for a period."""
         return None if self._unit else int(self._patience)
 
     @property

@@ -480,7 +480,7 @@ class Stepper:
         return (self.call.queue and self.call.queue.newest_scalars()) or metrics.newest_scalars(self.ledger.loop)
 
     def count_weights(self) -> None:
-        """Adds the latest steps to the ledger's count, each weighted by its number of examples."""
+        """Counts the latest steps in the ledger, weighting each by its number of examples."""
         call = self.call
         self._check_batches(self.guard.read(call.state))
         if new := self.guard.newly_skipped():

@@ -12,7 +12,7 @@ from jaxloop.partition.partitioner import SMALL
 
 @final
 class FSDPPartitioner(_LeafPartitioner):
-    """Splits parameters and optimizer state over `data_axis`, like the batch (FSDP, or ZeRO-3).
+    """Shards parameters and optimizer state over `data_axis`, just like the batch. This is known as FSDP or ZeRO-3.
 
     During a step, each device gathers the parameters that it needs from the other devices. On n devices, each device
     holds 1/n of the state, except for leaves that are small or can't be divided evenly; `report` lists these leaves.
