@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -92,4 +93,5 @@ def _tell(workdir: str, given: Sequence[str], wait_secs: float) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Exit silently when `head` or a pager closes the pipe.
     sys.exit(main())

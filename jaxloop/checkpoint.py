@@ -183,7 +183,7 @@ def restore(
       transforms: A dict that renames saved leaves by mapping patterns of saved paths to paths in the state, as in
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
       any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything
-        except `opt_state` is restored, and a message is logged.
+        except `opt_state` is restored, and the differences are logged.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.

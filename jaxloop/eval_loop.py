@@ -16,7 +16,8 @@ class EvalLoop(ActionLoop):
     """Evaluates a state without changing or donating it.
 
     Hooks:
-      begin, end: See `Loop`. Overrides must call the parent method, which calls the actions and adds the statistics.
+      begin, end: See `Loop`. Overrides must call the parent method, which calls the actions and adds the statistics. An
+        override of `end` can add values to the outputs before it calls `super().end(...)`.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     `jaxloop.metrics.summarize` computes example-weighted means of the outputs. These are the exact means over the

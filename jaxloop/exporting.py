@@ -69,8 +69,8 @@ def export(
         if batch_size is None:
             error.add_note("The model may not support every batch size. Give jaxloop.export(..., batch_size=...).")
         raise
-    target = files.absolute(path)
+    serialized, target = exported.serialize(), files.absolute(path)
     unfinished = target.with_name(f"{target.name}.tmp")
     with files.open_file(unfinished, "wb") as file:
-        file.write(exported.serialize())
+        file.write(serialized)
     unfinished.replace(target)

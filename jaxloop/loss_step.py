@@ -93,9 +93,9 @@ class LossStep(NumpyStep):
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples. The update is the same as for the whole
-    batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a multiple of
-    four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for convolutions inside the loop
-    over micro-batches.
+    batch, but needs a quarter of the memory. However, batch normalization uses the statistics of each micro-batch. With
+    per-example losses, the batch size doesn't have to be a multiple of four. On a mesh, each row stays on its device.
+    On CPUs, XLA generates slow code for convolutions inside the loop over micro-batches.
 
     Args:
       base_prng: See `Step`, which also describes the arguments that are not listed here.

@@ -90,7 +90,7 @@ def ema_params(state: Any) -> Any:
     if len(found) != 1:
         raise ValueError(
             f"The optimizer's state has {len(found) or 'no'} averages of the parameters, but must have exactly "
-            "one. Make the state with LossStep(..., ema=0.999), or with optax.chain(optimizer, "
+            "one. Make the state with the train step, LossStep(..., ema=0.999), or with optax.chain(optimizer, "
             "jaxloop.optimizers.ema(0.999))."
         )
     return jax.tree.map(lambda average, leaf: average.astype(leaf.dtype), found[0].params_ema, state.params)

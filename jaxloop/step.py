@@ -330,10 +330,11 @@ class Step:
         `PyTreeSave`.
 
         Args:
-          state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer differs, or
-            if `state` has no optimizer, the given `opt_state` is kept and a message is logged.
-          checkpoint_dir: The directory that contains one subdirectory per step. If it contains no checkpoints,
-            `restore_model` logs a message and returns `state` unchanged.
+          state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer differs, the
+            given `opt_state` is kept and a warning is logged. If `state` has no optimizer, the saved `opt_state` is
+            ignored.
+          checkpoint_dir: The directory that contains one subdirectory per step. If it doesn't exist or contains no
+            checkpoints, `restore_model` returns `state` unchanged, and logs this only at level INFO.
           step: The step of the checkpoint. If None, the newest undamaged checkpoint is restored, and a warning is
             logged for each damaged checkpoint that is skipped.
           transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in `state`, as in
@@ -546,8 +547,8 @@ class Step:
           evaluates: Whether to trace `run` for `evaluate`, which ignores the new state.
 
         Raises:
-          TypeError, ValueError: If `run` doesn't return `(state, outputs)`, or changes the structure of the state.
-            Errors raised by `run` itself are propagated.
+          Exception: A `TypeError` or a `ValueError` if `run` doesn't return `(state, outputs)` or changes the structure
+            of the state. Errors raised by `run` itself are propagated.
         """
         if evaluates:
             evaluate = functools.wraps(self.run)(lambda state, batch: self._checked_outputs(state, batch))

@@ -35,7 +35,7 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
     pending saves have been committed. A third process then resumes the killed run. Observing the processes doesn't
     change their code path, so they behave exactly like your program, even with several steps per dispatch. The function
     first compares the batch, the state and the outputs of each step after the checkpoint, then all leaves of the final
-    state, and finally the history (except for times).
+    state, and finally the history (except for times). For example::
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.

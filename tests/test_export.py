@@ -109,3 +109,15 @@ def test_error_suggests_batch_size_if_the_model_needs_it(tmp_path):
         jaxloop.export(step, broken, [1, 3], tmp_path / "model")
     assert "batch_size=" in "".join(caught.value.__notes__)
     assert not list(tmp_path.iterdir())
+
+
+def test_failed_export_leaves_no_file(tmp_path, monkeypatch):
+    def fail(self):
+        raise ImportError("flatbuffers")
+
+    step = jaxloop.LossStep(jax.random.key(0), Linen(), loss=loss)
+    state = step.initialize_model([1, 8, 8, 1], train=False)
+    monkeypatch.setattr(jax.export.Exported, "serialize", fail)
+    with pytest.raises(ImportError, match="flatbuffers"):
+        jaxloop.export(step, state, [1, 8, 8, 1], tmp_path / "model")
+    assert not list(tmp_path.iterdir())

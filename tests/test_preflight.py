@@ -495,7 +495,12 @@ MISTAKES = {
         "No metric named 'test/accuracy'.*test/loss",
         True,
     ),
-    "an unknown evaluation": ({"best": "valid/loss"}, "CheckpointAction", "No metric named 'valid/loss'", True),
+    "an unknown evaluation": (
+        {"best": "valid/loss"},
+        "best=('valid/loss', 'min')",
+        "No metric named 'valid/loss'",
+        True,
+    ),
     "a metric that is never measured when its action runs": (
         {"train_actions": (STOPPING("test/loss", interval=after(1).then(every(100))),)},
         "EarlyStoppingAction",

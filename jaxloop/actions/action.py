@@ -122,8 +122,8 @@ class Action(abc.ABC):
 
         Args:
           state: The abstract train state (shapes and dtypes only).
-          outputs: Outputs with the same structure as those that the action would receive, but with every number set to
-            1. None for a begin action.
+          outputs: Outputs with the same structure as those that the action would receive, but with all numbers equal to
+            1; None for a begin action.
         """
         return ()
 

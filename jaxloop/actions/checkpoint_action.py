@@ -124,7 +124,8 @@ class CheckpointAction(Action):
         return self._writer.last_wait_secs
 
     def __repr__(self) -> str:
-        return f"CheckpointAction({str(self.directory)!r}, interval={self.interval})"
+        best = "" if self._best is None else f", best={self._best!r}"
+        return f"CheckpointAction({str(self.directory)!r}, interval={self.interval}{best})"
 
     def __call__(
         self,

@@ -45,7 +45,7 @@ class EarlyStoppingAction(Action):
     Add it to the eval loop that computes the metric; the loop calls it after each evaluation. You can also add it to
     the train loop, with the interval of the evaluation: `interval=every(steps=100)`. In a train loop, the default
     interval of 1 means once per loop; if the whole run is a single loop, the action is called only when it ends. When
-    the action stops the run, it logs the reason.
+    the action stops the run, it logs the reason at level INFO.
 
     Hooks:
       __call__, finish, close, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
