@@ -1,6 +1,7 @@
-# `make demo` trains a model, `make test` runs all checks, `make chaos` breaks many runs, `make bench` measures speed,
-# and `make test-wheel` and `make test-oldest` test a release. Each target creates the virtual environment that it
-# needs, in .venv or (for the wheel) in a temporary directory.
+# `make demo` trains a model, `make test` runs all checks and the fast tests, `make test-slow` runs the other tests,
+# `make chaos` breaks many runs, `make bench` measures speed, and `make test-wheel` and `make test-oldest` test a
+# release. Each target creates the virtual environment that it needs, in .venv or (for the wheel) in a temporary
+# directory.
 
 # The newest installed Python that all packages of the tests support. JAX 0.11 and newer need 3.12.
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3,$(shell $(name) -c pass 2>/dev/null && echo $(name))))
@@ -9,7 +10,7 @@ BIN := .venv/bin
 # End the tests if a worker dies. Otherwise pytest-xdist would start another one, and would sometimes wait forever.
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test test-wheel test-oldest chaos bench colabs docs clean
+.PHONY: demo test test-slow test-wheel test-oldest chaos bench colabs docs clean
 
 demo: .venv/demo.installed
 	$(BIN)/python -m jaxloop.examples.digits --workdir=runs/digits
@@ -18,7 +19,10 @@ test: .venv/test.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest $(IN_PARALLEL)
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m 'not slow'
+
+test-slow: .venv/test.installed
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m slow
 
 # Test the installed wheel: first without optional packages, then with all tests, which are copied to a directory
 # without the sources. To run only some of the tests, set TESTS=tests/test_loop.py, for example.

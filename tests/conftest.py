@@ -43,22 +43,32 @@ from programs.check_first import check_first
 
 from jaxloop import partition
 
-# These run first. Otherwise, one of the two workers would still be running them while the other is idle.
-LONGEST_FILES = [
-    "test_colabs.py",
-    "test_mnist_tutorial.py",
-    "test_faults.py",
-    "test_whole_run.py",
-    "test_digits.py",
+# Tests of complete programs, notebooks, builds and multi-process jobs. `make test` leaves them to `make test-slow`.
+SLOW_FILES = [
+    "test_distributed.py",
     "test_recipes.py",
-    "test_runs.py",
-    "test_testing.py",
+    "test_colabs.py",
+    "test_docs.py",
+    "test_rewinding.py",
+    "test_digits.py",
+    "test_faults.py",
+    "test_mnist_tutorial.py",
+    "test_watchdog.py",
+    "test_transformer.py",
+    "test_docs_build.py",
+    "test_benchmarks.py",
+    "test_packaging.py",
 ]
+# These run first. Otherwise, one of the two workers would still be running them while the other is idle.
+LONGEST_FILES = [*SLOW_FILES, "test_runs.py", "test_layouts.py", "test_whole_run.py", "test_optimizers.py"]
 
 
 def pytest_collection_modifyitems(items):
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    for item in items:
+        if item.path.name in SLOW_FILES:
+            item.add_marker("slow")
 
 
 class RecordingWriter:

@@ -31,7 +31,7 @@ PLACES = {
 }
 # These runs don't hang. In the second one, compiling takes longer than a step may take. In the third one, so do tracing
 # a program, its first run, an evaluation, a save, and the steps that the host waits for before a save. The numbers are
-# those of the slow compilations per process.
+# the least numbers of slow compilations per process.
 HEALTHY = {"none": 0, "compiling": 2, "slow": 1}
 LIMIT_SECS = 2
 
@@ -52,7 +52,7 @@ def problems_of(directory, place, *, processes, process):
                 for secs in re.findall(r"Compiled HangingStep.run in ([\d.]+) s", printed)
                 if float(secs) > LIMIT_SECS
             ]
-            is_ok = is_ok and len(slow) == HEALTHY[place] * processes
+            is_ok = is_ok and len(slow) >= HEALTHY[place] * processes
         return [] if is_ok else [f"it ended with {job.returncode}: {printed[-3000:]}"]
     (hung,) = pathlib.Path(directory).glob("failures/hang-*")
     reports = {number: (hung / f"process-{number}.txt").read_text() for number in range(processes)}
