@@ -135,7 +135,7 @@ class _Watching(threading.Thread):
         when it has been computed.
         """
         kind = self._train.progress.stopwatch.kind
-        return self._limit(kind), kind, self._steps(), *map(_counts, (self._train, *self._evals))
+        return self._limit(kind), kind, *map(_counts, (self._train, *self._evals))
 
     def _steps(self) -> int:
         """Returns the number of train steps that this process has completed."""

@@ -32,7 +32,8 @@ class Problem:
     Attributes:
       where: The part of the run that has the problem, such as "train step" or "eval 'test'".
       text: What was expected, what was found, and how to fix it.
-      is_error: True if the run would fail; False if it would do something that is probably not intended.
+      is_error: True if the run would fail, or if a part of it could never do what was asked for; False if the run would
+        do something that is probably not intended.
     """
 
     where: str
@@ -41,7 +42,7 @@ class Problem:
 
 
 class CheckError(ValueError):
-    """Raised if a run would fail. The report is the error message."""
+    """Raised if a report contains errors. The report is the error message."""
 
 
 @final
