@@ -19,6 +19,11 @@ def test_a_hang_in_one_of_two_processes_is_named_and_both_exit(tmp_path):
     assert hanging.problems_of(tmp_path / "run", "data", processes=2, process=1) == []
 
 
+def test_a_run_with_slow_data_goes_on(tmp_path):
+    """Several batches together take longer to read than a step may take."""
+    assert hanging.problems_of(tmp_path / "run", "reading", processes=1, process=0) == []
+
+
 def test_a_slow_run_within_its_limits_goes_on(tmp_path):
     """Compiling, a program's first run, evaluating, saving, and several steps together take longer than a step may."""
     assert hanging.problems_of(tmp_path / "run", "slow", processes=1, process=0) == []

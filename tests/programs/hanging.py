@@ -29,10 +29,11 @@ PLACES = {
     "save": "in CheckpointAction",
     "eval": "reading batch 8 of the evaluation 'test'",
 }
-# These runs don't hang. In the second one, compiling takes longer than a step may take. In the third one, so do tracing
-# a program, its first run, an evaluation, a save, and the steps that the host waits for before a save. The numbers are
-# the least numbers of slow compilations per process.
-HEALTHY = {"none": 0, "compiling": 2, "slow": 1}
+# These runs don't hang. In the first one, several batches together take longer to read than a step may take, and the
+# host doesn't run ahead. In the second one, compiling takes longer than a step may take. In the third one, so do
+# tracing a program, its first run, an evaluation, a save, and the steps that the host waits for before a save. The
+# numbers are the least numbers of slow compilations per process.
+HEALTHY = {"reading": 0, "compiling": 2, "slow": 1}
 LIMIT_SECS = 2
 
 
@@ -127,6 +128,8 @@ def main(directory, place, process):
     def batch_of(number, name="data", rows=4):
         if number == AT:
             hang(name)
+        if place == "reading" and name == "data":
+            time.sleep(0.4 * LIMIT_SECS)
         if place in ("compiling", "slow") and name == "data" and number >= AT:
             rows *= 2
         if name == "eval" and number == AT:
@@ -148,7 +151,11 @@ def main(directory, place, process):
     eval_step = HangingStep(jax.random.key(0), nn.Dense(1), partitioner=partitioner)
     save = jaxloop.CheckpointAction(os.path.join(directory, "checkpoints"), every(steps=5))
     outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(train_step, end_actions=[HangingAction(every(steps=1)), save]),
+        jaxloop.TrainLoop(
+            train_step,
+            end_actions=[HangingAction(every(steps=1)), save],
+            max_steps_in_flight=1 if place == "reading" else None,
+        ),
         [jaxloop.EvalLoop(eval_step)],
         workdir=directory,
         watchdog=jaxloop.Watchdog(
