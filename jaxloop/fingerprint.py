@@ -60,8 +60,8 @@ def _describe_part(part: Any) -> str:
     for name in names:
         value = found.get(name)
         value = found.get(f"_{name}") if value is None or callable(value) else value
-        if hasattr(value, "numpy") and not np.ndim(value):  # An eager tf.Tensor.
-            value = _attempt(lambda tensor=value: tensor.numpy().item())  # pyright: ignore[reportOptionalMemberAccess]
+        if value is not None and hasattr(value, "numpy") and not np.ndim(value):  # An eager tf.Tensor.
+            value = _attempt(lambda tensor=value: tensor.numpy().item())
         if isinstance(value, bool | int):
             shown.append(f"{name}={value!r}")
     transform = found.get("transform_name") or found.get("_transform_name")

@@ -336,7 +336,7 @@ class OuterLoop:
           topology: The TPU topology to compile the train step for, such as "v5e:16x16". The TPUs don't have to be
             attached to this machine. The report then lists the memory, FLOPs and communication per device, and contains
             an error if the step doesn't fit in memory. Batches must be global, that is, contain the rows for all
-            devices. Requires libtpu (`pip install 'jaxloop[tpu-check]'`).
+            devices. Requires libtpu (`pip install libtpu`).
 
         Returns:
           A report with the plan and all problems. `report.raise_errors()` raises an exception if the report contains

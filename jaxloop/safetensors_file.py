@@ -61,9 +61,7 @@ def _library() -> Any:
     try:
         import safetensors.numpy
     except ImportError:
-        raise ImportError(
-            "A .safetensors file needs the package safetensors: pip install 'jaxloop[safetensors]'"
-        ) from None
+        raise ImportError("A .safetensors file needs the package safetensors: pip install safetensors") from None
     return safetensors
 
 

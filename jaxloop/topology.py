@@ -29,9 +29,7 @@ def devices_of(topology: str) -> Sequence[Any]:
     if not isinstance(topology, str) or ":" not in topology:
         raise ValueError(f"topology must be a TPU and its grid of chips, such as {_EXAMPLES}, got {topology!r}.")
     if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            f"To compile for {printable(topology)} on this machine, install libtpu: pip install 'jaxloop[tpu-check]'."
-        )
+        raise ImportError(f"To compile for {printable(topology)} on this machine, run: pip install libtpu")
     from jax.experimental import topologies
 
     for name, value in _ENVIRONMENT.items():

@@ -1,4 +1,3 @@
-import logging as python_logging
 import re
 import subprocess
 import sys
@@ -264,20 +263,6 @@ def test_default_writer_writes_event_files_without_tensorflow(without_tensorflow
     assert run.stdout.strip() == "[(3, 0.25)] ['image'] ['weights']", run.stderr
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Raised by TensorFlow.
-def test_default_writer_uses_clu_without_tensorboardx(tmp_path, logs, monkeypatch):
-    pytest.importorskip("tensorflow")
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    writer = actions.default_writer(tmp_path)
-    assert type(writer).__module__.startswith("clu.metric_writers")
-    actions.SummaryAction(writer, flush_each_call=True)(
-        None, {"loss": 0.25, "image": np.zeros([1, 8, 8, 1])}, step_num=3
-    )
-    assert "[3] loss=0.25" in logs.text
-    assert list(tmp_path.glob("events.out.tfevents*"))
-    writer.close()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_async_writer_gets_no_second_thread():
     pytest.importorskip("tensorflow")
@@ -296,16 +281,6 @@ def test_async_writer_gets_no_second_thread():
     assert [thread.name for thread in threading.enumerate() if thread not in before] == ["AsyncWriter_0"]
     summary.close()
     assert Writer.steps == [0, 1, 2]
-
-
-def test_default_writer_only_logs_without_tensorflow_and_tensorboardx(without_tensorflow, tmp_path, monkeypatch, logs):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    writer = actions.default_writer(tmp_path)
-    assert "pip install tensorboardX" in logs.text
-    writer.write_scalars(3, {"loss": 0.25})
-    writer.write_images(3, {"image": np.zeros([2, 8, 8, 1])})
-    assert "[3] loss=0.25" in logs.text and "'image': (2, 8, 8, 1)" in logs.text
-    assert logs.records[-1].levelno == python_logging.INFO
 
 
 def test_save_copies_the_state(tmp_path):

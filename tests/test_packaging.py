@@ -179,7 +179,7 @@ def test_dir_shows_public_names_only():
 def test_the_test_extra_includes_the_extras_without_the_trackers():
     extras = PROJECT["optional-dependencies"]
     trackers = {"aim", "comet", "mlflow", "trackio", "wandb"}
-    others = {"bench", "data", "demo", "docs", "metrics", "plots", "safetensors", "tensorflow", "test", "tpu-check"}
+    others = {"bench", "data", "demo", "docs", "lint", "plots", "safetensors", "tensorflow", "test", "tpu-check"}
     assert set(extras) == others | trackers
     own = [need for need in map(Requirement, extras["test"]) if need.name == "jaxloop"]
-    assert set.union(*(need.extras for need in own)) == others - {"bench", "test", "tpu-check"}
+    assert set.union(*(need.extras for need in own)) == others - {"bench", "lint", "test", "tpu-check"}

@@ -125,14 +125,6 @@ def test_announces_compilation_and_leaves_no_bar_on_failure(bar):
     assert not any("/40" in line or "of 40" in line for line in failed.lines)  # No bar remains.
 
 
-def test_without_tqdm_prints_lines_and_warns_once(monkeypatch, warnings_logged):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    for _ in range(2):
-        run = Run(stream=Terminal(), total=40).steps(40).close()
-    assert run.lines[-1].startswith("step 40 of 40 (100%)")
-    assert len(warnings_logged()) == 1 and "pip install tqdm" in warnings_logged()[0]
-
-
 def test_a_bar_in_a_notebook_is_redrawn_on_stdout(monkeypatch, capsys):
     """The bar also works without ipywidgets, and without the warning that tqdm would print."""
     shell = types.SimpleNamespace(kernel=True)

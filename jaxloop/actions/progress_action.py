@@ -108,8 +108,8 @@ class ProgressAction(Action):
       interval: See `Action`. By default, the display is updated up to ten times per second, and steps between updates
         have no overhead.
       bar: "tqdm" shows a bar, "plain" prints occasional lines, and "auto" shows a bar where it can be redrawn (on a
-        terminal or in a notebook) and prints lines elsewhere. If tqdm is not installed, lines are printed instead of a
-        bar. If the output goes to a file, at most one line is printed every 10 seconds, and even fewer in a long run.
+        terminal or in a notebook) and prints lines elsewhere. If the output goes to a file, at most one line is printed
+        every 10 seconds, and even fewer in a long run.
       min_seconds: The minimum number of seconds between two updates of the display.
       names: The metrics to show, in this order. If None, all metrics except the loop's statistics (`jaxloop/...`) are
         shown. Evaluation metrics are always shown.
@@ -222,11 +222,7 @@ class ProgressAction(Action):
         redraws = bool(getattr(stream, "isatty", lambda: False)()) or _is_notebook(stream)
         if self._kind == "plain" or (self._kind == "auto" and not redraws):
             return _PlainBar(stream)
-        if checks.is_installed("tqdm"):
-            return _TqdmBar(stream, redraws, progress)
-        text = "ProgressAction shows plain lines instead of a bar, because tqdm is not installed: pip install tqdm."
-        logging.log_first_n(logging.WARNING, text, 1)
-        return _PlainBar(stream)
+        return _TqdmBar(stream, redraws, progress)
 
     # Results of evaluations --------------------------------------------------------------------------
 

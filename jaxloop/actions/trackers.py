@@ -39,7 +39,7 @@ class _TrackerWriter(abc.ABC):
         try:
             self._module: Any = importlib.import_module(self._package)
         except ModuleNotFoundError as error:
-            text = f"{type(self).__name__} needs the package {error.name}: pip install 'jaxloop[{self._extra}]'."
+            text = f"{type(self).__name__} needs the package {error.name}: pip install {self._package}"
             raise ModuleNotFoundError(text, name=error.name) from error
         self._workdir = files.absolute(workdir)
         self._file = self._workdir / f"tracked_run_{self._extra}.json"

@@ -8,21 +8,15 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks, distributed
+from jaxloop import checkpoint, distributed
 from jaxloop.actions.event_file import EventFile
 from jaxloop.text import printable
 
 
-def default_writer(workdir: epath.PathLike) -> Any:
+def default_writer(workdir: epath.PathLike) -> "LogWriter":
     """Returns a writer that writes TensorBoard event files to `workdir` and logs scalars.
 
-    The writer uses tensorboardX if it is installed. Otherwise, if clu, TensorFlow and TensorBoard are installed, this
-    function returns `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which
-    would otherwise allocate their memory. With clu's writer, the first row takes seconds to write, and each later row
-    takes about fifty times as long as with tensorboardX. If those packages are missing too, this function logs a
-    warning and returns a writer that only logs scalars.
-
-    In a multi-process job, only the first process writes files.
+    In a multi-process job, only the first process writes files; the others only log.
 
     Raises:
       OSError: If the directory can't be written to.
@@ -30,32 +24,7 @@ def default_writer(workdir: epath.PathLike) -> Any:
     if not distributed.is_first_process():
         return LogWriter()
     checkpoint.prepare_directory(workdir)
-    if checks.is_installed("tensorboardX"):
-        return TensorBoardWriter(workdir)
-    if all(map(checks.is_installed, ("clu", "tensorflow", "tensorboard"))):  # clu's writer imports the other two.
-        _hide_accelerators_from_tensorflow()
-        from clu import metric_writers
-
-        return metric_writers.create_default_writer(workdir, asynchronous=False)
-    logging.warning(
-        "Neither TensorFlow nor tensorboardX is installed: summaries are logged, and no event file is written to "
-        f"{workdir}. To write one: pip install tensorboardX"
-    )
-    return LogWriter()
-
-
-def _hide_accelerators_from_tensorflow() -> None:
-    import tensorflow as tf
-
-    for kind in ("GPU", "TPU"):
-        if tf.config.get_visible_devices(kind):
-            try:
-                tf.config.set_visible_devices([], kind)
-            except RuntimeError:  # TensorFlow has already started.
-                logging.warning(
-                    f"TensorFlow holds the memory of the {kind}s, because it was used before jaxloop could hide them. "
-                    f"Call tf.config.set_visible_devices([], {kind!r}) at the start of the program."
-                )
+    return TensorBoardWriter(workdir)
 
 
 class LogWriter:

@@ -15,8 +15,7 @@ import sys
 import tempfile
 
 OPTIONAL = (
-    "clu crc32c equinox grain haiku keras matplotlib pandas sklearn tensorboard tensorboardX tensorflow "
-    "tensorflow_datasets torch tqdm"
+    "crc32c equinox grain haiku keras matplotlib pandas sklearn tensorboard tensorflow tensorflow_datasets torch"
 ).split()
 for name in OPTIONAL:
     sys.modules[name] = None  # pyright: ignore[reportArgumentType]
