@@ -94,7 +94,7 @@ def test_importing_jaxloop_is_cheap_and_does_not_change_the_jax_config():
         "assert {name: jax.config.values[name] for name in before} == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
         "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch',"
-        "'tqdm', 'equinox', 'haiku', 'pandas', 'clu', 'mlflow', 'trackio', 'wandb', 'aim', 'comet_ml'};"
+        "'tqdm', 'equinox', 'haiku', 'pandas', 'clu', 'mlflow', 'trackio', 'wandb'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -130,7 +130,7 @@ def test_public_names_are_in_their_modules(module, name):
 PROTOCOL_METHODS = ("tree_flatten", "tree_flatten_with_keys", "tree_unflatten", "get_state", "set_state")
 DOCUMENTED_ELSEWHERE = (
     "actions.writers.LogWriter",
-    *(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb", "Aim", "Comet")),
+    *(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb")),
 )
 
 

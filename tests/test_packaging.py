@@ -178,7 +178,7 @@ def test_dir_shows_public_names_only():
 
 def test_the_test_extra_includes_the_extras_without_the_trackers():
     extras = PROJECT["optional-dependencies"]
-    trackers = {"aim", "comet", "mlflow", "trackio", "wandb"}
+    trackers = {"mlflow", "trackio", "wandb"}
     others = {"bench", "data", "demo", "docs", "lint", "plots", "safetensors", "tensorflow", "test", "tpu-check"}
     assert set(extras) == others | trackers
     own = [need for need in map(Requirement, extras["test"]) if need.name == "jaxloop"]

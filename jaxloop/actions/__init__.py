@@ -11,8 +11,6 @@ from jaxloop.actions.profile_action import ProfileAction as ProfileAction
 from jaxloop.actions.progress_action import ProgressAction as ProgressAction
 from jaxloop.actions.spike_guard import SpikeGuard as SpikeGuard
 from jaxloop.actions.summary_action import SummaryAction as SummaryAction
-from jaxloop.actions.trackers import AimWriter as AimWriter
-from jaxloop.actions.trackers import CometWriter as CometWriter
 from jaxloop.actions.trackers import MlflowWriter as MlflowWriter
 from jaxloop.actions.trackers import TrackioWriter as TrackioWriter
 from jaxloop.actions.trackers import WandbWriter as WandbWriter

@@ -1,4 +1,4 @@
-"""Writers for experiment trackers: MLflow, trackio, Weights & Biases, Aim and Comet."""
+"""Writers for experiment trackers: MLflow, trackio and Weights & Biases."""
 
 import abc
 import contextlib
@@ -33,7 +33,6 @@ class _TrackerWriter(abc.ABC):
     """
 
     _package: ClassVar[str]
-    _extra: ClassVar[str]
 
     def __init__(self, workdir: epath.PathLike):
         try:
@@ -42,7 +41,7 @@ class _TrackerWriter(abc.ABC):
             text = f"{type(self).__name__} needs the package {error.name}: pip install {self._package}"
             raise ModuleNotFoundError(text, name=error.name) from error
         self._workdir = files.absolute(workdir)
-        self._file = self._workdir / f"tracked_run_{self._extra}.json"
+        self._file = self._workdir / f"tracked_run_{self._package}.json"
         self._lock = threading.RLock()
         self._id: str | None = None
         self._is_open, self._is_described = False, True
@@ -71,9 +70,6 @@ class _TrackerWriter(abc.ABC):
     @abc.abstractmethod
     def _close(self) -> None:
         """Closes the tracked run once all of its points are stored."""
-
-    def _new_id(self) -> str:
-        return secrets.token_hex(16)
 
     def _name(self, name: str) -> str:
         """Returns the name under which the tracker stores a value."""
@@ -171,7 +167,7 @@ class _TrackerWriter(abc.ABC):
             try:
                 if self._id is None:
                     files.prepare_directory(self._workdir)
-                    self._id = self._new_id()
+                    self._id = secrets.token_hex(16)
                     new = self._workdir / f"{self._file.name}.new"
                     with files.open_file(new, "w") as file:
                         file.write(json.dumps({"run": self._id}))
@@ -210,7 +206,12 @@ class _MediaWriter(_TrackerWriter):
         self._write(step, {name: self._text(text) for name, text in texts.items()})
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
+        values = {}
+        for name, image in images.items():
+            pictures = _pictures(image)
+            for i, each in enumerate(pictures):
+                values[name if len(pictures) == 1 else f"{name}/{i}"] = self._module.Image(each)
+        self._write(step, values)
 
     def write_histograms(
         self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
@@ -243,7 +244,7 @@ class MlflowWriter(_TrackerWriter):
       ModuleNotFoundError: If MLflow is not installed.
     """
 
-    _package, _extra = "mlflow", "mlflow"
+    _package = "mlflow"
 
     def __init__(
         self,
@@ -333,7 +334,7 @@ class TrackioWriter(_MediaWriter):
       ModuleNotFoundError: If trackio is not installed.
     """
 
-    _package, _extra = "trackio", "trackio"
+    _package = "trackio"
 
     def __init__(self, workdir: epath.PathLike, project: str, *, run_name: str | None = None):
         super().__init__(workdir)
@@ -405,10 +406,11 @@ class WandbWriter(_MediaWriter):
       TypeError: If you pass an option that the writer sets itself.
     """
 
-    _package, _extra = "wandb", "wandb"
+    _package = "wandb"
 
     def __init__(self, workdir: epath.PathLike, project: str | None = None, **options: Any):
-        _check_options(self, options, ("id", "resume", "dir", "reinit"))
+        if taken := sorted(options.keys() & {"id", "resume", "dir", "reinit"}):
+            raise TypeError(f"WandbWriter sets {', '.join(taken)} itself to let runs resume. Don't pass it.")
         super().__init__(workdir)
         self._options = {"project": project, **options}
         self._run: Any = None
@@ -459,139 +461,7 @@ class WandbWriter(_MediaWriter):
         return [] if self._id is None else sorted(self._workdir.glob(f"wandb/offline-run-*-{self._id}*"))
 
 
-@final
-class AimWriter(_MediaWriter):
-    """Writes scalars, images, text and histograms (as distributions) to Aim.
-
-    >>> import jaxloop
-    >>> def summaries(workdir):
-    ...     return jaxloop.SummaryAction(jaxloop.actions.AimWriter(workdir, "runs"), jaxloop.every(steps=100))
-
-    Aim stores one value per name and step, so if a step is repeated, its new points replace the old ones.
-    Hyperparameters and notes are stored as `run["hparams"]` and `run["notes"]`.
-
-    Args:
-      workdir: The run's work directory, which stores the ID of the tracked run.
-      repo: The Aim repository (a directory or a server), or None to use Aim's default.
-      **options: Further arguments for `aim.Run`, except for `run_hash` and `force_resume`.
-
-    Raises:
-      ModuleNotFoundError: If Aim is not installed.
-      TypeError: If you pass an option that the writer sets itself.
-    """
-
-    _package, _extra = "aim", "aim"
-
-    def __init__(self, workdir: epath.PathLike, repo: epath.PathLike | None = None, **options: Any):
-        _check_options(self, options, ("run_hash", "force_resume"))
-        super().__init__(workdir)
-        self._options = {"repo": None if repo is None else os.fspath(repo), **options}
-        self._run: Any = None
-
-    def _new_id(self) -> str:
-        run = self._module.Run(**self._options)
-        run.close()
-        return run.hash
-
-    def _open(self) -> None:
-        # A killed process leaves the run locked.
-        self._run = self._module.Run(run_hash=self._id, force_resume=self._run is None, **self._options)
-
-    def _describe(self) -> None:
-        self._run["hparams"], self._run["notes"] = self._hparams, self._notes
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            self._run.track(value, name=name, step=step)
-
-    def _points(self, step: int) -> Iterable[tuple[str, int, Any]]:
-        return ()
-
-    def _text(self, text: str) -> Any:
-        return self._module.Text(text)
-
-    def _histogram(self, array: Any, num_bins: int) -> Any:
-        return self._module.Distribution(array, bin_count=num_bins)
-
-    def _flush(self) -> None:
-        self._end()
-
-    def _close(self) -> None:
-        self._run.close()
-
-
-@final
-class CometWriter(_TrackerWriter):
-    """Writes scalars, images and text (as assets) to Comet.
-
-    >>> import jaxloop
-    >>> def summaries(workdir):
-    ...     return jaxloop.SummaryAction(jaxloop.actions.CometWriter(workdir, "digits"), jaxloop.every(steps=100))
-
-    Hyperparameters are stored as Comet parameters, and notes are stored as "others". The writer reads back the existing
-    metrics and doesn't write them again. A new image or text replaces an existing one with the same name and step. Each
-    flush waits until Comet has received everything. The writer only works online: Comet doesn't archive an offline
-    experiment until it ends, so the experiment would be lost if the process were killed.
-
-    Args:
-      workdir: The run's work directory, which stores the ID of the tracked run.
-      project: The name of the project.
-      **options: Further arguments for `comet_ml.start`, except for `experiment_key`, `mode` and `online`.
-
-    Raises:
-      ModuleNotFoundError: If comet_ml is not installed.
-      TypeError: If you pass an option that the writer sets itself.
-    """
-
-    _package, _extra = "comet_ml", "comet"
-
-    def __init__(self, workdir: epath.PathLike, project: str | None = None, **options: Any):
-        _check_options(self, options, ("experiment_key", "mode", "online"))
-        super().__init__(workdir)
-        self._options = {"project_name": project, **options}
-        self._run: Any = None
-
-    def _open(self) -> None:
-        own = {"experiment_key": self._id, "mode": "get_or_create", "online": True}
-        self._run = self._module.start(**own, **self._options)
-
-    def _describe(self) -> None:
-        self._run.log_parameters(self._hparams)
-        self._run.log_others(self._notes)
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log_metrics(values, step=step)
-
-    def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
-        experiment = self._module.API(api_key=self._options.get("api_key")).get_experiment_by_key(self._id)
-        for each in (experiment and experiment.get_metrics()) or ():
-            if each["step"] is not None and each["step"] >= step:
-                yield each["metricName"], each["step"], each["metricValue"]
-
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        with self._using():
-            for name, text in texts.items():
-                self._run.log_asset_data(text, name=f"{name}/{step}.txt", overwrite=True, step=step)
-
-    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        with self._using():
-            for name, each in _named_pictures(images):
-                self._run.log_image(each, name=f"{name}/{step}", overwrite=True, step=step)
-
-    def _flush(self) -> None:
-        if not self._run.flush():
-            raise RuntimeError("Comet has not received everything, perhaps due to a lost connection. See its log.")
-
-    def _close(self) -> None:
-        self._run.end()
-
-
 _STEP = "jaxloop/step"
-
-
-def _check_options(writer: Any, options: Mapping[str, Any], own: Iterable[str]) -> None:
-    if taken := sorted(options.keys() & set(own)):
-        raise TypeError(f"{type(writer).__name__} sets {', '.join(taken)} itself to let runs resume. Don't pass it.")
 
 
 def _is_same(name: str, known: Any, value: Any) -> bool:
@@ -612,9 +482,3 @@ def _pictures(image: Any) -> list[np.ndarray]:
     if batch.dtype != np.uint8:
         batch = (np.clip(batch.astype(np.float32), 0, 1) * 255).astype(np.uint8)
     return list(np.repeat(batch, 3, axis=-1) if batch.shape[-1] == 1 else batch)
-
-
-def _named_pictures(images: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    for name, image in images.items():
-        pictures = _pictures(image)
-        yield from ((name if len(pictures) == 1 else f"{name}/{i}", each) for i, each in enumerate(pictures))

@@ -7,7 +7,6 @@ import pathlib
 import random
 import signal
 import struct
-import subprocess
 import sys
 import time
 import traceback
@@ -151,34 +150,12 @@ def records_in(data, block=32768):
             record = b""
 
 
-def aim_points(directory):
-    aim = importlib.import_module("aim")
-    names, points, empty = aim.Repo(str(directory)).list_all_runs(), {}, 0
-    for name in names:
-        options = {"system_tracking_interval": None, "capture_terminal_logs": False}
-        # Reading requires a run that isn't read-only.
-        run = aim.Run(name, repo=str(directory), force_resume=True, **options)
-        if not list(run.metrics()):  # A kill while Aim is creating a run leaves an empty one.
-            empty += 1
-            continue
-        assert (run["hparams"]["lr"], run["notes"]["seed"]) == (0.1, 3)
-        for series in run.metrics():
-            frame = series.dataframe()
-            pairs = zip(frame["step"], frame["value"], strict=True)
-            points.setdefault(series.name, []).extend([int(step), float(value)] for step, value in pairs)
-    media = [[step, None] for step in range(10, NUM_STEPS + 1, 10)]  # Not checked for Aim.
-    return points | {"more/text": media, "more/image": media}, len(names) - empty
-
-
 WRITERS = {
     "mlflow": mlflow_writer,
     "trackio": lambda directory: actions.TrackioWriter(directory, directory.name),
     "wandb": lambda directory: actions.WandbWriter(directory, mode="offline"),
-    "aim": lambda directory: actions.AimWriter(
-        directory, directory, system_tracking_interval=None, capture_terminal_logs=False
-    ),
 }
-POINTS = {"mlflow": mlflow_points, "trackio": trackio_points, "wandb": wandb_points, "aim": aim_points}
+POINTS = {"mlflow": mlflow_points, "trackio": trackio_points, "wandb": wandb_points}
 
 
 def problems(directory, tracker):
@@ -216,10 +193,6 @@ def num_rows(directory):
 def kill_and_resume(directory, tracker, kills, seed):
     """Kills a run at random moments, then lets it finish; returns the number of kills, and the tracker's problems."""
     directory.mkdir(parents=True)
-    if tracker == "aim":  # A kill while Aim is creating a repository would leave it incomplete.
-        subprocess.run(
-            [sys.executable, "-c", f"import aim; aim.Repo.from_path({str(directory)!r}, init=True)"], check=True
-        )
     rng, killed, was_killed = random.Random(seed), 0, True
     while was_killed:
         begins, pid = time.monotonic(), start(directory, tracker)
