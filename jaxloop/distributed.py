@@ -12,7 +12,7 @@ import jax
 from absl import logging
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PROCESSES", "JAXLOOP_PROCESS_ID"
-"""The environment variables that `python -m jaxloop.launch` sets to describe the job to each process."""
+"""The environment variables from which `initialize` takes the arguments that are not given."""
 
 EXIT_CODE_OF_FOLLOWER = 76
 """The exit code of a process that exits because another process failed."""
@@ -34,9 +34,9 @@ def initialize(
 ) -> None:
     """Connects this process to the other processes of its job. Call this first, before using JAX.
 
-    Without arguments, this function detects a job started by `python -m jaxloop.launch`. Like
-    `jax.distributed.initialize`, it also detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes. If it
-    doesn't find a job, the program continues as a single process.
+    Without arguments, this function reads the environment variables JAXLOOP_COORDINATOR, JAXLOOP_NUM_PROCESSES and
+    JAXLOOP_PROCESS_ID. If they are not set, it detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes,
+    as `jax.distributed.initialize` does. If it doesn't find a job, the program continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. If a process raises an uncaught exception, it prints
     the exception and its process index, and exits immediately. The other processes notice within `heartbeat_secs` and

@@ -64,7 +64,7 @@ def modules():
     left, width, height, gap = 20, 700, 56, 12
     third, half = (width - 2 * gap) / 3, (width - gap) / 2
     rows = [
-        [("APIs and tools", "functional · fitting · testing · launch · examples", width, VIOLET)],
+        [("APIs and tools", "functional · fitting · testing · examples", width, VIOLET)],
         [("The experiment", "outer_loop · training · evaluations · whole_run · specs · preflight", width, BLUE)],
         [("Loops", "loop · stat_loop · action_loop · train_loop · eval_loop", width, BLUE)],
         [("The engine", "engine/: engine · moments · stepper · progress · agenda · ledger · program", width, BLUE)],

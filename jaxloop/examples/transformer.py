@@ -1,11 +1,12 @@
 """Trains a decoder-only transformer, byte by byte, on the source code of Python's standard library.
 
     python -m jaxloop.examples.transformer --workdir=runs/transformer
-    python -m jaxloop.launch --processes 2 --devices 2 -m jaxloop.examples.transformer --workdir=runs/transformer
 
-The first command trains the "tiny" model on a CPU, in a minute or two, and prints a sample of generated text at each
-evaluation. The second one trains in two processes, as if on two hosts. Ctrl-C saves the state and exits with code 130.
-To resume an interrupted or killed run, run the same command again.
+This command trains the "tiny" model on a CPU, in a minute or two, and prints a sample of generated text at each
+evaluation. Ctrl-C saves the state and exits with code 130. To resume an interrupted or killed run, run the same command
+again. With the script start.sh of docs/scaling.md, the model trains in two processes, as if on two hosts:
+
+    bash start.sh 2 -m jaxloop.examples.transformer --workdir=runs/transformer
 
 --check prints the plan of the run and any problems, without training. --size=124m is for a GPU. --partitioner chooses
 the layout over several devices:

@@ -4,7 +4,6 @@ import functools
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import time
 
@@ -40,10 +39,10 @@ LIMIT_SECS = 2
 def problems_of(directory, place, *, processes, process):
     """Runs this program in several processes, one of which hangs; returns what is wrong with how they end."""
     devices = 2 if place in HEALTHY else 1  # With two devices, steps run asynchronously.
-    launcher = [sys.executable, "-m", "jaxloop.launch", f"--processes={processes}", f"--devices={devices}"]
-    command = [*launcher, __file__, directory, place, str(process)]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    printed = job.stdout + job.stderr
+    from programs.launching import launch  # Not in the processes of the job.
+
+    job, _ = launch(__file__, directory, place, process, processes=processes, devices=devices)
+    printed = job.stdout
     if place in HEALTHY:
         is_ok = job.returncode == 0 and printed.count("ended\n") == processes and "Nothing happened" not in printed
         if HEALTHY[place]:
@@ -67,7 +66,7 @@ def problems_of(directory, place, *, processes, process):
         if float(secs.split()[3]) > LIMIT_SECS + 5:
             problems.append(f"process {number}: {secs}")
     who = f"process {process} is " if processes > 1 and place != "run" else ""
-    if f"{who}{expected}" not in printed or job.returncode != 75 or printed.count("exit code 75") not in (0, processes):
+    if f"{who}{expected}" not in printed or any(each.returncode != 75 for each in job.processes):
         problems.append(f"it ended with {job.returncode} and printed: {printed[-3000:]}")
     return problems
 

@@ -57,8 +57,8 @@ def fire(fault):
             os.kill(os.getpid(), signal.SIGINT)
         case "sys_exit":
             sys.exit(7)
-        case "hang" | "hang_alone":  # The signal goes to the launcher, or only to this process.
-            os.kill(os.getppid() if fault == "hang" else os.getpid(), signal.SIGTERM)
+        case "hang" | "hang_alone":  # The signal goes to all processes, or only to this one.
+            os.kill(0 if fault == "hang" else os.getpid(), signal.SIGTERM)
             time.sleep(1000)
         case _:
             raise OSError("the disk is gone")
