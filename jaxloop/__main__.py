@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import pathlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from jaxloop.accounts import goodput
 from jaxloop.commands import tell
 from jaxloop.comparison import compare
-from jaxloop.html_report import report
 from jaxloop.status import status
 
 
@@ -25,7 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "status": "how far each run is",
         "goodput": "where the wall time of the runs went, in total",
         "compare": "the runs in the order of the best value of a metric",
-        "report": "one HTML page about a run, with curves",
     }
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=f"Prints {text}.")
@@ -35,10 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument(
                 "--mode", choices=("auto", "min", "max"), default="auto", help="which values are better"
             )
-        if name == "report":
-            command.add_argument("-o", "--output", help="a file to write instead of printing; for one run")
-        else:
-            command.add_argument("--json", action="store_true", help="print JSON")
+        command.add_argument("--json", action="store_true", help="print JSON")
     command = commands.add_parser("tell", help="give commands to a run", description="Gives commands to a run.")
     command.add_argument("workdirs", nargs=1, metavar="workdir", help="the work directory of an OuterLoop that trains")
     known = "save, stop, profile=5, log_every=10, early_stopping.patience=5, summary.interval=100, ..."
@@ -53,8 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = [goodput(*options.workdirs)]
             case "compare":
                 found = [compare(options.workdirs, options.by, options.mode)]
-            case "report":
-                return _report(options.workdirs, options.output)
             case _:
                 return _tell(options.workdirs[0], options.commands, options.wait)
     except (OSError, ValueError) as error:
@@ -64,18 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     else:
         print("\n".join(map(str, found)))
-    return 0
-
-
-def _report(workdirs: Sequence[str], output: str | None) -> int:
-    if output is not None and len(workdirs) > 1:
-        raise ValueError(f"--output takes one run, got {len(workdirs)} work directories.")
-    for workdir in workdirs:
-        text = report(workdir)
-        if output is None:
-            print(text)
-        else:
-            pathlib.Path(output).write_text(text)
     return 0
 
 

@@ -340,9 +340,7 @@ class OuterLoop:
 
         Returns:
           A report with the plan and all problems. `report.raise_errors()` raises an exception if the report contains
-          errors. If there is a work directory, the report is also written to `check.json` in that directory, where
-          `python -m jaxloop report` finds it. The check doesn't write any other files, but creates missing directories
-          for checkpoints and the history.
+          errors. The check doesn't write any files, but creates missing directories for checkpoints and the history.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -357,10 +355,7 @@ class OuterLoop:
             self._passes,
             topology,
         )
-        report = preflight.check(experiment, state, self._errors_of(spec))
-        if self._workdir is not None and self._job.is_first:
-            report.save(self._workdir)
-        return report
+        return preflight.check(experiment, state, self._errors_of(spec))
 
     def _errors_of(self, spec: RunSpec) -> Iterator[Exception]:
         step = None if self.train_loop is None else self.train_loop.step

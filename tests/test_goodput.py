@@ -271,57 +271,6 @@ def test_notes_that_cannot_be_stored_are_rejected(notes):
         jaxloop.OuterLoop(jaxloop.TrainLoop(step), notes=notes)
 
 
-# Report ---------------------------------------------------------------------------------------------------
-
-HOSTILE = "--></svg><script>alert(1)</script>&"
-
-
-def test_report_shows_curves_time_and_starts(tmp_path, capsys):
-    train(tmp_path / "run")
-    page = tmp_path / "report.html"
-    assert printed(capsys, "report", tmp_path / "run", "-o", page) == ""
-    text = page.read_text()
-    for part in ("finished", "20 of 20", "<svg", "productive steps", "from step", "seed", "command"):
-        assert part in text, part
-    assert "http" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
-        "http://creativecommons.org", ""
-    ).replace("https://matplotlib.org", "")
-
-
-def test_report_shows_the_plan_and_problems_of_the_newest_check(tmp_path, capsys):
-    step, state, batches = examples.tiny_regression()
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=tmp_path)
-    outer_loop.check(state, batches, train_total_steps=1000)
-    outer_loop(state, batches)
-    text = printed(capsys, "report", tmp_path)
-    assert "the run goes to step 1,000" in text and "They end at step 100, after 100 batches" in text
-    outer_loop.check(step.abstract_state([3]), batches, train_total_steps=100)
-    text = printed(capsys, "report", tmp_path)
-    assert "No problem was found" in text and "1,000" not in text
-    for malformed in ("", "[]", '{"plan": 1, "problems": []}', '{"plan": {}, "problems": [1]}'):
-        (tmp_path / "check.json").write_text(malformed)
-        assert "<h2>Plan" not in printed(capsys, "report", tmp_path)
-
-
-def test_report_escapes_everything_from_the_work_directory(tmp_path, capsys):
-    write(
-        tmp_path,
-        start(0.0, notes={HOSTILE: HOSTILE}, environment=[1], checkpoints=[3, HOSTILE, {}]),
-        line("begin", 1.0, 0),
-        line("end", 9.0, 9, reason=HOSTILE),
-    )
-    history(tmp_path, 0.5, 0.7, name=HOSTILE)
-    problem = {"where": HOSTILE, "text": HOSTILE, "is_error": HOSTILE}
-    (tmp_path / "check.json").write_text(json.dumps({"plan": {HOSTILE: HOSTILE}, "problems": [problem]}))
-    text = printed(capsys, "report", tmp_path)
-    assert "&lt;script&gt;" in text and "<script" not in text
-
-
-def test_report_to_a_file_takes_one_run(tmp_path, capsys):
-    train(tmp_path)
-    assert "takes one run" in printed(capsys, "report", tmp_path, tmp_path, "-o", tmp_path / "page.html")
-
-
 def test_status_does_not_name_an_action_that_stopped_an_earlier_run(tmp_path):
     class StoppingStep(type(examples.tiny_regression()[0])):
         def end(self, state, outputs):

@@ -31,7 +31,7 @@ engine.program loss_step function_step exporting counting engine.progress engine
 engine.engine loop stat_loop action_loop train_loop eval_loop specs forecast detours whole_run evaluations training
 preflight.report preflight.experiment preflight.step preflight.data preflight.checkpoints preflight.actions preflight
 failures watchdog outer_loop rewinding functional.log_entries functional.loop_state functional.tools
-functional.callbacks functional.running functional fitting testing examples comparison status html_report
+functional.callbacks functional.running functional fitting testing examples comparison status
 __main__
 """.split()
 

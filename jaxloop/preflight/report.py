@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
-import os
 import pathlib
 import re
 import textwrap
@@ -11,15 +9,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from etils import epath
-
-from jaxloop import files
 from jaxloop.actions.action import Action
 from jaxloop.forecast import Calls
 from jaxloop.text import printable
 
-CHECK_FILE = "check.json"
-"""The name of the file with the latest report in a work directory."""
 _WIDTH = 110
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -85,27 +78,6 @@ class Report:
     def ok(self) -> bool:
         """True if there are no problems."""
         return not self.problems
-
-    def save(self, workdir: epath.PathLike) -> None:
-        """Writes the plan and the problems to `check.json` in a work directory, unless the directory is remote."""
-        if files.is_remote(workdir):
-            return
-        saved = {"plan": dict(self.plan), "problems": [dataclasses.asdict(problem) for problem in self.problems]}
-        path = files.absolute(workdir) / CHECK_FILE
-        with contextlib.suppress(OSError):  # If the directory isn't writable, that is one of the problems.
-            with files.open_file(f"{path}.new", "w") as file:
-                json.dump(saved, file)
-            os.replace(f"{path}.new", path)
-
-    @classmethod
-    def load(cls, workdir: epath.PathLike) -> "Report | None":
-        """Returns the latest report saved in a work directory; None if it is missing or malformed."""
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            saved = files.parse_json(files.read_bytes(files.absolute(workdir) / CHECK_FILE))
-            plan = {str(name): str(text) for name, text in saved["plan"].items()}
-            fields = [(str(each["where"]), str(each["text"]), bool(each["is_error"])) for each in saved["problems"]]
-            return cls([Problem(*each) for each in fields], plan)
-        return None
 
     def raise_errors(self) -> None:
         """Raises a `CheckError` if there are errors."""
