@@ -1080,11 +1080,10 @@ def test_bar_shows_the_newest_train_and_test_values():
         assert f" {stop}/10000 [" in last and last.endswith(values)
 
 
-@pytest.mark.parametrize("make", [jf.keras_bar, jf.tqdm_bar])
 @pytest.mark.parametrize(("stop", "line"), [(jf.at(50), r"100%\|.* 50/50 \["), (None, r"100 steps \[")])
-def test_bar_infers_the_total_and_the_last_step(make, stop, line):
+def test_bar_infers_the_total_and_the_last_step(stop, line):
     stream = io.StringIO()
-    jf.loop(0, BATCHES, {jf.every(1): lambda: {"loss": 0.5}, **make(stream=stream)}, stop=stop)
+    jf.loop(0, BATCHES, {jf.every(1): lambda: {"loss": 0.5}, **jf.keras_bar(stream=stream)}, stop=stop)
     assert re.match(line + ".*loss=0.5000", re.split("[\r\n]", stream.getvalue().strip())[-1])
 
 

@@ -28,7 +28,7 @@ the other APIs.
 - `loop` calls the callbacks. In a hand-written loop, use `elapse` to count steps, and call the same tools yourself.
 - `logs()` creates an empty `Logs` for a step's values. `history()` creates an empty `History` for a run's metrics.
 - `step` and `train_step` turn pure functions into compiled and sharded callbacks.
-- `checkpoint`, `early_stopping`, `keras_bar`, `tqdm_bar` and `inner_loop` return callbacks.
+- `checkpoint`, `early_stopping`, `keras_bar` and `inner_loop` return callbacks.
 """
 
 from jaxloop.counting import elapse
@@ -41,7 +41,6 @@ from jaxloop.functional.tools import (
     inner_loop,
     keras_bar,
     step,
-    tqdm_bar,
     train_step,
 )
 from jaxloop.history import History
@@ -74,6 +73,5 @@ __all__ = [
     "on_end",
     "on_start",
     "step",
-    "tqdm_bar",
     "train_step",
 ]

@@ -158,7 +158,7 @@ def early_stopping(
 
 @final
 class BarTool(Tool):
-    """The progress bar that `keras_bar` and `tqdm_bar` return."""
+    """The progress bar that `keras_bar` returns."""
 
     def __init__(self, text: str, action: Action):
         super().__init__(text, action)
@@ -184,11 +184,6 @@ def keras_bar(total: int | None = None, **options: Any) -> BarTool:
       **options: Additional arguments for `ProgressAction`.
     """
     return BarTool("keras_bar()", ProgressAction(total, bar="tqdm", **options))
-
-
-def tqdm_bar(total: int | None = None, **options: Any) -> BarTool:
-    """Returns the same callback as `keras_bar`, and takes the same arguments."""
-    return BarTool("tqdm_bar()", ProgressAction(total, bar="tqdm", **options))
 
 
 class _InnerLoop:
