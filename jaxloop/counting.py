@@ -10,6 +10,7 @@ from absl import logging
 
 from jaxloop import checks, timing, types
 from jaxloop.feed import as_iterator
+from jaxloop.interrupt import Interruptible
 from jaxloop.schedules import NEVER, Elapsed, Schedule, at, goal_of
 
 
@@ -76,6 +77,7 @@ class Counting:
       start: The progress of an earlier run, from which counting continues.
       stopwatch: The stopwatch that tracks how time is spent. It must be set to "dispatch" when `read` is called.
       num_examples: See `elapse`.
+      interruptible: The object that knows whether a signal has ended the run; None if there is none.
 
     Attributes:
       newest: The progress up to and including the latest batch, with `previous` unset.
@@ -88,6 +90,7 @@ class Counting:
         start: Elapsed,
         stopwatch: timing.Stopwatch,
         num_examples: Callable[[types.Batch], int] | None = None,
+        interruptible: Interruptible | None = None,
     ):
         if num_examples is not None and not callable(num_examples):
             raise TypeError(f"num_examples must be a function of a batch, or None, got {num_examples!r}.")
@@ -95,6 +98,7 @@ class Counting:
         self.stopwatch: timing.Stopwatch = stopwatch
         self.newest: Elapsed = start.without_previous()
         self._stop, self._start, self._num_examples = stop, start, num_examples
+        self._interruptible = interruptible
         self._offset = start.time - stopwatch.training_secs()
         self._is_over = stop is not None and stop.stops(start.previous or start, start)
         if self._is_over:
@@ -131,13 +135,14 @@ class Counting:
     def end_by(self, error: BaseException) -> None:
         """Ends the run after the iterator has raised an exception.
 
-        The exception is re-raised unless it is a `StopIteration`.
+        The exception is re-raised unless it is a `StopIteration` or a signal came first.
         """
-        if not isinstance(error, StopIteration):
+        if isinstance(error, StopIteration):
+            _warn_of_early_end(self._start, self.newest, self._stop)
+        elif self._interruptible is None or not self._interruptible.supersedes(error):
             error.add_note(f"in the dataset, after step {self.newest.steps}")
             raise error
         self._is_over = True
-        _warn_of_early_end(self._start, self.newest, self._stop)
 
     def count(self, samples: int, came: float) -> Elapsed:
         """Counts a batch of `samples` examples that arrived at the clock time `came`."""

@@ -48,7 +48,7 @@ class Interruptible:
 
     If the first signal is SIGTERM, the process exits with code 143 when the outermost context closes, so save and close
     everything inside the context. If it is Ctrl-C, the program continues. Exceptions propagate; after SIGTERM, a note
-    is added to them.
+    is added to them. From the first signal on, a SIGCHLD handler of the program isn't called.
 
     A second Ctrl-C raises `KeyboardInterrupt`, even if the first one ended an earlier run a moment ago. If at least one
     of the two signals is SIGTERM, the second one ends the process by its default action: no `finally` blocks run, and
@@ -85,6 +85,7 @@ class Interruptible:
         self._pause_is_unconfirmed = False
         self._times: dict[int, float] = {}  # When each signal last arrived, in this run or an earlier one.
         self._before: dict[int, tuple[Any, Any]] = {}  # The replaced handlers of Python and of the C library.
+        self._child_handler: Any = None  # The program's SIGCHLD handler, while it isn't called.
         self._watch: _Watch | None = None
 
     @property
@@ -117,6 +118,17 @@ class Interruptible:
     def reason(self) -> str | None:
         """The reason a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
         return "stopped by a command" if self.signum == STOP else self.signal_name
+
+    def supersedes(self, error: BaseException) -> bool:
+        """Returns True if a signal arrived before the data raised this error, and logs the error.
+
+        A signal to a process group also ends the worker processes of a data loader, whose error must not hide the
+        signal.
+        """
+        is_caused = isinstance(error, Exception) and self.outermost.signum not in _NO_SIGNALS
+        if is_caused:
+            logging.warning("The data failed after %s, which may have ended their workers: %r", self.signal_name, error)
+        return is_caused
 
     def request_pause(self) -> None:
         """Makes the run pause after the current dispatch. May be called from any thread."""
@@ -210,6 +222,7 @@ class Interruptible:
             _end_at_once(signum)
         if not is_worker:
             self._log(signum)
+            self._ignore_children()
 
     def _log(self, signum: int) -> None:
         with contextlib.suppress(RuntimeError):  # "reentrant call": the signal interrupted a write to the same stream.
@@ -221,7 +234,21 @@ class Interruptible:
                     _EXIT_CODE,
                 )
 
+    def _ignore_children(self) -> None:
+        """Replaces a SIGCHLD handler, such as that of PyTorch, which raises in the main thread if a worker has ended.
+
+        The signal that ends the run may also have ended the workers.
+        """
+        if callable(handler := hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD)):
+            self._child_handler = handler
+            with contextlib.suppress(Exception):  # `signal.signal` first calls the handlers of pending signals.
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
     def _restore_handlers(self) -> None:
+        if self._child_handler is not None:
+            signal.signal(signal.SIGCHLD, self._child_handler)
+            self._child_handler = None
         for signum, (handler, action) in list(self._before.items()):
             # `signal.signal` first runs the handlers of pending signals, which may call this method again.
             if signal.getsignal(signum) == self._on_signal:  # Otherwise, other code replaced the handler.

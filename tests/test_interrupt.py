@@ -250,6 +250,27 @@ def start():
         process.wait()
 
 
+WITH_A_WORKER = """
+import subprocess
+
+def fail(*_):  # As PyTorch does if a worker has ended.
+    raise RuntimeError("a worker is killed by signal: Terminated")
+
+signal.signal(signal.SIGCHLD, fail)
+with module.Interruptible() as interrupt:
+    worker = subprocess.Popen(["sleep", "60"])
+    os.killpg(0, signal.SIGTERM)
+    worker.wait()
+    say("saved")
+"""
+
+
+def test_a_worker_that_the_signal_has_ended_does_not_raise_in_the_main_thread():
+    command = [sys.executable, "-c", LOAD + WITH_A_WORKER, jaxloop.interrupt.__file__]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=20, start_new_session=True)
+    assert (run.returncode, run.stdout) == (143, "saved\n"), run.stderr
+
+
 @pytest.mark.parametrize(
     ("how", "signals", "code", "words"),
     [

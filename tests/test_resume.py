@@ -25,6 +25,7 @@ from jaxloop import (
     last,
     lock,
 )
+from jaxloop import functional as jf
 
 STEP, STATE, BATCHES = examples.tiny_regression()
 EVAL_STEP = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer)
@@ -136,6 +137,29 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, writer, assert_same
     assert not (tmp_path / "broken" / "STOPPED").exists() and not (tmp_path / "broken" / ".trainer.lock").exists()
     _, state = run(tmp_path / "broken", 20, restore_data=True, dataset=data.skippable(lambda: iter(BATCHES)))
     assert_same(state, run(tmp_path / "whole", 20)[1])
+
+
+@pytest.mark.parametrize("api", ["objects", "functions"])
+def test_after_a_signal_an_error_of_the_data_does_not_hide_it(api, tmp_path, assert_same):
+    def batches(fails):
+        for index, batch in enumerate(BATCHES):
+            if fails and index == 7:
+                signal.raise_signal(signal.SIGTERM)
+                raise RuntimeError("DataLoader worker (pid 77) is killed by signal: Terminated.")
+            yield batch
+
+    def experiment(directory, fails):
+        dataset = data.skippable(lambda: batches(fails))
+        if api == "objects":
+            return run(directory, 20, dataset=dataset)[1]
+        step, state, _ = examples.tiny_regression()
+        train = lambda state, batch: step(state, batch)[::-1]
+        return jf.loop(state, dataset, {jf.every(1): train, jf.every(5): jf.checkpoint(directory)}, stop=20)[0]
+
+    with pytest.raises(SystemExit) as caught:
+        experiment(tmp_path / "broken", fails=True)
+    assert caught.value.code == 143 and checkpoint.all_steps(tmp_path / "broken")[-1] == 7
+    assert_same(experiment(tmp_path / "broken", fails=False), experiment(tmp_path / "whole", fails=False))
 
 
 class SlowToClose(CheckpointAction):

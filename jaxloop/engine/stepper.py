@@ -251,8 +251,9 @@ class Stepper:
             if not was_fused and not feed.has_ended:
                 program.run_steps(dispatches, feed, min(room, queue.room))
         except BaseException as error:
-            self._count_before_error(error, dispatches)
-            raise
+            if dispatches.is_in_step or not self._job.requests.supersedes(error):
+                self._count_before_error(error, dispatches)
+                raise
         stopwatch.move(dispatches.secs_in_data, "data")
         self._progress.secs_before = stopwatch.training_at(dispatches.before)
         call.state, call.place = dispatches.state, self._step

@@ -107,7 +107,7 @@ def loop(
         start = loop_state.elapsed
         is_new = start is begin and start.steps == 0
         loop_state.total_steps = _steps_of(stop, start)
-        counting = Counting(feed, as_stop(stop), start, stopwatch, num_examples)
+        counting = Counting(feed, as_stop(stop), start, stopwatch, num_examples, interruptible)
         _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
         if is_new:
             _Due(entry for entry in entries if entry.when(start)).call(loop_state, stopwatch)

@@ -60,6 +60,9 @@ def fire(fault):
         case "hang" | "hang_alone":  # The signal goes to all processes, or only to this one.
             os.kill(0 if fault == "hang" else os.getpid(), signal.SIGTERM)
             time.sleep(1000)
+        case "term_data":  # A signal to the process group, which has also ended this process's data loader.
+            os.kill(0, signal.SIGTERM)
+            raise OSError("a worker was killed")
         case _:
             raise OSError("the disk is gone")
 
@@ -110,7 +113,19 @@ def loss(outputs, batch):
 
 
 def make_batch(index):
-    for fault in ("kill", "stop", "exit", "term", "term_twice", "interrupt", "data", "sys_exit", "hang", "hang_alone"):
+    for fault in (
+        "kill",
+        "stop",
+        "exit",
+        "term",
+        "term_twice",
+        "interrupt",
+        "data",
+        "term_data",
+        "sys_exit",
+        "hang",
+        "hang_alone",
+    ):
         if index == options.at:
             fire(fault)
     if is_faulty_process and options.fault == "end" and index == options.at and not fired.exists():

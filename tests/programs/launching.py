@@ -25,6 +25,7 @@ FAULTS = {
     "last_action": 1,
     "term": 143,
     "term_twice": 143,
+    "term_data": 143,
     "last_term": 143,
     "interrupt": 0,
     "end": 0,
