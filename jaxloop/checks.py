@@ -2,7 +2,7 @@
 
 import importlib.util
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -186,13 +186,30 @@ def check_alive(state: Any, caller: str) -> None:
 def adopt(state: Any) -> Any:
     """Converts a state's Python and NumPy leaves, such as Flax's `step`, to JAX arrays.
 
+    If the same array appears twice, the second is copied, because a step can donate each array only once.
     `jax.ShapeDtypeStruct`s are left unchanged.
 
     Raises:
-      TypeError: If `state.step` is not an integer.
+      TypeError: If `state.step` is not an integer, or if no array can hold a leaf.
+      ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
     check_counter(getattr(state, "step", None))
-    return jax.tree.map(_as_array, state)
+    leaves, structure = jax.tree.flatten(state)
+    first: dict[int, int] = {}
+    copied: list[str] = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            leaves[index] = _as_array(leaf, lambda index=index: f"state/{_path_of_leaf(state, index)}".rstrip("/"))
+        elif isinstance(leaf, jax.Array) and first.setdefault(id(leaf), index) != index:
+            leaves[index] = jnp.copy(leaf)
+            copied.append(f"{_path_of_leaf(state, index)} (from {_path_of_leaf(state, first[id(leaf)])})")
+    if copied:
+        logging.info("Copied arrays that appear twice in the state, which a step donates: %s.", listed(copied, show=3))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _path_of_leaf(tree: Any, index: int) -> str:
+    return list(leaves_by_path(tree))[index]
 
 
 def check_counter(step: Any, *, is_scalar: bool = True) -> None:
@@ -212,11 +229,15 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
         )
 
 
-def _as_array(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return leaf
+def _as_array(leaf: Any, name: Callable[[], str]) -> jax.Array:
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(f"{name()} is {_problem_of_leaf(leaf, 'Keep it out of the state.')}")
     # The dtype is explicit, because a weak type would make the step recompile.
-    return jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype.kind in "iu" and dtype != array.dtype:
+        _check_leaf_range(name(), array)
+    return jnp.asarray(leaf, dtype)
 
 
 # Batches ---------------------------------------------------------------------------------------------
@@ -231,7 +252,7 @@ def check_batch(batch: Any) -> None:
 def problems_of_batch(batch: Any) -> Iterator[str]:
     """Yields a sentence for each batch leaf that JAX can't handle."""
     for name, leaf in batch_leaves(batch).items():
-        problem = _problem_of_batch_leaf(leaf)
+        problem = _problem_of_leaf(leaf, "Drop it, or convert it to numbers, in Step.preprocess_batch or Step.begin.")
         if problem:
             yield f"{name} is {problem}"
 
@@ -260,7 +281,7 @@ def _in_words(leaf: Any) -> str:
     return "None" if leaf is None else describe(leaf)
 
 
-def _problem_of_batch_leaf(leaf: Any) -> str | None:
+def _problem_of_leaf(leaf: Any, remedy: str) -> str | None:
     dtype = getattr(leaf, "dtype", None)
     match type(leaf).__module__.partition(".")[0]:
         case "tensorflow":
@@ -279,7 +300,6 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
                 f"a {type(leaf).__name__}, but a jitted step takes NumPy or JAX arrays. For a Hugging Face dataset, "
                 'write dataset.with_format("numpy").'
             )
-    remedy = "Drop it, or convert it to numbers, in Step.preprocess_batch or Step.begin."
     if isinstance(leaf, str | bytes):
         return f"the string {leaf!r}, which no device can hold. {remedy}"
     if isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.hasobject):
@@ -414,8 +434,7 @@ class BatchWatch:
 
     def _warn_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
         """Warns that a batch differs from the previous one, or raises an error after too many different shapes."""
-        changed = {path: leaf for path, leaf in leaves.items() if self._leaves.get(path) != leaf}
-        shown = ", ".join(f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in changed.items())
+        shown = ", ".join(f"{path} from {before} to {leaf}" for path, before, leaf in changes(self._leaves, leaves))
         what, remedy = "shape", "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
         is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
         if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
@@ -466,15 +485,18 @@ def _describe_sharding(leaf: Any) -> str:
 
 def _check_range(batch: Any, wide: list[str]) -> None:
     for name, leaf in batch_leaves(batch).items():
-        if name not in wide or not isinstance(leaf, np.ndarray) or not leaf.size:
-            continue
-        limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
-        if leaf.max() > limits.max or leaf.min() < limits.min:
-            raise ValueError(
-                f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, which JAX would silently "
-                f"truncate to {limits.dtype}. Map them to smaller numbers, split them in two, or call "
-                "jax.config.update('jax_enable_x64', True) when the program starts."
-            )
+        if name in wide and isinstance(leaf, np.ndarray | np.generic):
+            _check_leaf_range(name, leaf)
+
+
+def _check_leaf_range(name: str, leaf: Any) -> None:
+    limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
+    if leaf.size and not limits.min <= leaf.min() <= leaf.max() <= limits.max:
+        raise ValueError(
+            f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, which JAX would silently "
+            f"truncate to {limits.dtype}. Map them to smaller numbers, split them in two, or call "
+            "jax.config.update('jax_enable_x64', True) when the program starts."
+        )
 
 
 def num_examples(batch: Any) -> int | None:

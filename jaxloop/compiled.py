@@ -208,6 +208,10 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
 
 def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, str]) -> None:
     """Warns about the leaves that differ from those of the most similar earlier trace."""
+    of_state = lambda signature: [leaf for leaf in signature if leaf.startswith("state/")]
+    traces = [trace for trace in traces if of_state(trace) == of_state(new)]
+    if not traces:
+        return  # A state with other leaves, such as one without an optimizer's, is a different kind of state.
     changes = min((checks.changes(old, new) for old in traces), key=len)
     without_shape = lambda text: text.partition("[")[0] + text.partition("]")[2]
     is_shape_of_batch = lambda leaf, old, now: leaf.startswith("batch") and without_shape(old) == without_shape(now)

@@ -140,7 +140,7 @@ _ARITHMETIC = frozenset(
 def flops_of(program: Any) -> float:
     """Returns the total number of floating-point operations of a traced program (a `ClosedJaxpr`) on all devices.
 
-    A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
+    If the program has none, its integer operations are counted instead. A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
     counts as one per element. A scan's body counts once per iteration. (XLA's own estimate counts it only once, and so
     misses most of a model that scans over its layers.) The body of a `while` loop counts once, because the number of
     iterations is unknown. Only the most expensive branch of a `cond` counts. Kernels that JAX can't look into, such as
@@ -150,15 +150,20 @@ def flops_of(program: Any) -> float:
     >>> flops_of(jax.make_jaxpr(scanned)(jnp.zeros([4, 4]))) == 10 * 2 * 4**3
     True
     """
-    return sum(map(_flops_of_equation, program.eqns), 0.0)
+    return _operations(program, np.inexact) or _operations(program, np.integer)
 
 
-def _flops_of_equation(equation: Any) -> float:
+def _operations(program: Any, kind: Any) -> float:
+    """Counts a program's operations: arithmetic only if its results are of this kind, matrix products in any case."""
+    return sum((_operations_of(equation, kind) for equation in program.eqns), 0.0)
+
+
+def _operations_of(equation: Any, kind: Any) -> float:
     name, params, inputs = equation.primitive.name, equation.params, [each.aval for each in equation.invars]
     result: Any = equation.outvars[0].aval if equation.outvars else None
     if name in _ARITHMETIC:
-        is_float = jnp.issubdtype(result.dtype, np.inexact)
-        return float(max(array.size for array in (result, *inputs))) if is_float else 0.0
+        is_counted = jnp.issubdtype(result.dtype, kind)
+        return float(max(array.size for array in (result, *inputs))) if is_counted else 0.0
     match name:
         case "dot_general":
             (contracted, _), _ = params["dimension_numbers"]
@@ -167,7 +172,7 @@ def _flops_of_equation(equation: Any) -> float:
             return 2.0 * inputs[0].size * result.shape[-1]
         case "conv_general_dilated":
             return _flops_of_convolution(inputs[0], inputs[1], result, **params)
-    bodies = [flops_of(each) for each in jax.tree.leaves(params) if hasattr(each, "eqns")]
+    bodies = [_operations(each, kind) for each in jax.tree.leaves(params) if hasattr(each, "eqns")]
     match name:
         case "cond":
             return max(bodies)

@@ -5,10 +5,12 @@ kinds of models. `adapt` converts those to an `AdaptedModel`, and `forward` call
 """
 
 import abc
+import contextlib
+import contextvars
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -183,7 +185,56 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
     else:
         apply_fn = apply_fn if isinstance(apply_fn, Forward) else FunctionApply(apply_fn)
         outputs, updates = apply_fn.forward(state, params, inputs, train=train, rngs=rngs)
-    return outputs, updates if train else None
+    if not train or updates is None:
+        return outputs, None
+    _note_changes((state.batch_stats, state.collections), updates)
+    return outputs, updates
+
+
+# The variables, before the change, that forward passes in training mode have changed; None outside `noting_changes`.
+_changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("changed", default=None)
+
+
+@contextlib.contextmanager
+def noting_changes() -> Iterator[list[Any]]:
+    """A context manager that collects the variables of a state that forward passes in training mode change.
+
+    The list holds their values before the change.
+    """
+    token = _changed.set(changed := [])
+    try:
+        yield changed
+    finally:
+        _changed.reset(token)
+
+
+def _note_changes(before: Any, after: Any) -> None:
+    changed, kept = _changed.get(), {id(leaf) for leaf in jax.tree.leaves(after)}
+    if changed is not None:
+        changed += [leaf for leaf in jax.tree.leaves(before) if id(leaf) not in kept]
+
+
+def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], hook: str) -> None:
+    """Raises an error if a step updates the state but drops the variables that the forward pass changed.
+
+    Args:
+      before: The state that was passed to `run`.
+      after: The state that `run` returned.
+      changed: The list from `noting_changes`.
+      hook: The name of `run`, for the error message.
+    """
+    old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for leaf in changed}
+    new = checks.leaves_by_path(after)
+    dropped = [path for path, leaf in new.items() if id(leaf) in lost]
+    if dropped and any(id(leaf) not in old for leaf in new.values()):
+        raise ValueError(
+            f"{hook} returns variables unchanged that the model's forward pass changed: {checks.listed(dropped)}. Each "
+            "step would start from the same values: dropout would repeat its mask, and running statistics would never "
+            "move. Keep the second result of call_model, outputs, updates = self.call_model(...), return updates from "
+            "the loss function (has_aux=True), and store them: "
+            "state = state.apply_gradients(grads=grads).update_variables(updates). If the old values are right, call "
+            "the model with train=False."
+        )
 
 
 def mixes_examples(state: Any, *, train: bool) -> bool:
@@ -316,7 +367,7 @@ class NNXApply(Forward):
         if train is None:
             return self.graphdef.apply(*self._new_variables(states))
         graphdef, state = nnx.split(self._merge(states, train))
-        return graphdef.apply(state)
+        return _Noting(graphdef.apply(state), states) if train else graphdef.apply(state)
 
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
         model = self._merge((params, state.batch_stats, state.collections), train)
@@ -348,6 +399,23 @@ class NNXApply(Forward):
 
     def __hash__(self) -> int:
         return self._hash
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Noting:
+    """Wraps the result of `graphdef.apply(state)`, or a method of it, to note which variables a call changes."""
+
+    applied: Any
+    states: Sequence[Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs, (graphdef, updates) = self.applied(*args, **kwargs)
+        _note_changes(self.states, updates)
+        return outputs, (graphdef, updates)
+
+    def __getattr__(self, name: str) -> "_Noting":
+        return _Noting(getattr(self.applied, name), self.states)
 
 
 @final

@@ -109,7 +109,7 @@ class Step:
         state; the module itself never changes. If a class is passed, the step constructs the module with
         `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)` (`nnx.Rngs(**base_prng)` for a dict). Pass
         None if your override of `make_state` doesn't need a model.
-      optimizer: An Optax transformation, which becomes `state.tx`.
+      optimizer: An Optax transformation, which becomes `state.tx`. None means no optimizer.
       partitioner: The `Partitioner` that decides where the state and the batches live.
       train: Whether this step trains. If so, it also needs an optimizer. `run` can read this flag as `self.train`.
       should_shard_batch: Set this to False if `begin` already places the batch on the devices.
@@ -139,7 +139,7 @@ class Step:
         self,
         base_prng: types.PRNGType,
         model: Any,
-        optimizer: optax.GradientTransformation = NO_OPTIMIZER,
+        optimizer: optax.GradientTransformation | None = NO_OPTIMIZER,
         partitioner: partition.Partitioner = partition.SingleDevicePartitioner(),  # noqa: B008 (stateless)
         train: bool = False,
         should_shard_batch: bool = True,
@@ -148,6 +148,8 @@ class Step:
         end_actions: Sequence[Action] | None = None,
         **nnx_model_kwargs: Any,
     ):
+        optimizer = NO_OPTIMIZER if optimizer is None else optimizer
+        _check_key(base_prng)
         adapted = self._adapt(model)
         models.check_model(adapted, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
         if not isinstance(partitioner, partition.Partitioner):
@@ -473,8 +475,12 @@ class Step:
           steps_per_dispatch: The number of steps in one dispatch.
           **jit_kwargs: Arguments for `jax.jit` that override the partitioner's. Passing any of them discards everything
             compiled so far.
+
+        Raises:
+          TypeError: If `jax.jit` doesn't take one of the arguments.
         """
         if jit_kwargs or state is None:
+            jax.jit(lambda state, batch: None, **jit_kwargs)  # Raises a `TypeError` for an unknown option.
             self._compiled, self._jit_kwargs = {}, jit_kwargs
         if state is None:
             return
@@ -705,13 +711,12 @@ class Step:
         self.check_batches(batch)
         state, outputs = self._dispatch(state, batch)
         checks.mark_donated(given, repr(self))
+        self.remember(state)  # Before `end`: if that returns another state, the next step prepares it.
         try:
-            state, outputs = self._end(state, outputs, per_loop_step_number, elapsed)
+            return self._end(state, outputs, per_loop_step_number, elapsed)
         except BaseException:
             self._rescued_state = state
             raise
-        self.remember(state)
-        return state, outputs
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
         """Describes any host code that must run at each step and therefore prevents a loop from fusing its steps.
@@ -888,8 +893,11 @@ class Step:
 
     def _checked_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         hook = f"{type(self).__name__}.run"
-        new_state, outputs = checks.check_run(self.run(state, batch), hook)
+        with models.noting_changes() as changed:
+            result = self.run(state, batch)
+        new_state, outputs = checks.check_run(result, hook)
         checks.check_same_state(state, new_state, hook)
+        models.check_updates_kept(state, new_state, changed, hook)
         return new_state, self._reported(outputs, batch)
 
     def _checked_outputs(self, state: Any, batch: types.Batch) -> types.Output:
@@ -981,6 +989,16 @@ class NumpyStep(Step):
 
 
 _OPTIONS = models.options_of(Step)
+
+
+def _check_key(base_prng: Any) -> None:
+    for key in base_prng.values() if isinstance(base_prng, Mapping) else [base_prng]:
+        is_typed = jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key)
+        if not is_typed and not (getattr(key, "dtype", None) == np.uint32 and np.ndim(key)):
+            seed = key if isinstance(key, int | np.integer) else 0
+            raise TypeError(
+                f"base_prng must be a PRNG key or a dict of PRNG keys, got {base_prng!r}. Write jax.random.key({seed})."
+            )
 
 
 def _added_to_leaf(jaxpr: Any, place: int) -> int | None:

@@ -84,7 +84,8 @@ def test_flops_of_a_loop_body_are_counted_per_iteration(data_parallel):
     spec = jax.sharding.PartitionSpec()
     on_each = jax.shard_map(product, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     assert flops(on_each, SQUARE) == 8 * once
-    assert flops(lambda x: x.astype(int) + 1, SQUARE) == 0
+    assert flops(lambda x: (x.astype(int) + 1, x + 1), SQUARE) == SQUARE.size
+    assert flops(lambda x: x.astype(int) + 1, SQUARE) == SQUARE.size  # Not 0, which would mean "not counted".
 
 
 def test_accumulation_keeps_the_flops_and_fusing_multiplies_them():

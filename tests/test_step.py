@@ -261,6 +261,57 @@ def test_call_model_uses_the_mode_of_the_step(model):
         assert not np.array_equal(outputs["train"], outputs["eval"])
 
 
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+
+
+class Updating(Step):
+    keeps = True
+
+    def forward(self, state, params, x):
+        return self.call_model(state, params, x)
+
+    def run(self, state, batch):
+        def loss_fn(params):
+            outputs, updates = self.forward(state, params, batch["x"])
+            return jnp.mean(outputs**2), updates
+
+        (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        if self.train:
+            state = state.apply_gradients(grads=grads)
+        return state.update_variables(updates) if self.keeps else state, {"loss": loss}
+
+
+class Applying(Updating):
+    def forward(self, state, params, x):
+        outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=self.train)(x)
+        return outputs, updates
+
+
+@pytest.mark.parametrize(
+    ("step_class", "model", "names"),
+    [
+        (Updating, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
+        (Updating, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
+        (Applying, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
+    ],
+    ids=["Linen", "NNX", "apply_fn"],
+)
+def test_dropping_the_variables_that_a_forward_pass_changed_is_an_error(step_class, model, names):
+    dropping = type("Dropping", (step_class,), {"keeps": False})(KEY, model, optax.sgd(0.1), train=True)
+    state = dropping.initialize_model([1, 3])
+    message = rf"(?s)Dropping.run returns variables unchanged.*{names}.*\.update_variables\(updates\)"
+    report = jaxloop.OuterLoop(TrainLoop(dropping)).check(state, [BATCH])
+    assert [bool(re.search(message, error.text)) for error in report.problems if error.is_error] == [True]
+    with pytest.raises(ValueError, match=message):
+        dropping(state, BATCH)
+    for train in (True, False):  # An evaluation changes none.
+        step = type("Keeping", (step_class,), {"keeps": train})(KEY, model, optax.sgd(0.1), train=train)
+        step(step.initialize_model([1, 3]), BATCH)
+
+
 def test_two_initializations_of_an_nnx_model_share_one_compilation():
     step = NNXStep(KEY, NNXNet, optax.sgd(0.1), nnx_model_args=(4,))
     traces = []
