@@ -396,6 +396,27 @@ def test_run_is_traced_once():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel, logs):
+    class WithTarget(Step):
+        def run(self, state, batch):
+            params = jax.tree.map(lambda leaf: leaf - 1, state.params)
+            return state.replace(step=state.step + 1, params=params), {}
+
+        def end(self, state, outputs):
+            return (state.replace(collections=state.params) if int(state.step) == 2 else state), outputs
+
+    step = WithTarget(KEY, nn.Dense(1), optax.sgd(0.1), data_parallel(devices), train=True)
+    state = step.initialize_model([1, 3])
+    state = state.replace(collections=state.params)  # A target network starts as the network itself.
+    bias, outer_loop = float(state.params["bias"][0]), jaxloop.OuterLoop(TrainLoop(step))
+    assert outer_loop.check(state, [BATCH]).ok
+    for steps, expected in [(1, bias), (2, bias - 2), (4, bias - 2)]:
+        state, _ = outer_loop(state, [BATCH] * 4, steps)
+        assert (float(state.params["bias"][0]), float(state.collections["bias"][0])) == (bias - steps, expected)
+    assert "collections/bias (from params/bias)" in logs.text
+
+
 def test_a_python_int_as_state_step_does_not_recompile():
     traces = []
     step = make_step(lambda self, state, batch: traces.append(1) or advance(self, state, batch))

@@ -345,8 +345,8 @@ class Engine:
             error.add_note(f"in {call.place}, after step {self.progress.steps}, in {self._loop!r}")
             raise
         finally:
-            if call.program is not None and call.state is not None:
-                self._step.remember(call.state)
+            if call.program is not None and call.program.custom_step is None and call.state is not None:
+                self._step.remember(call.state)  # An `end` hook may return any state.
 
     def _observers(self) -> list[Callable[[types.Batch], None]]:
         """Returns the functions to call with each batch."""
