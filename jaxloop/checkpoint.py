@@ -735,10 +735,9 @@ class Checkpoint:
 
         If the item is `trees`, only the names in `tree` are read.
         """
-        template = _storable(tree)
-        wanted = checks.leaves_by_path(template)
-        values = self._read(item, self.fit_template(item, template))
-        _check_fits(self.path, item, values, wanted)
+        template = self.fit_template(item, _storable(tree))
+        values = self._read(item, template)
+        _check_fits(self.path, item, values, checks.leaves_by_path(template))
         return _with_values(tree, values)
 
     def _read(self, item: str, template: Any) -> dict[str, Any]:
@@ -767,8 +766,11 @@ class Checkpoint:
             saved = self._saved_tree(item)
         if item == _TREES_ITEM:
             saved = {name: saved[name] for name in template if name in saved}
-        wanted = checks.leaves_by_path(template)
-        _check_fits(self.path, item, checks.leaves_by_path(saved), wanted)
+        described = checks.leaves_by_path(saved)
+        wanted = {
+            path: _as_wide_as(described.get(path), leaf) for path, leaf in checks.leaves_by_path(template).items()
+        }
+        _check_fits(self.path, item, described, wanted)
         return jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
 
 
@@ -911,6 +913,14 @@ def _fingerprint(tree: Any) -> str:
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
     lines = sorted([f"{checks.path_name(path)}: {checks.describe(node)}" for path, node in nodes])
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _as_wide_as(saved: Any, leaf: Any) -> Any:
+    """Returns a NumPy template for a leaf that was saved with 64 bits from the host, or that is on the host now."""
+    if saved is None or saved.dtype == leaf.dtype or saved.shape != leaf.shape:
+        return leaf
+    is_same = jax.dtypes.canonicalize_dtype(saved.dtype) == jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return np.broadcast_to(np.zeros((), saved.dtype), saved.shape) if is_same else leaf
 
 
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:
@@ -1191,7 +1201,8 @@ class CheckpointWriter:
         custom_metadata = _json_copy(metadata, "metadata")
         if self._best is not None:
             custom_metadata[_BEST_KEY] = dict(zip(("name", "mode"), self._best, strict=True))
-        state = _saved_form(checks.adopt(state), "the state")
+        checks.check_counter(getattr(state, "step", None))
+        state = _saved_form(checks.as_arrays(state), "the state")
         items: dict[str, ocp.args.CheckpointArgs] = {_ITEM: ocp.args.PyTreeSave(state)}
         if not self._owns_manager:
             return items[_ITEM], custom_metadata
@@ -1421,8 +1432,7 @@ def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
                 "trees of a checkpoint must hold JAX and NumPy arrays of numbers, and "
                 f"{checks.path_name(path)} is {leaf!r}. Numbers, strings and lists belong in `run`."
             )
-    as_array = lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    return {name: jax.tree.map(as_array, tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
+    return {name: checks.as_arrays(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
 
 
 def _saved_form(tree: Any, what: str) -> Any:

@@ -212,6 +212,20 @@ def _path_of_leaf(tree: Any, index: int) -> str:
     return list(leaves_by_path(tree))[index]
 
 
+def as_arrays(tree: Any) -> Any:
+    """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, it keeps 64 bits and NumPy arrays.
+
+    Raises a `TypeError` if no array can hold a leaf.
+    """
+
+    def as_array(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf
+        return _checked_array(leaf, lambda: f"state/{path_name(path)}")
+
+    return jax.tree_util.tree_map_with_path(as_array, tree)
+
+
 def check_counter(step: Any, *, is_scalar: bool = True) -> None:
     """Raises a `TypeError` if `state.step` exists and is not an integer scalar.
 
@@ -230,14 +244,19 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
 
 
 def _as_array(leaf: Any, name: Callable[[], str]) -> jax.Array:
-    array = np.asarray(leaf)
-    if array.dtype.kind in "OSUMm":
-        raise TypeError(f"{name()} is {_problem_of_leaf(leaf, 'Keep it out of the state.')}")
+    array = _checked_array(leaf, name)
     # The dtype is explicit, because a weak type would make the step recompile.
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if array.dtype.kind in "iu" and dtype != array.dtype:
         _check_leaf_range(name(), array)
     return jnp.asarray(leaf, dtype)
+
+
+def _checked_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(f"{name()} is {_problem_of_leaf(leaf, 'Keep it out of the state.')}")
+    return array
 
 
 # Batches ---------------------------------------------------------------------------------------------

@@ -709,6 +709,17 @@ class Counted(type(examples.tiny_regression()[0])):
         return self.count
 
 
+@pytest.mark.parametrize("leaf", [3_000_000_000, np.int64(3_000_000_000), np.array([1, -(2**40)]), "text"])
+def test_a_state_leaf_that_jax_cannot_hold_raises_and_is_named(leaf):
+    step, state, batches = examples.tiny_regression()
+    state = state.replace(collections={"count": leaf})
+    message = "state/collections/count is (the string|int64.*, which JAX would silently truncate)"
+    with pytest.raises((TypeError, ValueError), match=message):
+        step(state, batches[0])
+    report = jaxloop.OuterLoop(TrainLoop(step)).check(state, batches)
+    assert any(re.search(message, problem.text) for problem in report.problems)
+
+
 @pytest.mark.parametrize(
     "count", [3, 3.0, np.int64(3), np.float32(3), np.asarray([3]), np.asarray(3.0), jnp.int32(3), jnp.asarray([[3.0]])]
 )

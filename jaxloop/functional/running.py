@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import logging
 
 from jaxloop import checkpoint as checkpoints
@@ -171,7 +174,7 @@ def _set_up_checkpoints(
     for tool in [tool for tool in tools if tool.resume]:
         directory = tool.action.directory
         checkpoints.clear_leftovers(directory)
-        given = checks.adopt(loop_state.state)
+        given = checks.as_arrays(loop_state.state)
         restored = checkpoints.open_newest(directory, given)
         if restored is None:
             if warning := source.resume_warning():
@@ -207,7 +210,7 @@ class _LoopPart:
         return self._source.count - self._feed.num_ahead
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        now = self._loop_state.elapsed
+        now, leaves = self._loop_state.elapsed, checks.leaves_by_path(self._loop_state.state)
         kept = {str(index): callback.kept_state for index, callback in enumerate(self.callbacks)}
         return {
             "elapsed": now.to_dict(),
@@ -215,11 +218,14 @@ class _LoopPart:
             "steps_in_loop": 0,
             "has_stopped": self._loop_state.stop_iteration,
             "metadata": encoding.encode(self._loop_state.metadata),
+            "on_host": {path: _kind_on_host(leaf) for path, leaf in leaves.items() if not isinstance(leaf, jax.Array)},
             "callbacks": [[each.kind, encoding.encode(each.state_dict())] for each in self.callbacks],
         }, {name: state for name, state in kept.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
         self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
+        as_saved = lambda path, leaf: _as_saved(leaf, state_dict["on_host"].get(checks.path_name(path)))
+        self._loop_state.state = jax.tree_util.tree_map_with_path(as_saved, self._loop_state.state)
         self._loop_state.stop_iteration = state_dict["has_stopped"]
         if [callback.kind for callback in self.callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
             logging.warning("The tasks differ from those in the checkpoint, so their callbacks start fresh.")
@@ -234,6 +240,22 @@ class _LoopPart:
 
     def batches_ahead(self, source: Any) -> int:
         return 0
+
+
+def _kind_on_host(leaf: Any) -> str:
+    return "array" if isinstance(leaf, np.ndarray) else "scalar" if isinstance(leaf, np.generic) else "number"
+
+
+def _as_saved(leaf: Any, kind: str | None) -> Any:
+    """Converts a restored leaf back to the NumPy array, NumPy scalar or Python number that it was, if it was one."""
+    match kind:
+        case "array":
+            return np.asarray(leaf)
+        case "scalar":
+            return np.asarray(leaf)[()]
+        case "number":
+            return np.asarray(leaf).item()
+    return jnp.asarray(leaf)
 
 
 def _steps_of(stop: Any, start: Elapsed) -> int | None:

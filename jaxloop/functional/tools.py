@@ -95,8 +95,8 @@ class CheckpointTool(Tool):
         """
         directory = self.action.directory
         if step is not None:
-            state = checkpoints.restore(directory, step, checks.adopt(state))
-        elif restored := checkpoints.restore_newest(directory, checks.adopt(state)):
+            state = checkpoints.restore(directory, step, checks.as_arrays(state))
+        elif restored := checkpoints.restore_newest(directory, checks.as_arrays(state)):
             state, step = restored
         else:
             logging.info("No checkpoint found in %s", directory)
