@@ -593,23 +593,19 @@ class Checkpoint:
             kept = {path: leaf for path, leaf in ours.items() if not path.startswith("opt_state/")}
             others = {path: path for path in saved if not path.startswith("opt_state/")}
             place, saved_place = _place_of_ema(ours), _place_of_ema(saved)
-            averages = {path: path.removeprefix(place) for path in ours if place and path.startswith(f"{place}/")}
-            if saved_place is not None:
-                kept |= {path: ours[path] for path in averages}
-                others |= {path: f"{saved_place}{name}" for path, name in averages.items()}
+            has_averages = place is not None and saved_place is not None
+            averages = {path: path.removeprefix(place) for path in ours if has_averages and path.startswith(f"{place}/")}
+            kept |= {path: ours[path] for path in averages}
+            others |= {path: f"{saved_place}{name}" for path, name in averages.items()}
             if checks.compare({path: saved[at] for path, at in others.items()}, kept):
                 raise  # The model differs too.
             values = _load_leaves(self, others, kept)
-            for path, name in averages.items():
-                if saved_place is None and name != _COUNT:  # The average starts with the restored parameters.
-                    leaf = values[f"params{name.removeprefix(_AVERAGE)}"]
-                    values[path] = jnp.array(leaf, ours[path].dtype, copy=True)  # Both are donated.
             logging.log(
                 logging.WARNING if len(kept) < len(ours) else logging.INFO,  # INFO if the state has no optimizer.
                 "The state was restored from %s without its opt_state%s, because the optimizers differ. The optimizer "
                 "starts with the given opt_state. Leaves that differ (checkpoint -> state):\n%s",
                 self.path,
-                ", except for the average of the parameters" if averages and saved_place else "",
+                ", except for the average of the parameters" if averages else "",
                 "\n".join(checks.compare(dict(saved), ours)),
             )
             return _with_values(state, values)

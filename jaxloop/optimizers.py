@@ -27,9 +27,10 @@ class EMAState(NamedTuple):
 def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformation:
     """Keeps an exponential moving average of the parameters in the optimizer's state.
 
-    After each update, `average += (1 - decay) * (params - average)`. The average starts as a copy of the initial
-    parameters, is sharded like them, and is saved with the optimizer's state. The updates pass through unchanged.
-    `LossStep(ema=...)` adds this transformation.
+    After each update, `average += (1 - decay) * (params - average)`. The average starts at the parameters that the
+    first update receives, which may have been loaded after the optimizer's state was made. It is sharded like them, and
+    is saved with the optimizer's state. The updates pass through unchanged. `LossStep(ema=...)` adds this
+    transformation.
 
     >>> optimizer = optax.chain(optax.sgd(1.0), ema(0.75))  # It must be the last transformation.
     >>> params = {"w": jnp.array(1.0)}
@@ -58,12 +59,13 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
             raise ValueError("jaxloop.optimizers.ema needs the parameters: optimizer.update(grads, opt_state, params).")
         rate = 1 - (decay(state.count) if callable(decay) else decay)
 
-        def average(before: jax.Array, new: jax.Array) -> jax.Array:
+        def average(before: jax.Array, param: jax.Array, new: jax.Array) -> jax.Array:
             if not jnp.issubdtype(before.dtype, jnp.inexact):
                 return new
+            before = jnp.where(state.count == 0, param.astype(before.dtype), before)
             return before + (rate * (new.astype(before.dtype) - before)).astype(before.dtype)
 
-        averages = jax.tree.map(average, state.params_ema, optax.apply_updates(params, updates))
+        averages = jax.tree.map(average, state.params_ema, params, optax.apply_updates(params, updates))
         return updates, EMAState(optax.safe_increment(state.count), averages)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
@@ -71,6 +73,8 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
 
 def ema_params(state: Any) -> Any:
     """Returns the average that `ema` keeps in a train state. It has the structure and dtypes of the parameters.
+
+    Before the first update, the average is equal to `state.params`.
 
     You can call it inside `Step.run`, for example in an evaluation: `params = ema_params(state)`.
 
@@ -93,7 +97,9 @@ def ema_params(state: Any) -> Any:
             "one. Make the state with the train step, LossStep(..., ema=0.999), or with optax.chain(optimizer, "
             "jaxloop.optimizers.ema(0.999))."
         )
-    return jax.tree.map(lambda average, leaf: average.astype(leaf.dtype), found[0].params_ema, state.params)
+    count, averages = found[0]
+    value = lambda average, leaf: jnp.where(count == 0, leaf, average.astype(leaf.dtype))
+    return jax.tree.map(value, averages, state.params)
 
 
 def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) -> optax.GradientTransformation:

@@ -238,6 +238,17 @@ def test_an_evaluation_without_an_optimizer_restores_the_average(tmp_path):
     assert bits(step.predict(restored, BATCHES)) == bits(make_step(train=False, use_ema=True).predict(state, BATCHES))
 
 
+def test_the_average_begins_at_the_parameters_with_which_the_run_begins():
+    loaded = train(make_step()).params
+    step, evaluating = make_step(ema=0.9), make_step(train=False, use_ema=True)
+    state = step.initialize_model([1, 4]).replace(params=loaded)
+    assert bits(optimizers.ema_params(state)) == bits(loaded) == bits(evaluating.params_to_evaluate(state))
+    before = np.asarray(loaded["head"]["bias"])
+    state, _ = step(state, BATCHES[0])
+    expected = 0.9 * before + 0.1 * np.asarray(state.params["head"]["bias"])
+    np.testing.assert_allclose(optimizers.ema_params(state)["head"]["bias"], expected, rtol=1e-5)
+
+
 def test_an_unsaved_average_starts_from_the_restored_parameters(tmp_path):
     state = saved(tmp_path)
     step = make_step(optimizer=optax.sgd(0.1), ema=0.9)
