@@ -594,7 +594,9 @@ class Checkpoint:
             others = {path: path for path in saved if not path.startswith("opt_state/")}
             place, saved_place = _place_of_ema(ours), _place_of_ema(saved)
             has_averages = place is not None and saved_place is not None
-            averages = {path: path.removeprefix(place) for path in ours if has_averages and path.startswith(f"{place}/")}
+            averages = {
+                path: path.removeprefix(place) for path in ours if has_averages and path.startswith(f"{place}/")
+            }
             kept |= {path: ours[path] for path in averages}
             others |= {path: f"{saved_place}{name}" for path, name in averages.items()}
             if checks.compare({path: saved[at] for path, at in others.items()}, kept):
@@ -762,10 +764,9 @@ class Checkpoint:
             saved = self._saved_tree(item)
         if item == _TREES_ITEM:
             saved = {name: saved[name] for name in template if name in saved}
-        described = checks.leaves_by_path(saved)
-        wanted = {
-            path: _as_wide_as(described.get(path), leaf) for path, leaf in checks.leaves_by_path(template).items()
-        }
+        described, wanted = checks.leaves_by_path(saved), checks.leaves_by_path(template)
+        if item == _ITEM:
+            wanted = {path: _as_wide_as(described.get(path), leaf) for path, leaf in wanted.items()}
         _check_fits(self.path, item, described, wanted)
         return jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
 

@@ -45,6 +45,7 @@ def fit(
     inputs: str | int | Callable[[types.Batch], Any] | None = None,
     trainable: str | Sequence[str] | None = None,
     ema: float | Callable[[jax.Array], Any] | None = None,
+    params_to_evaluate: Callable[[Any], Any] | None = None,
     train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
     eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
     train_epochs: int | None = None,
@@ -80,6 +81,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     inputs: str | int | Callable[[types.Batch], Any] | None = None,
     trainable: str | Sequence[str] | None = None,
     ema: float | Callable[[jax.Array], Any] | None = None,
+    params_to_evaluate: Callable[[Any], Any] | None = None,
     train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
     eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
     train_epochs: int | None = None,
@@ -144,6 +146,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       trainable: The paths of the parameters to train, such as `"head/**"`; see `LossStep`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
         the average, which `jaxloop.optimizers.ema_params(state)` returns.
+      params_to_evaluate: A function of the state that returns the parameters for evaluations; see `LossStep`.
       train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. `fit`
         compiles it. The state can be any pytree.
       eval_step: A pure function `(state, batch) -> outputs` to use for evaluations if `train_step` is given.
@@ -195,13 +198,15 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     if train_step is None:
         _check_loss(model, loss, optimizer, eval_step)
         options = {"loss": loss, "metrics": metrics, "inputs": inputs, "trainable": trainable, "ema": ema}
+        options["params_to_evaluate"] = params_to_evaluate
         step, step_for_eval = _steps_of_loss(model, optimizer, partitioner, seed, passes.first(), options)
         make_state = step.abstract_state if dry_run else step.initialize_model
         state = make_state(step.input_spec(passes.first()))
         monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
     else:
         for_a_loss = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
-        _check_step_functions(for_a_loss | {"trainable": trainable, "ema": ema}, eval_step, eval_dataset)
+        for_a_loss |= {"trainable": trainable, "ema": ema, "params_to_evaluate": params_to_evaluate}
+        _check_step_functions(for_a_loss, eval_step, eval_dataset)
         step, step_for_eval = _steps_of_functions(train_step, eval_step, model, partitioner, passes.first())
         state = model
 

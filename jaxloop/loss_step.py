@@ -38,7 +38,7 @@ class LossStep(NumpyStep):
         NumPy arrays.
       begin: See `Step`. An override must end by calling `super().begin`, which adds the mask and returns a batch that
         only `run` can use.
-      end, num_examples, make_state: See `Step`.
+      end, num_examples, make_state, params_to_evaluate: See `Step`.
 
     >>> import optax
     >>> from flax import linen as nn
@@ -120,6 +120,8 @@ class LossStep(NumpyStep):
         decay from the number of updates. The average is part of the optimizer's state; see `jaxloop.optimizers.ema`.
       use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. The state
         must come from a step with `ema`. Batch statistics are not averaged.
+      params_to_evaluate: A function of the state that returns the parameters to use there instead. If neither is given,
+        see `Step.params_to_evaluate`.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
@@ -131,7 +133,7 @@ class LossStep(NumpyStep):
         self,
         base_prng: types.PRNGType,
         model: Any,
-        optimizer: optax.GradientTransformation = NO_OPTIMIZER,
+        optimizer: optax.GradientTransformation | None = NO_OPTIMIZER,
         partitioner: partition.Partitioner = partition.SingleDevicePartitioner(),  # noqa: B008 (stateless)
         train: bool = False,
         should_shard_batch: bool = True,
@@ -148,8 +150,10 @@ class LossStep(NumpyStep):
         trainable: str | Sequence[str] | None = None,
         ema: float | Callable[[jax.Array], Any] | None = None,
         use_ema: bool = False,
+        params_to_evaluate: Callable[[Any], Any] | None = None,
         **nnx_model_kwargs: Any,
     ):
+        optimizer = NO_OPTIMIZER if optimizer is None else optimizer
         if use_ema and train:
             raise ValueError("use_ema=True is for evaluations, got train=True. A training step updates the parameters.")
         if trainable is not None and optimizer is not NO_OPTIMIZER:
@@ -188,7 +192,7 @@ class LossStep(NumpyStep):
         self._accumulate = accumulate
         self._compute_dtype = compute_dtype
         self._batch_size = batch_size
-        self._use_ema = use_ema
+        self._params_to_evaluate = params_to_evaluate or (optimizers.ema_params if use_ema else None)
         self._eval_rows: int | None = None  # In an evaluation, the number of rows in the loop's first batch.
         self._full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
         self._forward: _Forward | None = None  # Made by `predict`, and kept with its compiled function.
@@ -308,7 +312,7 @@ class LossStep(NumpyStep):
         return None if inputs is None else jax.tree.map(spec, inputs)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        return optimizers.ema_params(state) if self._use_ema else state.params
+        return (self._params_to_evaluate or super().params_to_evaluate)(state)
 
     def predict(self, state: Any, dataset: Any) -> Any:
         """Returns the outputs of the model for all examples of a dataset, in order.

@@ -73,6 +73,7 @@ class Step:
       num_examples: Counts the examples in a batch from the dataset. Called before the other hooks.
       shard_batch: Places a batch on the devices, between `begin` and `run`.
       make_state: Creates the initial state. `initialize_model` compiles this hook, so it must be pure.
+      params_to_evaluate: Returns the parameters for evaluations, predictions and exports.
       begin_evaluation: Runs before the first batch of an evaluation.
 
     >>> import jax.numpy as jnp
@@ -403,8 +404,13 @@ class Step:
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters that `jaxloop.export` exports and that a `LossStep` uses in evaluations."""
-        return state.params
+        """Returns the parameters for evaluations, predictions and exports, which may differ from those in training.
+
+        By default, these are `state.params` or, for `optax.contrib.schedule_free`, the averages that the optimizer
+        keeps. `LossStep`, `fit` and `jaxloop.export` call this hook. In your own `run`, call it if the step evaluates:
+        `params = state.params if self.train else self.params_to_evaluate(state)`.
+        """
+        return types.params_to_evaluate(state)
 
     def call_model(
         self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None

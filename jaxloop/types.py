@@ -159,6 +159,21 @@ def _updated(state: Any, grads: Any) -> Any:
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
 
 
+def params_to_evaluate(state: Any) -> Any:
+    """Returns the parameters for which the optimizer's method is meant to be evaluated.
+
+    For `optax.contrib.schedule_free`, these are the averages that the method keeps, as
+    `optax.contrib.schedule_free_eval_params` returns them. For all other optimizers, they are `state.params`.
+    """
+    is_free = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+    params = state.params
+    for node in filter(is_free, jax.tree.leaves(getattr(state, "opt_state", None), is_leaf=is_free)):
+        value = lambda z, y, b1=node.b1: y if is_masked(z) else ((y - (1 - b1) * z) / b1).astype(y.dtype)
+        params = jax.tree.map(value, node.z, params, is_leaf=is_masked)
+    return params
+
+
 class MetricType(enum.Enum):
     """The kind of a value, such as image or audio. It determines how a writer displays the value."""
 

@@ -205,6 +205,20 @@ def test_recompilation_for_a_weakly_typed_leaf_is_explained(caplog):
     assert step.traces == 2 and "state/w: float32[] (weakly typed) -> float32[]" in caplog.text
 
 
+def test_evaluating_a_state_with_fewer_leaves_needs_no_explanation(caplog):
+    step, state = make()
+    state = state.replace(collections={"cache": state.params})
+    for given in (state, state.replace(collections={}), state):
+        step.evaluate(given, batches(1)[0])
+    assert step.traces == 2 and "compiled again" not in caplog.text
+
+
+def test_an_unknown_jit_argument_raises_at_once():
+    step, _ = make()
+    with pytest.raises(TypeError, match="some_unknown_option"):
+        step.compile(some_unknown_option=True)
+
+
 def test_short_batch_and_second_loop_need_no_explanation(caplog):
     step, state = make()
     loop = jaxloop.TrainLoop(step)

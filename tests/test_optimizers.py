@@ -290,6 +290,30 @@ def test_a_pattern_may_omit_the_last_component_of_an_nnx_path():
     assert not matches("head", "head/kernel/value")
 
 
+@pytest.mark.parametrize("trainable", [None, "head/**"])
+def test_a_schedule_free_optimizer_is_evaluated_with_its_averages(trainable):
+    optimizer = optax.contrib.schedule_free_sgd(0.05, b1=0.5)
+    options = {"loss": loss, "optimizer": optimizer, "train_epochs": 2, "progress": None, "trainable": trainable}
+    state, history = jaxloop.fit(Linen(), BATCHES, BATCHES, **options)
+    free = state.opt_state.inner_states["0"].inner_state if trainable else state.opt_state
+    head = optax.contrib.schedule_free_eval_params(free._replace(z=free.z["head"]), state.params["head"])
+    body = state.params["body"]
+    if not trainable:
+        body = optax.contrib.schedule_free_eval_params(free._replace(z=free.z["body"]), body)
+    averaged = state.replace(params={"body": body, "head": head}, opt_state=())
+    _, outputs = jaxloop.EvalLoop(make_step(train=False))(averaged, BATCHES)
+    assert history.collect("eval.loss")[-1] == pytest.approx(float(jaxloop.summarize(outputs)["loss"]), rel=1e-5)
+    assert bits(head) != bits(state.params["head"])
+
+
+def test_params_to_evaluate_selects_the_evaluated_parameters():
+    halved = lambda state: jax.tree.map(lambda leaf: leaf / 2, state.params)
+    options = {"loss": loss, "optimizer": optax.sgd(0.1), "train_epochs": 2, "progress": None}
+    state, history = jaxloop.fit(Linen(), BATCHES, BATCHES, **options, params_to_evaluate=halved)
+    _, outputs = jaxloop.EvalLoop(make_step(train=False))(state.replace(params=halved(state)), BATCHES)
+    assert history.collect("eval.loss")[-1] == pytest.approx(float(jaxloop.summarize(outputs)["loss"]), rel=1e-6)
+
+
 def test_fit_evaluates_the_average_and_freezes_the_rest():
     options = {"loss": loss, "optimizer": optax.sgd(0.1), "train_epochs": 2, "progress": None}
     state, history = jaxloop.fit(Linen(), BATCHES, BATCHES, **options, ema=0.9, trainable="head/**")

@@ -340,6 +340,18 @@ def test_invalid_models_and_options_raise(model, options, error, message):
         Step(KEY, model, **options)
 
 
+@pytest.mark.parametrize(("key", "advice"), [(7, r"key\(7\)"), ({"params": None}, r"key\(0\)"), ("seed", r"key\(0\)")])
+def test_a_key_that_is_none_raises_with_advice(key, advice):
+    with pytest.raises(TypeError, match=rf"base_prng must be a PRNG key.*Write jax.random.{advice}"):
+        Step(key, nn.Dense(1))
+
+
+def test_no_optimizer_can_be_written_as_none():
+    assert Step(KEY, nn.Dense(1), None).optimizer is Step(KEY, nn.Dense(1)).optimizer
+    step = jaxloop.LossStep(KEY, nn.Dense(1), None, loss=lambda outputs, _: outputs, trainable="bias")
+    assert step.optimizer is Step(KEY, nn.Dense(1)).optimizer
+
+
 def test_training_without_an_optimizer_warns(warnings_logged):
     Step(KEY, nn.Dense(1))
     Step(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
@@ -668,6 +680,13 @@ def test_changing_batch_shapes_warn_once_and_raise_past_a_limit(warnings_logged)
     with pytest.raises(ValueError, match=r"has had 3 shapes, and max_batch_shapes=3 is the limit"):
         step(state, batch_of(7))
     assert int(step(state, batch_of(5))[0].step) == 9  # The state was not donated.
+
+
+def test_a_leaf_that_becomes_none_is_named(warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    for weight in (np.ones(8, np.float32), None, np.ones(8, np.float32)):
+        state, _ = step(state, {**batches[0], "weight": weight})
+    assert "this one changed batch['weight'] from float32[8] to (none)." in warnings_logged()[0]
 
 
 def test_a_batch_longer_than_the_first_warns(warnings_logged):

@@ -174,8 +174,7 @@ def _set_up_checkpoints(
     for tool in [tool for tool in tools if tool.resume]:
         directory = tool.action.directory
         checkpoints.clear_leftovers(directory)
-        given = checks.as_arrays(loop_state.state)
-        restored = checkpoints.open_newest(directory, given)
+        restored = checkpoints.open_newest(directory, checks.as_arrays(loop_state.state))
         if restored is None:
             if warning := source.resume_warning():
                 logging.warning("%s", warning)
@@ -184,7 +183,7 @@ def _set_up_checkpoints(
             loop_state.history.resume(steps, None if steps else 0)  # The rows of step 0 will be added again.
             continue
         opened, loop_state.state = restored
-        resumed = run.load(opened, given)
+        resumed = run.load(opened, loop_state.state)
         loop_state.elapsed = resumed.elapsed
         if resumed.position is not None:
             try:
