@@ -194,36 +194,52 @@ def adopt(state: Any) -> Any:
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
     check_counter(getattr(state, "step", None))
-    leaves, structure = jax.tree.flatten(state)
-    first: dict[int, int] = {}
+    first: dict[int, Any] = {}
     copied: list[str] = []
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            leaves[index] = _as_array(leaf, lambda index=index: f"state/{_path_of_leaf(state, index)}".rstrip("/"))
-        elif isinstance(leaf, jax.Array) and first.setdefault(id(leaf), index) != index:
-            leaves[index] = jnp.copy(leaf)
-            copied.append(f"{_path_of_leaf(state, index)} (from {_path_of_leaf(state, first[id(leaf)])})")
+
+    def own(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _on_device(path, leaf)
+        known = first.setdefault(id(leaf), path)
+        if known is path:
+            return leaf
+        copied.append(f"{path_name(path)} (from {path_name(known)})")
+        return jnp.copy(leaf)
+
+    state = jax.tree_util.tree_map_with_path(own, state)
     if copied:
         logging.info("Copied arrays that appear twice in the state, which a step donates: %s.", listed(copied, show=3))
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _path_of_leaf(tree: Any, index: int) -> str:
-    return list(leaves_by_path(tree))[index]
+    return state
 
 
 def as_arrays(tree: Any) -> Any:
-    """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, it keeps 64 bits and NumPy arrays.
+    """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, it keeps NumPy arrays and 64-bit numbers.
 
     Raises a `TypeError` if no array can hold a leaf.
     """
+    return jax.tree_util.tree_map_with_path(_as_array, tree)
 
-    def as_array(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            return leaf
-        return _checked_array(leaf, lambda: f"state/{path_name(path)}")
 
-    return jax.tree_util.tree_map_with_path(as_array, tree)
+def _as_array(path: Any, leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return leaf
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(f"{_state_leaf_name(path)} is {_problem_of_leaf(leaf, 'Keep it out of the state.')}")
+    return array
+
+
+def _on_device(path: Any, leaf: Any) -> jax.Array:
+    array = _as_array(path, leaf)
+    # The dtype is explicit, because a weak type would make the step recompile.
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype.kind in "iu" and dtype != array.dtype:
+        _check_leaf_range(_state_leaf_name(path), array)
+    return jnp.asarray(array, dtype)
+
+
+def _state_leaf_name(path: Any) -> str:
+    return f"state/{path_name(path)}" if path else "The state"
 
 
 def check_counter(step: Any, *, is_scalar: bool = True) -> None:
@@ -241,22 +257,6 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
             "state.step must be an integer scalar, the number of completed updates, got "
             f"{describe(step) if is_array else repr(step)}. For none, write state.replace(step=jnp.int32(0))."
         )
-
-
-def _as_array(leaf: Any, name: Callable[[], str]) -> jax.Array:
-    array = _checked_array(leaf, name)
-    # The dtype is explicit, because a weak type would make the step recompile.
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if array.dtype.kind in "iu" and dtype != array.dtype:
-        _check_leaf_range(name(), array)
-    return jnp.asarray(leaf, dtype)
-
-
-def _checked_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
-    array = np.asarray(leaf)
-    if array.dtype.kind in "OSUMm":
-        raise TypeError(f"{name()} is {_problem_of_leaf(leaf, 'Keep it out of the state.')}")
-    return array
 
 
 # Batches ---------------------------------------------------------------------------------------------

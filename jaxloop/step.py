@@ -440,7 +440,7 @@ class Step:
 
         A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
         counts as one per element. The body of a scan is counted once per iteration, but the body of a `while` loop is
-        counted only once.
+        counted only once. If `run` has no floating-point operations, its integer operations are counted instead.
 
         The batch passes through the hooks that precede `run`, and `run` is traced but not executed. The state remains
         usable. Both arguments may be abstract; see `compile`.

@@ -223,7 +223,8 @@ class _LoopPart:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
         self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
-        as_saved = lambda path, leaf: _as_saved(leaf, state_dict["on_host"].get(checks.path_name(path)))
+        kinds = state_dict["on_host"]
+        as_saved = lambda path, leaf: _AS_SAVED.get(kinds.get(checks.path_name(path)), jnp.asarray)(leaf)
         self._loop_state.state = jax.tree_util.tree_map_with_path(as_saved, self._loop_state.state)
         self._loop_state.stop_iteration = state_dict["has_stopped"]
         if [callback.kind for callback in self.callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
@@ -241,20 +242,16 @@ class _LoopPart:
         return 0
 
 
+# Functions that convert restored leaves back to what they were when they were saved, if they were on the host.
+_AS_SAVED = {
+    "array": np.asarray,
+    "scalar": lambda leaf: np.asarray(leaf)[()],
+    "number": lambda leaf: np.asarray(leaf).item(),
+}
+
+
 def _kind_on_host(leaf: Any) -> str:
     return "array" if isinstance(leaf, np.ndarray) else "scalar" if isinstance(leaf, np.generic) else "number"
-
-
-def _as_saved(leaf: Any, kind: str | None) -> Any:
-    """Converts a restored leaf back to the NumPy array, NumPy scalar or Python number that it was, if it was one."""
-    match kind:
-        case "array":
-            return np.asarray(leaf)
-        case "scalar":
-            return np.asarray(leaf)[()]
-        case "number":
-            return np.asarray(leaf).item()
-    return jnp.asarray(leaf)
 
 
 def _steps_of(stop: Any, start: Elapsed) -> int | None:
