@@ -335,12 +335,18 @@ def problem_of_dtypes(batch: Any) -> str | None:
     Raises:
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
-    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return None
-    kinds = {name: str(getattr(leaf, "dtype", "")) for name, leaf in batch_leaves(batch).items()}
-    _check_range(batch, [name for name, kind in kinds.items() if kind in ("int64", "uint64")])
-    floats = [name for name, kind in kinds.items() if kind == "float64"]
+    integers, floats = _wide_leaves(batch_leaves(batch))
+    _check_range(batch, integers)
     return _float64_warning(floats) if floats else None
+
+
+def _wide_leaves(leaves: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns the names of the 64-bit integers and floats that JAX would convert to 32 bits."""
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return [], []
+    kinds = {name: str(getattr(leaf, "dtype", "")) for name, leaf in leaves.items()}
+    of = lambda *names: [name for name, kind in kinds.items() if kind in names]
+    return of("int64", "uint64"), of("float64")
 
 
 def _float64_warning(names: list[str]) -> str:
@@ -358,6 +364,7 @@ def empty_dataset(dataset: Any) -> ValueError:
     )
 
 
+_NARROW = {"i": np.int32, "u": np.uint32}
 _form = operator.attrgetter("shape", "dtype", "__class__")
 
 
@@ -429,10 +436,7 @@ class BatchWatch:
         by_path = batch_leaves(batch)
         leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
         self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
-        cuts_to_32 = not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        kinds = {path: str(getattr(leaf, "dtype", "")) for path, leaf in by_path.items() if cuts_to_32}
-        self._wide = [path for path, kind in kinds.items() if kind in ("int64", "uint64")]
-        floats = [path for path, kind in kinds.items() if kind == "float64"]
+        self._wide, floats = _wide_leaves(by_path)
         if not self._seen and floats:
             logging.warning("In %r, %s", step, _float64_warning(floats))
         key = tuple(sorted(leaves.items()))
@@ -446,10 +450,9 @@ class BatchWatch:
         self.num_rows = num_examples(batch)
         items = dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
         has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
-        kinds = {name: str(leaf.dtype) for name, leaf in items.items()} if cuts_to_32 and has_arrays_alone else {}
-        limits = {"int64": np.iinfo(np.int32), "uint64": np.iinfo(np.uint32)}
-        wide = [(name, limits[kind]) for name, kind in kinds.items() if kind in limits]
-        self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in wide]
+        wide = _wide_leaves(items)[0] if has_arrays_alone else []
+        limits = [(name, np.iinfo(_NARROW[items[name].dtype.kind])) for name in wide]
+        self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in limits]
 
     def _warn_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
         """Warns that a batch differs from the previous one, or raises an error after too many different shapes."""
@@ -509,7 +512,7 @@ def _check_range(batch: Any, wide: list[str]) -> None:
 
 
 def _check_leaf_range(name: str, leaf: Any) -> None:
-    limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
+    limits = np.iinfo(_NARROW[leaf.dtype.kind])
     if leaf.size and not limits.min <= leaf.min() <= leaf.max() <= limits.max:
         raise ValueError(
             f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, which JAX would silently "

@@ -214,21 +214,21 @@ def _note_changes(before: Any, after: Any) -> None:
         changed += [leaf for leaf in jax.tree.leaves(before) if id(leaf) not in kept]
 
 
-def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], hook: str) -> None:
+def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], step: str) -> None:
     """Raises an error if a step updates the state but drops the variables that the forward pass changed.
 
     Args:
       before: The state that was passed to `run`.
       after: The state that `run` returned.
       changed: The list from `noting_changes`.
-      hook: The name of `run`, for the error message.
+      step: A description of the step.
     """
     old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for leaf in changed}
     new = checks.leaves_by_path(after)
     dropped = [path for path, leaf in new.items() if id(leaf) in lost]
     if dropped and any(id(leaf) not in old for leaf in new.values()):
         raise ValueError(
-            f"{hook} returns variables unchanged that the model's forward pass changed: {checks.listed(dropped)}. Each "
+            f"{step} returns variables unchanged that the model's forward pass changed: {checks.listed(dropped)}. Each "
             "step would start from the same values: dropout would repeat its mask, and running statistics would never "
             "move. Keep the second result of call_model, outputs, updates = self.call_model(...), return updates from "
             "the loss function (has_aux=True), and store them: "
