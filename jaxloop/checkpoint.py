@@ -593,12 +593,11 @@ class Checkpoint:
             kept = {path: leaf for path, leaf in ours.items() if not path.startswith("opt_state/")}
             others = {path: path for path in saved if not path.startswith("opt_state/")}
             place, saved_place = _place_of_ema(ours), _place_of_ema(saved)
-            has_averages = place is not None and saved_place is not None
-            averages = {
-                path: path.removeprefix(place) for path in ours if has_averages and path.startswith(f"{place}/")
-            }
-            kept |= {path: ours[path] for path in averages}
-            others |= {path: f"{saved_place}{name}" for path, name in averages.items()}
+            averages: list[str] = []
+            if place is not None and saved_place is not None:
+                averages = [path for path in ours if path.startswith(f"{place}/")]
+                kept |= {path: ours[path] for path in averages}
+                others |= {path: f"{saved_place}{path.removeprefix(place)}" for path in averages}
             if checks.compare({path: saved[at] for path, at in others.items()}, kept):
                 raise  # The model differs too.
             values = _load_leaves(self, others, kept)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -340,7 +340,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
     return _float64_warning(floats) if floats else None
 
 
-def _wide_leaves(leaves: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _wide_leaves(leaves: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
     """Returns the names of the 64-bit integers and floats that JAX would convert to 32 bits."""
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return [], []
@@ -448,7 +448,9 @@ class BatchWatch:
             self._seen.add(key)
         self.form, self._leaves = form, leaves
         self.num_rows = num_examples(batch)
-        items = dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
+        items: dict[Any, Any] = (
+            dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
+        )
         has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
         wide = _wide_leaves(items)[0] if has_arrays_alone else []
         limits = [(name, np.iinfo(_NARROW[items[name].dtype.kind])) for name in wide]
