@@ -231,11 +231,9 @@ def _as_array(path: Any, leaf: Any) -> Any:
 
 def _on_device(path: Any, leaf: Any) -> jax.Array:
     array = _as_array(path, leaf)
+    _check_range(array, _wide_integers({_state_leaf_name(path): array}))
     # The dtype is explicit, because a weak type would make the step recompile.
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if array.dtype.kind in "iu" and dtype != array.dtype:
-        _check_leaf_range(_state_leaf_name(path), array)
-    return jnp.asarray(array, dtype)
+    return jnp.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def _state_leaf_name(path: Any) -> str:
@@ -335,25 +333,48 @@ def problem_of_dtypes(batch: Any) -> str | None:
     Raises:
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
-    integers, floats = _wide_leaves(batch_leaves(batch))
-    _check_range(batch, integers)
-    return _float64_warning(floats) if floats else None
+    leaves = batch_leaves(batch)
+    _check_range(batch, _wide_integers(leaves))
+    return _float64_warning(leaves)
 
 
-def _wide_leaves(leaves: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the names of the 64-bit integers and floats that JAX would convert to 32 bits."""
-    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return [], []
-    kinds = {name: str(getattr(leaf, "dtype", "")) for name, leaf in leaves.items()}
-    of = lambda *names: [name for name, kind in kinds.items() if kind in names]
-    return of("int64", "uint64"), of("float64")
+def _float64_warning(leaves: dict[str, Any]) -> str | None:
+    if names := [name for name, leaf in leaves.items() if _is_cut(leaf, "f")]:
+        return (
+            f"{', '.join(names)} is float64, which JAX converts to float32 at each step. Convert it when you make the "
+            "data: .astype(np.float32)."
+        )
+    return None
 
 
-def _float64_warning(names: list[str]) -> str:
-    return (
-        f"{', '.join(names)} is float64, which JAX converts to float32 at each step. Convert it when you make the "
-        "data: .astype(np.float32)."
-    )
+def _is_cut(leaf: Any, kinds: str) -> bool:
+    """Returns whether JAX would convert a NumPy array of one of these kinds from 64 to 32 bits."""
+    is_wide = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in kinds and leaf.dtype.itemsize == 8
+    return is_wide and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+
+
+def _wide_integers(leaves: dict[str, Any]) -> list[tuple[int, str, int, int]]:
+    """Returns the position, the name and the 32-bit limits of each leaf whose 64-bit integers JAX would truncate."""
+    limits = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32)}
+    wide = [
+        (index, name, limits[leaf.dtype.kind])
+        for index, (name, leaf) in enumerate(leaves.items())
+        if _is_cut(leaf, "iu")
+    ]
+    return [(index, name, int(limit.min), int(limit.max)) for index, name, limit in wide]
+
+
+def _check_range(tree: Any, wide: Sequence[tuple[int, str, int, int]]) -> None:
+    """Raises an error if a 64-bit integer doesn't fit into 32 bits."""
+    leaves = jax.tree.leaves(tree)
+    for index, name, least, most in wide:
+        leaf = leaves[index]
+        if leaf.size and not least <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= most:
+            raise ValueError(
+                f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, which JAX would silently "
+                f"truncate to {'int32' if least else 'uint32'}. Map them to smaller numbers, split them in two, or "
+                "call jax.config.update('jax_enable_x64', True) when the program starts."
+            )
 
 
 def empty_dataset(dataset: Any) -> ValueError:
@@ -364,7 +385,6 @@ def empty_dataset(dataset: Any) -> ValueError:
     )
 
 
-_NARROW = {"i": np.int32, "u": np.uint32}
 _form = operator.attrgetter("shape", "dtype", "__class__")
 
 
@@ -387,8 +407,7 @@ class BatchWatch:
         self._seen: set[tuple[Any, ...]] = set()
         self._leaves: dict[str, str] = {}
         self._arrays: dict[str, Any] = {}  # The dtypes and shapes of the first batch.
-        self._wide: list[str] = []  # The paths of 64-bit integers.
-        self._limits: list[tuple[Any, int, int]] = []  # Their keys in a plain batch, and the 32-bit limits.
+        self._wide: list[tuple[int, str, int, int]] = []  # The 64-bit integers; see `_wide_integers`.
         self._has_device_arrays = False  # Their layouts may change too.
         self._has_warned = False
 
@@ -417,28 +436,16 @@ class BatchWatch:
         if form != self.form:
             self._check_closely(batch, form, step)
         for each in batches if self._wide else ():
-            self._check_range(each)
+            _check_range(each, self._wide)
         return self.num_rows
-
-    def _check_range(self, batch: Any) -> None:
-        """Raises an error if a 64-bit integer doesn't fit into 32 bits. The batch must have the current `form`."""
-        try:
-            leaves = [(batch[name], least, most) for name, least, most in self._limits]
-        except (KeyError, IndexError, TypeError):  # The batch has a different structure.
-            leaves = []
-        if not leaves:
-            _check_range(batch, self._wide)
-        for leaf, least, most in leaves:
-            if leaf.size and not least <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= most:
-                _check_range(batch, self._wide)
 
     def _check_closely(self, batch: Any, form: list[Any], step: Any) -> None:
         by_path = batch_leaves(batch)
         leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
         self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
-        self._wide, floats = _wide_leaves(by_path)
-        if not self._seen and floats:
-            logging.warning("In %r, %s", step, _float64_warning(floats))
+        self._wide = _wide_integers(by_path)
+        if not self._seen and (warning := _float64_warning(by_path)):
+            logging.warning("In %r, %s", step, warning)
         key = tuple(sorted(leaves.items()))
         is_declared = num_examples(batch) in self.declared_sizes and self._differs_in_rows(by_path)
         if self._seen and key not in self._seen and not is_declared:
@@ -448,13 +455,6 @@ class BatchWatch:
             self._seen.add(key)
         self.form, self._leaves = form, leaves
         self.num_rows = num_examples(batch)
-        items: dict[Any, Any] = (
-            dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
-        )
-        has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
-        wide = _wide_leaves(items)[0] if has_arrays_alone else []
-        limits = [(name, np.iinfo(_NARROW[items[name].dtype.kind])) for name in wide]
-        self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in limits]
 
     def _warn_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
         """Warns that a batch differs from the previous one, or raises an error after too many different shapes."""
@@ -505,22 +505,6 @@ def _dtype(leaf: Any) -> Any:
 def _describe_sharding(leaf: Any) -> str:
     spec = getattr(getattr(leaf, "sharding", None), "spec", None)
     return "" if spec is None else f" over {spec}"
-
-
-def _check_range(batch: Any, wide: list[str]) -> None:
-    for name, leaf in batch_leaves(batch).items():
-        if name in wide and isinstance(leaf, np.ndarray | np.generic):
-            _check_leaf_range(name, leaf)
-
-
-def _check_leaf_range(name: str, leaf: Any) -> None:
-    limits = np.iinfo(_NARROW[leaf.dtype.kind])
-    if leaf.size and not limits.min <= leaf.min() <= leaf.max() <= limits.max:
-        raise ValueError(
-            f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, which JAX would silently "
-            f"truncate to {limits.dtype}. Map them to smaller numbers, split them in two, or call "
-            "jax.config.update('jax_enable_x64', True) when the program starts."
-        )
 
 
 def num_examples(batch: Any) -> int | None:
