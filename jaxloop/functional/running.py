@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -59,8 +60,8 @@ def loop(
     batch.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
-    the state, the position in the dataset, the history, and `LoopState.metadata`. It also restores the state of the
-    tools, and of each `__loop_callback__` object that has the methods `state_dict()` and `load_state_dict(state_dict)`.
+    the state (with its NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
+    It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()` and `load_state_dict(state_dict)`.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -219,13 +220,14 @@ class _LoopPart:
             "metadata": encoding.encode(self._loop_state.metadata),
             "on_host": {path: _kind_on_host(leaf) for path, leaf in leaves.items() if not isinstance(leaf, jax.Array)},
             "callbacks": [[each.kind, encoding.encode(each.state_dict())] for each in self.callbacks],
-        }, {name: state for name, state in kept.items() if state is not None}
+        }, {name: checks.as_arrays(state) for name, state in kept.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
         self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
         kinds = state_dict["on_host"]
-        as_saved = lambda path, leaf: _AS_SAVED.get(kinds.get(checks.path_name(path)), jnp.asarray)(leaf)
-        self._loop_state.state = jax.tree_util.tree_map_with_path(as_saved, self._loop_state.state)
+        leaf_as_saved = lambda path, leaf: _AS_SAVED.get(kinds.get(checks.path_name(path)), jnp.asarray)(leaf)
+        as_saved = functools.partial(jax.tree_util.tree_map_with_path, leaf_as_saved)
+        self._loop_state.state = as_saved(self._loop_state.state)
         self._loop_state.stop_iteration = state_dict["has_stopped"]
         if [callback.kind for callback in self.callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
             logging.warning("The tasks differ from those in the checkpoint, so their callbacks start fresh.")
@@ -233,7 +235,7 @@ class _LoopPart:
         for index, (callback, (_, kept)) in enumerate(zip(self.callbacks, state_dict["callbacks"], strict=True)):
             callback.load_state_dict(encoding.decode(kept))
             if str(index) in kept_states:
-                callback.kept_state = kept_states[str(index)]
+                callback.kept_state = as_saved(kept_states[str(index)])
 
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
         pass
