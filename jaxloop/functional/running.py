@@ -61,7 +61,8 @@ def loop(
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (with its NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
-    It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()` and `load_state_dict(state_dict)`.
+    It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
+    and `load_state_dict(state_dict)`.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
