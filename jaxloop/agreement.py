@@ -30,9 +30,9 @@ _OK, _ENDED, _FAILED, _EMPTY = 0, 1, 2, 3
 _MAX_BATCHES = 16
 _SECS_BETWEEN = 0.05
 # A message: a checksum of its topic, the status, the number of batches, the signal, the clock in two parts, and the
-# number of batches in the next message; then the rows and the examples of each batch.
+# number of batches in the next message; then the rows, the examples and a checksum of the form of each batch.
 _HEAD = 7
-_SIZE = _HEAD + 2 * _MAX_BATCHES
+_SIZE = _HEAD + 3 * _MAX_BATCHES
 
 
 def is_known_to_all_processes(error: BaseException) -> bool:
@@ -135,7 +135,13 @@ def gather_texts(text: str) -> list[str]:
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
-def check_same(what: str, lines: Sequence[str]) -> None:
+_SAME_PROGRAM = (
+    "Start the same program with the same arguments in each process. For work in only one process, check "
+    "jax.process_index() inside an action."
+)
+
+
+def check_same(what: str, lines: Sequence[str], remedy: str = _SAME_PROGRAM) -> None:
     """Raises an error in every process unless all processes pass the same lines.
 
     >>> check_same("A loop", ["batch size 8"])
@@ -153,8 +159,7 @@ def check_same(what: str, lines: Sequence[str]) -> None:
             raise known_to_all_processes(
                 ValueError(
                     f"{what} is not the same in all processes. Differences (process 0 -> process {place}):\n{shown}\n"
-                    "Start the same program with the same arguments in each process. For work in only one process, "
-                    "check jax.process_index() inside an action."
+                    f"{remedy}"
                 )
             )
 
@@ -243,6 +248,8 @@ class JointReader:
         all processes know about a signal.
       secs: A function that returns the training time in this process, in seconds. All processes use the first process's
         time.
+      on_difference: A function that is called in all processes, before they get such batches, if the batches of the
+        processes differ in more than their numbers of rows. The step's hooks may make them alike.
       fill_to: A function that is called with the largest number of rows when the processes' batches differ in size, or
         None if all batches must have the same size.
       until_all_processes_end: Whether to continue until the datasets of all processes have ended. If True, a process
@@ -258,12 +265,14 @@ class JointReader:
         count: Callable[[types.Batch], int],
         requests: interrupt.Interruptible,
         secs: Callable[[], float],
+        on_difference: Callable[[], None],
         fill_to: Callable[[int], None] | None,
         until_all_processes_end: bool,
     ):
         self._who, self._before_reading = who, before_reading
         self._read, self._count, self._requests, self._secs, self._fill_to = read, count, requests, secs, fill_to
-        self._until_all_processes_end = until_all_processes_end
+        self._until_all_processes_end, self._on_difference = until_all_processes_end, on_difference
+        self._form: tuple[Any, int] = (None, 0)  # What the newest batch consists of, and its checksum.
         self._own: deque[types.Batch] = deque()  # Read, but not in a message yet.
         self._sent: deque[tuple[_Messages, list[types.Batch], int]] = deque()
         self._agreed: deque[tuple[types.Batch, int, float, int]] = deque()
@@ -324,7 +333,7 @@ class JointReader:
         while len(batches) < size and (self._own or self._error is None):
             try:
                 batch = self._own.popleft() if self._own else self._read()
-                sizes += [checks.num_examples(batch) or 0, self._count(batch)]
+                sizes += [checks.num_examples(batch) or 0, self._count(batch), self._checksum_of_form(batch)]
                 batches.append(batch)
             except (Exception, SystemExit) as error:
                 self._error = error
@@ -341,6 +350,14 @@ class JointReader:
         replies = _send_message(about, self._message(), len(batches), signum, *clock, next_size, *sizes)
         self._sent.append((replies, batches, size))
 
+    def _checksum_of_form(self, batch: types.Batch) -> int:
+        """Returns a checksum of a batch's structure, dtypes and shapes without the number of rows."""
+        leaves, structure = jax.tree.flatten(batch)
+        form = [structure, *((getattr(x, "shape", ())[1:], getattr(x, "dtype", type(x))) for x in leaves)]
+        if form != self._form[0]:
+            self._form = form, _checksum(repr(form))
+        return self._form[1]
+
     def _message(self) -> int:
         if self._error is None or self._own:
             return _OK
@@ -354,7 +371,7 @@ class JointReader:
         messages = replies.read()
         status, num_read, self._next_size = messages[:, 0], messages[:, 1], int(messages[0, 5])
         secs = float(np.ascontiguousarray(messages[0, 3:5]).view(np.float64)[0])
-        rows, examples = np.moveaxis(messages[:, _HEAD - 1 :].reshape(len(messages), _MAX_BATCHES, 2), -1, 0)
+        rows, examples, forms = np.moveaxis(messages[:, _HEAD - 1 :].reshape(len(messages), _MAX_BATCHES, 3), -1, 0)
         has_ended = (status == _ENDED) | (status == _EMPTY)
         stops = status == _FAILED if self._until_all_processes_end else status != _OK
         number = int(num_read[stops].min() if stops.any() else num_read.max())
@@ -362,6 +379,8 @@ class JointReader:
             self._end = self._end_of_all_processes((status == _FAILED) & (num_read == number))
         for place in range(number):
             has_batch = num_read > place
+            if len(set(forms[has_batch, place].tolist())) > 1:
+                self._on_difference()
             sizes = np.where(has_batch, rows[:, place], 0)
             most_rows = 0 if np.all(sizes == sizes[0]) else int(sizes.max())
             problem = self._size_problem(sizes, status == _EMPTY) if most_rows else None

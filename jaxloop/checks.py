@@ -396,6 +396,7 @@ class BatchWatch:
       declared_sizes: The batch sizes that the dataset declared in advance. If a batch has one of these sizes and is
         otherwise like the first batch, it doesn't cause a warning or count toward the limit on shapes.
       num_rows: The number of rows in the last batch; None if the leading axes of its leaves differ in length.
+      may_differ: True if the batches of the processes of a job have differed in more than their numbers of rows.
       form: A description of the last batch, which is equal for all batches whose leaves have the same names, shapes
         and dtypes. None before the first batch.
     """
@@ -403,6 +404,7 @@ class BatchWatch:
     def __init__(self):
         self.declared_sizes: Collection[int] = ()
         self.num_rows: int | None = None
+        self.may_differ: bool = False
         self.form: list[Any] | None = None
         self._seen: set[tuple[Any, ...]] = set()
         self._leaves: dict[str, str] = {}
@@ -410,6 +412,10 @@ class BatchWatch:
         self._wide: list[tuple[int, str, int, int]] = []  # The 64-bit integers; see `_wide_integers`.
         self._has_device_arrays = False  # Their layouts may change too.
         self._has_warned = False
+
+    def expect_differences(self) -> None:
+        """Makes all processes compare their batches before each step."""
+        self.may_differ = True
 
     def look(self, batches: Sequence[Any], step: Any) -> int | None:
         """Checks a step's next batches. `step.max_batch_shapes` limits the number of different shapes.

@@ -40,6 +40,7 @@ class Compiled:
         flags.
       jit_kwargs: Arguments for `jax.jit` that override the partitioner's.
       stopwatch: A function that returns the stopwatch of the loop that is running the step, or None if there isn't one.
+      batch_watch: The watch of the step's batches, which knows whether the processes of a job must compare them.
 
     Attributes:
       detector: The detector for NaN and infinity; None if there is no policy.
@@ -56,6 +57,7 @@ class Compiled:
         policy: nonfinite.NanPolicy | None = None,
         jit_kwargs: Any = None,
         stopwatch: Callable[[], Stopwatch | None] = lambda: None,
+        batch_watch: checks.BatchWatch | None = None,
     ):
         self._name, self._partitioner, self._evaluates = name, partitioner, evaluates
         # The state isn't flattened if there are `jit_kwargs` or per-leaf shardings, which refer to the state's tree.
@@ -75,7 +77,7 @@ class Compiled:
             if mesh is not None:
                 place = partitioner.sharding
                 options["out_shardings"] = (place, (place, partitioner.output_sharding))
-        self._stopwatch = stopwatch
+        self._stopwatch, self._batch_watch = stopwatch, batch_watch or checks.BatchWatch()
         self._end_compiling: Callable[[Any], None] | None = None  # None unless it is compiling.
         self._signatures: list[dict[str, str]] = []
         self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
@@ -149,7 +151,8 @@ class Compiled:
             return flat, (step, outputs)
 
         compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
-        return _SameInAllProcesses(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
+        is_shared = agreement.is_shared(self._partitioner.mesh)
+        return _SameInAllProcesses(self._name, compiled, self._batch_watch) if is_shared else compiled
 
     def _begin_compiling(self) -> None:
         """Logs that compilation begins, and counts the time until the dispatch returns as compile time."""
@@ -173,15 +176,23 @@ class Compiled:
 class _SameInAllProcesses:
     """A compiled function that checks, for each new batch structure, that all processes run the same program.
 
-    If the programs differed, the processes would deadlock or compute different results.
+    If the programs differed, the processes would deadlock or compute different results. A structure that is new in only
+    one process would also deadlock, so if the batches may differ, they are compared first.
     """
 
-    def __init__(self, name: str, compiled: Any):
-        self._name, self._compiled = name, compiled
+    def __init__(self, name: str, compiled: Any, batch_watch: checks.BatchWatch):
+        self._name, self._compiled, self._batch_watch = name, compiled, batch_watch
         self.trace = compiled.trace
         self._known: set[Any] = set()
 
     def __call__(self, state: Any, batch: types.Batch) -> Any:
+        if self._batch_watch.may_differ:
+            found = checks.batch_leaves(batch[1] if isinstance(state, FlatState) else batch)
+            agreement.check_same(
+                f"The batch of {self._name}",
+                [f"{path}: {checks.describe(leaf)}" for path, leaf in found.items()],
+                "Give the batches of all processes the same leaves, dtypes and shapes, except for the number of rows.",
+            )
         leaves, structure = jax.tree.flatten(batch)
         form = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if form not in self._known:

@@ -531,6 +531,7 @@ class Step:
                 policy=policy,
                 jit_kwargs=self._jit_kwargs,
                 stopwatch=lambda: self._stopwatch,
+                batch_watch=self.batch_watch,
             )
         return self._compiled[key]
 

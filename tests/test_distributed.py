@@ -68,6 +68,16 @@ def test_processes_with_uneven_data_end_together_and_count_each_example_once():
         assert f"[{place}] eval 43 True\n" in job.stdout
         assert f"[{place}] nothing: ValueError: The processes have batches of 8, 0 rows for one step, and" in job.stdout
         assert f"[{place}] uneven: ValueError: The processes have batches of 4, 2 rows for one step" in job.stdout
+        differs = r"ValueError: The batch of LossStep is not the same in all processes. .*process 0 -> process 1.:"
+        for name, change in {
+            "dtype": r"batch\['x'\]: float32\[16, 8\] -> batch\['x'\]: float16\[16, 8\]",
+            "shape": r"batch\['y'\]: float32\[16, 1\] -> batch\['y'\]: float32\[16, 2\]",
+            "leaf": r".* -> batch\['z'\]: float32\[16, 1\]",
+        }.items():
+            assert re.search(
+                rf"\[{place}\] after step 2, other {name}: {differs}\n\[{place}\]   {change}\n", job.stdout
+            )
+        assert f"[{place}] after step 4, alike after a hook 4\n" in job.stdout
         assert f"[{place}] over one iterator [27, 27]\n" in job.stdout
         assert f"[{place}] exhausted: ValueError: The training dataset ended at step 9" in job.stdout
         assert f"[{place}] seen 4 32\n[{place}] seen 8 64\n" in output_of(place, job.stdout)
@@ -133,7 +143,7 @@ def joint_reader(batches, **options):
     """Returns the reader for several processes, in a single process."""
     count = lambda batch: len(batch["x"])
     options = {"secs": time.perf_counter, "fill_to": None, "until_all_processes_end": False, **options}
-    options["before_reading"] = lambda: None
+    options["before_reading"] = options["on_difference"] = lambda: None
     return agreement.JointReader(
         "a test", iter(batches).__next__, count=count, requests=interrupt.Interruptible(), **options
     )

@@ -195,7 +195,7 @@ class Program:
         batches = feed.take(size)
         dispatches.secs_in_data = dispatches.clock() - before
         result = None
-        if len(batches) == size:
+        if len(batches) == size and not self._batch_watch.may_differ:  # Else, the processes compare them one by one.
             dispatches.is_in_step = True
             try:
                 with jax.profiler.StepTraceAnnotation(self._marker, step_num=dispatches.step_num + size):

@@ -410,6 +410,7 @@ class Stepper:
             count=self._step.count_examples,
             requests=self._job.requests,
             secs=self._progress.stopwatch.training_secs,
+            on_difference=self._step.batch_watch.expect_differences,
             fill_to=self._step.filler(),
             until_all_processes_end=not self.call.trains,
         )

@@ -69,6 +69,29 @@ def attempt(name, act):
 attempt("nothing", lambda: eval_loop(state, batches([8] if first else [], 0)))
 attempt("uneven", lambda: train_loop(state, batches([4, 4] if first else [4, 2], 0)))
 state = train_loop.rescued_state
+
+
+class SelectingStep(jaxloop.LossStep):
+    def preprocess_batch(self, batch):
+        return {"x": batch["x"], "y": batch["y"][:, :1]}
+
+
+def train_on_different(change, kind=jaxloop.LossStep, steps_per_dispatch=1):
+    """Trains on batches that are different in the second process from the third one on. Returns the number of steps."""
+    step = kind(jax.random.key(0), nn.Dense(1), optax.adam(1e-2), partitioner, loss=loss, train=True)
+    loop = jaxloop.TrainLoop(step, steps_per_dispatch=steps_per_dispatch)
+    changed = (batch if first or number < 2 else change(batch) for number, batch in enumerate(batches([8] * 4, 0)))
+    try:
+        return int(loop(step.initialize_model([1, 8]), changed)[0].step)
+    finally:
+        print(f"after step {loop.step_num}", end=", ")
+
+
+wider = lambda batch: {**batch, "y": np.repeat(batch["y"], 2, axis=1)}
+attempt("other dtype", lambda: train_on_different(lambda batch: {**batch, "x": batch["x"].astype(np.float16)}))
+attempt("other shape", lambda: train_on_different(wider, steps_per_dispatch=2))
+attempt("other leaf", lambda: train_on_different(lambda batch: {**batch, "z": batch["y"]}))
+print("alike after a hook", train_on_different(wider, SelectingStep))
 # Two evaluations read from one iterator, whose batches are short in one of the processes.
 uneven, uneven_loop = batches([8, 8, 8, 8] if first else [8, 3, 3, 8], 0), jaxloop.EvalLoop(new_step())
 print("over one iterator", [sum(uneven_loop(state, uneven, num_steps=2)[1].num_examples) for _ in range(2)])
