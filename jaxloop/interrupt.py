@@ -119,6 +119,12 @@ class Interruptible:
         """The reason a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
         return "stopped by a command" if self.signum == STOP else self.signal_name
 
+    def run_status(self, error: BaseException | None) -> str:
+        """Returns how a run ended: "failed", "killed" (by a signal) or "finished"."""
+        if isinstance(error, Exception | SystemExit):
+            return "failed"
+        return "finished" if error is None and self.outermost.signum in _NO_SIGNALS else "killed"
+
     def supersedes(self, error: BaseException) -> bool:
         """Returns True if a signal arrived before the data raised this error, and logs the error.
 

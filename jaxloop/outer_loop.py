@@ -256,7 +256,7 @@ class OuterLoop:
                                 if training is not None:
                                     training.run.warn_of_unreached()
                             break
-                    self._close_actions(raise_errors=True)
+                    self._close_actions(None, raise_errors=True)
                     log.end(first_loop.step_num, requests.outermost.reason or "")
                     state, logged_before = checkpoint.template_of(state), first_loop.spent
                     training.turn_back()
@@ -264,7 +264,7 @@ class OuterLoop:
                 if training is not None and training.has_begun:
                     self._rescued_state, step_num = training.newest or (first_loop.rescued_state, first_loop.step_num)
                     training.rescue(self._rescued_state, step_num, error)
-                self._close_actions(raise_errors=False)
+                self._close_actions(requests.run_status(error), raise_errors=False)
                 self._record_failure(error)
                 log.end(first_loop.step_num, f"error: {type(error).__name__}: {error}")
                 if self._job.is_shared and isinstance(error, SystemExit):
@@ -274,7 +274,7 @@ class OuterLoop:
                 if training is not None:
                     training.close()
                     self._passes = training.run.passes
-            self._close_actions(raise_errors=True)
+            self._close_actions(requests.run_status(None), raise_errors=True)
             self._spent = first_loop.spent - spent_before
             ended = "stopped" if first_loop.engine.moments.stop_requested else "finished"
             if ended == "stopped":
@@ -497,12 +497,17 @@ class OuterLoop:
         )
         failures.record(workdir, loop.step, failure)
 
-    def _close_actions(self, raise_errors: bool) -> None:
+    def _close_actions(self, status: str | None, raise_errors: bool) -> None:
+        """Closes the actions. `status` says how the run ended; it is None if the run goes on after a detour."""
         errors = []
         for action in reversed(_all_actions(self._loops)):  # The progress bar, often first, times the others.
             try:
                 with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
-                    action.close()
+                    try:
+                        if status is not None:
+                            action.end_run(status)
+                    finally:
+                        action.close()
             except Exception as error:
                 error.add_note(f"in {type(action).__name__}.close of {action!r}, at the end of the run")
                 logging.exception("%r could not be closed.", action)

@@ -154,7 +154,9 @@ def test_after_a_signal_an_error_of_the_data_does_not_hide_it(api, tmp_path, ass
             return run(directory, 20, dataset=dataset)[1]
         step, state, _ = examples.tiny_regression()
         train = lambda state, batch: step(state, batch)[::-1]
-        return jf.loop(state, dataset, {jf.every(1): train, jf.every(5): jf.checkpoint(directory)}, stop=20)[0]
+        return jf.loop(
+            state, dataset, {jf.every(1): train, jf.every(5): jf.checkpoint(directory, resume=True)}, stop=20
+        )[0]
 
     with pytest.raises(SystemExit) as caught:
         experiment(tmp_path / "broken", fails=True)

@@ -1,10 +1,13 @@
 """Tests of the writers for trackers: their calls, and how a resumed run continues its tracked run."""
 
 import collections
+import contextlib
+import functools
 import json
 import math
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -14,6 +17,7 @@ import pytest
 
 import jaxloop
 from jaxloop import actions, every, examples
+from jaxloop import functional as jf
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "tracking.py"
 
@@ -91,8 +95,12 @@ class Mlflow:
     def get_metric_history(self, run, name):
         return [each for each in self.metrics if each.key == name]
 
-    def set_terminated(self, run):
-        self.runs[run] = "FINISHED"
+    def set_terminated(self, run, status=None):
+        self.runs[run] = status or "FINISHED"
+
+    @property
+    def statuses(self):
+        return list(self.runs.values())
 
     @property
     def losses(self):
@@ -156,7 +164,7 @@ def test_wandb_writer_calls(wandb, tmp_path):
             {"image/0": ("Image", (4, 4, 3), {}), "image/1": ("Image", (4, 4, 3), {}), "jaxloop/step": 5},
         ),
         ("log", {"weights": ("Histogram", (6,), {"num_bins": 8}), "jaxloop/step": 5}),
-        ("finish",),
+        ("finish", {"exit_code": 0}),
     ]
 
 
@@ -300,6 +308,104 @@ def test_an_unwritable_database_raises(tracker, tmp_path, monkeypatch):
     notes = "\n".join(caught.value.__notes__)
     assert f"in {type(writer).__name__}, whose tracked run is" in notes
     assert "in SummaryAction(interval=1), after step 7: write_scalars of loss" in notes
+
+
+# How a run ended ----------------------------------------------------------------------------------------------------
+
+
+def end_by(how):
+    match how:
+        case "error":
+            raise OSError("the disk is gone")
+        case "SIGTERM":
+            signal.raise_signal(signal.SIGTERM)
+        case "Ctrl-C":
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("api", ["objects", "functions"])
+@pytest.mark.parametrize(
+    ("how", "error", "status"),
+    [
+        ("end", None, "FINISHED"),
+        ("error", OSError, "FAILED"),
+        ("SIGTERM", SystemExit, "KILLED"),
+        ("Ctrl-C", None, "KILLED"),
+    ],
+)
+def test_a_tracked_run_shows_how_the_run_ended(api, how, error, status, mlflow, tmp_path):
+    """The program doesn't close its writer before it has seen the status. The next start continues the tracked run."""
+    step, state, batches = examples.tiny_regression()
+    make_batch = lambda index, how: (end_by(how) if index == 7 else None, batches[index % 100])[1]
+
+    def start(state, how):
+        writer, data = actions.MlflowWriter(tmp_path), jaxloop.from_index(functools.partial(make_batch, how=how))
+        summaries = actions.SummaryAction(writer, every(steps=1))
+        try:
+            if api == "objects":
+                ends = [summaries, actions.CheckpointAction(tmp_path / "checkpoints", every(steps=5))]
+                spec = jaxloop.CheckpointSpec(tmp_path / "checkpoints")
+                jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=ends), checkpoint_spec=spec)(state, data, 10)
+            else:
+                train = lambda state, batch: step(state, batch)[::-1]
+                save = jf.checkpoint(tmp_path / "checkpoints", resume=True)
+                jf.loop(state, data, {every(steps=1): [train, summaries], every(steps=5): save}, stop=10)
+        finally:
+            ended = mlflow.statuses
+            writer.close()
+            assert ended == mlflow.statuses
+
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        start(state, how)
+    assert mlflow.statuses == [status]
+    start(examples.tiny_regression()[1], "end")
+    assert mlflow.statuses == ["FINISHED"] and [step for step, _ in mlflow.losses] == list(range(1, 11))
+
+
+def test_a_later_write_reopens_a_tracked_run(mlflow, tmp_path):
+    writer = actions.MlflowWriter(tmp_path)
+    for status in ("failed", "finished"):
+        writer.write_scalars(1, {status: 0.5})
+        assert mlflow.statuses == ["RUNNING"]
+        writer.write_status(status)
+        assert mlflow.statuses == [status.upper()]
+
+
+@pytest.mark.parametrize("status", ["finished", "failed"])
+def test_a_writer_that_is_never_closed_ends_its_tracked_run_at_exit(status, mlflow, tmp_path, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    if status == "failed":
+        monkeypatch.setattr(sys, "last_value", OSError(), raising=False)
+    actions.MlflowWriter(tmp_path).write_scalars(1, {"loss": 0.5})
+    assert mlflow.statuses == ["RUNNING"]
+    for function in at_exit:
+        function()
+    assert mlflow.statuses == [status.upper()]
+
+
+def test_wandb_gets_the_exit_code_of_a_run_that_failed_after_its_last_checkpoint(wandb, tmp_path):
+    calls, _ = wandb
+    writer = actions.WandbWriter(tmp_path)
+    writer.write_scalars(5, {"loss": 0.5})
+    writer.flush()
+    writer.write_status("failed")
+    writer.close()
+    assert [call for call in calls if call[0] == "finish"] == [("finish", {"exit_code": code}) for code in (0, 1)]
+
+
+@pytest.mark.filterwarnings("ignore")  # From the package.
+def test_trackio_shows_how_the_run_ended_in_the_config(tmp_path, monkeypatch):
+    storage = pytest.importorskip("trackio").sqlite_storage
+    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
+    writer = actions.TrackioWriter(tmp_path, "digits", run_name="run")
+    writer.write_hparams({"lr": 0.1})
+    config = lambda: storage.SQLiteStorage.get_run_config("digits", "run", run_id=writer.position()["run"])
+    for status in ("killed", "finished"):
+        writer.write_scalars(1, {status: 0.5})
+        assert config()["jaxloop/status"] == "running" and config()["lr"] == 0.1
+        writer.write_status(status)
+        assert config()["jaxloop/status"] == status and config()["lr"] == 0.1
 
 
 # Invalid input ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ class Action(abc.ABC):
       load_state_dict: Called when a run resumes from a checkpoint, before the first step.
       begin_run, write_notes: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
       finish: Called before `close` when a run ends without an error or an interruption.
+      end_run: Called before `close` when an `OuterLoop`'s run ends.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
       close: Called when an `OuterLoop`'s run ends, even if it ends with an error.
 
@@ -155,6 +156,9 @@ class Action(abc.ABC):
 
     def write_notes(self, notes: Mapping[str, Any]) -> None:  # noqa: B027 (to override, or not)
         """Records a run's notes: `OuterLoop.notes` and, if the run has a log, the program's Git commit."""
+
+    def end_run(self, status: str) -> None:  # noqa: B027 (to override, or not)
+        """Records how a run ended: "finished", "failed" (by an error) or "killed" (by Ctrl-C or SIGTERM)."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the data that the action keeps between calls, as numbers, strings, arrays, lists and dicts."""

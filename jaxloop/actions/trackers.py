@@ -1,6 +1,7 @@
 """Writers for experiment trackers: MLflow, trackio and Weights & Biases."""
 
 import abc
+import atexit
 import contextlib
 import html
 import importlib
@@ -10,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,6 +47,8 @@ class _TrackerWriter(abc.ABC):
         self._lock = threading.RLock()
         self._id: str | None = None
         self._is_open, self._is_described = False, True
+        self._status = "finished"  # How the run ended, if it has ended.
+        self._stored_status: str | None = None  # The status that the tracker shows; None if it is unknown.
         self._hparams: dict[str, Any] = {}
         self._notes: dict[str, Any] = {}
         # The values that the tracker has, by name and step; None if they must be read back.
@@ -68,8 +72,8 @@ class _TrackerWriter(abc.ABC):
         """Yields the name, step and value of each point that the tracker has at `step` or later."""
 
     @abc.abstractmethod
-    def _close(self) -> None:
-        """Closes the tracked run once all of its points are stored."""
+    def _close(self, status: str) -> None:
+        """Closes the tracked run with its status, "finished", "failed" or "killed". All of its points are stored."""
 
     def _name(self, name: str) -> str:
         """Returns the name under which the tracker stores a value."""
@@ -98,6 +102,20 @@ class _TrackerWriter(abc.ABC):
 
     def _flush(self) -> None:  # noqa: B027 (to override, or not)
         """Waits until the tracker has stored everything. A no-op if every write already waits."""
+
+    def write_status(self, status: str) -> None:
+        """Stores how a run ended ("finished", "failed" or "killed"), and closes it. A later write reopens it."""
+        with self._lock:
+            has_run = self._id is not None or not self._is_described
+            if has_run and (self._is_open or self._stored_status != status):
+                with self._using():
+                    self._status = status
+                    self._flush()
+                self._end()
+
+    def _end_at_exit(self) -> None:
+        """Ends a tracked run that no `OuterLoop` has ended and the program hasn't closed."""
+        self.write_status("failed" if hasattr(sys, "last_value") else "finished")  # Set by an uncaught exception.
 
     def close(self) -> None:
         """Closes the tracked run. A later write reopens it."""
@@ -131,7 +149,7 @@ class _TrackerWriter(abc.ABC):
                     raise ValueError(f"{self._file} is damaged. Delete it to begin a new tracked run.") from error
             if saved is not None and not (isinstance(saved, str) and re.fullmatch("[0-9a-z]{8,64}", saved)):
                 raise ValueError(f"{saved!r} is not a tracked run of {type(self).__name__}.")
-            self._id, self._known = saved, None if saved else {}
+            self._id, self._known, self._stored_status = saved, None if saved else {}, None
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the values that the tracker doesn't have yet."""
@@ -174,7 +192,8 @@ class _TrackerWriter(abc.ABC):
                     new.replace(self._file)
                 if not self._is_open:
                     self._open()
-                    self._is_open = True
+                    self._is_open, self._status = True, "finished"
+                    atexit.register(self._end_at_exit)
                 if not self._is_described:
                     self._describe()
                     self._is_described = True
@@ -187,8 +206,9 @@ class _TrackerWriter(abc.ABC):
     def _end(self) -> None:
         with self._lock:
             if self._is_open:
-                self._is_open = False
-                self._close()
+                self._is_open, self._stored_status = False, self._status
+                atexit.unregister(self._end_at_exit)
+                self._close(self._status)
 
 
 class _MediaWriter(_TrackerWriter):
@@ -229,7 +249,8 @@ class MlflowWriter(_TrackerWriter):
     ...     writer = jaxloop.actions.MlflowWriter(workdir, "sqlite:///mlflow.db", "digits")
     ...     return jaxloop.SummaryAction(writer, jaxloop.every(steps=100))
 
-    Hyperparameters become MLflow params, and notes become tags. The writer uses `MlflowClient` with the ID of its own
+    Hyperparameters become MLflow params, and notes become tags. How a run ended becomes the status of the MLflow run:
+    FINISHED, FAILED (by an error) or KILLED (by a signal). The writer uses `MlflowClient` with the ID of its own
     run, so it doesn't affect any thread's active run. MLflow can't delete points, so the writer reads back the existing
     points and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An existing
     param keeps its value; if the new value differs, a warning is logged.
@@ -309,8 +330,8 @@ class MlflowWriter(_TrackerWriter):
                 for number, each in enumerate(_pictures(image)):
                     self._client.log_image(self._run, each, f"{self._name(name)}/{step:09d}_{number}.png")
 
-    def _close(self) -> None:
-        self._client.set_terminated(self._run)
+    def _close(self, status: str) -> None:
+        self._client.set_terminated(self._run, status.upper())
 
 
 @final
@@ -321,7 +342,8 @@ class TrackioWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.TrackioWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the trackio run. The writer writes each row in one transaction. It
+    Hyperparameters and notes become the config of the trackio run, and so does how the run ended, as
+    `jaxloop/status`: "running", "finished", "failed" or "killed". The writer writes each row in one transaction. It
     doesn't use trackio's own thread, because that thread drops rows that can't be written. `trackio.sync(project,
     space_id=...)` copies the project to a Hugging Face Space.
 
@@ -342,12 +364,19 @@ class TrackioWriter(_MediaWriter):
         self._reserved = frozenset(importlib.import_module("trackio.utils").RESERVED_KEYS)
         self._project, self._run_name = project, run_name or self._workdir.name
         self._config: dict[str, Any] | None = None  # Still to be written, with the next row.
+        self._newest_step: int | None = None
 
     def _open(self) -> None:
         self._storage.init_db(self._project)
+        self._configure({_STATUS: "running"})
 
     def _describe(self) -> None:
-        self._config = {**self._notes, **self._hparams}
+        self._configure({**self._notes, **self._hparams})
+
+    def _configure(self, values: Mapping[str, Any]) -> None:
+        if self._config is None:
+            self._config = self._storage.get_run_config(self._project, self._run_name, run_id=self._id) or {}
+        self._config |= values
 
     def _name(self, name: str) -> str:
         return f"__{name}" if name in self._reserved else name  # As trackio does.
@@ -356,7 +385,7 @@ class TrackioWriter(_MediaWriter):
         run = {"project": self._project, "run": self._run_name, "run_id": self._id}
         row = {name: self._stored(value, step) for name, value in values.items()}
         self._storage.bulk_log(**run, metrics_list=[row], steps=[step], config=self._config)
-        self._config = None
+        self._config, self._newest_step = None, step
 
     def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
         for row in self._storage.get_logs(self._project, self._run_name, run_id=self._id):
@@ -374,8 +403,10 @@ class TrackioWriter(_MediaWriter):
     def _histogram(self, array: Any, num_bins: int) -> Any:
         return self._module.Histogram(array, num_bins=num_bins)
 
-    def _close(self) -> None:
-        pass
+    def _close(self, status: str) -> None:
+        if self._newest_step is not None:
+            self._configure({_STATUS: status})
+            self._log(self._newest_step, {})
 
 
 @final
@@ -386,7 +417,8 @@ class WandbWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops rows
+    Hyperparameters and notes become the config of the W&B run, whose exit code shows how the run ended: 0, or 1 after
+    an error, or 255 after a signal. The x axis is `jaxloop/step`, because W&B drops rows
     whose W&B step is lower than the previous one. Each flush (before a checkpoint is saved) finishes the W&B run,
     because only `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run. In online
     mode, this takes a few seconds.
@@ -445,8 +477,8 @@ class WandbWriter(_MediaWriter):
     def _flush(self) -> None:
         self._end()
 
-    def _close(self) -> None:
-        self._run.finish()
+    def _close(self, status: str) -> None:
+        self._run.finish(exit_code={"finished": 0, "failed": 1, "killed": 255}[status])
 
     def position(self) -> dict[str, Any]:
         return {**super().position(), "parts": [path.name for path in self._offline_parts()]}
@@ -462,6 +494,7 @@ class WandbWriter(_MediaWriter):
 
 
 _STEP = "jaxloop/step"
+_STATUS = "jaxloop/status"
 
 
 def _is_same(name: str, known: Any, value: Any) -> bool:

@@ -26,7 +26,18 @@ PAUSE_SECS = 0.1
 
 _METHODS = frozenset(
     f"write_{kind}"
-    for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams", "notes")
+    for kind in (
+        "scalars",
+        "texts",
+        "images",
+        "videos",
+        "audios",
+        "histograms",
+        "summaries",
+        "hparams",
+        "notes",
+        "status",
+    )
 ) | {"flush", "resume"}
 """The writer methods that the calls in a checkpoint may use."""
 
@@ -335,6 +346,10 @@ class WriterAction(Action):
     def write_notes(self, notes: Mapping[str, Any]) -> None:
         if notes and hasattr(self._summary_writer, "write_notes"):
             self._queue.put(Call(self, 0, "write_notes", options={"notes": notes}))
+
+    def end_run(self, status: str) -> None:
+        if hasattr(type(self._summary_writer), "write_status"):  # Not one that a `__getattr__` makes for any name.
+            self._queue.put(Call(self, 0, "write_status", options={"status": status}))
 
     def state_dict(self) -> Mapping[str, Any]:
         return self._queue.state_dict(self)

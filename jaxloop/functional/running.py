@@ -14,6 +14,7 @@ from absl import logging
 
 from jaxloop import checkpoint as checkpoints
 from jaxloop import checks, encoding, interrupt, lock, timing
+from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.counting import Counting, as_stop
 from jaxloop.engine.program import Dispatches, Program
@@ -105,7 +106,7 @@ def loop(
     with (
         interrupt.Interruptible() as interruptible,
         _locking(callbacks),
-        _closing(callbacks, loop_state),
+        _closing(callbacks, loop_state, interruptible),
         stopwatch.counting("dispatch"),
     ):
         feed, mark = _set_up_checkpoints(loop_state, callbacks, dataset)
@@ -267,31 +268,41 @@ def _steps_of(stop: Any, start: Elapsed) -> int | None:
 @contextlib.contextmanager
 def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
     """Locks the directories that the callbacks save to, so that no other run can use them."""
-    actions = [callback.of.action if isinstance(callback.of, Tool) else callback.of for callback in callbacks]
     with contextlib.ExitStack() as locks:
-        for action in actions:
+        for action in map(_action_of, callbacks):
             if isinstance(action, CheckpointAction):
                 locks.enter_context(lock.DirectoryLock(action.directory))
         yield
 
 
+def _action_of(callback: "CallbackOf") -> Any:
+    return callback.of.action if isinstance(callback.of, Tool) else callback.of
+
+
 @contextlib.contextmanager
-def _closing(callbacks: Sequence["CallbackOf"], loop_state: LoopState) -> Iterator[None]:
+def _closing(
+    callbacks: Sequence["CallbackOf"], loop_state: LoopState, interruptible: interrupt.Interruptible
+) -> Iterator[None]:
     """Closes the callbacks, no matter how the loop ends. Errors raised here don't hide an error that ended the loop."""
-    has_failed, errors = True, []
+    failure, errors = None, []
     try:
         yield
-        has_failed = False
+    except BaseException as error:
+        failure = error
+        raise
     finally:
-        ends = [lambda: end_row(loop_state), lambda: write(loop_state), *(callback.close for callback in callbacks)]
-        names = ["The last row", "The file of the history", *(callback.name for callback in callbacks)]
-        for name, end in zip(names, ends, strict=True):
+        ends = [("The last row", lambda: end_row(loop_state)), ("The file of the history", lambda: write(loop_state))]
+        for callback in callbacks:
+            if isinstance(action := _action_of(callback), Action):
+                ends.append((callback.name, functools.partial(action.end_run, interruptible.run_status(failure))))
+            ends.append((callback.name, callback.close))
+        for name, end in ends:
             try:
                 end()
             except Exception as error:
                 logging.exception("%s could not be finished.", name)
                 errors.append(error)
-        if errors and not has_failed:
+        if errors and failure is None:
             raise errors[0]
 
 
