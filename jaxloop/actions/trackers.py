@@ -374,9 +374,10 @@ class TrackioWriter(_MediaWriter):
         self._configure({**self._notes, **self._hparams})
 
     def _configure(self, values: Mapping[str, Any]) -> None:
-        if self._config is None:
-            self._config = self._storage.get_run_config(self._project, self._run_name, run_id=self._id) or {}
-        self._config |= values
+        before = self._config
+        if before is None:
+            before = self._storage.get_run_config(self._project, self._run_name, run_id=self._id) or {}
+        self._config = {**before, **values}
 
     def _name(self, name: str) -> str:
         return f"__{name}" if name in self._reserved else name  # As trackio does.
