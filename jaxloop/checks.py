@@ -95,6 +95,16 @@ def check_positive(name: str, value: Any, *, optional: bool = False, instead: st
         raise ValueError(f"{name} must be {allowed}, got {value}.")
 
 
+def only_one(who: str, **names: Any) -> Any:
+    """Returns the value of an argument that has two names, of which the caller must use exactly one."""
+    given = {name: value for name, value in names.items() if value is not None}
+    if len(given) != 1:
+        name, other = names
+        got = " and ".join(f"{each}={value!r}" for each, value in given.items()) or "None"
+        raise TypeError(f"{who} takes {name}= (also called {other}=), got {got}.")
+    return next(iter(given.values()))
+
+
 # Donated states ------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from jaxloop.actions import (
     SummaryAction,
     default_writer,
 )
+from jaxloop.actions.checkpoint_action import monitor_of
 from jaxloop.actions.learning_rate_action import learning_rate
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.function_step import FunctionStep
@@ -54,7 +55,7 @@ def fit(
     workdir: epath.PathLike | None = None,
     log_name: str | None = None,
     hparams: Mapping[str, Any] | None = None,
-    monitor: str | None = None,
+    monitor: str | tuple[str, str] | None = None,
     partitioner: partition.Partitioner | Literal["auto"] | None = None,
     progress: str | None = "auto",
     seed: int = 0,
@@ -90,7 +91,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     workdir: epath.PathLike | None = None,
     log_name: str | None = None,
     hparams: Mapping[str, Any] | None = None,
-    monitor: str | None = None,
+    monitor: str | tuple[str, str] | None = None,
     partitioner: partition.Partitioner | Literal["auto"] | None = None,
     progress: str | None = "auto",
     seed: int = 0,
@@ -157,8 +158,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       workdir: The work directory; if None, no files are written.
       log_name: The subdirectory of the work directory to use for this run.
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
-      monitor: The metric that determines the best checkpoint, such as "eval/accuracy". The default is "eval/loss" if
-        `loss` and `eval_dataset` are given.
+      monitor: The metric that determines the best checkpoint, such as "eval/accuracy" or, with its mode,
+        `("eval/score", "max")`. The default is "eval/loss" if `loss` and `eval_dataset` are given.
       partitioner: Decides where the state and the batches are placed. If None, a single device is used. If "auto", all
         devices are used, and the state is replicated if it fits on each device, or sharded otherwise
         (`FSDPPartitioner`). The choice is logged.
@@ -186,6 +187,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     if topology is not None and not dry_run:
         raise ValueError(f"topology={topology!r} is for a dry run. Pass dry_run=True, too.")
     eval_schedule = _eval_schedule(eval_interval, eval_dataset)
+    monitor_of("monitor", monitor)
     if monitor is not None and workdir is None:
         raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
     if reads_state(train_dataset):

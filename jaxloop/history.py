@@ -473,12 +473,12 @@ class History:
         self.flush()
         wanted = [_dotted(name) for name in names]
         others = [name for name in names if _dotted(name) not in _UNITS] if self._elapsed else []
-        columns = {_dotted(name): self._columns[self.find(name)] for name in others}
+        columns = {_dotted(name): self._measured(self.find(name)) for name in others}
         numbers: Iterable[int] = range(len(self._elapsed))
         if columns:
-            shortest = min(columns.values(), key=lambda column: len(column.rows))
-            longer = [set(column.rows) for column in columns.values() if column is not shortest]
-            numbers = [number for number in shortest.rows if all(number in rows for rows in longer)]
+            numbers = [
+                number for number in min(columns.values(), key=len) if all(number in c for c in columns.values())
+            ]
             if not numbers:
                 logging.warning(
                     "No row of the history has all of %s, so the lists are empty. Train metrics and evaluations are in "
@@ -488,8 +488,7 @@ class History:
         lists = []
         for end in wanted:
             if end in columns:
-                values = dict(zip(columns[end].rows, columns[end].values, strict=True))
-                lists.append([values[number] for number in numbers])
+                lists.append([columns[end][number] for number in numbers])
             else:
                 lists.append([self._elapsed[number][_UNITS.index(end)] for number in numbers])
         return tuple(lists) if len(lists) > 1 else lists[0]
@@ -498,10 +497,19 @@ class History:
         """Returns one flat dict per row, such as `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
         self.flush()
         records = [Elapsed(*numbers).to_dict() for numbers in self._elapsed]
-        for path, column in self._columns.items():
-            for number, value in zip(column.rows, column.values, strict=True):
+        for path in self._columns:
+            for number, value in self._measured(path).items():
                 records[number][path] = value
         return records
+
+    def _measured(self, path: str) -> dict[int, Any]:
+        """Returns a path's values by row number, without those whose weight is 0."""
+        column, weights = self._columns[path], self._columns.get(path + metrics.WEIGHT)
+        values = dict(zip(column.rows, column.values, strict=True))
+        for number, weight in zip(weights.rows, weights.values, strict=True) if weights else ():
+            if weight == 0:
+                values.pop(number, None)
+        return values
 
     # Keeping ---------------------------------------------------------------------------------------
 

@@ -265,20 +265,29 @@ def _is_small(value: Any) -> bool:
 
 def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Fetches the scalars in a step's outputs. Returns an empty dict if any of them hasn't been computed yet."""
-    scalars = _scalar_values(outputs)
-    if all(map(is_ready, scalars.values())):
-        return fetch(scalars)
+    scalars = _scalars_in(outputs)
+    if all(map(is_ready, map(value_of, scalars.values()))):
+        return _measured(fetch(scalars))
     return {}
 
 
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the last step's scalars by name. The outputs must be on the host."""
-    return _scalar_values({name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value})
+    lists = {name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value}
+    return _measured(_scalars_in(lists))
 
 
-def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: value_of(value) for name, value in outputs.items() if not is_metric(value)}
-    return {name: value for name, value in values.items() if np.ndim(value) == 0 and value is not None}
+def _scalars_in(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in outputs.items() if not is_metric(each) and np.ndim(value_of(each)) == 0}
+
+
+def _measured(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value_of(value) for name, value in scalars.items() if not is_empty(value)}
+
+
+def is_empty(value: Any) -> bool:
+    """Returns whether a step has no value: None, or a `Weighted` with weight 0. The value must be on the host."""
+    return value is None or (isinstance(value, types.Weighted) and bool(value.weight == 0))
 
 
 @functools.cache
@@ -328,7 +337,11 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
     of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their results are
     computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
-    unchanged. All other values are omitted; `media` returns them.
+    unchanged. Values whose weights are all 0 are omitted, because they were not measured. All values that are not
+    scalars are omitted too; `media` returns them.
+
+    Raises:
+      ValueError: If a weight is negative.
 
     >>> summarize(LoopOutputs({"loss": [1.0, 4.0]}, num_examples=[32, 16]))
     {'loss': 2.0}
@@ -345,14 +358,17 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
             continue
         values = value if isinstance(value, list) else [value]
         if values and all(isinstance(item, types.Weighted) for item in values):
-            scalars[name] = _weighted_mean([item.value for item in values], [item.weight for item in values])
-            continue
-        are_alike = _numbers_alike(values)
-        values = values if are_alike else [value_of(item) for item in values]
-        present = values if are_alike else [item for item in values if item is not None]
-        if present and (are_alike or all(map(_is_number, present))):
+            mean = _weighted_mean(name, [item.value for item in values], [item.weight for item in values])
+        else:
+            are_alike = _numbers_alike(values)
+            values = values if are_alike else [value_of(item) for item in values]
+            present = values if are_alike else [item for item in values if item is not None]
+            if not present or not (are_alike or all(map(_is_number, present))):
+                continue
             has_weights = isinstance(value, list) and len(num_examples) == len(values)
-            scalars[name] = _weighted_mean(values, num_examples if has_weights else [1] * len(values))
+            mean = _weighted_mean(name, values, num_examples if has_weights else [1] * len(values))
+        if mean is not None:
+            scalars[name] = mean
     return scalars
 
 
@@ -367,14 +383,19 @@ def _numbers_alike(values: Sequence[Any]) -> bool:
     return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
 
 
-def _weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> float:
-    """Returns the weighted mean, ignoring values that are None and values with weight 0 (even NaN)."""
+def _weighted_mean(name: str, values: Sequence[Any], weights: Sequence[Any]) -> float | None:
+    """Returns the weighted mean, ignoring values that are None and values with weight 0 (even NaN).
+
+    Returns None if no values are left.
+    """
     if not (all(weights) and _numbers_alike(values)):
         pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
         if not pairs:
-            return float("nan")
+            return None
         values, weights = zip(*pairs, strict=True)
     numbers, counts = np.array(values, np.float64), np.array(weights, np.float64)
+    if counts.min() < 0:
+        raise ValueError(f"The weights of {name!r} must not be negative, got {counts.min():g}.")
     return float((numbers * counts).sum() / counts.sum())  # `np.average` takes three times as long.
 
 
@@ -454,7 +475,8 @@ def _warn_of_lost(name: str) -> None:
     )
 
 
-_WEIGHT = " (weight)"
+WEIGHT = " (weight)"
+"""Follows the name of a `Weighted` value in the name of its weight; see `separate_weights`."""
 
 
 def separate_weights(logs: Mapping[str, Any]) -> Any:
@@ -462,7 +484,7 @@ def separate_weights(logs: Mapping[str, Any]) -> Any:
     separated = {}
     for name, value in logs.items():
         if isinstance(value, types.Weighted):
-            separated |= {name: value.value, name + _WEIGHT: value.weight}
+            separated |= {name: value.value, name + WEIGHT: value.weight}
         else:
             separated[name] = separate_weights(value) if isinstance(value, Mapping) else value
     return type(logs)(separated)  # pyright: ignore[reportCallIssue]
@@ -476,9 +498,9 @@ def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
     """
     joined = {}
     for path, value in entries.items():
-        if path + _WEIGHT in entries:
-            joined[path] = types.Weighted.of(value, entries[path + _WEIGHT])
-        elif path.removesuffix(_WEIGHT) == path or path.removesuffix(_WEIGHT) not in entries:
+        if path + WEIGHT in entries:
+            joined[path] = types.Weighted.of(value, entries[path + WEIGHT])
+        elif path.removesuffix(WEIGHT) == path or path.removesuffix(WEIGHT) not in entries:
             joined[path] = value
     return joined
 

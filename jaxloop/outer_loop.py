@@ -576,7 +576,7 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num
 
 def _is_nan(values: Sequence[Any]) -> bool:
     """Returns whether any of the values is NaN."""
-    numbers = map(metrics.value_of, values)
+    numbers = [metrics.value_of(value) for value in values if not metrics.is_empty(value)]
     return any(isinstance(value, float | np.generic) and bool(value != value) for value in numbers)
 
 

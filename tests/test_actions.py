@@ -1,18 +1,25 @@
+import functools
 import re
+import shutil
 import subprocess
 import sys
 import threading
+import types
 from typing import ClassVar
 
 import flax
+import jax
 import numpy as np
 import optax
 import pytest
 from clu import metrics as clu_metrics
+from conftest import RecordingWriter
 from flax import linen as nn
 from orbax import checkpoint as orbax_checkpoint
 
+import jaxloop
 from jaxloop import actions, checkpoint, every, examples, seal
+from jaxloop import functional as jf
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.metrics import LoopOutputs
 from jaxloop.step import Step
@@ -297,3 +304,114 @@ def test_save_copies_the_state(tmp_path):
     restored = fresh.restore_model(template, tmp_path)
     np.testing.assert_array_equal(restored.params["kernel"], expected)
     assert optax.tree.norm(restored.params) > 0
+
+
+# Several runs with the same action --------------------------------------------------------------------------
+
+
+def batches_until(number, target):
+    """Yields batches whose targets grow, and fails at the given one."""
+    for index in range(60):
+        if index == number:
+            raise OSError("the server is gone")
+        yield {"x": np.ones([4, 3], np.float32), "y": np.full([4, 1], target * index, np.float32)}
+
+
+def in_an_outer_loop(action, target, fail_at, directory):
+    step, state, _ = examples.tiny_regression(1)
+    tests, spec = EvalLoop(examples.tiny_regression(1, train=False)[0]), jaxloop.CheckpointSpec(directory)
+    *_, far = batches_until(None, 2 * target)
+    eval_spec = jaxloop.EvalSpec([far], interval=every(steps=10), name="test")
+    outer_loop = jaxloop.OuterLoop(TrainLoop(step, end_actions=[action]), [tests], spec)
+    state, _ = outer_loop(state, batches_until(fail_at, target), eval_specs=[eval_spec])
+    return int(state.step), outer_loop.history.collect("test.loss"), getattr(action, "best_step", None)
+
+
+def in_a_loop_of_functions(action, target, fail_at, directory):
+    test = lambda state: jf.logs().add("test", "loss", abs(target - state))
+    train = lambda state: (None, None, state + 0.1 * (target - state))
+    tasks = {every(1): train, every(10): [test, action]}
+    state, history, _ = jf.loop(0.0, batches_until(fail_at, target), tasks)
+    return float(state), history.collect("steps", "test.loss")
+
+
+@pytest.mark.parametrize(
+    ("run", "make"),
+    [
+        (in_an_outer_loop, lambda _: actions.EarlyStoppingAction("test/loss", 2, interval=every(steps=10))),
+        (
+            in_an_outer_loop,
+            lambda _: actions.EarlyStoppingAction("test/loss", 2, restore_best=True, interval=every(steps=10)),
+        ),
+        (in_an_outer_loop, lambda path: actions.CheckpointAction(path, every(steps=10), best="test/loss")),
+        (in_an_outer_loop, lambda _: actions.SpikeGuard("loss", window=4, interval=every(steps=5))),
+        (in_an_outer_loop, lambda _: actions.SummaryAction(RecordingWriter(), every(steps=10))),
+        (in_a_loop_of_functions, lambda _: jf.early_stopping("test/loss", patience=2)),
+        (in_a_loop_of_functions, lambda _: jf.early_stopping("test/loss", patience=2, restore_best=True)),
+    ],
+)
+def test_an_action_forgets_a_failed_run_when_the_next_run_begins_earlier(run, make, tmp_path, warnings_logged):
+    used = make(tmp_path / "used")
+    with pytest.raises(OSError, match="server is gone"):
+        run(used, 1.0, 18, tmp_path / "used")
+    if (tmp_path / "used").exists():
+        shutil.copytree(tmp_path / "used", tmp_path / "new")
+    assert run(used, 9.0, None, tmp_path / "used") == run(make(tmp_path / "new"), 9.0, None, tmp_path / "new")
+    assert not any("twice" in text for text in warnings_logged())
+
+
+class ReportsSometimes(jaxloop.LossStep):
+    """Reports `fid` after every 20th step."""
+
+    def loss(self, outputs, batch):
+        return ((outputs - batch["y"]) ** 2).mean(-1)
+
+    def end(self, state, outputs):
+        state, outputs = super().end(state, outputs)
+        return state, {**outputs, "fid": 1 / int(state.step)} if self.train and state.step % 20 == 0 else outputs
+
+
+@pytest.mark.parametrize("name", ["fid", "test/fid"])
+def test_a_metric_that_only_some_steps_report_is_waited_for(name, tmp_path, warnings_logged):
+    steps = [ReportsSometimes(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=train) for train in (True, False)]
+    save = actions.CheckpointAction(tmp_path, every(steps=10), best=name)
+    loop, data = TrainLoop(steps[0], end_actions=[save]), list(batches_until(None, 1.0))
+    outer_loop = jaxloop.OuterLoop(loop, [EvalLoop(steps[1])])
+    run = functools.partial(outer_loop, steps[0].initialize_model([1, 3]), data)
+    specs = [jaxloop.EvalSpec(data[:1], interval=every(steps=10), name="test")]
+    if name == "fid":
+        run(eval_specs=specs)
+        assert save.best_step == 60
+    else:
+        with pytest.raises(ValueError, match="No metric named 'test/fid' is measured. Available: test/loss"):
+            run(eval_specs=specs)
+        assert checkpoint.all_steps(tmp_path)[-1] == 60  # Nothing is lost.
+    assert len([text for text in warnings_logged() if "A later step may still measure it" in text]) == 1
+
+
+def test_a_best_metric_that_was_always_nan_is_called_so(tmp_path, warnings_logged):
+    action = actions.CheckpointAction(tmp_path, best="test/loss")
+    for step in (1, 2):
+        action(np.ones(1), {"test/loss": np.nan}, step_num=step)
+    action.close()
+    assert "at each of its 2 saves, test/loss was NaN, infinite or not measured (last: nan)." in warnings_logged()[-1]
+
+
+def test_arguments_have_the_names_of_the_docs_and_of_the_peer_library(tmp_path, writer):
+    assert actions.CheckpointAction(directory=tmp_path).directory == tmp_path
+    assert actions.CheckpointAction(ckpt_manager=tmp_path).directory == tmp_path
+    for kind in (actions.SummaryAction, actions.LearningRateAction):
+        assert kind(writer=writer).summary_writer is kind(summary_writer=writer).summary_writer is writer
+        with pytest.raises(TypeError, match=r"takes writer= \(also called summary_writer=\), got None"):
+            kind(None)
+    with pytest.raises(TypeError, match=r"CheckpointAction takes directory= \(also called ckpt_manager=\), got None"):
+        actions.CheckpointAction(None)
+    with pytest.raises(TypeError, match="got directory='a' and ckpt_manager='b'"):
+        actions.CheckpointAction("a", ckpt_manager="b")
+
+
+def test_two_learning_rates_are_named(writer):
+    optimizer = optax.chain(*[optax.inject_hyperparams(optax.sgd)(learning_rate=rate) for rate in (0.1, 0.2)])
+    state = types.SimpleNamespace(opt_state=optimizer.init(0.0))
+    with pytest.raises(ValueError, match=r"one learning rate, but the optimizer's state has 2: 0.*, 1.*learning_rate"):
+        actions.LearningRateAction(writer)(state, None, step_num=1)

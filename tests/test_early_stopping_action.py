@@ -196,6 +196,7 @@ def test_metric_that_was_never_measured_warns(warnings_logged):
     action, history = EarlyStoppingAction("test/accuracy", patience=2, interval=always()), History()
     for step in (100, 200):
         action(None, {"loss": 1.0}, step_num=step, elapsed=Elapsed(step), history=history)
+        history.commit(Elapsed(step + 50), {"test": {"accuracy": 0.5}})
     action.finish(None)
     assert "test/accuracy was not measured at any of its calls. Make its interval coincide" in warnings_logged()[0]
 
@@ -231,9 +232,12 @@ def test_invalid_options_raise(options, error, message):
 
 
 def test_repr_shows_metric_and_patience():
-    assert repr(EarlyStoppingAction("loss", patience=3)) == "EarlyStoppingAction('loss', patience=3, interval=1)"
+    assert (
+        repr(EarlyStoppingAction("loss", patience=3))
+        == "EarlyStoppingAction('loss', patience=3, mode='min', interval=1)"
+    )
     action = EarlyStoppingAction("loss", after(steps=10), interval=every(5))
-    assert repr(action) == "EarlyStoppingAction('loss', patience=after(steps=10), interval=every(steps=5))"
+    assert repr(action) == "EarlyStoppingAction('loss', patience=after(steps=10), mode='min', interval=every(steps=5))"
 
 
 def test_check_reports_an_interval_with_too_few_measurements_to_stop():
@@ -249,7 +253,7 @@ def test_check_reports_an_interval_with_too_few_measurements_to_stop():
 
     report, steps = run()
     assert "patience=3 can't end the run, although 'test/loss' is measured 10 times" in " ".join(report.split())
-    assert "EarlyStoppingAction  once, at step 40" in report
+    assert "EarlyStoppingAction  once, at step 40; monitors test/loss (smaller is better)" in report
     assert steps == 40
     report, steps = run(interval=every(steps=4))
     assert report.startswith("No problem") and steps == 16

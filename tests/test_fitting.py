@@ -317,7 +317,10 @@ def test_train_step_with_an_eval_dataset_requires_an_eval_step():
 
 def test_unknown_monitor_raises_and_lists_the_metrics(tmp_path, recorded):
     with pytest.raises(ValueError, match="No metric named 'eval/acuracy' is measured. Available: .*eval/loss"):
-        fit_linear(eval_dataset=DICTS, workdir=tmp_path, monitor="eval/acuracy")
+        fit_linear(eval_dataset=DICTS, workdir=tmp_path, monitor=("eval/acuracy", "max"))
+    with pytest.raises(ValueError, match=r"pass the pair \('eval/iuo', 'max'\)"):
+        fit_linear(eval_dataset=DICTS, workdir=tmp_path / "new", monitor="eval/iuo")
+    assert not (tmp_path / "new").exists()
 
 
 def test_progress_is_shown_on_request(capsys):

@@ -23,7 +23,19 @@ def test_a_mean_is_weighted_by_examples():
 def test_steps_without_the_value_or_without_examples_have_no_weight():
     outputs = LoopOutputs({"loss": [np.float32(1), None, np.float32(np.nan), np.float32(4)]}, [20, 30, 0, 10])
     assert summarize(outputs) == {"loss": 2.0}
-    assert np.isnan(summarize(LoopOutputs({"loss": [1.0]}, [0]))["loss"])
+    assert summarize(LoopOutputs({"loss": [1.0]}, [0])) == {}
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"loss": [types.Weighted.of(1.0, -1.0), types.Weighted.of(2.0, 3.0)]},
+        LoopOutputs({"loss": [np.float32(1), np.float32(2)]}, [-1, 3]),
+    ],
+)
+def test_a_negative_weight_raises(outputs):
+    with pytest.raises(ValueError, match="The weights of 'loss' must not be negative, got -1"):
+        summarize(outputs)
 
 
 @pytest.mark.parametrize(

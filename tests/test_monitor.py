@@ -16,28 +16,51 @@ def history_of(*rows):
     return history
 
 
+# Each of these usual names is better if it is larger (or smaller), or the user has to say so.
+LARGER = """
+accuracy test/accuracy test.accuracy Accuracy acc acc1 acc@5 val_acc valacc valAcc acc_top1 top1_acc top1acc
+balanced_accuracy accuracy@1 top5_accuracy bacc iou IoU IoU@0.5 iou_50 mIoU miou mean_iou mean_IoU meanIoU
+jaccard_index dice dice_score f1 F1 F1@10 f1_score f1score macro_f1 macroF1 micro-f1 f1_macro auc AUC auroc roc_auc
+ROC-AUC AUCPR pr_auc AUPRC ap AP50 mAP mAP50 mAP@0.5 map map_50 mAP50-95 average_precision precision precision@5
+recall Recall@10 recall_at_k sensitivity specificity bleu bleu4 BLEU-4 sacrebleu rouge1 rougeL rouge-2 meteor psnr
+PSNR ssim ms_ssim ndcg ndcg@10 mrr MRR@10 hits@10 r2 R2 r2_score mcc cohen_kappa eval/meanReward reward episode_return
+returns
+"""
+LARGER_OR_UNCERTAIN = """
+score vqa_score inception_score top1 top5 correct elbo log_likelihood cider chrf exact_match EM win_rate success_rate
+pass@1 spearman neg_mean_squared_error loss_improvement error_detection_accuracy test_map
+"""
+SMALLER = """
+loss Loss val_loss valloss valLoss test/loss accuracy/loss dice_loss iou_loss log_loss cross_entropy CrossEntropy nll
+NLL bce perplexity ppl mse MSE rmse RMSE mae MAPE smape error error_rate test_error err top1_err top1_error brier
+brier_score wer WER cer FID fid FID@50k lpips regret cost
+"""
+SMALLER_OR_UNCERTAIN = """
+loss_iou kl entropy distance edit_distance ece eer bpd bits_per_dim kid xent negative_accuracy inaccuracy accuracy_gap
+1-accuracy accuracy_std loss_scale account_balance feature_map_size
+"""
+
+
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("names", "expected", "is_certain"),
     [
-        ("loss", "min"),
-        ("test/accuracy", "max"),
-        ("test.accuracy", "max"),
-        ("accuracy/loss", "min"),
-        ("val_acc", "max"),
-        ("top5", "max"),
-        ("top1_error", "min"),
-        ("brier_score", "min"),
-        ("f1", "max"),
-        ("eval/meanReward", "max"),
-        ("episode_return", "max"),
-        ("mIoU", "max"),
-        ("account_balance", "min"),
-        ("perplexity", "min"),
+        (LARGER, "max", True),
+        (LARGER_OR_UNCERTAIN, "max", False),
+        (SMALLER, "min", True),
+        (SMALLER_OR_UNCERTAIN, "min", False),
     ],
 )
-def test_the_mode_is_inferred_from_the_name(name, mode):
-    assert Monitor(name).mode == mode
-    assert Monitor(name, "min").mode == "min" and Monitor(name, "max").mode == "max"
+def test_the_direction_of_usual_names_is_right_or_must_be_given(names, expected, is_certain):
+    found = {}
+    for name in names.split():
+        assert Monitor(name, "min").mode == "min" and Monitor(name, "max").mode == "max"
+        try:
+            found[name] = Monitor(name).mode
+        except ValueError as error:
+            assert f"{name!r} doesn't say whether larger" in str(error) and "mode='max'" in str(error)
+    assert [name for name, mode in found.items() if mode != expected] == []
+    assert found == {} or is_certain
+    assert not is_certain or found.keys() == set(names.split())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +107,7 @@ def test_a_row_counts_only_at_its_own_step():
     assert Monitor("loss").measured(None, history, Elapsed(100)) == 1.0
 
 
-def test_a_metric_of_a_later_evaluation_is_not_an_error(warnings_logged):
+def test_a_metric_that_is_reported_later_warns_once(warnings_logged):
     accuracy = Monitor("test/accuracy")
     assert accuracy.measured(OUTPUTS, History(), Elapsed(2)) is None
     history = history_of((2, {"train": {"loss": 1.0}}))
@@ -98,8 +121,11 @@ def test_a_metric_of_a_later_evaluation_is_not_an_error(warnings_logged):
     assert len(warnings_logged()) == 1
     assert (
         "No metric named 'test/accuracy' is measured. Available: valid/accuracy, " in warnings_logged()[0]
-        and "An evaluation named 'test' may still measure it" in warnings_logged()[0]
+        and "A later step may still measure it" in warnings_logged()[0]
     )
+    history.commit(Elapsed(4), {"test": {"accuracy": 0.8}})
+    assert accuracy.measured(OUTPUTS, history, Elapsed(4)) == 0.8
+    accuracy.check_was_measured()
 
 
 @pytest.mark.parametrize(
@@ -112,12 +138,12 @@ def test_a_metric_of_a_later_evaluation_is_not_an_error(warnings_logged):
         ("test/accuracy", None, "metrics/recall"),
     ],
 )
-def test_an_unknown_name_raises_and_lists_the_measured_names(name, rows, nearest):
-    history = rows and history_of(*rows)
-    with pytest.raises(
-        ValueError, match=f"No metric named '{name}' is measured. Available: {nearest}, .*Give the name"
-    ):
-        Monitor(name).measured(OUTPUTS, history, Elapsed(1))
+def test_an_unknown_name_warns_and_raises_at_the_end_of_the_run(name, rows, nearest, warnings_logged):
+    monitor, message = Monitor(name, "max"), f"No metric named '{name}' is measured. Available: {nearest}, "
+    assert monitor.measured(OUTPUTS, rows and history_of(*rows), Elapsed(1)) is None
+    assert len(warnings_logged()) == 1 and message in warnings_logged()[0]
+    with pytest.raises(ValueError, match=f"{message}.*Give the name"):
+        monitor.check_was_measured()
 
 
 def test_an_ambiguous_name_raises():
@@ -130,7 +156,7 @@ def test_an_ambiguous_name_raises():
 
 def test_a_monitored_metric_must_be_a_number():
     with pytest.raises(TypeError, match="The monitored metric 'note' must be a number, got 'hello'"):
-        Monitor("note").measured(None, history_of((1, {"test": {"note": "hello"}})), Elapsed(1))
+        Monitor("note", "max").measured(None, history_of((1, {"test": {"note": "hello"}})), Elapsed(1))
 
 
 @pytest.mark.parametrize("name", ["", "/", None, 3])

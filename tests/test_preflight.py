@@ -135,6 +135,7 @@ def test_a_correct_experiment_has_no_problems(plan, tmp_path):
     assert report.plan["saves"].startswith(
         "3 times, at steps 100, 200, 300; 172 B each, the newest 3 and the best kept"
     )
+    assert report.plan["saves"].endswith("; the best by test/accuracy (larger is better)")
     assert "FLOPs" in report.plan["step"] and "parameters 84 B, optimizer 84 B" in report.plan["state"]
     assert not list(tmp_path.glob("events*"))
     report.raise_errors()
@@ -491,7 +492,7 @@ MISTAKES = {
     # Actions.
     "an unknown metric": (
         {"train_actions": (STOPPING("test/accuracy"),)},
-        "EarlyStoppingAction('test/accuracy', patience=3, interval=1) of the train loop",
+        "EarlyStoppingAction('test/accuracy', patience=3, mode='max', interval=1) of the train loop",
         "No metric named 'test/accuracy'.*test/loss",
         True,
     ),
@@ -601,7 +602,7 @@ def test_check_reports_several_mistakes_at_once(plan, tmp_path):
         **on_four_devices(data=data_of(rows=30, w=np.ones(30))),
         step=step_returning(lambda state, outputs: (to_bfloat16(state), outputs)),
         eval_data=data_of(),
-        train_actions=(Report(every(1000)), STOPPING("test/acuracy"), jaxloop.LearningRateAction(WRITER)),
+        train_actions=(Report(every(1000)), STOPPING("test/acuracy", mode="max"), jaxloop.LearningRateAction(WRITER)),
         log_interval=every(700),
         options={"on_exhausted": "loudly"},
     ).check()
@@ -863,7 +864,7 @@ SOUND = {
         "eval_options": {"num_steps": 6, "interval": every(100), **TEST},
     },
     "a name with a quote": {"eval_options": {"interval": every(100), "name": "test's"}, "best": "test's/loss"},
-    "a monitored statistic": {"train_actions": (STOPPING("jaxloop/steps_per_sec"),)},
+    "a monitored statistic": {"train_actions": (STOPPING("jaxloop/steps_per_sec", mode="max"),)},
     "a begin that returns a new state": {
         "step": step_with_begin(lambda state, batch: (state.replace(step=state.step), batch))
     },

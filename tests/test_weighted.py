@@ -88,7 +88,7 @@ def test_summarize_weights_the_value_of_each_step():
     pairs = [(np.float32(1), np.float32(10)), (np.float32(4), np.float32(20)), (np.float32(np.nan), np.float32(0))]
     outputs = LoopOutputs({"loss": [Weighted(*pair) for pair in pairs]}, num_examples=[1, 1, 1000])
     assert summarize(outputs) == {"loss": 3.0}
-    assert np.isnan(summarize({"loss": [Weighted(1.0, 0.0)]})["loss"])
+    assert summarize({"loss": [Weighted(1.0, 0.0)]}) == {}
     assert np.isnan(summarize({"loss": [Weighted(1.0, 1.0), Weighted(1.0, np.nan)]})["loss"])
 
 
@@ -401,3 +401,44 @@ def test_per_example_losses_with_a_custom_num_examples_are_not_averaged():
     step = Padded(jax.random.key(0), NETWORK, optax.sgd(1e-3), train=True)
     _, outputs = step(step.initialize_model([1, 4]), BATCHES[0])
     assert outputs["loss"].shape == (32,)
+
+
+# Steps without data -----------------------------------------------------------------------------------------
+
+
+class TwoTasks(jaxloop.LossStep):
+    def loss(self, outputs, batch):
+        return outputs[:, 0] ** 2, {"b_loss": Weighted(outputs[:, 0] ** 2, batch["is_b"])}
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 5}], ids=["one by one", "fused"])
+def test_a_metric_without_data_in_an_interval_is_not_measured_there(options, writer, warnings_logged):
+    batches = [{"x": np.ones([8, 4], np.float32), "is_b": np.full([8], step // 10 % 2 == 1)} for step in range(60)]
+    step = TwoTasks(jax.random.key(0), NETWORK, optax.sgd(0.01), train=True)
+    when = every(steps=10)
+    stopping = jaxloop.EarlyStoppingAction("b_loss", patience=10, interval=when)
+    guard = jaxloop.EarlyStoppingAction("train/b_loss", patience=10, interval=when)
+    loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.SummaryAction(writer, when), stopping, guard], **options)
+    outer_loop = jaxloop.OuterLoop(loop, log_interval=when)
+    state, _ = outer_loop(step.initialize_model([1, 4]), batches)
+    steps, values = outer_loop.history.collect("steps", "train.b_loss")
+    assert steps == [20, 40, 60] and np.isfinite(values).all() and sorted(values, reverse=True) == values
+    assert writer.scalars("b_loss") == list(zip(steps, values, strict=True))
+    assert int(state.step) == 60 and warnings_logged() == []
+
+
+def test_a_loop_of_functions_skips_values_without_data(warnings_logged):
+    def train(state, batch):
+        return jf.logs().add_metric("b_loss", Weighted(jnp.ones(3) * state, jnp.full(3, state % 2))), state + 1
+
+    stop = jf.early_stopping("b_loss", patience=3)
+    tasks = {every(1): [jf.step(train), stop]}
+    state, history, _ = jf.loop(jnp.float32(0), [{"x": np.ones(3, np.float32)}] * 100, tasks)
+    assert history.collect("steps", "b_loss") == ([2, 4, 6, 8], [1.0, 3.0, 5.0, 7.0])  # Every second step has weight 0.
+    assert [row["steps"] for row in history.to_records() if "metrics.b_loss" in row] == [2, 4, 6, 8]
+    assert float(state) == 8 and warnings_logged() == []
+    mean = jf.inner_loop(
+        "test", lambda state: jf.loop(state, [{"x": np.ones(3, np.float32)}], {every(1): jf.step(train)})
+    )
+    _, history, _ = jf.loop(jnp.float32(0), [{"x": np.ones(3, np.float32)}], {every(1): mean})
+    assert history.to_records()[0].keys() >= {"steps"} and "test.b_loss" not in history.to_records()[0]

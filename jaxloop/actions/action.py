@@ -19,7 +19,8 @@ class Action(abc.ABC):
       monitors, check: Used by `OuterLoop.check` before a run.
       before_checkpoint, state_dict: Called, in this order, before a checkpoint is saved.
       load_state_dict: Called when a run resumes from a checkpoint, before the first step.
-      begin_run, write_notes: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
+      begin_run: Called when an `OuterLoop` or `jf.loop` begins or resumes a run, after `load_state_dict`.
+      write_notes: Called when an `OuterLoop` begins or resumes a run.
       finish: Called before `close` when a run ends without an error or an interruption.
       end_run: Called before `close` when an `OuterLoop`'s run ends.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
@@ -146,12 +147,14 @@ class Action(abc.ABC):
         self.flush()
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
-        """Prepares the action for a new or resumed run of an `OuterLoop`. Called before the first step.
+        """Prepares the action for a new or resumed run of an `OuterLoop` or `jf.loop`. Called before the first step.
+
+        An action with memory forgets what it remembers from after `step_num`, which belongs to another run.
 
         Args:
           step_num: The number of completed updates.
-          can_resume: True if the run has a `CheckpointSpec`. In that case, an earlier process may have continued past
-            `step_num` before it was killed, and this run repeats those steps.
+          can_resume: True if the run can resume from checkpoints. In that case, an earlier process may have continued
+            past `step_num` before it was killed, and this run repeats those steps.
         """
 
     def write_notes(self, notes: Mapping[str, Any]) -> None:  # noqa: B027 (to override, or not)

@@ -30,7 +30,7 @@ class CheckpointAction(Action):
     for which saves have blocked the run.
 
     Hooks:
-      __call__, close: See `Action`. Overrides must call `super()`.
+      __call__, begin_run, finish, close: See `Action`. Overrides must call `super()`.
       save: Called by `__call__` with the state and everything else to be saved.
 
     >>> import tempfile
@@ -43,8 +43,11 @@ class CheckpointAction(Action):
     >>> checkpoint.all_steps(action.directory), action.best_step
     ([200, 400], 200)
 
+    Attributes:
+      monitor: The `Monitor` of `best`, or None.
+
     Args:
-      ckpt_manager: A directory, or an Orbax `CheckpointManager` (from Orbax's current or older API) that saves a single
+      directory: A directory, or an Orbax `CheckpointManager` (from Orbax's current or older API) that saves a single
         item. At the end of a run, the last save is committed and the manager is closed. If a directory was given, the
         next run opens a new manager.
       interval: See `Action`.
@@ -56,6 +59,7 @@ class CheckpointAction(Action):
         best. A checkpoint is considered only if the metric was measured at its step, so choose an interval that
         coincides with the evaluations. A train metric is averaged over the steps since the last save.
       clock: A function that returns the time in seconds.
+      ckpt_manager: Another name for `directory`.
 
     Raises:
       OSError: If the directory can't be written to.
@@ -67,29 +71,37 @@ class CheckpointAction(Action):
 
     def __init__(
         self,
-        ckpt_manager: Any,
+        directory: Any = None,
         interval: int | Schedule = 1,
         *,
         keep: int | None = 3,
         best: str | tuple[str, str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ckpt_manager: Any = None,
     ):
         super().__init__(interval)
         checks.check_positive("CheckpointAction.keep", keep, optional=True)
-        self._monitor = _monitor_of(best)
-        self.uses_outputs = self._monitor is not None
-        name_and_mode = None if self._monitor is None else (self._monitor.name, self._monitor.mode)
-        self._writer = checkpoint.CheckpointWriter(ckpt_manager, keep, name_and_mode, clock=clock)
+        place = checks.only_one("CheckpointAction", directory=directory, ckpt_manager=ckpt_manager)
+        self.monitor: Monitor | None = monitor_of("CheckpointAction.best", best)
+        self.uses_outputs = self.monitor is not None
+        name_and_mode = None if self.monitor is None else (self.monitor.name, self.monitor.mode)
+        self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, clock=clock)
         self._best = name_and_mode
-        self._keep = keep if isinstance(ckpt_manager, str | os.PathLike) else None
+        self._keep = keep if isinstance(place, str | os.PathLike) else None
+        self.begin_run(0, can_resume=True)
+        files.prepare_directory(self.directory)
+
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         self._saves = self._saves_measured = 0
+        self._not_finite: float | None = None  # The newest value of `best` that was NaN or infinite.
         self._last_step: int | None = None  # The last saved step.
         self._has_waited = self._has_warned_of_waiting = False
-        files.prepare_directory(self.directory)
+        if self.monitor is not None:
+            self.monitor.begin_run()
 
     @property
     def monitors(self) -> Sequence[str]:
-        return () if self._monitor is None else (self._monitor.name,)
+        return () if self.monitor is None else (self.monitor.name,)
 
     @property
     def keep(self) -> int | None:
@@ -140,9 +152,12 @@ class CheckpointAction(Action):
     ) -> None:
         elapsed = Elapsed(step_num) if elapsed is None else elapsed
         values = {}
-        if self._monitor is not None:
-            value = self._monitor.measured(outputs, history, elapsed)
-            values = {} if value is None or not math.isfinite(value) else {self._monitor.name: value}
+        if self.monitor is not None:
+            value = self.monitor.measured(outputs, history, elapsed)
+            if value is not None and math.isfinite(value):
+                values = {self.monitor.name: value}
+            elif value is not None:
+                self._not_finite = value
         kept = {"metadata": {"elapsed": elapsed.to_dict()}} if snapshot is None else snapshot()
         if self.save(step_num, state, outputs, metrics=values or None, **kept):
             self._saves += 1
@@ -207,22 +222,32 @@ class CheckpointAction(Action):
 
     def close(self) -> None:
         self._writer.close()
-        if self._monitor is not None and self._saves and not self._saves_measured:
-            logging.warning(
-                "%r saved no checkpoint that can be the best: %s was not measured at any of its %d saves. Make its "
-                "interval coincide with the evaluations, such as interval=every(steps=500) here and in the EvalSpec.",
-                self,
-                printable(self._monitor.name),
-                self._saves,
-            )
-        self._saves = self._saves_measured = 0  # The next run starts counting at zero.
+        if self.monitor is not None and self._saves and not self._saves_measured:
+            saved = f"{self!r} saved no checkpoint that can be the best: at each of its {self._saves} saves,"
+            name = printable(self.monitor.name)
+            if self._not_finite is not None:
+                logging.warning("%s %s was NaN, infinite or not measured (last: %s).", saved, name, self._not_finite)
+            else:
+                logging.warning(
+                    "%s %s was not measured. Make its interval coincide with the evaluations, such as "
+                    "interval=every(steps=500) here and in the EvalSpec.",
+                    saved,
+                    name,
+                )
+        self._saves = self._saves_measured = 0
+
+    def finish(self, state: Any) -> Any:
+        if self.monitor is not None and self.best_step is None:
+            self.monitor.check_was_measured()
+        return state
 
 
-def _monitor_of(best: str | tuple[str, str] | None) -> Monitor | None:
+def monitor_of(argument: str, best: str | tuple[str, str] | None) -> Monitor | None:
+    """Returns the `Monitor` of a metric that is given as its name, or as a pair of its name and mode."""
     if best is None or isinstance(best, str):
         return None if best is None else Monitor(best)
     if isinstance(best, tuple | list) and len(best) == 2:
         return Monitor(*best)
     raise TypeError(
-        f"CheckpointAction.best must be the name of a metric or a pair such as ('test/accuracy', 'max'), got {best!r}."
+        f"{argument} must be the name of a metric or a pair such as ('test/accuracy', 'max'), got {best!r}."
     )

@@ -48,7 +48,7 @@ class EarlyStoppingAction(Action):
     the action stops the run, it logs the reason at level INFO.
 
     Hooks:
-      __call__, finish, close, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
+      __call__, begin_run, finish, close, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
 
     >>> stopping = EarlyStoppingAction("test/accuracy", patience=2)
     >>> for step, accuracy in [(100, 0.95), (200, 0.98), (300, 0.97), (400, 0.98)]:
@@ -56,6 +56,9 @@ class EarlyStoppingAction(Action):
     ...     stopping(None, outputs, step_num=step)
     >>> outputs[types.STOP_LOOP], stopping.best, stopping.best_elapsed.steps
     (True, 0.98, 200)
+
+    Attributes:
+      monitor: The `Monitor` of the metric.
 
     Args:
       monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
@@ -85,7 +88,7 @@ class EarlyStoppingAction(Action):
         interval: int | Schedule = 1,
     ):
         super().__init__(interval)
-        self._monitor = Monitor(monitor, mode)
+        self.monitor: Monitor = Monitor(monitor, mode)
         self._patience, self._unit = _patience_and_unit(patience)
         for name, value in (("min_delta", min_delta), ("baseline", baseline)):
             if value is not None and (not isinstance(value, numbers.Real) or not math.isfinite(value)):
@@ -97,8 +100,16 @@ class EarlyStoppingAction(Action):
 
     def _forget(self) -> None:
         self._memory = _Memory()
+        self.monitor.begin_run()
         self.kept_state: Any = None
         self._is_over = False
+
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
+        self._forget_other_run(step_num)
+
+    def _forget_other_run(self, step_num: int) -> None:
+        if self._is_over or (self._memory.seen_at is not None and step_num < self._memory.seen_at.steps):
+            self._forget()
 
     def change(self, name: str, value: Any) -> None:
         """Changes `patience` (its unit stays the same) or `min_delta`."""
@@ -117,7 +128,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def monitors(self) -> Sequence[str]:
-        return (self._monitor.name,)
+        return (self.monitor.name,)
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         if outputs is None:
@@ -140,7 +151,8 @@ class EarlyStoppingAction(Action):
 
     def __repr__(self) -> str:
         patience = f"after({self._unit}={self._patience})" if self._unit else self._patience
-        return f"EarlyStoppingAction({self._monitor.name!r}, patience={patience}, interval={self.interval})"
+        name, mode = self.monitor.name, self.monitor.mode
+        return f"EarlyStoppingAction({name!r}, patience={patience}, mode={mode!r}, interval={self.interval})"
 
     def __call__(
         self,
@@ -153,10 +165,9 @@ class EarlyStoppingAction(Action):
         **kwargs: Any,
     ) -> None:
         now = Elapsed(step_num) if elapsed is None else elapsed.without_previous()
-        if self._is_over or (self._memory.seen_at is not None and now.steps < self._memory.seen_at.steps):
-            self._forget()  # A new run.
+        self._forget_other_run(now.steps)  # In a hand-written loop, nothing calls `begin_run`.
         self._memory.seen_at = now
-        value = self._monitor.measured(outputs, history, now)
+        value = self.monitor.measured(outputs, history, now)
         if value is None:
             return
         reason = self._reason_to_stop(state, value, now)
@@ -174,16 +185,16 @@ class EarlyStoppingAction(Action):
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
         """Records a value, and returns a sentence with the reason to stop the run, or None if it should continue."""
         memory = self._memory
-        if self._monitor.has_failed(value):
-            return f"{self._monitor.name} is {value}."
+        if self.monitor.has_failed(value):
+            return f"{self.monitor.name} is {value}."
         memory.waits += 1
         memory.patient_since = memory.patient_since or now
-        if self._monitor.improves(value, memory.best, self._min_delta):
+        if self.monitor.improves(value, memory.best, self._min_delta):
             memory.best, memory.best_elapsed = value, now
             if self._restore_best:
                 self.kept_state = None  # Frees the previous copy, so that there are never three states.
                 self.kept_state = jax.tree.map(_copy, state)
-            if self._baseline is None or self._monitor.improves(value, self._baseline, self._min_delta):
+            if self._baseline is None or self.monitor.improves(value, self._baseline, self._min_delta):
                 memory.patient_since, memory.waits = now, 0
         gone = getattr(now, self._unit) - getattr(memory.patient_since, self._unit) if self._unit else memory.waits
         return self._describe(gone) if gone >= self._patience else None
@@ -194,16 +205,17 @@ class EarlyStoppingAction(Action):
         unit = {"": "evaluations", "time": "seconds"}.get(self._unit, self._unit)
         period = f"{gone:g} {unit}" if gone != 1 else f"1 {unit[:-1]}"
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
-        if self._baseline is not None and not self._monitor.improves(best, self._baseline, self._min_delta):
+        if self._baseline is not None and not self.monitor.improves(best, self._baseline, self._min_delta):
             return (
-                f"{self._monitor.name} has not improved on the baseline {self._baseline:g}{margin} for {period}; "
+                f"{self.monitor.name} has not improved on the baseline {self._baseline:g}{margin} for {period}; "
                 f"the best was {best:.6g} (step {at.steps})."
             )
-        return f"{self._monitor.name} has not improved on {best:.6g} (step {at.steps}){margin} for {period}."
+        return f"{self.monitor.name} has not improved on {best:.6g} (step {at.steps}){margin} for {period}."
 
     def finish(self, state: Any) -> Any:
-        memory, name = self._memory, printable(self._monitor.name)
+        memory, name = self._memory, printable(self.monitor.name)
         if memory.seen_at is not None and memory.best is None and not memory.stopped:
+            self.monitor.check_was_measured()
             logging.warning(
                 f"{self!r} could not stop the run: {name} was not measured at any of its calls. Make its interval "
                 "coincide with the evaluations, or add it to the end_actions of the eval loop."

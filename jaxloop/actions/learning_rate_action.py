@@ -6,7 +6,7 @@ from typing import Any, final
 import numpy as np
 import optax
 
-from jaxloop import metrics, types
+from jaxloop import checks, metrics, types
 from jaxloop.actions.writer_queue import Call, WriterAction
 from jaxloop.schedules import Schedule
 
@@ -20,9 +20,10 @@ class LearningRateAction(WriterAction):
     0.10000000149011612
 
     Args:
-      summary_writer: See `SummaryAction`. The caller owns the writer.
+      writer: See `SummaryAction`. The caller owns the writer.
       interval: See `Action`.
       background: Whether to write in a background thread; see `SummaryAction`.
+      summary_writer: Another name for `writer`.
 
     Raises:
       ValueError: If the optimizer state has no learning rate when the action is called.
@@ -30,8 +31,16 @@ class LearningRateAction(WriterAction):
 
     uses_outputs = False
 
-    def __init__(self, summary_writer: Any, interval: int | Schedule = 1, *, background: bool = True):
-        super().__init__(summary_writer, interval, background)
+    def __init__(
+        self,
+        writer: Any = None,
+        interval: int | Schedule = 1,
+        *,
+        background: bool = True,
+        summary_writer: Any = None,
+    ):
+        writer = checks.only_one("LearningRateAction", writer=writer, summary_writer=summary_writer)
+        super().__init__(writer, interval, background)
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         for problem in self.check(state, outputs):
@@ -40,7 +49,13 @@ class LearningRateAction(WriterAction):
         self._queue.put(Call(self, step_num, "write_scalars", {"learning_rate": value}))
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        if learning_rate(getattr(state, "opt_state", None)) is None:
+        rates = _learning_rates(getattr(state, "opt_state", None))
+        if len(rates) > 1:
+            yield (
+                f"LearningRateAction writes one learning rate, but the optimizer's state has {len(rates)}: "
+                f"{', '.join(rates)}. Inject one of them, or write them in an action of your own."
+            )
+        elif not rates:
             yield (
                 "LearningRateAction found no learning rate in the optimizer's state. Make the optimizer with "
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
@@ -52,7 +67,13 @@ def learning_rate(opt_state: Any) -> Any:
 
     Returns None unless the state contains exactly one learning rate.
     """
+    rates = list(_learning_rates(opt_state).values())
+    return rates[0] if len(rates) == 1 else None
+
+
+def _learning_rates(opt_state: Any) -> dict[str, Any]:
+    """Returns the learning rates in an optimizer state, by path."""
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
     # A schedule has a state with the same name as the rate itself.
-    rates = [value for _, value in found if hasattr(value, "dtype") and np.ndim(value) == 0]
-    return rates[0] if len(rates) == 1 else None
+    is_rate = lambda value: hasattr(value, "dtype") and np.ndim(value) == 0
+    return {checks.path_name(path): value for path, value in found if is_rate(value)}

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from absl import logging
@@ -14,11 +14,28 @@ from jaxloop.schedules import Elapsed
 from jaxloop.text import printable
 
 _MODES = ("auto", "min", "max")
-_GOOD = frozenset(
-    "acc accuracy auc auprc auroc bleu correct dice f1 iou map meteor miou precision psnr r2 recall return returns "
-    "reward rewards rouge score scores sensitivity specificity ssim top1 top5".split()
+
+# Words that are certain, as regular expressions. Long words count anywhere in a name; short words only if nothing but
+# digits and a few other words are joined to them, as in `acc@5`, `mAP50`, `valacc` and `meanIoU`.
+_JOINED = r"(?:val|valid|test|train|eval|mean|avg|macro|micro|weighted|balanced|score|rate|roc|pr|s|\d)*"
+_WORDS = {
+    "max": r"accuracy|recall|precision|reward|bleu|rouge|meteor|ndcg|auroc|auprc|psnr|ssim|jaccard|kappa|sensitivity|"
+    r"specificity",
+    "min": r"loss|error|perplexity|regret|cross_?entropy|rmse|lpips",
+}
+_SHORT_WORDS = {
+    "max": r"b?acc|auc|ap|f1|m?iou|dice|mrr|mcc|r2|hits|returns?|(?<![a-z]_)map(?!_[a-z])",
+    "min": r"err|mse|mae|mape|nll|bce|ppl|wer|cer|fid|brier|cost",
+}
+_PATTERNS = {
+    mode: re.compile(rf"(?:{_WORDS[mode]})|(?<![a-z]){_JOINED}(?:{_SHORT_WORDS[mode]}){_JOINED}(?![a-z])")
+    for mode in _WORDS
+}
+# The direction of such a value is uncertain, whatever it is derived from.
+_DERIVED = re.compile(
+    r"^1_|(?<![a-z])(?:neg|negative|negated|minus|inv|inverse|non|not|gap|drop|decrease|reduction|improvement|gain|delta|"
+    r"diff|difference|change|scale|weight|std|var|variance)(?![a-z])|inaccura|imprecis|lossless"
 )
-_BAD = frozenset("brier cost distance entropy err error errors loss losses perplexity regret".split())
 
 
 @final
@@ -37,9 +54,12 @@ class Monitor:
       name: "loss" or "train/loss" for an output of the loop that calls the action; "test/accuracy" for the `accuracy`
         of the evaluation named `test`. "accuracy" alone refers to the loop's own output with that name or, if there is
         none, to the output of any evaluation.
-      mode: "min", "max" or "auto". "auto" means "max" if the last part of the name contains a word such as accuracy,
-        acc, auc, f1, precision, recall, score, reward, return, iou or bleu, but no word for a loss or an error;
-        otherwise, it means "min".
+      mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name if it is certain: "min"
+        for names with a word such as loss, error, perplexity, mse or nll, and "max" for names with a word such as
+        accuracy, auc, f1, iou, precision, recall, reward, bleu or psnr, in any case and also with digits (`mAP@50`).
+
+    Raises:
+      ValueError: If `mode` is "auto" and the direction isn't certain, as for `score`.
 
     Attributes:
       name: The name that was passed to the constructor.
@@ -53,10 +73,14 @@ class Monitor:
             raise ValueError(f"The mode of {name!r} must be 'auto', 'min' or 'max', got {mode!r}.")
         self.name: str = name
         self.mode: str = _mode_of(name) if mode == "auto" else mode
+        self._missing: tuple[Sequence[str], History | None] | None = None  # Where no value has this name so far.
         self._has_warned = False
 
     def __repr__(self) -> str:
         return f"Monitor({self.name!r}, {self.mode!r})"
+
+    def __str__(self) -> str:
+        return f"{printable(self.name)} ({'larger' if self.mode == 'max' else 'smaller'} is better)"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
         """Returns True if a value is not NaN and beats `best` by more than `min_delta`."""
@@ -74,20 +98,29 @@ class Monitor:
         The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`,
         provided that this row belongs to this step.
 
-        Raises:
-          ValueError: If there is no metric with this name. If a later evaluation may still measure it, a warning is
-            logged once instead.
+        If no metric has this name although there has been an evaluation, a warning is logged once, because a later step
+        may still report it. `check_was_measured` raises an error at the end of the run if none did.
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)
-        if found is not None:
-            return scalars[found]
+        if found is not None or self._find(outputs or ()) is not None:  # If only the latter, all its weights are 0.
+            self._missing = None
+            return None if found is None else scalars[found]
         last = None if history is None else history.last(self.name)
         if last is None:
-            self._check_can_be_measured(scalars, history)
+            self._warn_of_missing(tuple(scalars), history)
             return None
-        measured_at, value = last
+        self._missing, (measured_at, value) = None, last
         return self._as_number(value) if measured_at.steps == elapsed.steps else None
+
+    def begin_run(self) -> None:
+        """Forgets the previous run."""
+        self._missing, self._has_warned = None, False
+
+    def check_was_measured(self) -> None:
+        """Raises a `ValueError` if the run had other metrics, but none with this name. Call it when the run ends."""
+        if self._missing is not None:
+            raise ValueError(f"{self.missing_message(*self._missing)} Give the name of one of them.")
 
     def is_measured(self, scalars: Iterable[str], history: History | None) -> bool:
         """Returns True if this metric is among a loop's scalars or in a run's history."""
@@ -120,19 +153,15 @@ class Monitor:
                 return found[0]
         return None
 
-    def _check_can_be_measured(self, scalars: Iterable[str], history: History | None) -> None:
-        """Raises an error if no later output can have this name; logs a warning if another evaluation may have it."""
+    def _warn_of_missing(self, scalars: Sequence[str], history: History | None) -> None:
         groups = set() if history is None else {_parts(path)[0] for path in history.paths()}
-        if not groups and not tuple(scalars):
+        if not groups and not scalars:
             return
+        self._missing = (scalars, history)
         first, *rest = _parts(self.name)
-        has_evaluated = bool(groups - {"train"})
-        if history is None or (rest and first in groups) or (has_evaluated and not rest):
-            raise ValueError(f"{self.missing_message(scalars, history)} Give the name of one of them.")
-        if has_evaluated and not self._has_warned:
+        if not self._has_warned and (history is None or groups - {"train"} or (rest and first in groups)):
             self._has_warned = True
-            text = self.missing_message(scalars, history)
-            logging.warning("%s An evaluation named %r may still measure it.", text, first)
+            logging.warning("%s A later step may still measure it.", self.missing_message(scalars, history))
 
     def _by_similarity(self, names: list[str]) -> list[str]:
         likeness = lambda name: difflib.SequenceMatcher(None, self.name, name).ratio()
@@ -144,7 +173,21 @@ def _parts(name: str) -> list[str]:
 
 
 def _mode_of(name: str) -> str:
-    """Returns the direction of improvement for a metric with this name."""
-    last = _parts(name)[-1]
-    words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", last)}
-    return "max" if (words | {last.lower()}) & _GOOD and not words & _BAD else "min"
+    """Returns the direction of improvement for a metric with this name.
+
+    Raises:
+      ValueError: If the name doesn't determine it.
+    """
+    parts = [re.sub(r"[^A-Za-z0-9]+", "_", part).strip("_") for part in _parts(name)]
+    last = next((part for part in reversed(parts) if re.search("[A-Za-z]", part)), "")  # Not the 5 of `mAP@0.5`.
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower()
+    texts = {last.lower(), words}
+    found = {mode for mode, pattern in _PATTERNS.items() if any(map(pattern.search, texts))}
+    if len(found) == 2 and _PATTERNS["min"].search(words.rpartition("_")[2]):
+        found = {"min"}  # The last word says what it is, as in `dice_loss`.
+    if len(found) != 1 or any(map(_DERIVED.search, texts)):
+        raise ValueError(
+            f"The name {name!r} doesn't say whether larger or smaller values are better. Pass mode='max' or mode='min' "
+            f"with it; for best= of CheckpointAction or monitor= of fit, pass the pair ({name!r}, 'max')."
+        )
+    return found.pop()

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxloop import checks, types
+from jaxloop import checks, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
 from jaxloop.schedules import Schedule, every
@@ -55,7 +55,7 @@ class SpikeGuard(Action):
         interval: int | Schedule = _INTERVAL,
     ):
         super().__init__(interval)
-        self._monitor = Monitor(name)
+        self._monitor = Monitor(name, "min")
         checks.check_positive("SpikeGuard.window", window)
         checks.check_positive("SpikeGuard.at_most", at_most)
         if not sigmas > 0:
@@ -119,13 +119,12 @@ class SpikeGuard(Action):
         detour(first, last, reason, at_most=self._at_most)
 
     def _values_of_steps(self, outputs: types.Output) -> list[Any]:
-        """Returns the metric's value at each step since the last call; None where it is a `Weighted` with weight 0."""
+        """Returns the metric's value at each step since the last call; None where it was not measured."""
         name = self._monitor.name.removeprefix("train/")
         values = outputs.get(name) if isinstance(outputs, Mapping) else None
         if not isinstance(values, list) or any(np.ndim(value) for value in values):
             raise ValueError(f"{self!r} needs an output {name!r} with a number for each step. {self._others(outputs)}")
-        is_empty = lambda value: isinstance(value, types.Weighted) and value.weight == 0
-        return [None if is_empty(value) else float(value) for value in values]
+        return [None if metrics.is_empty(value) else float(value) for value in values]
 
     def _others(self, outputs: types.Output) -> str:
         return self._monitor.missing_message([name for name, value in (outputs or {}).items() if value], None)

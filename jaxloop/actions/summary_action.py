@@ -6,7 +6,7 @@ from typing import Any, final
 
 from absl import logging
 
-from jaxloop import metrics, types
+from jaxloop import checks, metrics, types
 from jaxloop.actions.writer_queue import Call, WriterAction
 from jaxloop.schedules import Schedule
 from jaxloop.text import printable
@@ -35,7 +35,7 @@ class SummaryAction(WriterAction):
     note that lists the values that could not be written. A resumed run writes these values first.
 
     Args:
-      summary_writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as
+      writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as
         `jaxloop.actions.MlflowWriter`, or any object with the methods of `clu.metric_writers.MetricWriter`. Only
         `write_scalars` and `flush` are required. If the writer has no method for an output, a warning is logged once.
         You own the writer: it is flushed when a run ends, but not closed. If you also write to it yourself during a
@@ -46,18 +46,21 @@ class SummaryAction(WriterAction):
         train loop.
       background: Whether to write in a background thread. If a writer may only be used by the thread that created it,
         pass False to all actions that share it.
+      summary_writer: Another name for `writer`.
     """
 
     def __init__(
         self,
-        summary_writer: Any,
+        writer: Any = None,
         interval: int | Schedule = 1,
         flush_each_call: bool = False,
         *,
         prefix: str = "",
         background: bool = True,
+        summary_writer: Any = None,
     ):
-        super().__init__(summary_writer, interval, background)
+        writer = checks.only_one("SummaryAction", writer=writer, summary_writer=summary_writer)
+        super().__init__(writer, interval, background)
         self._flush_each_call = flush_each_call
         self._prefix = prefix
         self._last_written: tuple[int, set[str]] = (-1, set())
@@ -76,6 +79,10 @@ class SummaryAction(WriterAction):
         self._warn_of_rewrites(step_num, set(scalars))
         for name, reason in _not_written(outputs, scalars, media, self._methods).items():
             self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
+
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
+        super().begin_run(step_num, can_resume=can_resume)
+        self._last_written = (-1, set())
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
         """Returns the call that writes a non-scalar metric."""
@@ -145,7 +152,7 @@ def _not_written(
             reasons[name] = f"its writer has no {method}" if method else f"its type is {metric.type}"
     for name in sorted((outputs or {}).keys() - {*scalars, *media, types.STOP_LOOP}):
         value = (outputs or {})[name]
-        is_empty = value is None or (isinstance(value, list) and all(item is None for item in value))
+        is_empty = all(map(metrics.is_empty, value if isinstance(value, list) else [value]))
         # A Collection named `eval` is written under names such as `eval/loss`.
         if not is_empty and not any(each.startswith(f"{name}/") for each in (*scalars, *media)):
             reasons[name] = "it is neither a scalar, an array, a clu metric nor a MetricWithMetadata"

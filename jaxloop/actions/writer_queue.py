@@ -315,21 +315,21 @@ class WriterAction(Action):
     """The base class of actions that write summaries. Actions with the same writer share its queue.
 
     Args:
-      summary_writer: Any object with the methods of `clu.metric_writers.MetricWriter`. It is flushed at the end of a
+      writer: Any object with the methods of `clu.metric_writers.MetricWriter`. It is flushed at the end of a
         run but not closed, because the caller owns it.
       interval: See `Action`.
       background: Whether to write in a thread.
     """
 
-    def __init__(self, summary_writer: Any, interval: int | Schedule, background: bool):
+    def __init__(self, writer: Any, interval: int | Schedule, background: bool):
         super().__init__(interval)
-        if missing := [name for name in ("write_scalars", "flush") if not hasattr(summary_writer, name)]:
+        if missing := [name for name in ("write_scalars", "flush") if not hasattr(writer, name)]:
             raise TypeError(
-                f"{type(self).__name__} takes a writer with the methods of clu's MetricWriter, got {summary_writer!r}. "
+                f"{type(self).__name__} takes a writer with the methods of clu's MetricWriter, got {writer!r}. "
                 f"jaxloop.default_writer(workdir) makes one. This one lacks {' and '.join(missing)}."
             )
-        self._summary_writer = summary_writer
-        self._queue = WriterQueue.of(summary_writer, background)
+        self._summary_writer = writer
+        self._queue = WriterQueue.of(writer, background)
 
     @property
     def summary_writer(self) -> Any:

@@ -85,7 +85,7 @@ class CallbackOf(abc.ABC):
         """Adds a note to an error, naming the callback and the step."""
         error.add_note(f"in the callback {self.name}, at step {loop_state.elapsed.steps}")
 
-    def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
         """See `Action.begin_run`."""
 
     def program(self) -> Program | None:
@@ -192,7 +192,7 @@ class ActionCallback(CallbackOf):
         self.time_category: str = action.time_category
         self.saves: bool = action.time_category == "checkpoints"
         self._action, self._monitor, self._reporters = action, monitor, reporters
-        self._was_measured = self._has_warned = False
+        self._was_measured, self._missing = False, ""
         self._newest = NewestReady()
         self._called_at: int | None = None
         # The position in the history: the next row to read, and the names in that row that were already read.
@@ -233,8 +233,8 @@ class ActionCallback(CallbackOf):
         self._called_at, self._next_row = state_dict["called_at"], state_dict["next_row"]
         self._names_seen, self._before = set(state_dict["names_seen"]), Elapsed(**state_dict["before"])
 
-    def begin_run(self, step_num: int) -> None:
-        self._action.begin_run(step_num, can_resume=True)
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
+        self._action.begin_run(step_num, can_resume=can_resume)
 
     def save(self, loop_state: LoopState) -> None:
         if self.saves and self._called_at != loop_state.elapsed.steps:
@@ -277,7 +277,7 @@ class ActionCallback(CallbackOf):
         return outputs
 
     def _is_measured(self, loop_state: LoopState) -> bool:
-        """Returns True if the monitored value has been measured. Raises an error if it never will be."""
+        """Returns True if the monitored value has been measured. Otherwise, warns once that the callback waits."""
         if self._was_measured or self._monitor is None:
             return True
         paths = [*loop_state.history.paths(), *dict(entries(loop_state.logs))]
@@ -286,17 +286,16 @@ class ActionCallback(CallbackOf):
         if self._was_measured or not paths or not all(each.was_called for each in self._reporters):
             return self._was_measured
         there = ", ".join(map(printable, sorted({path.replace(".", "/") for path in paths})))
-        text = f"No metric named {self._monitor!r} was logged. Available: {there}."
-        if all(each.has_reported for each in self._reporters):
-            raise ValueError(f"{text} Give the name of one of them to {self.name}.")
-        if not self._has_warned:
-            self._has_warned = True
-            logging.warning("%s %s keeps waiting for it.", text, self.name)
+        is_new, self._missing = not self._missing, f"No metric named {self._monitor!r} was logged. Available: {there}."
+        if is_new:
+            logging.warning("%s %s keeps waiting for it.", self._missing, self.name)
         return False
 
     def finish(self, loop_state: LoopState) -> None:
         if isinstance(self.of, BarTool) and self._called_at not in (None, loop_state.elapsed.steps):
             self._call_action(loop_state)  # After Ctrl-C, the bar shows how far the loop got.
+        if self._missing and not self._was_measured:
+            raise ValueError(f"{self._missing} Give the name of one of them to {self.name}.")
         loop_state.state = self._action.finish(loop_state.state)
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """The values that callbacks report, and functions that aggregate them."""
 
 import collections
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, final
 
@@ -206,10 +205,10 @@ class Means:
 
     def logs(self) -> Logs:
         """Returns the means over all rows added so far."""
-        mean = lambda total, weights: total / weights if weights else math.nan
         means = {
-            path: Weighted.of(mean(*sums), sums[1]) if path in self._weighted else mean(*sums)
-            for path, sums in self._sums.items()
+            path: Weighted.of(total / weights, weights) if path in self._weighted else total / weights
+            for path, (total, weights) in self._sums.items()
+            if weights  # Otherwise, it was not measured.
         }
         return metrics.separate_weights(nested(means))
 
@@ -239,7 +238,7 @@ def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
     values: dict[str, list[Any]] = {}
     for row in history:
         for path, value in metrics.join_weights(dict(entries(row.logs))).items():
-            if not isinstance(value, str):
+            if not isinstance(value, str) and not metrics.is_empty(value):
                 values.setdefault(path, []).append(metrics.value_of(value))
     reduce = how if callable(how) else REDUCTIONS[how]
     return nested({path: reduce(each) for path, each in values.items()})

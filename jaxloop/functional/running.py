@@ -110,6 +110,9 @@ def loop(
         stopwatch.counting("dispatch"),
     ):
         feed, mark = _set_up_checkpoints(loop_state, callbacks, dataset)
+        can_resume = any(isinstance(each.of, CheckpointTool) and each.of.resume for each in callbacks)
+        for callback in callbacks:
+            callback.begin_run(loop_state.elapsed.steps, can_resume=can_resume)
         start = loop_state.elapsed
         is_new = start is begin and start.steps == 0
         loop_state.total_steps = _steps_of(stop, start)
@@ -194,8 +197,6 @@ def _set_up_checkpoints(
             except PositionUnknownError as error:
                 logging.warning("%s The loop continues with the next batch that the dataset returns.", error)
         logging.info("Resumed at step %d from %s.", opened.step, directory)
-    for callback in callbacks if any(tool.resume for tool in tools) else ():
-        callback.begin_run(loop_state.elapsed.steps)
     return feed, source.mark
 
 

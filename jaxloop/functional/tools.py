@@ -108,7 +108,7 @@ def checkpoint(
     directory: epath.PathLike,
     keep: int | None = 1,
     monitor: str | None = None,
-    mode: str = "min",
+    mode: str = "auto",
     resume: bool = False,
 ) -> CheckpointTool:
     """Returns a callback that saves checkpoints. In a hand-written loop, call it with `(elapsed, state, logs)`.
@@ -121,12 +121,14 @@ def checkpoint(
       keep: The number of recent checkpoints to keep; None to keep all.
       monitor: The logged value that determines the best checkpoint, which is also kept. It must be logged at every step
         where a checkpoint is saved.
-      mode: "min" if the smallest value is the best, or "max" if the largest is.
+      mode: "min" if the smallest value is the best, "max" if the largest is, or "auto" to infer it from the name; see
+        `jaxloop.actions.Monitor`.
       resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and no history is passed to
         the loop, its history is written to `history.jsonl` in the directory.
     """
     action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
-    return CheckpointTool(f"checkpoint({str(directory)!r})", action, monitor, resume)
+    best = "" if action.monitor is None else f", monitor={monitor!r}, mode={action.monitor.mode!r}"
+    return CheckpointTool(f"checkpoint({str(directory)!r}{best})", action, monitor, resume)
 
 
 @final
@@ -153,7 +155,7 @@ def early_stopping(
     improvement: either a number of calls with a newly logged value, or a period such as `after(steps=1000)`.
     """
     action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
-    return EarlyStoppingTool(f"early_stopping({monitor!r})", action, monitor)
+    return EarlyStoppingTool(f"early_stopping({monitor!r}, mode={action.monitor.mode!r})", action, monitor)
 
 
 @final

@@ -46,7 +46,8 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
     for called in all_called:
         action, here = called.action, called.here
         if not type(action).__module__.startswith("jaxloop.") or isinstance(action, EarlyStoppingAction):
-            found.plan[type(action).__name__] = str(called.calls)
+            monitors = f"; monitors {action.monitor}" if isinstance(action, EarlyStoppingAction) else ""
+            found.plan[type(action).__name__] = f"{called.calls}{monitors}"
         _check_interval(called, course)
         with here:
             _run_check(called, state)
@@ -54,7 +55,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
             _check_contract(action, here)
         for name in action.monitors if called.at == "end" else ():
             with here:
-                _check_metric(Monitor(name), called, parts)
+                _check_metric(Monitor(name, "min"), called, parts)  # Any mode: this only looks for the name.
     _check_curves(all_called)
     return {called.action: called.calls for called in all_called}
 

@@ -129,7 +129,8 @@ def _check_saver(name: str, action: CheckpointAction, course: Course, size: int,
     calls, has_best = course.calls(action.interval), bool(action.monitors)
     kept = len(calls.steps) if action.keep is None else action.keep
     keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"
-    here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}"
+    best = f"; the best by {action.monitor}" if has_best else ""
+    here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}{best}"
     try:
         free = shutil.disk_usage(action.directory).free
     except (OSError, ValueError):  # For example, the directory is in a bucket.
