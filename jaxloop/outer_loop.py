@@ -429,6 +429,7 @@ class OuterLoop:
                 self._passes,
                 commands=commands,
                 left_out=LeftOut(self.skip) if before is None else before.run.left_out,
+                ends=(spec.total_steps, spec.epochs),
             )
             recorder.observers += [lambda now: log.log(now.steps), lambda _: commands.poll(), whole.record_left_out]
             training = Training(

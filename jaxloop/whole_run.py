@@ -1,7 +1,7 @@
 """Saves and loads the state of a run, except for the train state."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import jax
@@ -12,6 +12,7 @@ from etils import epath
 from jaxloop import agreement, checkpoint, encoding, interrupt
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
+from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.commands import Commands
 from jaxloop.detours import Detour, LeftOut
 from jaxloop.history import History
@@ -33,6 +34,7 @@ class Resumed:
       may_be_incomplete: True if a signal or an exception may have prevented some actions or evaluations from running at
         that step.
       has_stopped: True if the run had been asked to stop at that step.
+      has_more: True if the run has a later end now than it had then.
       steps_in_loop: The number of completed steps in the current loop.
       position: The position in the training data; None at the start of an epoch, or if the position is unknown.
       knows_position: True if the checkpoint contains information about the position in the training data.
@@ -42,10 +44,20 @@ class Resumed:
     elapsed: Elapsed
     may_be_incomplete: bool = False
     has_stopped: bool = False
+    has_more: bool = False
     steps_in_loop: int = 0
     position: DatasetPosition | None = None
     knows_position: bool = False
     is_own_position: bool = True
+
+    def stays_stopped(self, actions: Iterable[Any]) -> bool:
+        """Returns whether a run that was stopped has neither a later end nor more patience now."""
+        stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
+        if self.has_stopped and self.has_more:
+            for action in stopped_by:
+                action.renew_patience()
+            return False
+        return self.has_stopped and (not stopped_by or any(action.is_out_of_patience for action in stopped_by))
 
     @property
     def is_between_passes(self) -> bool:
@@ -96,6 +108,7 @@ class WholeRun:
       source: The iterator over the current epoch of the training data; None between two epochs.
       commands: The commands sent to the run; None if the run doesn't accept commands.
       left_out: The training batches that the run leaves out.
+      ends: The number of steps and of epochs after which the run ends; None where there is no such limit.
     """
 
     main: Part
@@ -108,6 +121,7 @@ class WholeRun:
     source: PositionedIterator | None = None
     commands: Commands | None = None
     left_out: LeftOut = dataclasses.field(default_factory=LeftOut)
+    ends: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self) -> None:
         self._keys = encoding.encode_keys(self.keys)
@@ -147,6 +161,7 @@ class WholeRun:
                 "history_rows": None if self.history.path is None else len(self.history),
                 "history_file": self.history.checksum(),
                 "passes": self.passes,
+                "ends": list(self.ends),
             },
             "trees": {**trees, _POSITION_ARRAYS: arrays},
         }
@@ -198,6 +213,7 @@ class WholeRun:
             return dataclasses.replace(
                 resumed,
                 has_stopped=run["parts"]["train"]["has_stopped"],
+                has_more=ends_later(run, self.ends),
                 position=position,
                 knows_position=True,
                 is_own_position=is_own,
@@ -338,6 +354,12 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
             f"The checkpoints in {directory} come from a run with different PRNG keys (base_prng), so this run can't "
             "resume from them. Give the step the same keys, made from the same seed, or use a different directory."
         )
+
+
+def ends_later(run: Mapping[str, Any], ends: Sequence[int | None]) -> bool:
+    """Returns whether `ends`, the numbers of steps and epochs of a run, exceed those in a checkpoint's `run` item."""
+    pairs = zip(run.get("ends", ends), ends, strict=True)
+    return any(before is not None and (now is None or now > before) for before, now in pairs)
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:

@@ -1389,6 +1389,16 @@ def test_stopped_loop_keeps_its_rows_when_run_again(tmp_path):
     assert run() == first
 
 
+@pytest.mark.parametrize(("options", "end"), [({}, 3), ({"patience": 5}, 6), ({"stop": 30}, 5)])
+def test_early_stopped_loop_continues_with_more_patience_or_steps(options, end, tmp_path):
+    def run(patience=2, stop=20):
+        early = jf.early_stopping("loss", patience=patience)
+        tasks = {jf.every(1): [lambda: {"loss": 1.0}, early, jf.checkpoint(tmp_path, resume=True)]}
+        return jf.loop(0, BATCHES, tasks, stop=stop)[2].steps
+
+    assert (run(), run(**options)) == (3, end)
+
+
 def test_loop_stopped_before_its_first_step_is_saved_if_due(tmp_path):
     def stop(state, batch, elapsed, loop_state):
         loop_state.stop_iteration = True

@@ -135,7 +135,7 @@ def test_a_correct_experiment_has_no_problems(plan, tmp_path):
     assert report.plan["saves"].startswith(
         "3 times, at steps 100, 200, 300; 172 B each, the newest 3 and the best kept"
     )
-    assert report.plan["saves"].endswith("; the best by test/accuracy (larger is better)")
+    assert report.plan["saves"].endswith("; the best by test/loss (smaller is better)")
     assert "FLOPs" in report.plan["step"] and "parameters 84 B, optimizer 84 B" in report.plan["state"]
     assert not list(tmp_path.glob("events*"))
     report.raise_errors()

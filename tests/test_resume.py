@@ -85,27 +85,44 @@ def test_skippable_data_skip_the_batches_already_used(tmp_path, logs, assert_sam
     assert "Skipped 10 batches" in logs.text
 
 
+def early_stopped(directory, when, patience=2, total=40):
+    stopping = EarlyStoppingAction("eval/loss", patience, mode="max", restore_best=True, interval=every(steps=5))
+    outer_loop = OuterLoop(
+        TrainLoop(STEP, end_actions=[stopping, CheckpointAction(directory, when)], stat_names=[]),
+        [EvalLoop(EVAL_STEP, stat_names=[])],
+        CheckpointSpec(directory),
+    )
+    specs = [EvalSpec(BATCHES[:2], interval=every(steps=5))]
+    return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, total, eval_specs=specs)[0]
+
+
 @pytest.mark.parametrize("when", [every(steps=5), last()], ids=["a save at the stop", "a save at the end"])
 def test_a_run_that_an_action_stopped_does_not_continue(when, tmp_path, warnings_logged):
-    def experiment():
-        stopping = EarlyStoppingAction("eval/loss", patience=2, mode="max", restore_best=True, interval=every(steps=5))
-        save = CheckpointAction(tmp_path, when)
-        outer_loop = OuterLoop(
-            TrainLoop(STEP, end_actions=[stopping, save], stat_names=[]),
-            [EvalLoop(EVAL_STEP, stat_names=[])],
-            CheckpointSpec(tmp_path),
-        )
-        specs = [EvalSpec(BATCHES[:2], interval=every(steps=5))]
-        return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 100, eval_specs=specs)[0]
-
-    state = experiment()
+    state = early_stopped(tmp_path, when)
     assert int(state.step) == 5 and checkpoint.all_steps(tmp_path)[-1] == 15  # The loss only falls.
-    again = experiment()
+    again = early_stopped(tmp_path, when)
     assert any(
         "step 15 has reached the end of a run that an evaluation or an action stopped" in text
         for text in warnings_logged()
     )
     assert jax.tree.all(jax.tree.map(np.array_equal, again, state))  # The best state, which the checkpoint contains.
+
+
+@pytest.mark.parametrize("when", [every(steps=5), last()], ids=["a save at the stop", "a save at the end"])
+@pytest.mark.parametrize(
+    ("options", "end", "same"),
+    [({"patience": 4}, 25, {"patience": 4}), ({"total": 60}, 25, None), ({"patience": 9}, 40, {"patience": 9})],
+    ids=["more patience", "more steps", "enough patience"],
+)
+def test_a_stopped_run_continues_with_more_patience_or_steps(when, options, end, same, tmp_path, assert_same):
+    early_stopped(tmp_path / "run", when)
+    assert checkpoint.all_steps(tmp_path / "run")[-1] == 15
+    best = early_stopped(tmp_path / "run", when, **options)
+    assert checkpoint.all_steps(tmp_path / "run")[-1] == end and int(best.step) == 5
+    if same is not None:
+        early_stopped(tmp_path / "whole", when, **same)
+        ends = [checkpoint.restore(tmp_path / name, end, STATE) for name in ("run", "whole")]
+        assert_same(*ends)
 
 
 def test_added_and_removed_actions_cause_warnings(tmp_path, warnings_logged):

@@ -186,6 +186,7 @@ class EarlyStoppingAction(Action):
         """Records a value, and returns a sentence with the reason to stop the run, or None if it should continue."""
         memory = self._memory
         if self.monitor.has_failed(value):
+            memory.patient_since = None  # No patience helps.
             return f"{self.monitor.name} is {value}."
         memory.waits += 1
         memory.patient_since = memory.patient_since or now
@@ -196,8 +197,23 @@ class EarlyStoppingAction(Action):
                 self.kept_state = jax.tree.map(_copy, state)
             if self._baseline is None or self.monitor.improves(value, self._baseline, self._min_delta):
                 memory.patient_since, memory.waits = now, 0
-        gone = getattr(now, self._unit) - getattr(memory.patient_since, self._unit) if self._unit else memory.waits
-        return self._describe(gone) if gone >= self._patience else None
+        return self._describe(self._gone) if self.is_out_of_patience else None
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """True if there was no improvement for as long as `patience` allows, or if the metric became NaN."""
+        return self._gone >= self._patience
+
+    def renew_patience(self) -> None:
+        """Starts counting `patience` anew at the next call."""
+        self._memory.patient_since, self._memory.waits = None, 0
+
+    @property
+    def _gone(self) -> float:
+        memory = self._memory
+        if memory.patient_since is None or memory.seen_at is None:
+            return math.inf
+        return getattr(memory.seen_at, self._unit) - getattr(memory.patient_since, self._unit) if self._unit else memory.waits
 
     def _describe(self, gone: float) -> str:
         best, at = self._memory.best, self._memory.best_elapsed

@@ -109,7 +109,7 @@ def loop(
         _closing(callbacks, loop_state, interruptible),
         stopwatch.counting("dispatch"),
     ):
-        feed, mark = _set_up_checkpoints(loop_state, callbacks, dataset)
+        feed, mark = _set_up_checkpoints(loop_state, callbacks, dataset, _steps_of(stop, begin))
         can_resume = any(isinstance(each.of, CheckpointTool) and each.of.resume for each in callbacks)
         for callback in callbacks:
             callback.begin_run(loop_state.elapsed.steps, can_resume=can_resume)
@@ -162,7 +162,7 @@ def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
 
 
 def _set_up_checkpoints(
-    loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any
+    loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any, total_steps: int | None
 ) -> tuple[Feed, Callable[[], None]]:
     """Prepares to checkpoint the whole loop, and resumes from the newest checkpoint if a task requests it.
 
@@ -174,7 +174,7 @@ def _set_up_checkpoints(
     source = PositionedIterator(dataset)
     feed = Feed(source)
     part = _LoopPart(loop_state, callbacks, source, feed)
-    run = WholeRun(part, {}, {}, loop_state.history)
+    run = WholeRun(part, {}, {}, loop_state.history, ends=(total_steps, None))
     run.source, loop_state.snapshot = source, run.snapshot
     tools = [callback.of for callback in callbacks if isinstance(callback.of, CheckpointTool)]
     for tool in [tool for tool in tools if tool.resume]:
@@ -191,6 +191,7 @@ def _set_up_checkpoints(
         opened, loop_state.state = restored
         resumed = run.load(opened, loop_state.state)
         loop_state.elapsed = resumed.elapsed
+        loop_state.stop_iteration = resumed.stays_stopped(map(_action_of, callbacks))
         if resumed.position is not None:
             try:
                 source.seek(resumed.position)
@@ -231,7 +232,6 @@ class _LoopPart:
         leaf_as_saved = lambda path, leaf: _AS_SAVED.get(kinds.get(checks.path_name(path)), jnp.asarray)(leaf)
         as_saved = functools.partial(jax.tree_util.tree_map_with_path, leaf_as_saved)
         self._loop_state.state = as_saved(self._loop_state.state)
-        self._loop_state.stop_iteration = state_dict["has_stopped"]
         if [callback.kind for callback in self.callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
             logging.warning("The tasks differ from those in the checkpoint, so their callbacks start fresh.")
             return
@@ -264,6 +264,10 @@ def _steps_of(stop: Any, start: Elapsed) -> int | None:
     if isinstance(stop, Schedule):
         return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
     return stop
+
+
+def _action_of(callback: "CallbackOf") -> Any:
+    return callback.of.action if isinstance(callback.of, Tool) else callback.of
 
 
 @contextlib.contextmanager

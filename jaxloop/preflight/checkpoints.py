@@ -35,7 +35,8 @@ def check_checkpoints(experiment: Experiment, state: State, data: TrainData, fou
             found.plan["checkpoint"] = f"{where}, so the run continues from the state"
         elif spec is not None:
             found.plan["checkpoint"] = f"resumes from step {saved[-1]:,} in {spec.checkpoint_dir}"
-            begin = _check_checkpoint(spec, saved[-1], train_loop, state, data, here)
+            ends = experiment.spec.total_steps, experiment.spec.epochs
+            begin = _check_checkpoint(spec, saved[-1], train_loop, state, data, ends, here)
     if train_loop is not None:
         with found.at("the checkpoints"):
             whole_run.check_no_newer_checkpoints(train_loop, begin.elapsed.steps)
@@ -74,7 +75,13 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
 
 
 def _check_checkpoint(
-    spec: CheckpointSpec, step: int, loop: ActionLoop | None, state: State, data: TrainData, here: Findings
+    spec: CheckpointSpec,
+    step: int,
+    loop: ActionLoop | None,
+    state: State,
+    data: TrainData,
+    ends: tuple[int | None, int | None],
+    here: Findings,
 ) -> Begin:
     """Checks that a checkpoint belongs to this run. Returns the point at which a resumed run would begin."""
     directory = spec.checkpoint_dir
@@ -96,8 +103,9 @@ def _check_checkpoint(
                 fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
         parts, batches = run["parts"], position["count"] if position else 0
         train, last_beginning = parts["train"], Elapsed(**parts["train"]["last_beginning"])
+        has_stopped = train["has_stopped"] and not whole_run.ends_later(run, ends)
         evaluations = {name: (part["loop_count"], Elapsed(**part["elapsed"])) for name, part in parts.items()}
-        return Begin(elapsed, run["passes"], batches, train["has_stopped"], last_beginning, evaluations)
+        return Begin(elapsed, run["passes"], batches, has_stopped, last_beginning, evaluations)
 
 
 # Saving -----------------------------------------------------------------------------------------------------

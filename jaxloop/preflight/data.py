@@ -102,7 +102,7 @@ def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData,
     if course.is_over:
         text = f"the run is at step {start}, and ends at step {end}"
         if course.begin.has_stopped:
-            text = f"an evaluation or an action stopped the run at step {start}"
+            text = f"an evaluation or an action stopped the run at step {start}, unless its patience is longer now"
         here.warn(f"Nothing is left to train: {text}.")
     counter = getattr(state, "step", None)
     if counter is not None and end is not None and end > np.iinfo(counter.dtype).max:
