@@ -155,14 +155,15 @@ class Schedule(abc.ABC):
         (even at different steps), and `~a` fires if `a` hasn't fired since then.
         """
 
-    @abc.abstractmethod
     def next_step(self, now: Elapsed) -> int | None:
-        """Returns the next step in the current loop where the schedule can fire, or None.
+        """Returns the next step in the current loop where the schedule can fire, or None. By default, the next step.
 
-        Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
+        An override makes a run faster, but must not skip a step at which `fires` returns True; `OuterLoop.check`
+        compares both over the first 1,000 steps. Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
         it returns the step after `now`. Schedules that count loops return None, and so does `last()`, because they are
         checked at the end of each loop anyway.
         """
+        return now.steps + 1
 
     def next_time(self, now: Elapsed) -> float | None:
         """Returns the next training time (in seconds) when the schedule can fire, or None.
@@ -355,9 +356,37 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     Goal(step=90, time=inf, loop=4)
     """
     schedules = [each if isinstance(each, Schedule) else every(loops=each) for each in intervals]
-    step = earliest([NEVER[0], *(schedule.next_step(now) for schedule in schedules)])
+    step = earliest([NEVER[0], *(_next_step(schedule, now) for schedule in schedules)])
     time = earliest([NEVER[1], *(schedule.next_time(now) for schedule in schedules)])
     return Goal(step, time, earliest([NEVER[0], *(schedule.next_loop(now) for schedule in schedules)]))
+
+
+def _next_step(schedule: Schedule, now: Elapsed) -> int | None:
+    found = schedule.next_step(now)
+    if found is not None and found <= now.steps:
+        raise ValueError(
+            f"{schedule!r}.next_step returned {found!r} at step {now.steps}. Return a later step, such as now.steps + 1, "
+            "or None if the schedule can't fire again."
+        )
+    return found
+
+
+def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
+    """Returns the first step at which a schedule fires although its `next_step` has skipped it; None if there is none.
+
+    Raises:
+      ValueError: If `next_step` doesn't return a later step.
+    """
+    before = Elapsed()
+    goal = goal_of([schedule], before)
+    for step in range(1, num_steps + 1):
+        now = Elapsed(step, step)
+        if step >= goal.step or goal.time <= now.time:
+            goal = goal_of([schedule], now)
+        elif schedule.fires(before, now):
+            return step
+        before = now
+    return None
 
 
 def earliest(found: Iterable[Any]) -> Any:
@@ -562,9 +591,6 @@ class _Always(_Plain):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return now.steps > before.steps
 
-    def next_step(self, now: Elapsed) -> int | None:
-        return now.steps + 1
-
 
 class _Never(_Plain):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
@@ -645,6 +671,3 @@ class _Not(Schedule):
 
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return now.steps > before.steps and not self.schedule.fires(before, now)
-
-    def next_step(self, now: Elapsed) -> int | None:
-        return now.steps + 1

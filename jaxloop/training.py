@@ -307,7 +307,8 @@ class Training:
             return None
         ends = {
             "the end of a run that an evaluation or an action stopped (to train further, give it more patience, or more "
-            "steps or epochs)": resumed is not None and resumed.stays_stopped(action for each in self._loops for action in each.actions),
+            "steps or epochs)": resumed is not None
+            and resumed.stays_stopped(action for each in self._loops for action in each.actions),
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
             f"train_total_steps={spec.total_steps}": spec.total_steps is not None and step_num >= spec.total_steps,
             f"train_epochs={spec.epochs}": spec.epochs is not None and self.run.passes >= spec.epochs,

@@ -303,6 +303,41 @@ def test_next_step_next_time_and_next_loop_never_miss_a_firing(plan, loop_steps,
             assert by_step or by_loop or (next_time is not None and next_time <= run[fired[0]].time)
 
 
+# Custom schedules --------------------------------------------------------------------------------------
+
+
+class Squares(jaxloop.Schedule):
+    def fires(self, before, now):
+        return int(now.steps**0.5) > int(before.steps**0.5)
+
+
+def run_with(schedule):
+    """Runs 20 steps, and returns the outer loop's `check`, and the steps at which the schedule fired."""
+    step, state, batches = examples.tiny_regression(num_batches=20)
+    action = FirstOutputs(schedule)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]))
+    return outer_loop.check(state, batches), lambda: (outer_loop(state, batches), action.steps)[1]
+
+
+def test_next_step_is_optional():
+    report, run = run_with(Squares())
+    assert report.ok and run() == [1, 4, 9, 16]
+
+
+@pytest.mark.parametrize("stuck", [lambda now: now.steps, lambda now: 0], ids=["the present step", "0"])
+def test_a_next_step_that_is_not_later_raises_instead_of_hanging(stuck):
+    report, run = run_with(type("Stuck", (Squares,), {"next_step": lambda self, now: stuck(now)})())
+    assert len(report.errors) == 1 and "next_step returned 0 at step 0. Return a later step" in report.errors[0].text
+    with pytest.raises(ValueError, match=r"next_step returned 0 at step 0. Return a later step"):
+        run()
+
+
+@pytest.mark.parametrize("late", [lambda now: now.steps + 3, lambda now: None], ids=["late", "None"])
+def test_check_finds_a_next_step_that_loses_a_firing(late):
+    report, _ = run_with(type("Late", (Squares,), {"next_step": lambda self, now: late(now)})())
+    assert "fires at step 1, but its next_step skips that step" in report.errors[0].text
+
+
 # Before the first update -------------------------------------------------------------------------------
 
 

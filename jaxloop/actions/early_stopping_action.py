@@ -213,7 +213,11 @@ class EarlyStoppingAction(Action):
         memory = self._memory
         if memory.patient_since is None or memory.seen_at is None:
             return math.inf
-        return getattr(memory.seen_at, self._unit) - getattr(memory.patient_since, self._unit) if self._unit else memory.waits
+        return (
+            getattr(memory.seen_at, self._unit) - getattr(memory.patient_since, self._unit)
+            if self._unit
+            else memory.waits
+        )
 
     def _describe(self, gone: float) -> str:
         best, at = self._memory.best, self._memory.best_elapsed

@@ -28,7 +28,7 @@ from jaxloop.preflight.data import check_length, course_of, first_eval_batch, op
 from jaxloop.preflight.experiment import Experiment, Part, State
 from jaxloop.preflight.report import CheckError, Findings, Problem, Report
 from jaxloop.preflight.step import check_memory, check_model, check_optimizer, check_state, check_step
-from jaxloop.schedules import Elapsed, Schedule, is_never
+from jaxloop.schedules import Elapsed, Schedule, is_never, skipped_step
 from jaxloop.specs import EvalSpec
 
 __all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
@@ -39,8 +39,25 @@ def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Re
     began, found = time.perf_counter(), Findings()
     for error in errors:
         found.at("the arguments").error(str(error))
-    calls = _check(_without_invalid_counts(experiment), state, found)
+    experiment = _without_invalid_counts(experiment)
+    _check_schedules(experiment, found.at("the schedules"))
+    # Nothing can be predicted from a schedule that contradicts itself.
+    calls = {} if found.at("the schedules").has_errors else _check(experiment, state, found)
     return Report(found.in_order(), found.plan, time.perf_counter() - began, calls)
+
+
+def _check_schedules(experiment: Experiment, here: Findings) -> None:
+    loops = [] if experiment.train_loop is None else [experiment.train_loop]
+    actions = [a for loop in [*loops, *experiment.eval_loops] for each in loop.action_lists for a in each.actions]
+    evaluations = [spec.when_due for _, _, spec in experiment.evaluations]
+    intervals = [*(action.interval for action in actions), *evaluations, experiment.log_interval, experiment.spec.stop]
+    for schedule in dict.fromkeys(each for each in intervals if isinstance(each, Schedule)):
+        with here:
+            if step := skipped_step(schedule):
+                here.error(
+                    f"{schedule!r} fires at step {step}, but its next_step skips that step, so a run would lose the "
+                    "firing. Leave next_step out, or let it return the first step at which fires returns True."
+                )
 
 
 def _without_invalid_counts(experiment: Experiment) -> Experiment:
