@@ -31,6 +31,7 @@ from jaxloop.preflight import Report
 from jaxloop.schedules import Schedule, every, last
 from jaxloop.sources import reads_state
 from jaxloop.specs import CheckpointSpec, EvalSpec
+from jaxloop.text import suggests
 from jaxloop.train_loop import TrainLoop
 
 
@@ -71,6 +72,7 @@ def fit(
 ) -> Report: ...
 
 
+@suggests(epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps", steps="train_total_steps")
 def fit(  # pyright: ignore[reportInconsistentOverload]
     model: Any,
     train_dataset: Any,

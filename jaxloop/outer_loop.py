@@ -36,6 +36,7 @@ from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, named
 from jaxloop.specs import EvalContext as EvalContext
+from jaxloop.text import suggests
 from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
 from jaxloop.training import Training, step_num_of
@@ -174,6 +175,7 @@ class OuterLoop:
         """The state after the last completed step, if the last call raised an exception; None otherwise."""
         return self._rescued_state
 
+    @suggests(epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps")
     def __call__(
         self,
         state: Any,
@@ -295,6 +297,7 @@ class OuterLoop:
                     files.open_file(self.checkpoint_spec.stopped_file, "wb").close()
         return state, outputs
 
+    @suggests(epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps")
     def check(
         self,
         state: Any,

@@ -22,6 +22,8 @@ from typing import Any, Literal, NamedTuple, final
 import jax
 import numpy as np
 
+from jaxloop.text import suggests
+
 Unit = Literal["steps", "samples", "time", "loops"]
 _MOST_IN_32_BITS = 2**31 - 1
 NEVER = (sys.maxsize, math.inf)  # A step and a time that no run reaches.
@@ -156,12 +158,12 @@ class Schedule(abc.ABC):
         """
 
     def next_step(self, now: Elapsed) -> int | None:
-        """Returns the next step in the current loop where the schedule can fire, or None. By default, the next step.
+        """Returns the next step in the current loop where the schedule can fire, or None. The default is the next step.
 
         An override makes a run faster, but must not skip a step at which `fires` returns True; `OuterLoop.check`
-        compares both over the first 1,000 steps. Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
-        it returns the step after `now`. Schedules that count loops return None, and so does `last()`, because they are
-        checked at the end of each loop anyway.
+        compares both over the first 1,000 steps. Only steps before `next_time` need to be considered. A schedule that
+        counts samples might fire at any step, so it returns the step after `now`. Schedules that count loops return
+        None, and so does `last()`, because they are checked at the end of each loop anyway.
         """
         return now.steps + 1
 
@@ -220,6 +222,10 @@ class Schedule(abc.ABC):
         return _Not(self)
 
 
+_suggests_loops = suggests(epochs="loops (with train_epochs, each epoch is one loop)")
+
+
+@_suggests_loops
 def every(
     steps: int | None = None,
     *,
@@ -246,6 +252,7 @@ def every(
     return _Every(*_only_one("every", steps, samples, time, loops, least=1))
 
 
+@_suggests_loops
 def at(
     steps: int | None = None,
     *,
@@ -266,6 +273,7 @@ def at(
     return _At(*_only_one("at", steps, samples, time, loops, least=0))
 
 
+@_suggests_loops
 def after(
     steps: int | None = None,
     *,
@@ -365,8 +373,8 @@ def _next_step(schedule: Schedule, now: Elapsed) -> int | None:
     found = schedule.next_step(now)
     if found is not None and found <= now.steps:
         raise ValueError(
-            f"{schedule!r}.next_step returned {found!r} at step {now.steps}. Return a later step, such as now.steps + 1, "
-            "or None if the schedule can't fire again."
+            f"{schedule!r}.next_step returned {found!r} at step {now.steps}. Return a later step, such as "
+            "now.steps + 1, or None if the schedule can't fire again."
         )
     return found
 

@@ -306,8 +306,8 @@ class Training:
         if loop.engine.progress.batches_before and spec.ends_loop(step_num):
             return None
         ends = {
-            "the end of a run that an evaluation or an action stopped (to train further, give it more patience, or more "
-            "steps or epochs)": resumed is not None
+            "the end of a run that an evaluation or an action stopped (to train further, give it more patience, steps "
+            "or epochs)": resumed is not None
             and resumed.stays_stopped(action for each in self._loops for action in each.actions),
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
             f"train_total_steps={spec.total_steps}": spec.total_steps is not None and step_num >= spec.total_steps,

@@ -415,3 +415,12 @@ def test_two_learning_rates_are_named(writer):
     state = types.SimpleNamespace(opt_state=optimizer.init(0.0))
     with pytest.raises(ValueError, match=r"one learning rate, but the optimizer's state has 2: 0.*, 1.*learning_rate"):
         actions.LearningRateAction(writer)(state, None, step_num=1)
+
+
+def test_an_action_without_further_keywords_fails_in_its_constructor():
+    class Narrow(actions.Action):
+        def __call__(self, state, outputs, *, step_num): ...
+
+    message = r"Narrow.__call__ can't be called as \(state, outputs, step_num, .*'elapsed'.*step_num, \*\*kwargs\)"
+    with pytest.raises(TypeError, match=message):
+        Narrow(every(steps=10))

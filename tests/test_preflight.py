@@ -174,11 +174,6 @@ class Report(jaxloop.Action):
         pass
 
 
-class Narrow(jaxloop.Action):
-    def __call__(self, state, outputs, *, step_num):
-        pass
-
-
 class Forgetful(Report):
     def state_dict(self):
         return {"count": 1}
@@ -518,12 +513,6 @@ MISTAKES = {
         {"begin_actions": (STOPPING("loss"),)},
         "EarlyStoppingAction",
         "can't stop a loop as one of its begin_actions",
-        True,
-    ),
-    "an action without **kwargs": (
-        {"train_actions": (Narrow(),)},
-        "Narrow(interval=1) of the train loop",
-        r"can't be called with .state, outputs, step_num=, .*got an unexpected keyword argument 'elapsed'.*\*\*kwargs",
         True,
     ),
     "an action that can't be resumed": (

@@ -303,6 +303,21 @@ def test_next_step_next_time_and_next_loop_never_miss_a_firing(plan, loop_steps,
             assert by_step or by_loop or (next_time is not None and next_time <= run[fired[0]].time)
 
 
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: every(epochs=1), "every has no argument 'epochs'. Did you mean loops"),
+        (lambda: jaxloop.fit(None, [], epochs=2), "fit has no argument 'epochs'. Did you mean train_epochs"),
+        (lambda: jaxloop.fit(None, [], num_steps=9), "Did you mean train_total_steps"),
+        (lambda: jaxloop.OuterLoop.check(None, None, num_steps=9), "Did you mean train_total_steps"),
+        (lambda: jf.loop(0, [], {}, num_steps=9), "Did you mean stop"),
+    ],
+)
+def test_usual_wrong_names_of_lengths_are_answered_with_the_right_one(call, meant):
+    with pytest.raises(TypeError, match=meant):
+        call()
+
+
 # Custom schedules --------------------------------------------------------------------------------------
 
 

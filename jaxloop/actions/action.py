@@ -1,11 +1,15 @@
 """The base class of all actions."""
 
 import abc
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxloop import checks, types
 from jaxloop.schedules import Schedule
+
+# The keyword arguments that a loop passes to its actions.
+_CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot", "detour")
 
 
 class Action(abc.ABC):
@@ -30,6 +34,9 @@ class Action(abc.ABC):
       interval: When to call the action. For a loop's action, an int counts loops: with 2, the action is called at the
         end of every second loop. For a step's action, an int counts the steps within the loop. A schedule such as
         `every(steps=100)` fires at exactly the right step, even in the middle of a loop.
+
+    Raises:
+      TypeError: If `__call__` doesn't accept the keyword arguments that a loop passes, because it lacks `**kwargs`.
 
     >>> class Announce(Action):
     ...     def __call__(self, state, outputs, *, step_num, **kwargs):
@@ -62,6 +69,13 @@ class Action(abc.ABC):
         if not isinstance(interval, Schedule):
             checks.check_positive(f"{type(self).__name__}.interval", interval, instead="a schedule such as every(100)")
         self._interval = interval
+        try:
+            inspect.signature(self).bind(None, None, **dict.fromkeys(_CONTEXT))
+        except TypeError as error:
+            raise TypeError(
+                f"{type(self).__name__}.__call__ can't be called as (state, outputs, {', '.join(_CONTEXT)}): {error}. "
+                "Write __call__(self, state, outputs, *, step_num, **kwargs)."
+            ) from None
 
     @property
     def interval(self) -> int | Schedule:

@@ -28,9 +28,11 @@ from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always
 from jaxloop.sources import NO_DATA, reads_state
+from jaxloop.text import suggests
 from jaxloop.whole_run import WholeRun
 
 
+@suggests(num_steps="stop", train_total_steps="stop", steps="stop")
 def loop(
     state: Any,
     dataset: Any,

@@ -1,7 +1,6 @@
 """Checks of the actions: the calls to them, and the values that they save, monitor, and write."""
 
 import dataclasses
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -15,9 +14,6 @@ from jaxloop.history import History
 from jaxloop.preflight.experiment import Part
 from jaxloop.preflight.report import Findings
 from jaxloop.schedules import Elapsed, Schedule, is_never
-
-# The keyword arguments that a loop passes to its actions.
-_CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot")
 
 
 @final
@@ -102,15 +98,8 @@ def _run_check(called: CalledAction, state: Any) -> None:
 
 
 def _check_contract(action: Action, here: Findings) -> None:
-    """Checks that loops can call an action, and that the action can be restored from a checkpoint."""
+    """Checks that an action can be restored from a checkpoint."""
     name = type(action).__name__
-    try:
-        inspect.signature(action).bind(None, None, **dict.fromkeys(_CONTEXT))
-    except TypeError as error:
-        here.error(
-            f"{name}.__call__ can't be called with (state, outputs, {', '.join(f'{each}=' for each in _CONTEXT)}): "
-            f"{error}. Write __call__(self, state, outputs, *, step_num, **kwargs)."
-        )
     remembered = action.state_dict()
     encoding.encode(remembered)
     if remembered and type(action).load_state_dict is Action.load_state_dict:
