@@ -79,7 +79,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     Args:
       workdirs: The runs' work directories.
       by: The path of the metric in the history, such as "test.accuracy".
-      mode: "max", "min", or "auto" to infer the mode from the name, as `EarlyStoppingAction` does.
+      mode: "max", "min", or "auto" to infer the mode from the name, if it is certain; see `jaxloop.actions.Monitor`.
 
     Raises:
       FileNotFoundError: If a directory has no run log.
@@ -88,8 +88,11 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     monitor = Monitor(by, mode)
     runs = [_run(workdir, monitor) for workdir in workdirs]
     if all(run["best"] is None for run in runs):
-        there = checks.listed(sorted({path for workdir in workdirs for path in _paths(workdir)}))
-        raise ValueError(f"No history has a finite value of {printable(by)!r}. Available: {there}. Give one of these.")
+        there = sorted({path for workdir in workdirs for path in _paths(workdir)})
+        text = f"No history has a finite value of {printable(by)!r}"
+        if by.replace("/", ".") in there:
+            raise ValueError(f"{text}: it was always NaN or infinite.")
+        raise ValueError(f"{text}. Available: {checks.listed(there)}. Give one of these.")
     sign = -1.0 if monitor.mode == "max" else 1.0
     runs.sort(key=lambda run: math.inf if run["best"] is None else sign * run["best"])
     grouped: dict[Any, list[dict[str, Any]]] = {}

@@ -237,7 +237,7 @@ def test_unpacked_tool_is_called_at_every_step():
     bar = jf.keras_bar(stream=stream, interval=jf.always(), min_seconds=0)
     jf.loop(0, BATCHES, {jf.every(1): log_state, **bar, jf.on_end: lambda: stream.write("end")}, stop=100)
     shown = re.split("[\r\n]+", stream.getvalue().strip())
-    assert " 1/100 [" in shown[1] and shown[-1].rstrip().endswith("state=0.0000]")
+    assert any(" 1/100 [" in line for line in shown) and shown[-1].rstrip().endswith("state=0.0000]")
 
 
 @pytest.mark.parametrize(
@@ -1004,7 +1004,7 @@ def test_unknown_monitor_warns_and_raises_at_the_end(make, is_first, tmp_path, m
     message = "No metric named 'los' was logged. Available: metrics/loss, test/accuracy"
     with pytest.raises(ValueError, match=f"{message}. Give the name of one of them to "):
         jf.loop(None, BATCHES, {jf.on_start: lambda: (None, {"w": jnp.zeros(3)}), jf.every(1): callbacks}, stop=9)
-    assert len(warnings_logged()) == 1 and message in warnings_logged()[0]
+    assert len([text for text in warnings_logged() if message in text]) == 1
 
 
 def test_monitored_value_may_appear_later():

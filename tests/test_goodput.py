@@ -253,8 +253,10 @@ def test_compare_ranks_runs_by_best_value_and_groups_them_over_seeds(tmp_path, c
     assert shown.splitlines()[0].split() == "run best test.accuracy step time productive lr seed".split()
     assert shown.splitlines()[1].split()[0].endswith("/a")  # 0.1.
     assert "No history has a finite value of 'test.acuracy'" in printed(
-        capsys, "compare", *directories, "--by", "test.acuracy"
+        capsys, "compare", *directories, "--by", "test.acuracy", "--mode", "max"
     )
+    assert "'test.score' doesn't say whether larger" in printed(capsys, "compare", *directories, "--by", "test.score")
+    assert "it was always NaN or infinite" in printed(capsys, "compare", tmp_path / "d", "--by", "test.accuracy")
 
 
 def test_notes_are_stored_in_the_run_log(tmp_path, capsys):
