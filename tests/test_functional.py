@@ -1001,8 +1001,8 @@ def test_unknown_monitor_warns_and_raises_at_the_end(make, is_first, tmp_path, m
     monkeypatch.chdir(tmp_path)
     train = lambda state: jf.logs().add_metric("loss", 1.0).add("test", "accuracy", 0.5)
     callbacks = [make(), train] if is_first else [train, make()]
-    message = "No metric named 'los' was logged. Available: metrics/loss, test/accuracy"
-    with pytest.raises(ValueError, match=f"{message}. Give the name of one of them to "):
+    message = "No metric named 'los' is measured. Available: loss, metrics/loss, test/accuracy"
+    with pytest.raises(ValueError, match=f"{message}. Give the name of one of them"):
         jf.loop(None, BATCHES, {jf.on_start: lambda: (None, {"w": jnp.zeros(3)}), jf.every(1): callbacks}, stop=9)
     assert len([text for text in warnings_logged() if message in text]) == 1
 
@@ -1021,8 +1021,7 @@ def test_unknown_monitor_only_warns_if_a_callback_may_still_log_it(warnings_logg
     stop = jf.early_stopping("accuracy", patience=2)
     assert jf.loop(0, BATCHES, {jf.every(1): [lambda: {"loss": 1.0}, sometimes, stop]})[2].steps == 30
     assert warnings_logged() == [
-        "No metric named 'accuracy' was logged. Available: loss. early_stopping('accuracy', mode='max') keeps waiting "
-        "for it."
+        "No metric named 'accuracy' is measured. Available: loss. A later step may still measure it."
     ]
 
 

@@ -8,10 +8,10 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
+from jaxloop.actions.monitor import Monitor
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.engine.program import Program
 from jaxloop.function_step import CompiledFunction, name_of, outputs_logs_and_state
@@ -22,7 +22,6 @@ from jaxloop.history import History
 from jaxloop.loop import Loop
 from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.step import Step
-from jaxloop.text import printable
 
 
 def as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["CallbackOf"]) -> "CallbackOf":
@@ -192,7 +191,6 @@ class ActionCallback(CallbackOf):
         self.time_category: str = action.time_category
         self.saves: bool = action.time_category == "checkpoints"
         self._action, self._monitor, self._reporters = action, monitor, reporters
-        self._was_measured, self._missing = False, ""
         self._newest = NewestReady()
         self._called_at: int | None = None
         # The position in the history: the next row to read, and the names in that row that were already read.
@@ -246,7 +244,7 @@ class ActionCallback(CallbackOf):
         if self.saves:  # A checkpoint includes everything logged before it.
             write(loop_state)
         outputs, history = self._outputs(loop_state), loop_state.history if action.needs_all_outputs else None
-        if not self._is_measured(loop_state):
+        if self._may_be_measured_later(outputs, history):
             outputs, history = metrics.LoopOutputs(), None
         context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": loop_state.snapshot}
         action(loop_state.state, outputs, step_num=now.steps, elapsed=now, **context)
@@ -276,26 +274,15 @@ class ActionCallback(CallbackOf):
             outputs.update({name: [value] for name, value in metrics.fetch(loop_state.outputs).items()})
         return outputs
 
-    def _is_measured(self, loop_state: LoopState) -> bool:
-        """Returns True if the monitored value has been measured. Otherwise, warns once that the callback waits."""
-        if self._was_measured or self._monitor is None:
-            return True
-        paths = [*loop_state.history.paths(), *dict(entries(loop_state.logs))]
-        end = "." + self._monitor.replace("/", ".").removeprefix("train.")
-        self._was_measured = any(f".{path.replace('/', '.')}".endswith(end) for path in paths)
-        if self._was_measured or not paths or not all(each.was_called for each in self._reporters):
-            return self._was_measured
-        there = ", ".join(map(printable, sorted({path.replace(".", "/") for path in paths})))
-        is_new, self._missing = not self._missing, f"No metric named {self._monitor!r} was logged. Available: {there}."
-        if is_new:
-            logging.warning("%s %s keeps waiting for it.", self._missing, self.name)
-        return False
+    def _may_be_measured_later(self, outputs: metrics.LoopOutputs, history: History | None) -> bool:
+        """Returns True if the monitored value is missing, but a callback that wasn't called yet may still log it."""
+        if self._monitor is None or all(each.was_called for each in self._reporters):
+            return False
+        return not Monitor(self._monitor, "min").is_measured(metrics.summarize(outputs), history)
 
     def finish(self, loop_state: LoopState) -> None:
         if isinstance(self.of, BarTool) and self._called_at not in (None, loop_state.elapsed.steps):
             self._call_action(loop_state)  # After Ctrl-C, the bar shows how far the loop got.
-        if self._missing and not self._was_measured:
-            raise ValueError(f"{self._missing} Give the name of one of them to {self.name}.")
         loop_state.state = self._action.finish(loop_state.state)
 
     def close(self) -> None:
