@@ -229,10 +229,13 @@ class CompiledFunction:
                     )
             return sum(losses.values()), (outputs, logs, new_state)
 
-        grads, (outputs, logs, new_state) = jax.grad(sum_of_losses, has_aux=True)(state.params)
+        with_gradients = jax.value_and_grad(sum_of_losses, has_aux=True)
+        (value, (outputs, logs, new_state)), grads = with_gradients(state.params)
+        grads = jax.tree.map(jnp.conj, grads)  # JAX returns the conjugate of the direction of ascent.
         new_state = (state if new_state is None else new_state).replace(params=state.params)
         new_state = _update_variables(new_state, logs.pop("updates", {}))
-        return outputs, logs, types.apply_gradients(new_state, grads)
+        value_fn = lambda params: sum_of_losses(params)[0]
+        return outputs, logs, types.apply_gradients(new_state, grads, value, value_fn)
 
 
 def _with_mean_losses(logs: Mapping[str, Any], rows: int | None) -> Any:

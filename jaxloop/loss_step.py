@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 
 from jaxloop import agreement, checks, data, models, optimizers, partition, structures, types
 from jaxloop.actions.action import Action
@@ -80,22 +81,31 @@ class LossStep(NumpyStep):
     state.
 
     **Masks and short batches.** A batch that is a dict may contain a `"mask"` of shape `[batch]` that consists of
-    bools, or of 0s and 1s. Examples whose mask is 0 are excluded from means. A mask of any other shape is ignored, so
-    the loss must apply it. Masks aren't applied to `Weighted` losses and metrics, so multiply their weights by the
-    mask.
+    bools, or of 0s and 1s. Examples whose mask is 0 are excluded from means and from the update, even if they contain
+    NaN: they are replaced by copies of another row before the step. A mask of any other shape is ignored, so the loss
+    must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics, so multiply by the mask.
 
-    A short batch is padded with masked copies of its last row if that doesn't change any mean. This requires that the
+    A short batch is padded with masked copies of its last row if that doesn't change any value. This requires that the
     loss and all metrics are per example and that, in training, the model doesn't mix examples (batch normalization
-    does). An evaluation pads to the size of the loop's first batch, so that the step compiles only once. Training pads
-    to `batch_size` or, if it is None, to the next multiple of the number of devices in the mesh. Short batches that
-    can't be padded stay short. Their means are still exact, but the step has to be compiled again for them. A loss that
-    compares a batch's examples with each other must return a scalar.
+    does). When a row is masked for the first time, the step is run with two different contents of that row, without an
+    update, to make sure that the values don't depend on it, as those of contrastive losses do. An evaluation pads to
+    the size of the loop's first batch, so that the step compiles only once. Training pads to `batch_size` or, if it is
+    None, to the next multiple of the number of devices in the mesh, times `accumulate`. If masked rows would change a
+    value, a batch stays short, and its masked rows are removed. The values are then still exact, but the step has to be
+    compiled again for each number of rows.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
-    the devices, and sums their gradients, weighted by the number of examples. The update is the same as for the whole
-    batch, but needs a quarter of the memory. However, batch normalization uses the statistics of each micro-batch. With
-    per-example losses, the batch size doesn't have to be a multiple of four. On a mesh, each row stays on its device.
-    On CPUs, XLA generates slow code for convolutions inside the loop over micro-batches.
+    the devices, and sums their gradients, weighted by the number of examples or, for a `Weighted` loss, by its weight.
+    The update is the same as for the whole batch, but needs a quarter of the memory. However, batch normalization and
+    losses that compare examples see one micro-batch at a time. The loss must not be a scalar, which could be a mean or
+    a sum; return `Weighted(mean, rows)`. If masked rows don't change any value, the batch size doesn't have to be a
+    multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for convolutions inside
+    the loop over micro-batches.
+
+    **Sown losses and optimizers that need the loss.** Losses that a Linen or NNX model sows, as in
+    `self.sow("losses", "name", value)`, are added to the loss, also in evaluations. Each must be a scalar (a mean) or
+    an array `[batch]`. Optimizers that take them receive the loss as `value`, the gradients as `grad`, and a function
+    that computes the loss from parameters as `value_fn`, so `optax.contrib.reduce_on_plateau` and `optax.lbfgs` work.
 
     Args:
       base_prng: See `Step`, which also describes the arguments that are not listed here.
@@ -193,10 +203,15 @@ class LossStep(NumpyStep):
         self._compute_dtype = compute_dtype
         self._batch_size = batch_size
         self._params_to_evaluate = params_to_evaluate or (optimizers.ema_params if use_ema else None)
+        may_pad = not train or batch_size is not None or accumulate > 1 or partitioner.local_shards > 1
+        self._always_reads_state = may_pad or any(
+            checks.is_user_defined(self, n) for n in ("preprocess_batch", "begin")
+        )
         self._eval_rows: int | None = None  # In an evaluation, the number of rows in the loop's first batch.
         self._full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
         self._forward: _Forward | None = None  # Made by `predict`, and kept with its compiled function.
         self._not_per_example: tuple[str, ...] | None = None  # Names of values; None until `run` is traced.
+        self._reads_masked_rows: tuple[str, ...] | None = None  # Names of values; None until rows are first masked.
 
     def _check_functions(self, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
         if (loss is not None) == (type(self).loss is not LossStep.loss):
@@ -227,23 +242,31 @@ class LossStep(NumpyStep):
         return self._loss(outputs, batch)
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Adds a mask to the batch, and pads the batch if it is short.
+        """Adds a mask to the batch, pads the batch if it is short, and replaces or removes rows whose mask is 0.
 
         The returned batch can only be passed to `run`.
         """
         rows = checks.num_examples(batch)
         if rows is None or (rows == 0 and not self._is_shared):
             return state, batch
-        padded = _pad(batch, rows, self._padded_size(rows))
-        if padded.rows > rows and not self._may_pad(state, padded):
-            if self._is_shared:
-                raise ValueError(
-                    f"{self!r} must pad a batch of {rows} rows to {padded.rows}, the size in other processes, but that "
-                    "would change the result: the model mixes the examples of a batch, or a value is not per example. "
-                    "Drop the remainder."
-                )
-            padded = _pad(batch, rows, rows)
-        return state, padded
+        mask, size = _mask_of(batch), self._padded_size(rows)
+        is_real = _all_real(rows) if mask is None else np.asarray(mask, bool)
+        if size == rows and (mask is None or is_real.all()):
+            return state, _MaskedBatch(batch, _all_real(rows))
+        filled = _fill(batch, is_real, size)
+        if not is_real.any() and not self._is_shared:
+            return state, filled
+        reason = self._reason_not_to_fill(state, filled, pads=size > rows)
+        if reason is None:
+            return state, filled
+        real_rows = int(is_real.sum())
+        if self._is_shared or (self.train and self._accumulate > 1 and real_rows != self._divisible(real_rows)):
+            raise ValueError(
+                f"{self!r} must fill up a batch of {real_rows} rows to {size}, the size in other processes or a "
+                f"multiple of the micro-batches, but that would change the result: {reason}. Drop the remainder."
+            )
+        batch = jax.tree.map(lambda leaf: leaf[is_real] if np.ndim(leaf) else leaf, batch)
+        return state, _MaskedBatch(batch, _all_real(real_rows))
 
     def num_examples(self, batch: types.Batch) -> int:
         """Returns the number of examples, excluding those whose mask is 0; see `Step.num_examples`."""
@@ -258,11 +281,9 @@ class LossStep(NumpyStep):
             )
         return int(np.sum(values, dtype=np.int64))
 
-    @property
-    def begin_reads_state(self) -> bool:
-        # `LossStep.begin` reads the state only to pad a batch.
-        may_pad = not self.train or self._batch_size is not None or self._partitioner.local_shards > 1
-        return may_pad or checks.is_user_defined(self, "begin")
+    def begin_reads_state(self, batch: types.Batch) -> bool:
+        # `LossStep.begin` reads the state only to pad a batch, or if rows are masked.
+        return self._always_reads_state or (isinstance(batch, dict) and "mask" in batch)
 
     def check_batches(self, *batches: types.Batch) -> int:
         return super().check_batches(*(batch.batch if isinstance(batch, _MaskedBatch) else batch for batch in batches))
@@ -270,7 +291,7 @@ class LossStep(NumpyStep):
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
         placed = super().place(batch, evaluates=evaluates)
         mask = placed.mask if isinstance(placed, _MaskedBatch) else None
-        if not isinstance(mask, np.ndarray) or mask is not _real_rows(len(mask), len(mask)):
+        if not isinstance(mask, np.ndarray) or mask is not _all_real(len(mask)):
             return placed
         if self._full_mask is None or len(self._full_mask) != len(mask):  # Transferred once, not at each step.
             self._full_mask = jnp.asarray(mask)
@@ -370,18 +391,18 @@ class LossStep(NumpyStep):
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         if not isinstance(batch, _MaskedBatch):  # An override of `begin` made it.
-            rows = checks.num_examples(batch)
-            batch = _MaskedBatch(batch, None) if rows is None else _pad(batch, rows, rows)
+            rows, mask = checks.num_examples(batch), _mask_of(batch)
+            all_real = None if rows is None else _all_real(rows)
+            batch = _MaskedBatch(batch, all_real if mask is None else mask.astype(bool))
         batch, mask = batch.batch, batch.mask
         keys = self.prng_key(state.step)
         if not self.train:
             _, (values, outputs, _) = self._mean_loss(self.params_to_evaluate(state), state, batch, mask, keys)
             return state, {**values, **self._more_metrics(values, outputs, batch, mask)}
-        if self._accumulate == 1:
-            grads, values, state = self._gradients(state, batch, mask, keys)
-        else:
-            grads, values, state = self._accumulated_gradients(state, batch, mask, keys)
-        return types.apply_gradients(state, grads), values
+        gradients = self._gradients if self._accumulate == 1 else self._accumulated_gradients
+        grads, values, new_state = gradients(state, batch, mask, keys)
+        value_fn = lambda params: self._mean_loss(params, state, batch, mask, keys)[0]
+        return types.apply_gradients(new_state, grads, value_of(values["loss"]), value_fn), values
 
     def call_model(
         self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
@@ -398,7 +419,12 @@ class LossStep(NumpyStep):
         values = self._call_loss(outputs, batch)
         self._not_per_example = ()
         means = {name: self._mean(name, value, mask) for name, value in values.items()}
-        return value_of(means["loss"]), (means, outputs, updates)
+        loss = means["loss"]
+        for sown in models.sown_losses(updates):
+            more = self._mean("sown loss", sown, mask).astype(value_of(loss).dtype)
+            is_weighted = isinstance(loss, types.Weighted)
+            loss = types.Weighted.of(loss.value + more, loss.weight) if is_weighted else loss + more
+        return value_of(loss), ({**means, "loss": loss}, outputs, updates)
 
     def _call_loss(self, outputs: Any, batch: Any) -> dict[str, Any]:
         result = self.loss(outputs, batch)
@@ -444,6 +470,8 @@ class LossStep(NumpyStep):
             is_per_example = value.ndim == 1
             if is_per_example:
                 value = jnp.sum(jnp.where(mask, value, 0)) / jnp.maximum(_count(mask), 1)
+            elif mask is not None:
+                value = jnp.where(mask.any(), value, 0)
         if not is_per_example:
             self._not_per_example = (*(self._not_per_example or ()), name)
         return value
@@ -467,8 +495,12 @@ class LossStep(NumpyStep):
         remedy = "Return one number for each example, or the mean over all as a scalar."
         if value.shape[0] == rows:
             axes = tuple(range(1, value.ndim))
-            remedy = f"Take the mean over the other axes, .mean(axis={axes[0] if len(axes) == 1 else axes})"
-            remedy += ", or leave out keepdims=True." if value.size == rows else "."
+            mean = f".mean(axis={axes[0] if len(axes) == 1 else axes})"
+            if value.size == rows:
+                remedy = f"Take the mean over the other axes, {mean}, or leave out keepdims=True."
+            else:
+                weighted = f"jaxloop.Weighted({'losses' if name == 'loss' else 'values'}, mask)"
+                remedy = f"Return {weighted}, which leaves out padding, or, without padding, the mean {mean}."
         elif value.size == 1:
             remedy = "Leave out keepdims=True, or take [0]."
         raise ValueError(
@@ -477,13 +509,14 @@ class LossStep(NumpyStep):
         )
 
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Returns the gradients of the mean loss, all outputs, and the state with updated variables."""
+        """Returns the direction in which the mean loss increases, all outputs, and the state with updated variables."""
         with_gradients = jax.value_and_grad(self._mean_loss, has_aux=True)
         (_, (values, outputs, updates)), grads = with_gradients(state.params, state, batch, mask, keys)
         values = {**values, **self._more_metrics(values, outputs, batch, mask)}
-        if updates is None:
-            return grads, values, state
-        return grads, values, _with_dtypes_of(state, state.update_variables(updates))
+        weight, has_rows = _weight(values["loss"], mask), True if mask is None else mask.any()
+        # JAX returns the conjugate of the direction. For a batch without examples, it may be NaN.
+        grads = jax.tree.map(lambda grad: jnp.where(weight > 0, jnp.conj(grad), 0), grads)
+        return grads, values, _with_variables(state, state.update_variables(updates), has_rows)
 
     def _accumulated_gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
         """Computes the same values as `_gradients` by scanning over micro-batches."""
@@ -493,9 +526,6 @@ class LossStep(NumpyStep):
                 f"axis: {jax.tree.map(checks.describe, batch)}. Give all leaves the same leading axis, or leave out "
                 "accumulate."
             )
-        parts, rows, shards = self._accumulate, mask.shape[0], self._partitioner.shards
-        if rows % shards:
-            shards = 1
 
         def add(carry: Any, part: Any) -> Any:
             grads_before, (batch_stats, collections) = carry
@@ -503,29 +533,43 @@ class LossStep(NumpyStep):
             state_now = state.replace(batch_stats=batch_stats, collections=collections)
             keys_now = jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
             grads, values, state_now = self._gradients(state_now, batch, mask, keys_now)
-            loss = values["loss"]
-            weight = loss.weight if isinstance(loss, types.Weighted) else _count(mask)
+            if "loss" in (self._not_per_example or ()) and not isinstance(values["loss"], types.Weighted):
+                raise ValueError(
+                    f"{self._name_of_loss} is a scalar, and {self!r} combines the losses of {self._accumulate} "
+                    "micro-batches, but a scalar doesn't tell whether it is a mean or a sum, and over how many rows. "
+                    "Return one number for each example, or a mean with its weight: jaxloop.Weighted(mean, rows)."
+                )
+            weight = _weight(values["loss"], mask)
             grads = jax.tree.map(lambda before, new: before + _weighted(new, weight), grads_before, grads)
             return (grads, (state_now.batch_stats, state_now.collections)), (weight, _count(mask), values)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _sum_dtype(leaf)), state.params)
-        micro_batches = (jnp.arange(parts), _split((batch, mask), rows, parts, shards))
+        micro_batches = (jnp.arange(self._accumulate), self._split((batch, mask)))
         carry = (zeros, (state.batch_stats, state.collections))
         (grads, (batch_stats, collections)), (weights, counts, values) = jax.lax.scan(add, carry, micro_batches)
-        if rows % (parts * shards) and self._not_per_example:
-            raise ValueError(
-                f"A batch of {rows} rows{f' on {shards} devices' if shards > 1 else ''} does not divide into "
-                f"{parts} micro-batches, and it can be padded only if all values are per example; "
-                f"{', '.join(map(repr, self._not_per_example))} "
-                f"{'are' if len(self._not_per_example) > 1 else 'is'} not. Return arrays [batch], or batch to a "
-                f"multiple of {parts * shards} and drop the remainder."
-            )
         total = weights.sum()
         total = jnp.where(total == 0, 1, total)
-        grads = jax.tree.map(lambda grad, leaf: (grad / total).astype(leaf.dtype), grads, state.params)
+        grads = jax.tree.map(
+            lambda grad, leaf: (grad / total.astype(grad.dtype)).astype(leaf.dtype), grads, state.params
+        )
         shares = counts / jnp.maximum(counts.sum(), 1)
         values = {name: _combine(value, shares) for name, value in values.items()}
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
+
+    def _split(self, tree: Any) -> Any:
+        """Splits the rows into micro-batches along a new first axis. Each row stays on its device."""
+        parts, shards = self._accumulate, self._partitioner.shards
+
+        def split(leaf: Any) -> jax.Array:
+            leaf = jnp.asarray(leaf)
+            if leaf.ndim == 0:
+                return jnp.broadcast_to(leaf, (parts,))
+            size = leaf.shape[0] // (parts * shards)
+            # Adjacent rows go to different parts, which spreads the padding over the parts.
+            leaf = jnp.moveaxis(leaf.reshape(shards, size, parts, *leaf.shape[1:]), 2, 0)
+            return leaf.reshape(parts, shards * size, *leaf.shape[3:])
+
+        return jax.tree.map(split, tree)
 
     def inputs_of(self, batch: types.Batch) -> Any:
         """Returns the part of a batch that is passed to the model as its inputs, or None if the model takes none."""
@@ -573,23 +617,56 @@ class LossStep(NumpyStep):
         return self._divisible(self._eval_rows) if self._is_shared else self._eval_rows
 
     def _divisible(self, rows: int) -> int:
-        """Rounds up a number of rows so that this process can divide them evenly among its devices."""
-        shards = self._partitioner.local_shards
-        return -(-rows // shards) * shards
+        """Rounds up a number of rows so that this process can divide them among its devices and micro-batches."""
+        parts = self._partitioner.local_shards * (self._accumulate if self.train else 1)
+        return -(-rows // parts) * parts
 
     @property
     def _is_shared(self) -> bool:
         """True if other processes hold a part of each batch."""
         return agreement.is_shared(self._partitioner.mesh)
 
-    def _may_pad(self, state: Any, padded: "_MaskedBatch") -> bool:
-        """Returns True if padding doesn't change any mean."""
+    def _reason_not_to_fill(self, state: Any, filled: "_MaskedBatch", pads: bool) -> str | None:
+        """Returns the reason why masked rows would change the results; None if they don't."""
         if models.mixes_examples(state, train=self.train):
-            return False
-        if self._not_per_example is None:
+            return "the model mixes the examples of a batch, as batch normalization does"
+        if pads and self._not_per_example is None:
             # The first batch is short: trace `run` to find out what the loss returns.
-            jax.eval_shape(self._partitioner.partition(self.run), state, padded)
-        return not self._not_per_example
+            jax.eval_shape(self._partitioner.partition(self.run), state, filled)
+        names = self._not_per_example if pads else ()
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+        if not names and self._reads_masked_rows is None and not self._is_shared and not is_abstract:
+            self._reads_masked_rows = self._values_that_read_masked_rows(state, filled)
+            if self._reads_masked_rows:
+                logging.warning(
+                    "%r: %s of one example depends on other examples, so short batches aren't padded, and rows whose "
+                    "mask is 0 are removed. The step is compiled for each number of rows. To avoid this, drop the "
+                    "remainder, or give each batch a 'mask' and leave out the rows in which it is 0 in the loss.",
+                    self,
+                    _quoted(self._reads_masked_rows),
+                )
+        names = names or self._reads_masked_rows
+        return f"these values depend on several examples: {_quoted(names)}" if names else None
+
+    def _values_that_read_masked_rows(self, state: Any, filled: "_MaskedBatch") -> tuple[str, ...]:
+        """Returns the names of the values that change with the contents of masked rows."""
+        batch, mask = filled
+
+        def change(leaf: Any) -> Any:
+            if not np.ndim(leaf) or not jnp.issubdtype(leaf.dtype, np.number):
+                return leaf
+            return np.where(mask.reshape(-1, *[1] * (np.ndim(leaf) - 1)), leaf, leaf + 1)
+
+        changed = jax.tree.map(change, batch)
+        if _mask_of(batch) is not None:
+            changed["mask"] = batch["mask"]
+        compiled, call = self.dispatcher(evaluates=True)
+        place = lambda batch: self.place(_MaskedBatch(batch, mask), evaluates=True)
+        one, other = (fetch(call(compiled.enter(state), place(each))[1]) for each in (batch, changed))
+        is_image = lambda value: isinstance(value, types.MetricWithMetadata)
+        is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0, equal_nan=True)
+        same = lambda name: all(jax.tree.leaves(jax.tree.map(is_same, one[name], other[name])))
+        return tuple(name for name in one if not is_image(one[name]) and not same(name))
 
 
 _OPTIONS = models.options_of(LossStep)
@@ -656,62 +733,41 @@ def _mask_of(batch: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _real_rows(rows: int, size: int) -> np.ndarray:
-    is_real = np.arange(size) < rows
-    is_real.flags.writeable = False  # All batches with this number of rows share it.
-    return is_real
+def _all_real(rows: int) -> np.ndarray:
+    mask = np.ones(rows, bool)
+    mask.flags.writeable = False  # All batches with this number of rows share it.
+    return mask
 
 
-def _pad(batch: Any, rows: int, size: int) -> _MaskedBatch:
-    """Pads a batch to `size` rows with masked copies of its last row."""
-    is_real = _real_rows(rows, size)
-    if size > rows:
-        # Pads with copies of a row, because the loss may be undefined for zeros.
-        chosen = np.minimum(np.arange(size), rows - 1)
-        # A batch can have no rows if other processes have some.
-        copied = lambda leaf: leaf[chosen] if rows else np.zeros([size, *leaf.shape[1:]], leaf.dtype)
-        batch = jax.tree.map(lambda leaf: copied(leaf) if np.ndim(leaf) else leaf, batch)
-    mask = _mask_of(batch)
-    if mask is None:
-        return _MaskedBatch(batch, is_real)
-    if size > rows:
-        batch["mask"] = mask = mask * is_real.astype(mask.dtype)
-    return _MaskedBatch(batch, mask.astype(bool))
+def _fill(batch: Any, is_real: np.ndarray, size: int) -> _MaskedBatch:
+    """Pads a batch to `size` rows, and overwrites all rows that are not real, because they may hold NaN."""
+    mask = np.concatenate([is_real, np.zeros(size - len(is_real), bool)])
+    own_mask = _mask_of(batch)
+    real = np.flatnonzero(is_real)
+    # Copies of a row, because the loss may be undefined for zeros.
+    chosen = np.where(mask, np.arange(size), real[-1] if len(real) else 0)
+
+    def fill(leaf: Any) -> Any:
+        if not np.ndim(leaf):
+            return leaf
+        may_copy = len(real) or (len(leaf) and not jnp.issubdtype(leaf.dtype, jnp.inexact))
+        return leaf[chosen] if may_copy else np.zeros([size, *leaf.shape[1:]], leaf.dtype)
+
+    filled = jax.tree.map(fill, batch)
+    if own_mask is not None:
+        filled["mask"] = mask.astype(own_mask.dtype)
+    return _MaskedBatch(filled, mask)
 
 
 def _count(mask: Any) -> jax.Array:
     return jnp.sum(mask, dtype=jnp.float32)
 
 
-def _split(tree: Any, rows: int, parts: int, shards: int) -> Any:
-    """Splits the rows into `parts` along a new first axis.
-
-    Each part has the same number of rows from each of the `shards` shards.
-
-    Rows stay on their device. If the rows of a shard can't be divided evenly, masked copies of the last row are added.
-    """
-    per_shard = rows // shards
-    size = -(-per_shard // parts)
-
-    def split(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        if leaf.ndim == 0:
-            return jnp.broadcast_to(leaf, (parts,))
-        leaf = leaf.reshape(shards, per_shard, *leaf.shape[1:])
-        if size * parts > per_shard:
-            leaf = leaf[:, np.minimum(np.arange(size * parts), per_shard - 1)]
-        # Adjacent rows go to different parts, which spreads the padding over the parts.
-        leaf = jnp.moveaxis(leaf.reshape(shards, size, parts, *leaf.shape[2:]), 2, 0)
-        return leaf.reshape(parts, shards * size, *leaf.shape[3:])
-
-    batch, mask = tree
-    is_real = np.tile(np.arange(size * parts) < per_shard, (shards, 1))
-    is_real = np.moveaxis(is_real.reshape(shards, size, parts), 2, 0).reshape(parts, shards * size)
-    has_own_mask = _mask_of(batch) is not None
-    batch, mask = jax.tree.map(split, batch), split(mask) & is_real
-    if has_own_mask:
-        batch["mask"] = batch["mask"] * is_real.astype(batch["mask"].dtype)
-    return batch, mask
+def _weight(loss: Any, mask: Any) -> jax.Array:
+    """Returns the weight of a mean loss."""
+    if isinstance(loss, types.Weighted):
+        return loss.weight
+    return jnp.float32(1) if mask is None else _count(mask)
 
 
 def _combine(value: Any, weights: jax.Array) -> Any:
@@ -726,9 +782,8 @@ def _combine(value: Any, weights: jax.Array) -> Any:
 
 
 def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns the weighted value, or 0 if the weight is 0 (the value may then be NaN)."""
     dtype = _sum_dtype(value)
-    return jnp.where(weight > 0, weight.astype(dtype) * value.astype(dtype), 0)
+    return weight.astype(dtype) * value.astype(dtype)
 
 
 def _sum_dtype(leaf: jax.Array) -> Any:
@@ -746,14 +801,22 @@ def _cast_floating(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _with_dtypes_of(before: Any, after: Any) -> Any:
-    """Returns the state `after` with its batch statistics and collections cast to the dtypes of `before`."""
+def _with_variables(before: Any, after: Any, has_rows: Any) -> Any:
+    """Returns the state `after`, with variables of the dtypes of `before`, and its values for a batch without rows."""
     variables = lambda state: (state.batch_stats, state.collections)
     if not structures.are_alike(variables(before), variables(after)):
         return after  # `Step` raises the error when it checks the result of `run`.
-    cast = lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype)
-    batch_stats, collections = jax.tree.map(cast, variables(before), variables(after))
+
+    def updated(old: Any, new: Any) -> Any:
+        new = new if new.dtype == old.dtype else new.astype(old.dtype)
+        return jnp.where(has_rows, new, old) if jnp.issubdtype(old.dtype, jnp.inexact) else new
+
+    batch_stats, collections = jax.tree.map(updated, variables(before), variables(after))
     return after.replace(batch_stats=batch_stats, collections=collections)
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _describe(batch: Any) -> str:

@@ -110,6 +110,7 @@ def _init_linen(model, optimizer, base_prng, inputs, init_kwargs) -> types.Train
     flags = _mode_flags(method, train=False, without_default=True)
     args, kwargs = _arguments(method, inputs, given=init_kwargs)
     variables = dict(model.init(rngs, *args, **{**flags, **kwargs, **init_kwargs}))
+    variables = {name: each for name, each in variables.items() if name not in types.LINEN_SOWN}
     params = variables.pop("params", {})
     batch_stats = variables.pop("batch_stats", {})
     return types.TrainState.create(
@@ -168,8 +169,8 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
         there is none, the key whose name sorts first.
 
     Returns:
-      `(outputs, updates)`. Pass `updates` to `state.update_variables`. It is None in an evaluation, and if no variables
-      changed.
+      `(outputs, updates)`. Pass `updates` to `state.update_variables`. In an evaluation, it contains only the losses
+      that the model sowed; see `sown_losses`. It is None if it would be empty.
 
     >>> import optax
     >>> model = nn.Dense(2)
@@ -185,10 +186,9 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
     else:
         apply_fn = apply_fn if isinstance(apply_fn, Forward) else FunctionApply(apply_fn)
         outputs, updates = apply_fn.forward(state, params, inputs, train=train, rngs=rngs)
-    if not train or updates is None:
-        return outputs, None
-    _note_changes((state.batch_stats, state.collections), updates)
-    return outputs, updates
+    if train and updates is not None:
+        _note_changes((state.batch_stats, state.collections), updates)
+    return outputs, (updates if train else _sown_part(updates)) or None
 
 
 # The variables, before the change, that forward passes in training mode have changed; None outside `noting_changes`.
@@ -237,6 +237,23 @@ def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], step: st
         )
 
 
+def sown_losses(updates: Any) -> list[Any]:
+    """Returns the losses that a Linen or NNX model sowed in a forward pass: `self.sow("losses", "name", value)`.
+
+    `LossStep` adds them to the loss. In your own `Step`, add them yourself: `loss + sum(sown_losses(updates))`.
+
+    Args:
+      updates: The second result of `forward` or `Step.call_model`.
+    """
+    return jax.tree.leaves(_sown_part(updates))
+
+
+def _sown_part(updates: Any) -> Any:
+    if types.is_nnx(updates, "State"):
+        return nnx.filter_state(updates, types.nnx_sown_types()[0])
+    return {name: each for name, each in (updates or {}).items() if name == "losses"}
+
+
 def mixes_examples(state: Any, *, train: bool) -> bool:
     """Returns whether an example may affect the outputs for other examples, in the same batch or in later ones.
 
@@ -266,10 +283,10 @@ def _linen_module(apply_fn: Any) -> nn.Module | None:
 def _forward_linen(module, variables, inputs, train, rngs) -> tuple[Any, Any]:
     args, kwargs = _arguments(type(module).__call__, inputs)
     options = {**kwargs, **_mode_flags(type(module).__call__, train), "rngs": _named_keys(rngs)}
-    collections = [name for name in variables if name != "params"]
-    if train and collections:
-        return module.apply(variables, *args, mutable=collections, **options)
-    return module.apply(variables, *args, **options), None
+    # Without their earlier values, which `sow` would add to.
+    variables = {name: each for name, each in variables.items() if name not in types.LINEN_SOWN}
+    stored = [name for name in variables if name != "params"] if train else []
+    return module.apply(variables, *args, mutable=[*stored, "losses"], **options)
 
 
 # The arguments through which models receive the training mode, with their values in training.
@@ -375,8 +392,11 @@ class NNXApply(Forward):
         if rngs is not None and "rngs" in _parameters(type(model).__call__):
             options["rngs"] = nnx.Rngs(**rngs) if isinstance(rngs, Mapping) else nnx.Rngs(rngs)
         args, kwargs = _arguments(type(model).__call__, inputs)
-        outputs = model(*args, **kwargs, **options)
-        return outputs, nnx.state(model)
+        if hasattr(nnx, "capture"):
+            outputs, sown = nnx.capture(model, types.nnx_sown_types()[0])(*args, **kwargs, **options)
+            return outputs, nnx.merge_state(nnx.state(model), sown)
+        # Older versions of Flax store what a model sows in the model.
+        return model(*args, **kwargs, **options), nnx.state(model)
 
     def _merge(self, states: Sequence[Any], train: bool) -> Any:
         model = nnx.merge(self.graphdef, *self._new_variables(states))
@@ -555,6 +575,8 @@ def adapt(model: Any) -> Any:
     if isinstance(model, nn.Module | AdaptedModel):
         return model
     if types.is_nnx(model, "Module"):
+        model = nnx.clone(model)
+        nnx.pop(model, types.nnx_sown_types())  # An earlier call may have sown values.
         graphdef, *arrays = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
         return AdaptedModel(f"{name} is an instance of an NNX module", NNXApply(graphdef), tuple(arrays))
     if isinstance(model, tuple) and len(model) == 2 and _is_equinox_state(model[1]):

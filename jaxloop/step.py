@@ -750,10 +750,9 @@ class Step:
         """True if a batch must be placed on the devices before `run`."""
         return self._has_own("shard_batch") or (self._should_shard_batch and self._partitioner.places_batches)
 
-    @property
-    def begin_reads_state(self) -> bool:
-        """True if `begin` is overridden, in which case the loop must assemble the state before each step."""
-        return self._has_own("begin")
+    def begin_reads_state(self, batch: types.Batch) -> bool:
+        """Returns True if an overridden `begin` reads the state, which the loop must then assemble before the step."""
+        return True
 
     def check_batches(self, *batches: types.Batch) -> int:
         """Checks the shapes of training batches that are ready for `run`, and returns the number of rows per batch.

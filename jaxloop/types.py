@@ -2,9 +2,10 @@
 
 import dataclasses
 import enum
+import functools
 import inspect
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self, final
 
 import jax
@@ -102,12 +103,22 @@ class TrainState(train_state.TrainState):
                 )
         # Flax counts with a Python int, which would make the first call to a jitted step a special case.
         step = jnp.zeros((), jnp.int32)
-        if not _may_overwrite(params):
-            return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params), **kwargs)
-        return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs).replace(step=step)
+        if _may_overwrite(params):
+            state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        else:
+            state = cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params), **kwargs)
+        # Some optimizers begin with weakly typed numbers, which would make the second step compile again.
+        strong = lambda leaf: leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+        return state.replace(step=step, opt_state=jax.tree.map(strong, state.opt_state))
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
-        """Returns the state after an optimizer update, with `step` increased by one."""
+        """Returns the state after an optimizer update, with `step` increased by one.
+
+        Args:
+          grads: The gradients, with the structure of `params`. For complex parameters, pass the conjugate of what
+            `jax.grad` returns, `jax.tree.map(jnp.conj, grads)`, because optimizers subtract it.
+          **kwargs: New values of other fields.
+        """
         if _may_overwrite(grads):
             return super().apply_gradients(grads=grads, **kwargs)
         return _updated(self, grads).replace(**kwargs)
@@ -128,18 +139,28 @@ class TrainState(train_state.TrainState):
 
         Args:
           updates: For Linen, pass the second result of `apply_fn(..., mutable=[...])`. For NNX, pass the `nnx.State`
-            that `apply_fn(...)(inputs)` returns (any parameters in it are ignored). If None, nothing changes.
+            that `apply_fn(...)(inputs)` returns (any parameters in it are ignored). If None, nothing changes. Losses
+            and intermediates that the model sowed are not stored.
         """
         if updates is None:
             return self
         if is_nnx(self.params, "State"):
-            _, batch_stats, rest = nnx.split_state(updates, nnx.Param, nnx.BatchStat, ...)
+            _, batch_stats, _, rest = nnx.split_state(updates, nnx.Param, nnx.BatchStat, nnx_sown_types(), ...)
             return self.replace(batch_stats=batch_stats, collections=rest)
-        rest = dict(updates)
+        rest = {name: collection for name, collection in updates.items() if name not in LINEN_SOWN}
         if "params" in rest:
             raise ValueError("update_variables got 'params': parameters change through apply_gradients(grads=...).")
         batch_stats = rest.pop("batch_stats", self.batch_stats)
         return self.replace(batch_stats=batch_stats, collections={**self.collections, **rest})
+
+
+LINEN_SOWN = ("losses", "intermediates")
+"""The Linen collections that a forward pass fills with `sow` and that a state doesn't store."""
+
+
+def nnx_sown_types() -> tuple[Any, ...]:
+    """Returns the types of the NNX variables that a forward pass creates with `sow` and that a state doesn't store."""
+    return nnx.variable_type_from_name("losses", allow_register=True), nnx.Intermediate
 
 
 def _may_overwrite(tree: Any) -> bool:
@@ -147,8 +168,20 @@ def _may_overwrite(tree: Any) -> bool:
     return isinstance(tree, Mapping) or is_nnx(tree, "State")
 
 
-def apply_gradients(state: Any, grads: Any) -> Any:
-    """Returns the state after applying gradients. Unlike in Flax, the parameters don't need to be a dict."""
+def apply_gradients(state: Any, grads: Any, value: Any, value_fn: Callable[[Any], Any] | None) -> Any:
+    """Returns the state after applying gradients. Unlike in Flax, the parameters don't need to be a dict.
+
+    An optimizer that takes more arguments also receives the loss and the function that computes it from parameters.
+    """
+    tx = getattr(state, "tx", None)
+    if isinstance(tx, optax.GradientTransformationExtraArgs):
+        # Bound to the optimizer, so that an override of `apply_gradients` doesn't need to pass them on.
+        update = functools.partial(tx.update, value=value, grad=grads, value_fn=value_fn)
+        return _apply_gradients(state.replace(tx=optax.GradientTransformation(tx.init, update)), grads).replace(tx=tx)
+    return _apply_gradients(state, grads)
+
+
+def _apply_gradients(state: Any, grads: Any) -> Any:
     is_of_flax = type(state).apply_gradients is train_state.TrainState.apply_gradients
     return _updated(state, grads) if is_of_flax and not _may_overwrite(grads) else state.apply_gradients(grads=grads)
 

@@ -10,6 +10,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxloop
+from jaxloop import functional as jf
+from jaxloop import models
 from jaxloop.loss_step import LossStep
 
 KEY = jax.random.key(0)
@@ -152,7 +154,11 @@ def test_a_scalar_loss_is_used_unchanged():
             ValueError,
             r"float32\[8\], or a scalar. Take the mean .*\.mean\(axis=1\).*keep",
         ),
-        (lambda o, b: o[:, None] * b["x"][:, None], ValueError, r"float32\[8, 1, 3\].*\.mean\(axis=\(1, 2\)\)\.\n"),
+        (
+            lambda o, b: o[:, None] * b["x"][:, None],
+            ValueError,
+            r"float32\[8, 1, 3\].*Return jaxloop.Weighted\(losses, mask\), .* padding, .*\.mean\(axis=\(1, 2\)\)\.\n",
+        ),
         (
             lambda o, b: jnp.mean(o, keepdims=True),
             ValueError,
@@ -440,10 +446,11 @@ def test_micro_batches_keep_rows_on_their_devices(data_parallel):
         assert exchange not in compiled
 
 
-def test_micro_batches_of_scalar_losses_are_weighted_by_their_examples():
+def test_micro_batches_need_a_scalar_loss_with_its_weight():
     def loss(params, batch):
         losses, mask = linear(params, batch), batch["mask"]
-        return jnp.sum(losses * mask) / jnp.sum(mask), {"sum": clu_metrics.Average.from_model_output(losses, mask=mask)}
+        average = clu_metrics.Average.from_model_output(losses, mask=mask)
+        return jaxloop.Weighted(losses, mask), {"mean": jnp.sum(losses * mask) / jnp.sum(mask), "sum": average}
 
     batch = {**rows(8), "mask": np.array([1, 1, 1, 0, 1, 0, 1, 1], np.float32)}
     step = linear_step(loss, train=True, accumulate=2)
@@ -451,11 +458,20 @@ def test_micro_batches_of_scalar_losses_are_weighted_by_their_examples():
     params, mean = reference_update(batch, batch["mask"] > 0)
     np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
     with jax.numpy_dtype_promotion("standard"):  # clu needs it.
-        np.testing.assert_allclose([outputs["loss"], outputs["sum"].compute()], mean, rtol=1e-6)
+        np.testing.assert_allclose([outputs["loss"].value, outputs["mean"], outputs["sum"].compute()], mean, rtol=1e-6)
     with pytest.raises(
-        ValueError, match="A batch of 7 rows does not divide into 2 micro-batches.*'loss', 'sum' are not"
+        ValueError, match="of 5 rows to 8, .* a multiple of the micro-.*several examples: 'loss', 'mean'"
     ):
         step(state, jax.tree.map(lambda leaf: leaf[:7], batch))
+    step = linear_step(lambda params, batch: linear(params, batch).sum(), train=True, accumulate=2)
+    with pytest.raises(ValueError, match=r"scalar doesn't tell whether it is a mean or a sum.*Weighted\(mean, rows\)"):
+        step(state, rows(8))
+
+
+def test_batch_normalization_never_sees_padding():
+    step = LossStep(KEY, Noisy(rate=0), optax.sgd(0.1), train=True, loss=squares, accumulate=2)
+    with pytest.raises(ValueError, match="fill up a batch of 5 rows to 6.*the model mixes the examples.*Drop the rem"):
+        step(step.initialize_model([1, 3]), rows(5))
 
 
 def test_images_come_from_the_first_micro_batch():
@@ -605,6 +621,72 @@ def test_batches_on_a_mesh_are_padded_to_a_multiple_of_the_devices(data_parallel
         train(scalar, batches)
 
 
+# Masked rows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize("real", [0, 5])
+def test_nan_in_masked_rows_does_not_change_the_update(name, real, accumulate):
+    mask, kept = np.arange(8) < real, jax.tree.map(lambda leaf: leaf[:real], rows(8))
+    batch = {**rows(8), "mask": mask}
+    batch[name] = np.where(mask[:, None], batch[name], np.nan)
+    distance = lambda params, batch: jnp.sqrt(linear(params, batch))  # Its gradient at 0 is NaN.
+    step = linear_step(distance, train=True, accumulate=accumulate)
+    first = step.initialize_model()
+    expected = jax.grad(lambda params: distance(params, kept).mean())(first.params) if real else {"w": np.zeros([3, 1])}
+    state, _ = step(first, batch)
+    np.testing.assert_allclose(state.params["w"], -0.1 * expected["w"], atol=1e-6)
+
+
+@pytest.mark.parametrize("model", [Noisy(rate=0), NNXNoisy], ids=["linen", "nnx"])
+def test_masked_rows_do_not_change_batch_statistics(model):
+    class WithoutDropout(NNXNoisy):
+        def __init__(self, *, rngs):
+            super().__init__(rngs=rngs)
+            self.dropout = nnx.Dropout(0.0)
+
+    model, options = (WithoutDropout, {"nnx_model_args": ()}) if model is NNXNoisy else (model, {})
+    step = LossStep(KEY, model, optax.sgd(0.1), loss=squares, train=True, **options)
+    spec, mask = [1, 3], np.arange(8) % 2 == 0
+    batch = jax.tree.map(lambda leaf: np.where(mask[:, None], leaf, np.nan), rows(8))
+    short = jax.tree.map(lambda leaf: leaf[::2], rows(8))
+    state, outputs = jaxloop.TrainLoop(step)(step.initialize_model(spec), [{**batch, "mask": mask}])
+    expected, same_outputs = jaxloop.TrainLoop(step)(step.initialize_model(spec), [short])
+    for one, two in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert outputs["loss"] == same_outputs["loss"]
+    before = jax.tree.map(np.array, state.batch_stats)
+    state, _ = step(state, {**jax.tree.map(lambda leaf: leaf * np.nan, rows(8)), "mask": np.zeros(8, bool)})
+    np.testing.assert_array_equal(*(jax.tree.leaves(tree)[0] for tree in (state.batch_stats, before)))
+
+
+def contrastive(params, batch):
+    """An InfoNCE loss, in which the other examples of the batch are negatives."""
+    z = batch["x"] @ params["w"]
+    similarities = -((z - z.T) ** 2) / 10 + jnp.eye(len(z))
+    if "mask" in batch:
+        similarities = jnp.where(batch["mask"][None], similarities, -jnp.inf)
+    return -jnp.diagonal(jax.nn.log_softmax(similarities))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_padding_never_becomes_a_negative_of_an_in_batch_loss(train, warnings_logged):
+    params, data = {"w": np.ones([3, 1], np.float32)}, rows(11)
+    batches = [jax.tree.map(lambda leaf: leaf[:8], data), jax.tree.map(lambda leaf: leaf[8:], data)]
+    expected = [float(contrastive(params, batch).mean()) for batch in batches]
+    loop, shapes = jaxloop.TrainLoop if train else jaxloop.EvalLoop, set()
+    loss = lambda params, batch: shapes.add(len(batch["x"])) or contrastive(params, batch)
+    masked = [{**batch, "mask": np.ones(len(batch["x"]), bool)} for batch in batches]
+    for given, compiled, warnings in ((masked, {8}, 0), (batches, {3, 8}, 1)):
+        shapes.clear()
+        step = LossStep(KEY, params, optax.sgd(0.0), loss=loss, train=train, batch_size=8)
+        outputs = loop(step)(step.initialize_model(), given)[1]
+        np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
+        assert (shapes, len(warnings_logged())) == (compiled, warnings)
+    assert "'loss' of one example depends on other examples, so short batches aren't padded" in warnings_logged()[0]
+
+
 def test_a_mask_must_contain_zeros_and_ones():
     step = linear_step()
     with pytest.raises(ValueError, match=r"batch\['mask'\] is float64\[2\] with values other than 0 and 1"):
@@ -670,3 +752,104 @@ def test_make_state_can_extend_the_initial_state(model, assert_same):
     assert isinstance(step.abstract_state([1, 3]), Averaged)
     step = LossStep(jax.random.key(0), model, optax.sgd(0.1), **options)
     assert_same(step.initialize_model([1, 3]), step.new_state())
+
+
+# Complex parameters, sown losses, and optimizers that need the loss --------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_complex_parameters_move_towards_the_minimum(accumulate):
+    far = lambda params, batch: jnp.abs(params["w"] - (1 + 2j)) ** 2 * jnp.ones(len(batch))
+    options = {"train": True, "loss": far, "accumulate": accumulate}
+    step = LossStep(KEY, {"w": np.complex64(0)}, optax.sgd(0.5), **options)
+    state, _ = step(step.initialize_model(), np.ones([2, 1], np.float32))
+    assert complex(state.params["w"]) == 1 + 2j
+
+
+class LinenSows(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.ones, (3, 1))
+        self.sow("losses", "size", (w**2).sum())
+        self.sow("intermediates", "x", x)
+        return x @ w
+
+
+class NNXSows(nnx.Module):
+    def __init__(self, *, rngs):
+        self.w = nnx.Param(jnp.ones((3, 1)))
+
+    def __call__(self, x):
+        self.sow("losses", "size", (self.w[...] ** 2).sum())
+        self.sow(nnx.Intermediate, "x", x)
+        return x @ self.w[...]
+
+
+@pytest.mark.parametrize("model", [LinenSows(), NNXSows(rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sown_losses_are_added_to_the_loss(model, weighted):
+    loss = lambda outputs, batch: jaxloop.Weighted(squares(outputs, batch), 1) if weighted else squares(outputs, batch)
+    batch, w = rows(8), np.ones((3, 1))
+    error = batch["x"] @ w - batch["y"]
+    expected = np.mean(error**2) + 3
+    step = LossStep(KEY, model, optax.sgd(0.1), train=True, loss=loss)
+    state = step.initialize_model([1, 3])
+    assert models.mixes_examples(state, train=True) is False
+    evaluated = LossStep(KEY, model, loss=loss).evaluate(state, batch)
+    state, outputs = jaxloop.TrainLoop(step)(state, [batch, batch])
+    np.testing.assert_allclose([float(outputs["loss"][0]), float(evaluated["loss"])], expected, rtol=1e-5)
+    after = w - 0.1 * (2 * batch["x"].T @ error / 8 + 2 * w)
+    expected = np.mean((batch["x"] @ after - batch["y"]) ** 2) + np.sum(after**2)
+    np.testing.assert_allclose(float(outputs["loss"][1]), expected, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_call_model_returns_sown_losses_that_the_state_does_not_store():
+    class OwnStep(jaxloop.Step):
+        def run(self, state, batch):
+            _, updates = self.call_model(state, state.params, batch["x"])
+            return state.update_variables(updates), {"sown": sum(models.sown_losses(updates))}
+
+    called = NNXSows(rngs=nnx.Rngs(0))
+    called(jnp.ones([1, 3]))  # Outside of `nnx.capture`, this changes the instance.
+    for model in (LinenSows(), called):
+        model = model if model is not called else models.adapt(model)
+        step = OwnStep(KEY, model, train=True, optimizer=optax.identity())
+        state = step.initialize_model([1, 3])
+        for _ in range(2):
+            state, outputs = step(state, rows(8))
+            assert float(outputs["sown"]) == 3
+        assert float(step.evaluate(state, rows(8))["sown"]) == 3
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, 1)),
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3)),
+    ],
+    ids=["reduce_on_plateau", "line search"],
+)
+def test_optimizers_that_need_the_loss_receive_it(optimizer, warnings_logged):
+    batch = rows(8)
+    params = {"w": jnp.zeros([3, 1])}
+    mean = lambda params: linear(params, batch).mean()
+
+    @jf.train_step
+    def train_step(state, batch):
+        return jf.logs().add_loss("loss", linear(state.params, batch))
+
+    with jax.numpy_dtype_promotion("standard"):
+        expected, opt_state = params, optimizer.init(params)
+        update = jax.jit(lambda *args: optimizer.update(*args[:3], value=args[3], grad=args[0], value_fn=mean))
+        for _ in range(3):
+            value, grads = jax.value_and_grad(mean)(expected)
+            updates, opt_state = update(grads, opt_state, expected, value)
+            expected = optax.apply_updates(expected, updates)
+        step = LossStep(KEY, params, optax.chain(optimizer), train=True, loss=linear, ema=0.9)
+        state, _ = jaxloop.TrainLoop(step)(step.initialize_model(), [batch] * 3)
+        by_function = LossStep(KEY, params, optimizer, train=True, loss=linear).initialize_model()
+        by_function, _, _ = jf.loop(by_function, [batch] * 3, {jf.every(1): train_step})
+    np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-4)
+    np.testing.assert_allclose(by_function.params["w"], expected["w"], rtol=1e-4)
+    assert not warnings_logged()

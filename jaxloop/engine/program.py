@@ -89,7 +89,7 @@ class Program:
         self._compiled, self._call = step.dispatcher(evaluates=evaluates)
         has_own = lambda name: checks.is_overridden(step, name, Step)
         self._begins, self._preprocesses = has_own("begin"), has_own("preprocess_batch")
-        self._reads_state, self._batch_watch = step.begin_reads_state, step.batch_watch
+        self._batch_watch = step.batch_watch
         self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
         self._places = evaluates or step.places_batches or has_own("place")
         self.observers: Sequence[Callable[[types.Batch], None]] = ()
@@ -168,7 +168,7 @@ class Program:
         if self._counts:
             num_examples = step.count_examples(batch)
         if self._begins:
-            state = self._compiled.leave(carry) if self._reads_state else None
+            state = self._compiled.leave(carry) if step.begin_reads_state(batch) else None
             with jax.profiler.TraceAnnotation("jaxloop: begin"):
                 new_state, batch = step.before_run(state, batch)
             if new_state is not state:
