@@ -648,8 +648,8 @@ class LossStep(NumpyStep):
         names = names or self._reads_masked_rows
         return f"these values depend on several examples: {_quoted(names)}" if names else None
 
-    def _values_that_read_masked_rows(self, state: Any, filled: "_MaskedBatch") -> tuple[str, ...]:
-        """Returns the names of the values that change with the contents of masked rows."""
+    def _values_that_read_masked_rows(self, state: Any, filled: "_MaskedBatch") -> tuple[str, ...] | None:
+        """Returns the names of the values that change with the contents of masked rows; None if any value is NaN."""
         batch, mask = filled
 
         def change(leaf: Any) -> Any:
@@ -664,7 +664,9 @@ class LossStep(NumpyStep):
         place = lambda batch: self.place(_MaskedBatch(batch, mask), evaluates=True)
         one, other = (fetch(call(compiled.enter(state), place(each))[1]) for each in (batch, changed))
         is_image = lambda value: isinstance(value, types.MetricWithMetadata)
-        is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0, equal_nan=True)
+        if any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one)):
+            return None
+        is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0)
         same = lambda name: all(jax.tree.leaves(jax.tree.map(is_same, one[name], other[name])))
         return tuple(name for name in one if not is_image(one[name]) and not same(name))
 

@@ -168,7 +168,7 @@ def _may_overwrite(tree: Any) -> bool:
     return isinstance(tree, Mapping) or is_nnx(tree, "State")
 
 
-def apply_gradients(state: Any, grads: Any, value: Any, value_fn: Callable[[Any], Any] | None) -> Any:
+def apply_gradients(state: Any, grads: Any, value: Any = None, value_fn: Callable[[Any], Any] | None = None) -> Any:
     """Returns the state after applying gradients. Unlike in Flax, the parameters don't need to be a dict.
 
     An optimizer that takes more arguments also receives the loss and the function that computes it from parameters.
@@ -177,11 +177,7 @@ def apply_gradients(state: Any, grads: Any, value: Any, value_fn: Callable[[Any]
     if isinstance(tx, optax.GradientTransformationExtraArgs):
         # Bound to the optimizer, so that an override of `apply_gradients` doesn't need to pass them on.
         update = functools.partial(tx.update, value=value, grad=grads, value_fn=value_fn)
-        return _apply_gradients(state.replace(tx=optax.GradientTransformation(tx.init, update)), grads).replace(tx=tx)
-    return _apply_gradients(state, grads)
-
-
-def _apply_gradients(state: Any, grads: Any) -> Any:
+        return apply_gradients(state.replace(tx=optax.GradientTransformation(tx.init, update)), grads).replace(tx=tx)
     is_of_flax = type(state).apply_gradients is train_state.TrainState.apply_gradients
     return _updated(state, grads) if is_of_flax and not _may_overwrite(grads) else state.apply_gradients(grads=grads)
 
