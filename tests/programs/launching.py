@@ -72,7 +72,7 @@ class Job:
 
     def wait(self, timeout=180, grace=3):
         """Waits for all processes. They are killed `grace` seconds after one of them has failed."""
-        ended, deadline = {}, time.monotonic() + timeout
+        ended, killed, deadline = {}, set(), time.monotonic() + timeout
         while len(ended) < len(self.processes):
             time.sleep(0.02)
             now = time.monotonic()
@@ -81,10 +81,11 @@ class Job:
                 deadline = min(deadline, now + grace)
             ended = new
             if now > deadline:
+                killed = set(range(len(self.processes))) - ended.keys()
                 os.killpg(self.processes[0].pid, signal.SIGKILL)
                 deadline = float("inf")
         followers = (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
-        order = lambda place: (self.processes[place].returncode in followers, ended[place])
+        order = lambda place: (place in killed, self.processes[place].returncode in followers, ended[place])
         self.first = min((place for place in ended if self.processes[place].returncode), key=order, default=0)
         code = self.processes[self.first].returncode
         self.returncode = code if code >= 0 else 128 - code
