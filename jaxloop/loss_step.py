@@ -639,9 +639,10 @@ class LossStep(NumpyStep):
             self._reads_masked_rows = self._values_that_read_masked_rows(state, filled)
             if self._reads_masked_rows:
                 logging.warning(
-                    "%r: %s of one example depends on other examples, so short batches aren't padded, and rows whose "
-                    "mask is 0 are removed. The step is compiled for each number of rows. To avoid this, drop the "
-                    "remainder, or give each batch a 'mask' and leave out the rows in which it is 0 in the loss.",
+                    "%r: %s depends on masked rows, so short batches aren't padded, and rows whose mask is 0 are "
+                    "removed. The step is compiled for each number of rows. To avoid this, drop the remainder, or give "
+                    "each batch a 'mask', and leave out the rows in which it is 0, for example as negatives of a loss "
+                    "that compares examples.",
                     self,
                     _quoted(self._reads_masked_rows),
                 )

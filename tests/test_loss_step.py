@@ -684,7 +684,7 @@ def test_padding_never_becomes_a_negative_of_an_in_batch_loss(train, warnings_lo
         outputs = loop(step)(step.initialize_model(), given)[1]
         np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
         assert (shapes, len(warnings_logged())) == (compiled, warnings)
-    assert "'loss' of one example depends on other examples, so short batches aren't padded" in warnings_logged()[0]
+    assert "'loss' depends on masked rows, so short batches aren't padded" in warnings_logged()[0]
 
 
 def test_a_mask_must_contain_zeros_and_ones():
