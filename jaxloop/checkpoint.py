@@ -15,8 +15,10 @@ them again.
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -38,7 +40,7 @@ from orbax.checkpoint import checkpoint_managers
 from jaxloop import agreement, checks, distributed, files, lock, path_patterns, safetensors_file, seal
 from jaxloop.files import absolute, prepare_directory
 from jaxloop.safetensors_file import SafetensorsFile, groups, is_safetensors
-from jaxloop.schedules import Elapsed
+from jaxloop.schedules import Elapsed, Schedule
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
@@ -49,9 +51,13 @@ _RUN_ITEM = "run"
 _TREES_ITEM = "trees"
 # Also in a checkpoint: the metrics that the manager uses to find the best checkpoint, and the checkpoint's metadata.
 _METRICS_ITEM = "metrics"
+# Among these metrics, marks a checkpoint that is never deleted; see `CheckpointAction.keep_every`.
+_KEPT = "jaxloop/kept"
 METADATA_FILE = "_CHECKPOINT_METADATA"
 # In the custom metadata, the metric that decides which checkpoint is best: `{"name": "test/accuracy", "mode": "max"}`.
 _BEST_KEY = "best"
+# The transforms with which the run that saved the checkpoint had begun, if any.
+TRANSFORMS_KEY = "transforms"
 # Only this module reads the following keys. This one means that the checkpoint must have a seal.
 _SEALED_KEY = "jaxloop/sealed"
 # A fingerprint of the state's leaves. Asking Orbax to describe them instead would take half as long as reading them.
@@ -73,7 +79,10 @@ _ABANDONED = "abandoned"
 # Orbax numbers the saves of a process and keeps the current number in a global variable. If two threads started saves
 # at the same time, each would wait forever for the directory of the other.
 _save_start_lock = threading.Lock()
+_STEP = re.compile("0|[1-9][0-9]*")
 _DELETION_POLL_SECS = 0.1
+# Limits how much of a directory is searched to complete an error message.
+_MOST_DIRECTORIES = 100
 
 
 class CheckpointError(Exception):
@@ -98,10 +107,21 @@ class CheckpointError(Exception):
 def all_steps(directory: epath.PathLike) -> list[int]:
     """Returns the steps of the complete checkpoints in a directory, in ascending order.
 
-    The list is empty if the directory doesn't exist.
+    The list is empty if the directory doesn't exist. Only a directory whose name is a step without leading zeros is a
+    checkpoint. Orbax also accepts names like `0015` and `1_5`, but then reads and deletes `15` and `5`.
     """
     directory = absolute(directory)
-    return sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
+    paths = ocp.path.step.checkpoint_steps_paths(directory) if directory.is_dir() else []
+    return sorted(int(path.name) for path in paths if _STEP.fullmatch(path.name))
+
+
+def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
+    """Returns the paths of the complete checkpoints in several directories, in ascending order of their steps.
+
+    If several directories have a checkpoint of the same step, the one in the first of them comes last.
+    """
+    found = [absolute(each) / str(step) for each in reversed(list(directories)) for step in all_steps(each)]
+    return sorted(found, key=lambda path: int(path.name))
 
 
 def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
@@ -145,6 +165,31 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
     return max(known, key=lambda step: (qualities[step], step), default=None)
 
 
+def missing_error(directory: epath.PathLike) -> FileNotFoundError:
+    """Returns the error for a directory without checkpoints. It names the nearest directory that has some."""
+    directory = absolute(directory)
+    text, near = f"No checkpoint in {directory}.", None
+    with contextlib.suppress(OSError):
+        nearby = itertools.islice(_directories_near(directory), 3 * _MOST_DIRECTORIES)
+        found = (path for each in nearby for path in all_paths([each])[-1:])
+        near = next((path for path in found if (path / METADATA_FILE).exists()), None)
+    if near is not None:
+        text += f" The nearest directory with checkpoints is {near.parent}, up to step {near.name}."
+    return FileNotFoundError(text)
+
+
+def _directories_near(directory: epath.Path) -> Iterator[epath.Path]:
+    """Yields directories that may have been meant: those below, the parent, and those beside with a similar name."""
+    similarity = lambda path: difflib.SequenceMatcher(None, path.name, directory.name).ratio()
+    for path in (directory, directory.parent):
+        children = path.iterdir() if path.is_dir() else ()
+        below = [each for each in itertools.islice(children, _MOST_DIRECTORIES) if each.is_dir()]
+        below.sort(key=similarity, reverse=True)
+        yield from (path, *below)
+        for each in below:
+            yield from (inner for inner in itertools.islice(each.iterdir(), _MOST_DIRECTORIES) if inner.is_dir())
+
+
 def _metrics(path: epath.Path) -> dict[str, Any]:
     """Reads the metrics that decide which checkpoint is best; `{}` if none were saved."""
     return Checkpoint.open(path, _METRICS_ITEM).json(_METRICS_ITEM, _METRICS_ITEM)
@@ -181,7 +226,8 @@ def restore(
       state: A state of JAX arrays with the same structure, shapes and dtypes as the saved one. The shardings may
         differ. The state is not donated.
       transforms: A dict that renames saved leaves by mapping patterns of saved paths to paths in the state, as in
-        `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
+        `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint that
+        has the new names already is used as it is.
       any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything
         except `opt_state` is restored, and the differences are logged.
 
@@ -226,26 +272,25 @@ def restore_newest(
       CheckpointError: If there are checkpoints, but all of them are damaged. In this case, no checkpoint is moved.
       ValueError: If the newest undamaged checkpoint doesn't fit the state. In this case, no checkpoint is moved.
     """
-    opened = open_newest(directory, state, transforms=transforms, any_optimizer=any_optimizer, quarantines=quarantines)
+    options = {"transforms": transforms, "any_optimizer": any_optimizer, "quarantines": quarantines}
+    opened = open_newest(all_paths([directory]), state, **options)
     return opened and (opened[1], opened[0].step)
 
 
 def open_newest(
-    directory: epath.PathLike,
+    paths: Sequence[epath.Path],
     state: Any,
     *,
     transforms: Mapping[str, str] | None = None,
     any_optimizer: bool = False,
     quarantines: bool = True,
-    steps: Sequence[int] | None = None,
 ) -> "tuple[Checkpoint, Any] | None":
-    """Restores the newest undamaged checkpoint like `restore_newest`, and returns the checkpoint and the state.
+    """Restores the newest undamaged checkpoint of `paths`, which are as returned by `all_paths`; see `restore_newest`.
 
-    `steps` lists the steps of the checkpoints to consider, in ascending order. If it is None, all checkpoints in the
-    directory are considered.
+    Returns the checkpoint and the state.
     """
     restore = lambda opened: opened.restore(state, transforms=transforms, any_optimizer=any_optimizer)
-    found, errors = _newest_complete(directory, restore, steps)
+    found, errors = _newest_complete(paths, restore)
     if found is not None:
         for error in errors:
             consequence = f"Step {found[0].step} was restored instead."
@@ -255,33 +300,34 @@ def open_newest(
                 logging.warning("%s\n%s", error, consequence)
     elif errors:
         remedy = "To start from scratch, use a different directory or move these checkpoints away."
-        raise _all_damaged_error(directory, errors, remedy)
+        raise _all_damaged_error(errors, remedy)
     return found
 
 
-def _all_damaged_error(directory: epath.PathLike, errors: Sequence[CheckpointError], remedy: str) -> CheckpointError:
+def _all_damaged_error(errors: Sequence[CheckpointError], remedy: str) -> CheckpointError:
+    directories = list(dict.fromkeys(error.directory for error in errors))
     return CheckpointError(
-        f"All checkpoints in {absolute(directory)} are damaged, and nothing was restored or moved.\n"
+        f"All checkpoints in {' and '.join(map(str, directories))} are damaged, and nothing was restored or moved.\n"
         + "\n".join([*map(str, errors), remedy]),
-        absolute(directory),
+        directories[0],
         [error.steps[0] for error in errors],
     )
 
 
-def quarantine_damaged(directory: epath.PathLike) -> None:
-    """Quarantines damaged checkpoints that are newer than the newest undamaged one; see `restore_newest`.
+def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
+    """Quarantines the checkpoints of `paths` that are newer than the newest undamaged one; see `open_newest`.
 
     In a multi-process job, only the first process may call this, and it must do so before any process starts to
     restore. If all checkpoints are damaged, none are moved.
     """
-    found, errors = _newest_complete(directory, lambda opened: None)
+    found, errors = _newest_complete(paths, lambda opened: None)
     if found is not None:
         for error in errors:
             _quarantine(error, f"Step {found[0].step} is restored instead.")
 
 
 def _newest_complete(
-    directory: epath.PathLike, read: Callable[["Checkpoint"], Any], steps: Sequence[int] | None = None
+    paths: Sequence[epath.Path], read: Callable[["Checkpoint"], Any]
 ) -> tuple[tuple["Checkpoint", Any] | None, list[CheckpointError]]:
     """Finds the newest checkpoint that can be read.
 
@@ -290,10 +336,9 @@ def _newest_complete(
       The second item is a list of the errors raised while reading newer checkpoints.
     """
     errors: list[CheckpointError] = []
-    directory = absolute(directory)
-    for step in reversed(all_steps(directory) if steps is None else steps):
+    for path in reversed(paths):
         try:
-            opened = Checkpoint.open(directory / str(step))
+            opened = Checkpoint.open(path)
             return (opened, read(opened)), errors
         except CheckpointError as error:
             errors.append(error)
@@ -453,7 +498,7 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoin
     if step == "best":
         best = best_step(directory)
         if best is None and not all_steps(directory):
-            raise FileNotFoundError(f"No checkpoint in {directory}.")
+            raise missing_error(directory)
         if best is None:
             raise FileNotFoundError(
                 f"No checkpoint in {directory} is known to be the best. Save them with CheckpointAction(directory, "
@@ -464,11 +509,11 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoin
         if type(step) is not int:
             raise ValueError(f'step must be an int, "newest" or "best", got {step!r}.')
         return load(Checkpoint.at(directory, step, _ITEM))
-    found, errors = _newest_complete(directory, load)
+    found, errors = _newest_complete(all_paths([directory]), load)
     if found is None and errors:
-        raise _all_damaged_error(directory, errors, "Use a different directory.")
+        raise _all_damaged_error(errors, "Use a different directory.")
     if found is None:
-        raise FileNotFoundError(f"No checkpoint in {directory}.")
+        raise missing_error(directory)
     for error in errors:
         logging.warning("%s\nStep %d was loaded instead.", error, found[0].step)
     return found[1]
@@ -528,12 +573,14 @@ class Checkpoint:
         Raises:
           FileNotFoundError: If there is no such checkpoint.
           CheckpointError: If the files are damaged, or were saved by a different run. The error lists the problems.
+          PermissionError: If this user may not read a file.
         """
         found = all_steps(directory)
+        if not found:
+            raise missing_error(directory)
         if step not in found:
             raise FileNotFoundError(
-                f"No checkpoint of step {step} in {directory}, which holds "
-                + (f"steps {', '.join(map(str, found))}." if found else "none.")
+                f"No checkpoint of step {step} in {directory}, which holds steps {', '.join(map(str, found))}."
             )
         return cls.open(absolute(directory) / str(step), below)
 
@@ -564,8 +611,7 @@ class Checkpoint:
           CheckpointError: If the saved progress is invalid.
         """
         with self.understanding():
-            previous = Elapsed(**self.custom_metadata["previous"]) if "previous" in self.custom_metadata else None
-            return Elapsed(**self.custom_metadata.get("elapsed", {"steps": self.step}), previous=previous)
+            return _elapsed(self.custom_metadata, self.step)
 
     def metadata(self) -> dict[str, Any]:
         """Returns the metadata that the caller saved."""
@@ -707,6 +753,8 @@ class Checkpoint:
     def saved_paths(self, ours: Mapping[str, Any], transforms: Mapping[str, str]) -> dict[str, str]:
         """Maps the path of each leaf in `ours` to the path of the corresponding saved leaf; see `restore`.
 
+        A checkpoint that has the new names already, such as one saved by a run with these transforms, is used as it is.
+
         Raises:
           ValueError: If the renamed leaves don't fit those in `ours`, or if a pattern matches no leaf.
         """
@@ -716,6 +764,10 @@ class Checkpoint:
                 f"{{'**/Dense_0/**': '**/output/**'}}, got {transforms!r}."
             )
         saved_names, our_names = _bare(self.leaves), _bare(ours)
+        if transforms == self.custom_metadata.get(TRANSFORMS_KEY):
+            transforms = {}
+        is_saved = lambda pattern: any(path_patterns.matches(pattern, name) for name in saved_names)
+        transforms = {old: new for old, new in transforms.items() if is_saved(old) or not is_saved(new)}
         new_names = {name: name for name in saved_names} | path_patterns.renamed(saved_names, transforms)
         saved = {our_names.get(new, new): saved_names[name] for name, new in new_names.items()}
         if len(saved) < len(new_names):
@@ -768,6 +820,11 @@ class Checkpoint:
             wanted = {path: _as_wide_as(described.get(path), leaf) for path, leaf in wanted.items()}
         _check_fits(self.path, item, described, wanted)
         return jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
+
+
+def _elapsed(custom_metadata: Mapping[str, Any], step: int) -> Elapsed:
+    previous = Elapsed(**custom_metadata["previous"]) if "previous" in custom_metadata else None
+    return Elapsed(**custom_metadata.get("elapsed", {"steps": step}), previous=previous)
 
 
 def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
@@ -842,10 +899,21 @@ def _damage_error(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
 
 @contextlib.contextmanager
 def _reading(path: epath.Path, what: str, sealed: bool = False) -> Iterator[None]:
-    """Converts errors raised while reading a checkpoint into a `CheckpointError`, unless its files match their seal."""
+    """Converts errors raised while reading a checkpoint into a `CheckpointError`, unless its files match their seal.
+
+    A file that this user may not read is not damaged.
+    """
     try:
         yield
+    except PermissionError:
+        raise
     except Exception as error:
+        strangers = [name for name in seal.unsealed_files(path) if name.startswith(f"{what}/")] if sealed else []
+        if strangers:
+            raise ValueError(
+                f"{what} of the checkpoint {path} can't be read ({type(error).__name__}: {error}). Its own files match "
+                f"their checksums, but there are other files beside them: {checks.listed(strangers)}. Remove those."
+            ) from error
         if sealed:
             error.add_note(f"while reading {what} of the checkpoint {path}, whose files match their checksums")
             raise
@@ -1076,6 +1144,7 @@ class CheckpointWriter:
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
+      keep_every: The checkpoints at which this schedule fires are never deleted. Requires a directory.
       clock: A function that returns the time in seconds.
 
     Attributes:
@@ -1089,9 +1158,10 @@ class CheckpointWriter:
         keep: int | None = 3,
         best: tuple[str, str] | None = None,
         *,
+        keep_every: Schedule | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._keep, self._best, self._clock = keep, best, clock
+        self._keep, self._best, self._keep_every, self._clock = keep, best, keep_every, clock
         self.last_stall_secs: float | None = None
         self.last_wait_secs: float | None = None
         self._manager: ocp.CheckpointManager | None = None
@@ -1100,10 +1170,12 @@ class CheckpointWriter:
         self._step: int | None = None  # The step of the current or last save.
         self._committed_step: int | None = None  # The step of the last commit since `close`.
         self._custom_metadata: dict[str, Any] = {}  # The metadata of the current or last save.
-        if best is not None and not self._owns_manager:
+        self._has_metrics = best is not None or keep_every is not None
+        if self._has_metrics and not self._owns_manager:
             raise ValueError(
-                "`best` needs a directory, got a CheckpointManager, whose own options decide which checkpoints it "
-                "keeps. Give CheckpointManagerOptions(best_fn=...) to the manager, or give the directory instead."
+                "`best` and `keep_every` need a directory, got a CheckpointManager, whose own options decide which "
+                "checkpoints it keeps. Give the CheckpointManagerOptions a preservation_policy, or give the directory "
+                "instead."
             )
         if self._owns_manager:
             self._directory = absolute(manager_or_directory)
@@ -1177,8 +1249,10 @@ class CheckpointWriter:
                     custom_metadata[_RUN_ID_KEY] = _run_id_of(self._directory)
                 else:
                     self._wait_for_previous_save()  # Not earlier: the manager might have skipped this step.
-                if self._best is not None:
-                    metrics = metrics or {}  # With None, Orbax warns at each save.
+                if self._has_metrics:
+                    metrics = dict(metrics or {})  # With None, Orbax warns at each save.
+                    if self._keep_every is not None and self._keep_every(_elapsed(metadata or {}, step)):
+                        metrics[_KEPT] = 1.0
                 self._step, self._custom_metadata = step, custom_metadata
                 with _save_start_lock:
                     return manager.save(
@@ -1246,7 +1320,11 @@ class CheckpointWriter:
         if not self._owns_manager or step is None or (self._directory / str(step)).exists():
             return
         if max(all_steps(self._directory), default=-1) < step:  # Otherwise a newer one has replaced it.
-            raise FileNotFoundError(f"The checkpoint of step {step} was saved, but no longer exists")
+            raise lock.DirectoryLostError(
+                f"The checkpoint of step {step} was saved, and then something else deleted or moved it. Make sure that "
+                "no clean-up job or other program does so, and start the run again: it resumes from the newest "
+                "checkpoint that is left."
+            )
 
     def _has_checkpoint(self, step: int, manager: ocp.CheckpointManager) -> bool:
         """Returns whether there is a complete checkpoint of a step, whether saved by this program or another one."""
@@ -1264,18 +1342,17 @@ class CheckpointWriter:
 
     def _open_manager(self) -> ocp.CheckpointManager:
         prepare_directory(self._directory)
-        if self._best is not None and distributed.is_first_process():
+        if self._has_metrics and distributed.is_first_process():
             for step in all_steps(self._directory):
                 try:
                     _metrics(self._directory / str(step))
                 except CheckpointError as error:  # For example, its deletion was killed halfway.
-                    _quarantine(error, "It can no longer be the best.")
+                    _quarantine(error, "It can no longer be the best, or one of keep_every.")
         self._manager = ocp.CheckpointManager(self._directory, options=self._manager_options())
         return self._manager
 
     def _manager_options(self) -> ocp.CheckpointManagerOptions:
         """Returns the options for the manager that the writer creates for a directory."""
-        best = self._best
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             cleanup_tmp_directories=True,
@@ -1286,17 +1363,20 @@ class CheckpointWriter:
                 create_directories_asynchronously=False,
             ),
         )
-        if best is None:
+        if not self._has_metrics:
             return options
+        best = self._best or ("", "min")
         quality = lambda values: _quality(values, best)
-        keeps_best = checkpoint_managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)
+        policies = [checkpoint_managers.LatestN(self._keep), _KeepMarked()]
+        if self._best is not None:
+            policies.append(
+                checkpoint_managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)
+            )
         return dataclasses.replace(
             options,
             max_to_keep=None,
             best_fn=quality,  # Without it, Orbax does not write the metrics.
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-                [checkpoint_managers.LatestN(self._keep), keeps_best]
-            ),
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
         )
 
     def _seal(self) -> None:
@@ -1329,10 +1409,10 @@ class CheckpointWriter:
                 found = ", ".join(map(str, all_steps(self._directory))) or "none"
             except OSError as reason:
                 found = f"unknown, because it can't be listed ({reason})"
+            remedy = " Make sure that the directory is writable and has free space, and save again."
             raise CheckpointError(
                 f"Saving the checkpoint of step {step} in {self._directory} failed: {type(error).__name__}: {error}\n"
-                f"Complete checkpoints there: {found}. Make sure that the directory is writable and has free space, "
-                "and save again.",
+                f"Complete checkpoints there: {found}.{'' if isinstance(error, lock.DirectoryLostError) else remedy}",
                 self._directory,
                 [] if step is None else [step],
             ) from error
@@ -1385,6 +1465,13 @@ class CheckpointWriter:
                     self._manager = None
                 else:
                     self._closed = True
+
+
+class _KeepMarked:
+    """The preservation policy for `keep_every`. The mark is part of the checkpoint, so it survives restarts."""
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        return [_KEPT in (each.metrics or {}) for each in checkpoints]
 
 
 def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -1459,7 +1546,9 @@ def clear_leftovers(directory: epath.PathLike) -> list[str]:
         return []
     names = sorted(path.name for path in directory.iterdir() if ocp.utils.TMP_DIR_SUFFIX in path.name)
     for name in names:
-        (directory / name).rmtree()
+        path = directory / name
+        is_link = not files.is_remote(path) and os.path.islink(path)
+        path.unlink() if is_link or not path.is_dir() else path.rmtree()  # Not what a link points to.
     if names:
         logging.info("Removed the remains of incomplete saves in %s: %s", directory, ", ".join(names))
     return names

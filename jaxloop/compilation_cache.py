@@ -4,6 +4,8 @@ import jax
 from absl import logging
 from etils import epath
 
+from jaxloop import files
+
 
 def enable_compilation_cache(directory: epath.PathLike) -> None:
     """Caches everything that JAX compiles, so that a restarted program doesn't recompile it.
@@ -27,8 +29,7 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
     Raises:
       OSError: If the directory can't be created.
     """
-    # `resolve` would turn the name of a bucket into a local path.
-    path = epath.Path(directory)
+    path = files.absolute(directory)
     path.mkdir(parents=True, exist_ok=True)
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_dir", str(path))

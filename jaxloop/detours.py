@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 from absl import logging
@@ -117,7 +117,7 @@ class LeftOut:
             "newest": number,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], now: Elapsed, record: Callable[[Detour], None]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], now: Elapsed) -> list[Detour]:
         """Restores the state saved in a checkpoint.
 
         Detours that began after the checkpoint was saved are kept, as are the batches to leave out after it.
@@ -125,7 +125,9 @@ class LeftOut:
         Args:
           state_dict: The result of `state_dict`.
           now: The run's progress at the checkpoint.
-          record: A function that is called with each detour that began after this checkpoint was saved.
+
+        Returns:
+          The detours that began after this checkpoint was saved.
         """
         newest, before = state_dict["newest"], state_dict["numbers"]
         detours = [Detour(**each) for each in state_dict["detours"]]
@@ -140,8 +142,7 @@ class LeftOut:
         planned = {*self._given, *(n for each in self.detours for n in range(each.first_batch, each.last_batch + 1))}
         self.numbers = sorted({*before, *(each for each in planned if each > newest)})
         self.epoch_start, self._num_recorded = state_dict["epoch_start"], state_dict["num_recorded"]
-        for each in newer:
-            record(each)
+        return newer
 
     def turn_back(self) -> Detour:
         """Begins the requested detour and returns it."""

@@ -132,8 +132,7 @@ class Evaluations:
           history: The history to add rows to. Existing rows at or after the first checkpoint's step are dropped.
         """
         stop_fn, requests = spec.iterate_stop_fn or spec.stopped_file.exists, self.job.requests
-        outputs, seen = None, set()
-        history.resume(min(checkpoint.all_steps(spec.checkpoint_dir), default=1) - 1)
+        outputs, seen, may_write = None, set(), False
         while True:
             # Call stop_fn before listing, so that everything saved before the stop is found.
             is_complete, found = self.job.gather([stop_fn(), checkpoint.all_steps(spec.checkpoint_dir)])[0]
@@ -142,6 +141,9 @@ class Evaluations:
                 restored = _restore(state, spec, step_num)
                 if self.job.any_stops(restored is None) or restored is None:
                     continue
+                if not may_write:  # Not before a checkpoint fits the state.
+                    history.resume(step_num - 1)
+                    may_write = True
                 context = EvalContext(True, step_num, loop_count=len(seen) - 1)
                 outputs = self._run_due(restored[0], self.items, context, restored[1]) or outputs
                 if _asks_to_stop(outputs) or requests.requested:

@@ -96,11 +96,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def absolute(directory: Any) -> epath.Path:
-    """Returns the absolute path of a directory, with symbolic links resolved.
+    """Returns the absolute path of a directory, with `~` and symbolic links resolved. Remote paths are not changed.
 
     Orbax rejects relative paths, but not until the first save.
     """
-    return epath.Path(directory).expanduser().resolve()
+    return epath.Path(directory) if is_remote(directory) else epath.Path(directory).expanduser().resolve()
 
 
 def prepare_directory(directory: epath.PathLike) -> epath.Path:
@@ -110,6 +110,10 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
       OSError: If the directory can't be created or written to. The message gives the reason.
     """
     path = absolute(directory)
+    if not is_remote(path) and "gs:/" in f"{path}/":
+        raise OSError(
+            errno.EINVAL, "Orbax would read 'gs:' in this path as a bucket. Use another name, or gs://bucket", str(path)
+        )
     probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this process is killed.
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -129,7 +133,7 @@ def unwritable(directory: epath.PathLike, error: OSError) -> OSError:
 
     The message gives the reason and explains what to do.
     """
-    reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    reason = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror or error
     remedy = "free space and inodes" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make this one writable"
     return OSError(
         error.errno, f"Can't write to the directory {directory} ({reason}). Use a different directory, or {remedy}"

@@ -23,6 +23,7 @@ from jaxloop.actions import (
 from jaxloop.actions.checkpoint_action import monitor_of
 from jaxloop.actions.learning_rate_action import learning_rate
 from jaxloop.eval_loop import EvalLoop
+from jaxloop.files import absolute
 from jaxloop.function_step import FunctionStep
 from jaxloop.history import History
 from jaxloop.loss_step import LossFn, LossStep
@@ -228,7 +229,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     with contextlib.ExitStack() as files:
         checkpoint_spec = None
         if workdir is not None:
-            workdir = epath.Path(workdir) / (log_name or "")
+            workdir = absolute(workdir) / (log_name or "")
             checkpoint_spec = CheckpointSpec(workdir / "checkpoints")
             writer = files.enter_context(contextlib.closing(default_writer(workdir)))
             if hparams and not dry_run:

@@ -145,7 +145,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: epath.PathLike, name: str = TRAINER):
-        self._directory = os.path.expanduser(os.fspath(directory))
+        self._directory = os.fspath(files.absolute(directory))
         self._name = name
         self._acquired: list[_Lock] = []
 
@@ -219,8 +219,7 @@ class DirectoryLock:
 
     def _path(self) -> str:
         """Returns the path of the lock file, with symbolic links in the directory's path resolved."""
-        directory = self._directory if files.is_remote(self._directory) else os.path.realpath(self._directory)
-        return os.path.join(directory, self._name)
+        return os.path.join(self._directory, self._name)
 
     def _key(self) -> Any:
         """Returns a key that is the same for all paths to the directory. Creates the directory if it doesn't exist."""

@@ -134,6 +134,7 @@ class OuterLoop:
         self._rescued_state: Any = None
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
             workdir = checkpoint_spec.checkpoint_dir
+        workdir = None if workdir is None else files.absolute(workdir)
         if not isinstance(log_interval, Schedule):
             checks.check_positive("OuterLoop.log_interval", log_interval)
         if len({id(loop) for loop in self._loops}) < len(self._loops):
@@ -150,7 +151,7 @@ class OuterLoop:
         self._workdir, self._notes = workdir, run_log.checked_notes(notes)
         self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
         self._directory_of_failures = workdir or next((action.directory for action in self._savers), None)
-        history_file = None if workdir is None else epath.Path(workdir) / file
+        history_file = None if workdir is None else workdir / file
         self._history = History(history_file, writes=self._job.is_first)
         self.log_interval: int | Schedule = log_interval
         self._spent = Spent()
@@ -433,6 +434,7 @@ class OuterLoop:
                 commands=commands,
                 left_out=LeftOut(self.skip) if before is None else before.run.left_out,
                 ends=(spec.total_steps, spec.epochs),
+                transforms=None if self.checkpoint_spec is None else self.checkpoint_spec.transforms,
             )
             recorder.observers += [lambda now: log.log(now.steps), lambda _: commands.poll(), whole.record_left_out]
             training = Training(

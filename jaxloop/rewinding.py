@@ -163,14 +163,15 @@ def _restored(
     spec, train_loop, given = outer_loop.checkpoint_spec, outer_loop.train_loop, checks.adopt(state)
     assert train_loop is not None
     places = [files.absolute(workdir), files.absolute(workdir) / "checkpoints"]
-    places += [] if spec is None else [checkpoint.absolute(spec.checkpoint_dir)]
-    for directory in places:
-        if steps := [step for step in checkpoint.all_steps(directory) if step <= before]:
-            template = checkpoint.template_of(given)
-            found = checkpoint.open_newest(directory, template, quarantines=False, steps=steps)
-            assert found is not None
-            opened, restored = found
-            return restored, whole.load(opened, template)
+    places += [] if spec is None else [spec.checkpoint_dir]
+    if paths := [path for path in checkpoint.all_paths(places) if int(path.name) <= before]:
+        template = checkpoint.template_of(given)
+        found = checkpoint.open_newest(paths, template, quarantines=False)
+        assert found is not None
+        opened, restored = found
+        resumed = whole.load(opened, template)
+        whole.resume_history(resumed)
+        return restored, resumed
     try:
         step_num = step_num_of(given)
     except TypeError:  # An abstract state.
@@ -181,7 +182,7 @@ def _restored(
             "state of the run, to repeat it from there."
         )
     train_loop.engine.resume(Elapsed(step_num))
-    whole.resume_history(step_num, None if step_num else 0)
+    whole.resume_history(Resumed(Elapsed(step_num), history_rows=None if step_num else 0))
     return given, None
 
 

@@ -17,6 +17,7 @@ from jaxloop import files
 NAME = "SEAL"
 
 _CHUNK = 1 << 22  # Bytes.
+_UNREADABLE = "This user may not read the file, so it can't be verified. Change its owner or its permissions."
 
 
 def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -53,6 +54,13 @@ def is_sealed(directory: epath.PathLike) -> bool:
     return (epath.Path(directory) / NAME).exists()
 
 
+def unsealed_files(directory: epath.PathLike) -> list[str]:
+    """Returns the paths of the files that were added after a directory was sealed."""
+    directory = epath.Path(directory)
+    sealed_files, values = _read_seal(directory / NAME)
+    return [name for name, _ in _iterate_files(directory) if name not in (NAME, *sealed_files, *values)]
+
+
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
     """Returns one line for each sealed file that is missing, changed or unreadable; an empty list if all are intact.
 
@@ -61,10 +69,16 @@ def problems(directory: epath.PathLike, below: str = "") -> list[str]:
     Args:
       directory: The sealed directory.
       below: The file or subdirectory to check; empty for the whole directory. The seal itself is always checked.
+
+    Raises:
+      PermissionError: If this user may not read one of the files.
     """
     directory = epath.Path(directory)
     try:
         sealed_files, values = _read_seal(directory / NAME)
+    except PermissionError as error:
+        error.add_note(_UNREADABLE)
+        raise
     except (OSError, ValueError) as error:
         return [str(error)]
     kinds: list[tuple[Callable[[epath.Path, Any], str | None], Mapping[str, Any]]]
@@ -77,6 +91,9 @@ def problems(directory: epath.PathLike, below: str = "") -> list[str]:
                 problem = find_problem(directory / name, sealed)
             except FileNotFoundError:
                 problem = "is missing"
+            except PermissionError as error:
+                error.add_note(_UNREADABLE)
+                raise
             except OSError as error:
                 problem = f"can't be read: {error}"
             if problem is not None:
@@ -138,6 +155,8 @@ def _read_seal(path: epath.Path) -> tuple[dict[str, tuple[int, int]], dict[str, 
     """
     try:
         text = files.read_bytes(path)
+    except PermissionError:
+        raise
     except FileNotFoundError:
         raise FileNotFoundError(f"{path.name}, the file with the checksums, is missing") from None
     except OSError as error:

@@ -129,24 +129,29 @@ class CheckpointSpec:
       transforms: New names for saved leaves; see `Step.restore_model`.
       restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False for a
         different dataset, or for an iterator that is already at the right position.
+      restore_hyperparams: Whether a resumed run continues with the checkpoint's hyperparameters of
+        `optax.inject_hyperparams`, such as the learning rate. Pass False to use those of the given state. If they
+        differ, a warning shows both.
     """
 
-    checkpoint_dir: epath.PathLike
+    checkpoint_dir: Any  # A path, which is made absolute.
     iterate_interval_secs: float = 0
     iterate_stop_fn: Callable[[], bool] | None = None
     transforms: Mapping[str, str] | None = None
     restore_data: bool = True
+    restore_hyperparams: bool = True
 
     def __post_init__(self) -> None:
         if self.iterate_interval_secs < 0:
             raise ValueError(
                 f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."
             )
+        object.__setattr__(self, "checkpoint_dir", checkpoint.absolute(self.checkpoint_dir))
 
     @property
     def stopped_file(self) -> epath.Path:
         """The file that marks training as finished."""
-        return checkpoint.absolute(self.checkpoint_dir) / STOPPED_FILE
+        return self.checkpoint_dir / STOPPED_FILE
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:

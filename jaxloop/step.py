@@ -326,6 +326,8 @@ class Step:
         checkpoint_dir: epath.PathLike,
         step: int | None = None,
         transforms: Mapping[str, str] | None = None,
+        *,
+        missing_ok: bool = False,
     ) -> Any:
         """Restores a state from a checkpoint, with the shardings of `state`. The given `state` remains usable.
 
@@ -336,27 +338,31 @@ class Step:
           state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer differs, the
             given `opt_state` is kept and a warning is logged. If `state` has no optimizer, the saved `opt_state` is
             ignored.
-          checkpoint_dir: The directory that contains one subdirectory per step. If it doesn't exist or contains no
-            checkpoints, `restore_model` returns `state` unchanged, and logs this only at level INFO.
+          checkpoint_dir: The directory that contains one subdirectory per step.
           step: The step of the checkpoint. If None, the newest undamaged checkpoint is restored, and a warning is
             logged for each damaged checkpoint that is skipped.
           transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in `state`, as in
-            `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
+            `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint
+            that has the new names already is used as it is.
+          missing_ok: Whether to return `state` unchanged if the directory contains no checkpoints or doesn't exist, for
+            a program that may start from scratch.
 
         Raises:
-          FileNotFoundError: If there are checkpoints, but none for `step`.
+          FileNotFoundError: If there is no checkpoint, or none for `step`. The error lists the steps, or names the
+            nearest directory with checkpoints.
           CheckpointError: If the checkpoint of `step` is damaged, or if `step` is None and all checkpoints are damaged.
           ValueError: If the checkpoint was saved from a different model. The error lists the leaves that differ.
         """
-        if not checkpoint.all_steps(checkpoint_dir):
+        if missing_ok and not checkpoint.all_steps(checkpoint_dir):
             logging.info("No checkpoint found in %s", checkpoint_dir)
             return state
-        if step is None:
-            restored = checkpoint.restore_newest(
-                checkpoint_dir, checks.adopt(state), transforms=transforms, any_optimizer=True, quarantines=False
-            )
-            return state if restored is None else restored[0]
-        return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms, any_optimizer=True)
+        options = {"transforms": transforms, "any_optimizer": True}
+        if step is not None:
+            return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), **options)
+        restored = checkpoint.restore_newest(checkpoint_dir, checks.adopt(state), **options, quarantines=False)
+        if restored is None:
+            raise checkpoint.missing_error(checkpoint_dir)
+        return restored[0]
 
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the state that `initialize_model` would make, without allocating memory.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from absl import logging
+from etils import epath
 
 from jaxloop import agreement, checkpoint, checks, distributed, interrupt, metrics, types
 from jaxloop.action_loop import ActionLoop
@@ -17,7 +18,14 @@ from jaxloop.run_log import RunLog
 from jaxloop.schedules import Elapsed
 from jaxloop.sources import fork_warning, reshuffles
 from jaxloop.specs import CheckpointSpec, RunSpec, evaluations_in
-from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, go_to
+from jaxloop.whole_run import (
+    Resumed,
+    WholeRun,
+    check_no_newer_checkpoints,
+    directories_of,
+    go_to,
+    reconcile_hyperparams,
+)
 
 
 @final
@@ -64,19 +72,25 @@ class Training:
         assert run_info is not None and run.commands is not None
         with loop.engine.progress.stopwatch.counting("restores"):
             state, step_num, resumed = self._resume(state)
+            if spec.total_steps is not None or spec.loop_steps is not None:
+                checks.check_multiple("state.step", step_num, loop.step)
+            self._open_data(resumed)
+        # The run writes nothing before this point, because the checkpoint, the directories or the data may not fit it.
         self.log.begin(step_num)
         if resumed is None:
             run.commands.forget()
-        if spec.total_steps is not None or spec.loop_steps is not None:
-            checks.check_multiple("state.step", step_num, loop.step)
+        if self.checkpoint_spec is not None and distributed.is_first_process():
+            self.checkpoint_spec.stopped_file.unlink(missing_ok=True)  # Evaluators of this directory wait for this run.
         for action in dict.fromkeys(action for each in self._loops for action in each.actions):
             action.begin_run(step_num, can_resume=self.checkpoint_spec is not None)
             action.write_notes(self.log.notes)
-        self._open_data(resumed)
+        # If the run begins at step 0, it repeats the rows of this step.
+        run.resume_history(resumed or Resumed(Elapsed(step_num), history_rows=None if step_num else 0))
         run_info.eval_intervals = [each.spec.when_due for each in self.evaluations.items]
         run_info.evaluate, run_info.end_data = self.evaluations.evaluate, self._end_epoch
         run_info.loop_steps = spec.loop_steps
         end = self._end_reached(resumed, step_num)
+        loop.engine.stepper.set_source(run.source)
         if resumed is not None:
             self.evaluations.resume(step_num, run.measured_at(step_num))
             if not self._catch_up(state, resumed, is_last=end is not None):
@@ -89,7 +103,6 @@ class Training:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         if resumed is None and step_num == 0:
             state = loop.step.prepare_state(state)
-            loop.engine.stepper.set_source(run.source)
             if not loop.engine.moments.run_moment(state):  # Runs everything that is due before the first step.
                 logging.info("Stopped before the first step, as requested by an evaluation or an action.")
                 return state, None
@@ -183,7 +196,7 @@ class Training:
                 f"At step {detour.step}, {detour.reason} The run has turned back {len(self.run.left_out.detours) - 1} "
                 "times already. Look at the batches and the learning rate, or allow more with at_most."
             )
-        if spec is None or not checkpoint.all_steps(spec.checkpoint_dir):
+        if spec is None or not any(map(checkpoint.all_steps, self._directories)):
             raise RuntimeError(
                 f"The run must return to a checkpoint before step {detour.first_step}, and there is none: "
                 f"{detour.reason} Give the run a CheckpointSpec, and save from the first step on: "
@@ -202,6 +215,11 @@ class Training:
         if not self.spec.has_iterator:  # An iterator belongs to the caller, who may keep reading from it.
             self.run.source = None
             self.loop.forget_batches()
+
+    @property
+    def _directories(self) -> list[epath.Path]:
+        """The directories with checkpoints of this run: those to resume from, and those that it saves to."""
+        return [] if self.checkpoint_spec is None else directories_of(self.loop, self.checkpoint_spec)
 
     @property
     def _loops(self) -> list[ActionLoop]:
@@ -322,62 +340,68 @@ class Training:
           The state, its step, and the progress stored in the checkpoint (None if the state is not from one).
         """
         loop, run, spec, loop_steps = self.loop, self.run, self.checkpoint_spec, self.spec.loop_steps
-        saved, listed, resumed = [], {}, None
+        saved, resumed = [], None
         if spec is not None:
-            saved = self._saved_steps(spec)
+            saved = self._saved_paths()
             state, resumed = self._restore(state, spec, saved)
         if resumed is not None:
             step_num = resumed.elapsed.steps
+            for slot in loop.engine.moments.agenda.slots:
+                if isinstance(slot.action, CheckpointAction):  # Its own directory tells whether it saved this step.
+                    path = slot.action.directory / str(step_num)
+                    slot.called_at = step_num if path in saved and path.exists() else None
         else:
             step_num = step_num_of(state) if hasattr(state, "step") else loop.elapsed.steps
             if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
                 run.passes = 0
                 for each in self._loops:
                     each.resume(Elapsed(step_num))
-            run.resume_history(step_num, None if step_num else 0)  # The rows of step 0 are repeated.
         if loop_steps is not None and (resumed is None or not resumed.knows_position):
             loop.loop_count = step_num // loop_steps
             for each in self.evaluations.items:
                 if (number := evaluations_in(loop.loop_count, each.spec)) is not None:
                     each.loop.loop_count = number
-        if spec is not None and saved[-1:] <= [step_num]:  # Otherwise, damaged checkpoints have been moved away.
-            listed[checkpoint.absolute(spec.checkpoint_dir)] = saved
-        check_no_newer_checkpoints(loop, step_num, listed)
+        if spec is None or (saved and int(saved[-1].name) > step_num):  # Damaged checkpoints have been moved away.
+            check_no_newer_checkpoints(loop, step_num)
         return state, step_num, resumed
 
-    def _saved_steps(self, spec: CheckpointSpec) -> list[int]:
-        """Returns the saved steps, after checking that they are the same in all processes."""
-        job = self.run.job
-        checkpoint.clear_leftovers(spec.checkpoint_dir)
+    def _saved_paths(self) -> list[epath.Path]:
+        """Returns the paths of the run's checkpoints, after checking that they are the same in all processes."""
+        job, directories = self.run.job, self._directories
+        for directory in directories:
+            checkpoint.clear_leftovers(directory)
         if job.is_shared:
             if job.is_first:
-                checkpoint.quarantine_damaged(spec.checkpoint_dir)
+                checkpoint.quarantine_damaged(checkpoint.all_paths(directories))
             agreement.wait_for_all("before restoring")
-        saved = checkpoint.all_steps(spec.checkpoint_dir)
-        found = f"The list of checkpoints in {spec.checkpoint_dir}, which all processes must share,"
-        job.check_same(found, lambda: list(map(str, saved)))
+        saved = checkpoint.all_paths(directories)
+        found = f"The list of checkpoints in {_joined(directories)}, which all processes must share,"
+        job.check_same(found, lambda: [path.name for path in saved])
         return saved
 
-    def _restore(self, state: Any, spec: CheckpointSpec, saved: Sequence[int]) -> tuple[Any, Resumed | None]:
+    def _restore(self, state: Any, spec: CheckpointSpec, saved: Sequence[epath.Path]) -> tuple[Any, Resumed | None]:
         """Restores the newest complete checkpoint, or keeps the given state if its step is later."""
-        step_num, resumed, job = 0 if self.returns else step_num_of(state), None, self.run.job
+        step_num, job = 0 if self.returns else step_num_of(state), self.run.job
         if not saved:
-            logging.info("No checkpoint found in %s", spec.checkpoint_dir)
-        elif saved[-1] < step_num:
-            text = "The run continues at step %d, which is past the newest checkpoint (step %d)."
-            logging.info(text, step_num, saved[-1])
-        else:
-            given = checks.adopt(state)
-            restored = checkpoint.open_newest(
-                spec.checkpoint_dir, given, transforms=spec.transforms, quarantines=not job.is_shared, steps=saved
-            )
-            assert restored is not None
-            opened, state = restored
-            _check_count(state, opened.step, spec.checkpoint_dir)
-            resumed = self.run.load(opened, given)
-            logging.info("Resumed at step %d from %s.", opened.step, spec.checkpoint_dir)
-        if distributed.is_first_process():  # Evaluators of this directory wait for this training.
-            spec.stopped_file.unlink(missing_ok=True)
+            where = "from scratch" if step_num == 0 else f"at step {step_num}, from the given state"
+            saves_there = spec.checkpoint_dir in [action.directory for action in self.savers]
+            level = logging.INFO if saves_there else logging.WARNING  # If so, this is simply the first start.
+            logging.log(level, "No checkpoint found in %s: the run starts %s.", _joined(self._directories), where)
+            return state, None
+        if int(saved[-1].name) < step_num:
+            text = "The run continues at step %d, which is past the newest checkpoint (step %s)."
+            logging.info(text, step_num, saved[-1].name)
+            return state, None
+        given = checks.adopt(state)
+        restored = checkpoint.open_newest(saved, given, transforms=spec.transforms, quarantines=not job.is_shared)
+        assert restored is not None
+        opened, state = restored
+        _check_count(state, opened.step, opened.path.parent)
+        remedy = "CheckpointSpec(..., restore_hyperparams=False) takes the program's value."
+        restores = spec.restore_hyperparams
+        state = reconcile_hyperparams(given, state, restores=restores, remedy=remedy if restores else "")
+        resumed = self.run.load(opened, given)
+        logging.info("Resumed at step %d from %s.", opened.step, opened.path.parent)
         return state, resumed
 
     def _open_data(self, resumed: Resumed | None) -> None:
@@ -429,14 +453,17 @@ class Training:
     def _catch_up(self, state: Any, resumed: Resumed, *, is_last: bool) -> bool:
         """Runs everything that was due at a checkpoint's step but didn't run because of an interruption.
 
+        This includes a save to a second directory, if the run was killed between the two saves.
+
         Returns:
           True if the run continues.
         """
         elapsed = resumed.elapsed
-        if not resumed.may_be_incomplete or elapsed.previous is None:
+        if elapsed.previous is None:
             return True
         loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
-        return self.loop.engine.moments.run_moment(state, at_end=loop_has_ended, is_last=is_last, saves=False)
+        only_saves = not resumed.may_be_incomplete
+        return self.loop.engine.moments.run_moment(state, loop_has_ended, is_last=is_last, only_saves=only_saves)
 
 
 def _check_count(state: Any, saved_step: int, directory: Any) -> None:
@@ -448,6 +475,10 @@ def _check_count(state: Any, saved_step: int, directory: Any) -> None:
             "checkpoint, or give another checkpoint_dir. To begin with its parameters, call "
             "step.restore_model(state, directory)."
         )
+
+
+def _joined(directories: Sequence[epath.Path]) -> str:
+    return " and ".join(map(str, directories))
 
 
 def step_num_of(state: Any) -> int:

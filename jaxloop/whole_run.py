@@ -1,7 +1,8 @@
 """Saves and loads the state of a run, except for the train state."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import agreement, checkpoint, encoding, interrupt
+from jaxloop import agreement, checkpoint, checks, encoding, interrupt, metrics
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
@@ -20,6 +21,8 @@ from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknow
 from jaxloop.schedules import Elapsed
 from jaxloop.specs import CheckpointSpec
 
+# In the state of `optax.inject_hyperparams`: a hyperparameter, and the state of a schedule that sets one.
+_INJECTED, _SCHEDULED = re.compile(r"(?:.*/)?hyperparams/[^/]+"), re.compile(r"(.*hyperparams)_states(/[^/]+)")
 _POSITION_ARRAYS = "data"
 """The name of the checkpoint tree that holds long byte strings from the position in the training data."""
 
@@ -39,6 +42,9 @@ class Resumed:
       position: The position in the training data; None at the start of an epoch, or if the position is unknown.
       knows_position: True if the checkpoint contains information about the position in the training data.
       is_own_position: True if the number of processes hasn't changed, so that the position belongs to this process.
+      history_rows: The number of history rows; None if unknown.
+      history_file: The result of `History.checksum`.
+      detours: The detours that began after the checkpoint was saved.
     """
 
     elapsed: Elapsed
@@ -49,6 +55,9 @@ class Resumed:
     position: DatasetPosition | None = None
     knows_position: bool = False
     is_own_position: bool = True
+    history_rows: int | None = None
+    history_file: Mapping[str, Any] | None = None
+    detours: Sequence[Detour] = ()
 
     def stays_stopped(self, actions: Iterable[Any]) -> bool:
         """Returns whether a run that was stopped has neither a later end nor more patience now."""
@@ -109,6 +118,7 @@ class WholeRun:
       commands: The commands sent to the run; None if the run doesn't accept commands.
       left_out: The training batches that the run leaves out.
       ends: The number of steps and of epochs after which the run ends; None where there is no such limit.
+      transforms: New names for saved leaves; see `CheckpointSpec`.
     """
 
     main: Part
@@ -122,6 +132,7 @@ class WholeRun:
     commands: Commands | None = None
     left_out: LeftOut = dataclasses.field(default_factory=LeftOut)
     ends: tuple[int | None, int | None] = (None, None)
+    transforms: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._keys = encoding.encode_keys(self.keys)
@@ -147,6 +158,7 @@ class WholeRun:
                 "previous": main["previous"],
                 "batches_in_loop": main["steps_in_loop"],
                 "may_be_incomplete": may_be_incomplete,
+                **({checkpoint.TRANSFORMS_KEY: self.transforms} if self.transforms else {}),
             },
             "run": {
                 "jaxloop": checkpoint.own_version(),
@@ -175,7 +187,7 @@ class WholeRun:
 
         Returns:
           The progress of the run. The caller must set `source` to an iterator that has been moved to the returned
-          `position`.
+          `position`, and then call `resume_history`.
 
         Raises:
           CheckpointError: If the checkpoint is damaged.
@@ -207,9 +219,8 @@ class WholeRun:
                     logging.warning(warning, opened.step, name)
                     part.resume(resumed.elapsed)
             position, is_own = self._load_positions(run["positions"], trees[_POSITION_ARRAYS])
-            self.resume_history(opened.step, run["history_rows"], run["history_file"])
             self.passes = run["passes"]
-            self.left_out.load_state_dict(run["left_out"], resumed.elapsed, record=self._record_detour(resumed.elapsed))
+            detours = self.left_out.load_state_dict(run["left_out"], resumed.elapsed)
             return dataclasses.replace(
                 resumed,
                 has_stopped=run["parts"]["train"]["has_stopped"],
@@ -217,6 +228,9 @@ class WholeRun:
                 position=position,
                 knows_position=True,
                 is_own_position=is_own,
+                history_rows=run["history_rows"],
+                history_file=run["history_file"],
+                detours=detours,
             )
 
     # Batches that are left out ---------------------------------------------------------------------------
@@ -259,9 +273,6 @@ class WholeRun:
         first, last = number_of(first_step), number_of(last_step)
         self.left_out.requested, self.left_out.at_most = Detour(now.steps, first, last, first_step, reason), at_most
         self.job.requests.outermost.confirm(interrupt.DETOUR)
-
-    def _record_detour(self, now: Elapsed) -> Callable[[Detour], None]:
-        return lambda detour: self.history.commit(now, {"detour": dataclasses.asdict(detour)})
 
     # Positions -------------------------------------------------------------------------------------------
 
@@ -313,7 +324,6 @@ class WholeRun:
         )
         for part in self._parts.values():
             part.resume(resumed.elapsed, resumed.steps_in_loop if part is self.main else 0)
-        self.resume_history(opened.step)
         self.passes = resumed.elapsed.loops
 
     def _check_is_this_run(self, run: Mapping[str, Any], opened: checkpoint.Checkpoint, elapsed: Elapsed) -> None:
@@ -332,15 +342,18 @@ class WholeRun:
         """Returns the top-level names recorded in the history at a step, such as the names of evaluations."""
         return {name for row in self.history.rows if row.elapsed.steps == step for name in row.logs}
 
-    def resume_history(
-        self, steps: int, num_rows: int | None = None, checksum: Mapping[str, Any] | None = None
-    ) -> None:
-        """Calls `History.resume`, first in the process that writes the history file, then in all others."""
+    def resume_history(self, resumed: Resumed) -> None:
+        """Drops later rows from the history, first in the process that writes the file, then in all others.
+
+        Nothing may refuse the start of the run afterwards, because the rows are lost.
+        """
         if not self.job.is_first:
             agreement.wait_for_all("the history")
-        self.history.resume(steps, num_rows, checksum=checksum)
+        self.history.resume(resumed.elapsed.steps, resumed.history_rows, checksum=resumed.history_file)
         if self.job.is_shared and self.job.is_first:
             agreement.wait_for_all("the history")
+        for detour in resumed.detours:
+            self.history.commit(resumed.elapsed, {"detour": dataclasses.asdict(detour)})
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
@@ -362,6 +375,34 @@ def ends_later(run: Mapping[str, Any], ends: Sequence[int | None]) -> bool:
     return any(before is not None and (now is None or now > before) for before, now in pairs)
 
 
+def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: str) -> Any:
+    """Warns if hyperparameters of `optax.inject_hyperparams` differ between the program and the checkpoint.
+
+    Scheduled hyperparameters are not compared, because each update computes them anew.
+
+    Args:
+      given: The state that the program made.
+      restored: The state from the checkpoint.
+      restores: Whether the run continues with the checkpoint's values. Otherwise, it continues with the program's.
+      remedy: A sentence about how to change that.
+
+    Returns:
+      The restored state, with the program's values if `restores` is False.
+    """
+    ours, saved, changed = checks.leaves_by_path(given), checks.leaves_by_path(restored), {}
+    scheduled = {match[1] + match[2] for path in ours if (match := _SCHEDULED.match(path))}
+    for path, leaf in ours.items():
+        if _INJECTED.fullmatch(path) and path not in scheduled and path in saved and isinstance(leaf, jax.Array):
+            new, old = metrics.fetch([leaf, saved[path]])
+            if not np.array_equal(new, old):
+                changed[path] = leaf
+                text = "%s is %s in the program, and %s in the checkpoint. The run continues with %s. %s"
+                logging.warning(text, path, new, old, old if restores else new, remedy)
+    if restores or not changed:
+        return restored
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: changed.get(checks.path_name(path), leaf), restored)
+
+
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
     """Returns the progress stored in the checkpoint of a step. Its `previous` is the progress one step earlier."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
@@ -375,7 +416,7 @@ def directories_of(
     Without a train loop, a run writes only to its work directory.
     """
     directories = [] if train_loop is None else [action.directory for action in checkpoint_actions(train_loop)]
-    directories += [] if train_loop is None or spec is None else [checkpoint.absolute(spec.checkpoint_dir)]
+    directories += [] if train_loop is None or spec is None else [spec.checkpoint_dir]
     directories += [] if workdir is None else [checkpoint.absolute(workdir)]
     return list(dict.fromkeys(directories))
 
@@ -385,23 +426,19 @@ def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
     return [action for action in loop.actions if isinstance(action, CheckpointAction)]
 
 
-def check_no_newer_checkpoints(
-    train_loop: ActionLoop, step_num: int, listed: Mapping[epath.Path, Sequence[int]] | None = None
-) -> None:
+def check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:
     """Checks that a run starting at `step_num` won't save into a directory with later checkpoints from another run.
 
     Args:
       train_loop: The train loop, with its `CheckpointAction`s.
       step_num: The step at which the run starts.
-      listed: The steps of the checkpoints in each directory that the caller has already listed.
 
     Raises:
       ValueError: If a directory contains checkpoints from later steps.
     """
-    listed = listed or {}
     for action in checkpoint_actions(train_loop):
         directory = action.directory
-        found = listed[directory] if directory in listed else checkpoint.all_steps(directory)
+        found = checkpoint.all_steps(directory)
         if found and found[-1] > step_num:
             raise ValueError(
                 f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "

@@ -10,6 +10,7 @@ import random
 import re
 import resource
 import shutil
+import tempfile
 import threading
 import types
 
@@ -23,7 +24,7 @@ from flax import nnx
 from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
 
-from jaxloop import CheckpointSpec, OuterLoop, TrainLoop, checkpoint, checks, examples, partition, seal
+from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, checks, examples, partition, seal
 from jaxloop.actions import CheckpointAction
 from jaxloop.history import History
 from jaxloop.lock import DirectoryLock
@@ -70,12 +71,17 @@ def test_step_0_can_be_restored_explicitly(tmp_path):
     assert int(step.restore_model(state, tmp_path, step=0).step) == 0
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_restore_without_checkpoints_logs_and_returns_the_state(tmp_path, logs, exists):
-    directory = tmp_path if exists else tmp_path / "nowhere"
+@pytest.mark.parametrize("name", ["runs", "runs/one/checkpoints/3", "runs/one/checkpointz", "runs/two", "nowhere"])
+def test_restoring_without_checkpoints_raises_and_names_the_nearest_directory(tmp_path, logs, name):
     step, state, _ = examples.tiny_regression()
-    assert step.restore_model(state, directory) is state
-    assert f"No checkpoint found in {directory}" in logs.messages
+    save(tmp_path / "runs" / "one" / "checkpoints", (3, state))
+    (tmp_path / "runs" / "another").mkdir()
+    near = r"The nearest directory with checkpoints is .*/runs/one/checkpoints, up to step 3\."
+    for number in (None, 3):
+        with pytest.raises(FileNotFoundError, match=near if name != "nowhere" else "No checkpoint in "):
+            step.restore_model(state, tmp_path / name, number)
+        assert step.restore_model(state, tmp_path / name, number, missing_ok=True) is state
+    assert f"No checkpoint found in {tmp_path / name}" in logs.messages
 
 
 def test_restoring_a_missing_step_raises_and_lists_the_steps(tmp_path):
@@ -193,6 +199,40 @@ def test_transforms_rename_optimizer_state_and_nnx_leaves(tmp_path, assert_same)
     assert_same(checks.leaves_by_path(restored), renamed)
 
 
+class Named(nn.Module):
+    names: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        return sum(nn.Dense(1, name=name)(x) for name in self.names)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "transforms"),
+    [
+        (("old",), ("new",), {"**/old/**": "**/new/**"}),
+        (("a", "b"), ("b", "a"), {"**/a/**": "**/b/**", "**/b/**": "**/a/**"}),
+    ],
+    ids=["renamed", "swapped"],
+)
+def test_a_run_with_transforms_can_be_restarted(tmp_path, assert_same, old, new, transforms):
+    def run(names, total_steps, transforms=None):
+        loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
+        step = LossStep(jax.random.key(0), Named(names), optax.sgd(0.1), train=True, loss=loss)
+        save, spec = CheckpointAction(tmp_path, every(steps=1)), CheckpointSpec(tmp_path, transforms=transforms)
+        outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), checkpoint_spec=spec)
+        return outer_loop(step.initialize_model([1, 3]), examples.tiny_regression()[2], total_steps)[0].params
+
+    before = run(old, 1)
+    after = run(new, 1, transforms)  # Nothing is left to train.
+    assert_same({new: before[old] for old, new in zip(old, new, strict=True)}, after)
+    trained = run(new, 2, transforms)
+    assert_same(run(new, 2, transforms), trained)
+    if old == ("old",):  # Also without a record of the transforms.
+        run(new, 3)
+        run(new, 4, transforms)
+
+
 def test_transforms_that_do_not_fit_the_state_raise(tmp_path):
     _, state, _ = examples.tiny_regression()
     save(tmp_path, (1, state))
@@ -286,6 +326,27 @@ def test_best_checkpoint_survives_restarts(tmp_path):
     assert checkpoint.best_step(tmp_path) == 100
 
 
+@pytest.mark.parametrize(("best", "kept"), [(None, [300, 600, 700]), ("test/accuracy", [200, 300, 600, 700])])
+def test_keep_every_keeps_checkpoints_forever_across_restarts(tmp_path, best, kept):
+    values = [0.1, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7]
+    for number in (4, 7):
+        action = CheckpointAction(tmp_path, keep=1, best=best, keep_every=every(steps=300))
+        save_with(action, values[:number])
+        action.close()
+    assert checkpoint.all_steps(tmp_path) == kept
+
+
+def test_keep_every_is_part_of_the_interval(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    action = CheckpointAction(tmp_path, every(steps=4), keep=1, keep_every=every(steps=5))
+    TrainLoop(step, end_actions=[action])(state, batches, 14)
+    assert checkpoint.all_steps(tmp_path) == [5, 10, 12]
+    with pytest.raises(TypeError, match=r"keep_every must be a schedule such as every\(steps=1000\), got 1000"):
+        CheckpointAction(tmp_path, keep_every=1000)
+    with pytest.raises(ValueError, match="`keep_every` need a directory"):
+        CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), keep_every=every(steps=5))
+
+
 def test_train_metric_can_select_the_best(tmp_path):
     action = CheckpointAction(tmp_path, keep=1, best="loss")
     for step, losses in [(1, [3.0, 2.0]), (2, [1.0, 2.0]), (3, [9.0, 0.0])]:
@@ -320,7 +381,7 @@ def test_best_metric_that_was_never_measured_warns(tmp_path, warnings_logged):
 
 
 def test_best_requires_a_directory_and_a_metric_name(tmp_path):
-    with pytest.raises(ValueError, match="`best` needs a directory.*whose own options"):
+    with pytest.raises(ValueError, match="`best` and `keep_every` need a directory.*whose own options"):
         CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), best="loss")
     with pytest.raises(TypeError, match=r"best must be the name of a metric or a pair .*, got \('loss',\)"):
         CheckpointAction(tmp_path, best=("loss",))
@@ -367,7 +428,7 @@ def test_checkpoints_of_plain_orbax_have_no_metadata(tmp_path):
 
 
 def test_metadata_of_a_missing_checkpoint_raises(tmp_path):
-    with pytest.raises(FileNotFoundError, match="No checkpoint of step 3 in .*, which holds none"):
+    with pytest.raises(FileNotFoundError, match="No checkpoint in"):
         checkpoint.metadata(tmp_path, 3)
 
 
@@ -691,6 +752,38 @@ def test_checkpoint_of_a_different_model_is_not_damaged(runs):
     assert checkpoint.restore_newest(runs / "nowhere", STATE) is None
 
 
+@pytest.mark.parametrize("name", ["0003", "\u0663", "\xb2", "1_5", "ckpt_3"])  # `int` reads the first four.
+def test_directory_whose_name_is_not_exactly_a_step_is_no_checkpoint(runs, name):
+    shutil.copytree(runs / "2", runs / name)
+    assert checkpoint.all_steps(runs) == [1, 2]
+    assert_is_run(runs, 2, checkpoint.restore_newest(runs, make_run(0)[0])[0])
+    save_runs(runs, 4, keep=1)
+    assert checkpoint.all_steps(runs) == [4] and (runs / name).exists()
+
+
+def test_file_that_breaks_a_checkpoint_from_outside_is_named_and_nothing_is_moved(runs):
+    (runs / "2" / "default" / "checkpoint").write_text("{}, a file that Orbax would read")
+    with pytest.raises(ValueError, match=r"ExtraData.*other files beside them: default/checkpoint. Remove those"):
+        checkpoint.restore_newest(runs, make_run(0)[0])
+    assert checkpoint.all_steps(runs) == [1, 2]
+
+
+def test_checkpoint_without_read_permission_is_not_set_aside(runs):
+    directory, user = pathlib.Path(tempfile.mkdtemp()), os.geteuid()
+    shutil.copytree(runs, directory, dirs_exist_ok=True)
+    (directory / "2" / "default" / "_METADATA").chmod(0)
+    for path in [directory, *directory.rglob("*")] if user == 0 else []:
+        os.chown(path, 65534, -1)
+    os.seteuid(user or 65534)
+    try:
+        with pytest.raises(PermissionError, match=r"2/default/_METADATA") as caught:
+            checkpoint.restore_newest(directory, make_run(0)[0])
+    finally:
+        os.seteuid(user)
+    assert "Change its owner or its permissions" in caught.value.__notes__[0]
+    assert checkpoint.all_steps(directory) == [1, 2]
+
+
 def test_damaged_metadata_and_metrics_raise(runs):
     path = runs / "2" / "_CHECKPOINT_METADATA"
     path.write_text(path.read_text().replace('"elapsed": 2', '"elapsed": 3'))
@@ -884,8 +977,11 @@ def test_close_raises_if_a_saved_checkpoint_is_gone(tmp_path):
     writer.save(2, STATE)
     writer.wait()
     shutil.rmtree(tmp_path / "2")
-    with pytest.raises(checkpoint.CheckpointError, match="checkpoint of step 2 was saved, but no longer exists"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="of step 2 was saved, and then something else deleted"
+    ) as caught:
         writer.close()
+    assert "clean-up job" in str(caught.value) and "free space" not in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [lambda path: path, orbax_checkpoint.CheckpointManager], ids=["directory", "manager"])
@@ -940,6 +1036,12 @@ def test_clear_leftovers_removes_unfinished_saves(runs, logs):
     assert checkpoint.clear_leftovers(runs) == left and left[0] in logs.messages[-1]
     assert checkpoint.clear_leftovers(runs) == [] == checkpoint.clear_leftovers(runs / "nowhere")
     assert sorted(path.name for path in runs.iterdir()) == [".run_id", "1", "2"]
+    assert checkpoint.restore_newest(runs, make_run(0)[0])[1] == 2
+
+
+def test_clear_leftovers_removes_a_link_but_not_its_target(runs):
+    (runs / "3.orbax-checkpoint-tmp").symlink_to(runs / "2")
+    assert checkpoint.clear_leftovers(runs) == ["3.orbax-checkpoint-tmp"]
     assert checkpoint.restore_newest(runs, make_run(0)[0])[1] == 2
 
 

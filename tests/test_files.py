@@ -80,6 +80,14 @@ def test_run_opens_only_regular_files(kind, name, tmp_path):
     assert (directory / "precious").read_text() == "keep me"
 
 
+@pytest.mark.parametrize("name", ["gs:", "gs:/runs/1", "logs:"])
+def test_a_directory_that_orbax_reads_as_a_bucket_is_refused_at_the_start(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="Orbax would read 'gs:' in this path as a bucket. Use another name"):
+        jaxloop.CheckpointAction(name)
+    assert str(files.absolute("gs://bucket/runs")) == "gs://bucket/runs"
+
+
 def test_damaged_checkpoint_is_not_moved_through_a_symlink(tmp_path, caplog):
     directory, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     experiment(directory)

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import types
 import weakref
@@ -1333,6 +1334,19 @@ def test_killed_loop_resumes_exactly_from_its_checkpoint(kills, tmp_path):
     assert (state, rows, steps) == whole[:3]
     assert numbers == list(range(saved, 17)) and len(whole[3]) == 17
     assert written == [each for each in whole[4] if each[0] > saved]
+
+
+@pytest.mark.parametrize("lost", ["rare", "often"])
+def test_two_checkpoints_resume_from_the_newest_step_and_complete_each_other(lost, tmp_path):
+    def run(stop):
+        rare, often = (jf.checkpoint(tmp_path / name, keep=None, resume=True) for name in ("rare", "often"))
+        return jf.loop(jnp.int32(0), BATCHES, {jf.every(1): count, jf.every(6): rare, jf.every(3): often}, stop=stop)
+
+    run(12)
+    shutil.rmtree(tmp_path / lost / "12")  # As if a kill had prevented this commit.
+    assert int(run(14)[0]) == 14
+    assert checkpoints.all_steps(tmp_path / "rare") == [6, 12]
+    assert checkpoints.all_steps(tmp_path / "often") == [3, 6, 9, 12]
 
 
 def test_finished_loop_is_not_run_again(tmp_path, warnings_logged):

@@ -347,6 +347,15 @@ def test_a_run_resumes_from_its_newest_checkpoint(tmp_path, assert_same, logs):
     assert int(state.step) == 60 and outputs is None
 
 
+def test_a_run_that_starts_from_scratch_says_so(tmp_path, logs, warnings_logged):
+    resumable(tmp_path / "new", 20)
+    assert f"No checkpoint found in {tmp_path / 'new'}: the run starts from scratch." in logs.messages
+    assert warnings_logged() == []  # The directory is its own, so this is the first start.
+    step, state, batches = examples.tiny_regression()
+    OuterLoop(TrainLoop(step), checkpoint_spec=CheckpointSpec(tmp_path / "typo"))(state, batches, 20)
+    assert warnings_logged()[0] == f"No checkpoint found in {tmp_path / 'typo'}: the run starts from scratch."
+
+
 def test_resuming_lists_the_directory_once_before_the_first_batch(tmp_path, monkeypatch):
     _, _, batches = examples.tiny_regression()
     all_steps, listed, seen = checkpoint.all_steps, [], []
@@ -380,6 +389,31 @@ def test_the_stopped_file_is_found_under_a_tilde_path(tmp_path, monkeypatch):
     note = Note()
     continuous("~/run", note)
     assert note.noted == [10]
+
+
+@pytest.mark.parametrize("home", ["~/", ""], ids=["home", "relative"])
+def test_paths_are_resolved_when_the_objects_are_made(tmp_path, monkeypatch, home):
+    before, after = tmp_path / "before", tmp_path / "after"
+    for directory in (before, after):
+        directory.mkdir()
+    monkeypatch.setenv("HOME", str(before))
+    monkeypatch.chdir(before)
+    step, state, batches = examples.tiny_regression()
+    end_actions = [
+        actions.SummaryAction(actions.default_writer(f"{home}events")),
+        actions.CheckpointAction(f"{home}run", every(steps=5)),
+    ]
+    spec = CheckpointSpec(f"{home}run")
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=end_actions), checkpoint_spec=spec, workdir=f"{home}work")
+    eval_loop = EvalLoop(step)
+    evaluator = OuterLoop(None, [eval_loop], spec, workdir=f"{home}work")
+    monkeypatch.setenv("HOME", str(after))
+    monkeypatch.chdir(after)
+    state, _ = outer_loop(state, batches, 10)
+    evaluator(state, eval_specs=[EvalSpec(batches[:2])])
+    assert evaluator.history.collect("steps", "loss")[0] == [5, 10]
+    assert sorted(path.name for path in before.iterdir()) == ["events", "run", "work"]
+    assert sorted(after.iterdir()) == [] and (before / "run" / "STOPPED").exists()
 
 
 def test_a_stale_stopped_file_is_removed_while_training(tmp_path):

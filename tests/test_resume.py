@@ -1,13 +1,16 @@
 """Tests of resuming: mismatches, warnings, signals and locks."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 
 from jaxloop import (
     CheckpointAction,
@@ -62,6 +65,47 @@ def test_resuming_with_different_data_raises_unless_restore_data_is_false(tmp_pa
         run(tmp_path, 20, BATCHES[:30])
     assert "CheckpointSpec(..., restore_data=False)" in caught.value.__notes__[0]
     assert int(run(tmp_path, 20, BATCHES[:30], restore_data=False)[1].step) == 20
+
+
+def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_path):
+    outer_loop, _ = run(tmp_path, 12, save=5, train_loop_steps=2)
+    loop, other_loop = outer_loop.train_loop, TrainLoop(type(STEP)(jax.random.key(7), nn.Dense(2), train=True))
+    eval_loop, specs = EvalLoop(EVAL_STEP), [EvalSpec(BATCHES[:2])]
+    OuterLoop(None, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path)(STATE, eval_specs=specs)
+    written = [tmp_path / name for name in ("history.jsonl", "eval_history.jsonl", "STOPPED")]
+    before = [path.read_bytes() for path in written]
+    other_state = other_loop.step.initialize_model([1, 3])
+    for make, args, message in [
+        (lambda: OuterLoop(loop, workdir=tmp_path), (STATE, BATCHES, 20), "among the checkpoints of another run"),
+        (lambda: OuterLoop(loop, None, CheckpointSpec(tmp_path)), (STATE, BATCHES[:30], 20), "list of 100 -> list of"),
+        (lambda: OuterLoop(other_loop, None, CheckpointSpec(tmp_path)), (other_state, BATCHES, 20), "does not fit"),
+        (
+            lambda: OuterLoop(None, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path),
+            (other_state, None, None, None, specs),
+            "does not fit",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()(*jax.tree.map(lambda leaf: jax.numpy.copy(leaf) if isinstance(leaf, jax.Array) else leaf, args))
+        assert [path.read_bytes() for path in written] == before
+
+
+def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, warnings_logged):
+    def learning_rate(total, rate, **options):
+        injected = optax.inject_hyperparams(optax.sgd)(rate, momentum=optax.linear_schedule(0.0, 0.9, 10))
+        step = type(STEP)(STEP.base_prng, STEP.model, optax.chain(optax.clip(1.0), injected), train=True)
+        save, spec = CheckpointAction(tmp_path, every(steps=5)), CheckpointSpec(tmp_path, **options)
+        outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), checkpoint_spec=spec)
+        state, _ = outer_loop(step.initialize_model([1, 3]), BATCHES, total)
+        return float(state.opt_state[1].hyperparams["learning_rate"])
+
+    assert [learning_rate(total, 0.5) for total in (5, 10)] == [0.5, 0.5] and not warnings_logged()
+    assert learning_rate(15, 0.25) == 0.5
+    told = "opt_state/1/hyperparams/learning_rate is 0.25 in the program, and 0.5 in the checkpoint. The run continues "
+    assert warnings_logged()[0].startswith(f"{told}with 0.5. CheckpointSpec(..., restore_hyperparams=False) takes")
+    assert learning_rate(20, 0.25, restore_hyperparams=False) == 0.25
+    assert warnings_logged()[1].startswith(f"{told}with 0.25.") and len(warnings_logged()) == 2
+    assert learning_rate(25, 0.25) == 0.25 and len(warnings_logged()) == 2
 
 
 def test_data_without_a_position_are_used_as_they_come_with_a_warning(tmp_path, warnings_logged):
@@ -244,6 +288,21 @@ def test_a_directory_in_use_by_another_process_raises(tmp_path):
             run(tmp_path)
         other.kill()
     assert int(run(tmp_path)[1].step) == 10  # The lock file of a killed process doesn't block a run.
+
+
+@pytest.mark.parametrize("lost", ["rare", "often"])
+def test_two_checkpoint_actions_resume_from_the_newest_step_and_complete_each_other(lost, tmp_path, assert_same):
+    def run_twice_saved(total, directory):
+        rare = CheckpointAction(directory / "rare", every(steps=10), keep=None)
+        return run(directory / "often", total, train_actions=[rare])[1]
+
+    run_twice_saved(20, tmp_path)
+    shutil.rmtree(tmp_path / lost / "20")  # As if a kill had prevented this commit.
+    run_twice_saved(20, tmp_path)
+    assert checkpoint.all_steps(tmp_path / "rare") == [10, 20]
+    assert checkpoint.all_steps(tmp_path / "often")[-1] == 20
+    assert_same(*(STEP.restore_model(STATE, tmp_path / name) for name in ("rare", "often")))
+    assert_same(run_twice_saved(25, tmp_path), run_twice_saved(25, tmp_path / "uninterrupted"))
 
 
 def test_on_exhausted_can_raise_without_losing_steps(tmp_path):

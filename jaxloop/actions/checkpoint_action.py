@@ -58,8 +58,13 @@ class CheckpointAction(Action):
         recent ones, even across restarts. If several checkpoints are equally good, the newest one is considered the
         best. A checkpoint is considered only if the metric was measured at its step, so choose an interval that
         coincides with the evaluations. A train metric is averaged over the steps since the last save.
+      keep_every: A schedule such as `every(steps=1000)`. The checkpoints at which it fires are never deleted. If the
+        interval is a schedule, checkpoints are saved when either of the two fires. Requires a directory.
       clock: A function that returns the time in seconds.
       ckpt_manager: Another name for `directory`.
+
+    Attributes:
+      keep_every: The argument of the same name.
 
     Raises:
       OSError: If the directory can't be written to.
@@ -76,17 +81,24 @@ class CheckpointAction(Action):
         *,
         keep: int | None = 3,
         best: str | tuple[str, str] | None = None,
+        keep_every: Schedule | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ckpt_manager: Any = None,
     ):
-        super().__init__(interval)
+        if keep_every is not None and not isinstance(keep_every, Schedule):
+            raise TypeError(
+                f"CheckpointAction.keep_every must be a schedule such as every(steps=1000), got {keep_every!r}."
+            )
+        is_joined = keep_every is not None and isinstance(interval, Schedule)
+        super().__init__(interval | keep_every if is_joined else interval)  # pyright: ignore[reportOperatorIssue]
         checks.check_positive("CheckpointAction.keep", keep, optional=True)
         place = checks.only_one("CheckpointAction", directory=directory, ckpt_manager=ckpt_manager)
         self.monitor: Monitor | None = monitor_of("CheckpointAction.best", best)
         self.uses_outputs = self.monitor is not None
         name_and_mode = None if self.monitor is None else (self.monitor.name, self.monitor.mode)
-        self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, clock=clock)
+        self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, keep_every=keep_every, clock=clock)
         self._best = name_and_mode
+        self.keep_every: Schedule | None = keep_every
         self._keep = keep if isinstance(place, str | os.PathLike) else None
         self.begin_run(0, can_resume=True)
         files.prepare_directory(self.directory)

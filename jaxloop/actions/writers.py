@@ -23,8 +23,7 @@ def default_writer(workdir: epath.PathLike) -> "LogWriter":
     """
     if not distributed.is_first_process():
         return LogWriter()
-    checkpoint.prepare_directory(workdir)
-    return TensorBoardWriter(workdir)
+    return TensorBoardWriter(checkpoint.prepare_directory(workdir))
 
 
 class LogWriter:
@@ -88,7 +87,7 @@ class TensorBoardWriter(LogWriter):
         from tensorboardX import summary
         from tensorboardX.proto import summary_pb2
 
-        self._workdir, self._new_summary = str(workdir), summary_pb2.Summary  # pyright: ignore
+        self._workdir, self._new_summary = str(checkpoint.absolute(workdir)), summary_pb2.Summary  # pyright: ignore
         self._tag_of = functools.cache(lambda name: summary.scalar(name, 0.0).value[0].tag)  # As in `add_scalar`.
         self._missing: set[str | None] = set()
         self._file = EventFile(self._workdir)

@@ -191,7 +191,7 @@ class Moments:
                     self.begin_actions.call(index, state, None, now)
         self.last_beginning = asked.without_previous()
 
-    def run_moment(self, state: Any, *, at_end: bool = False, is_last: bool = False, saves: bool = True) -> bool:
+    def run_moment(self, state: Any, at_end: bool = False, *, is_last: bool = False, only_saves: bool = False) -> bool:
         """Runs everything that is due at a moment outside a loop, and returns True if the run continues.
 
         There are three such moments: before the first step; after a step that only later turns out to be the last one;
@@ -202,15 +202,16 @@ class Moments:
           state: The state.
           at_end: True if a loop ended at this step.
           is_last: True if this step was the last one.
-          saves: Whether to also call actions that save checkpoints.
+          only_saves: Whether to call only the actions that save checkpoints.
         """
         now = self.elapsed
         self.stop_requested &= is_last  # A checkpoint saved at the last step records the request to stop.
         is_last |= self.now().is_last
         now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
-        due = [slot for slot in self.due(now, at_end=at_end) if saves or not slot.saves]
+        due = [slot for slot in self.due(now, at_end=at_end) if slot.saves or not only_saves]
         self.call_due(due, state, now, runs_last=False)
-        self._evaluate(state, now, at_end)
+        if not only_saves:
+            self._evaluate(state, now, at_end)
         self.call_due(due, state, now, runs_last=True)
         return not self.stop_requested
 

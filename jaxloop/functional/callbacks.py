@@ -11,8 +11,10 @@ import numpy as np
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
+from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.monitor import Monitor
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
+from jaxloop.checkpoint import all_steps
 from jaxloop.engine.program import Program
 from jaxloop.function_step import CompiledFunction, name_of, outputs_logs_and_state
 from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
@@ -122,8 +124,11 @@ class CallbackOf(abc.ABC):
         if state_dict:
             self.of.load_state_dict(state_dict)
 
-    def save(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
-        """Saves a checkpoint now, whether or not one is due. Only has an effect if the callback saves checkpoints."""
+    def save(self, loop_state: LoopState, *, only_missing: bool = False) -> None:  # noqa: B027 (to override, or not)
+        """Saves a checkpoint now, whether or not one is due. Only has an effect if the callback saves checkpoints.
+
+        With `only_missing`, as after a resume, its directory decides whether it has saved this step.
+        """
 
     def finish(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
         """Finishes a loop that ended without an error. May replace the state that the loop returns."""
@@ -234,8 +239,11 @@ class ActionCallback(CallbackOf):
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         self._action.begin_run(step_num, can_resume=can_resume)
 
-    def save(self, loop_state: LoopState) -> None:
-        if self.saves and self._called_at != loop_state.elapsed.steps:
+    def save(self, loop_state: LoopState, *, only_missing: bool = False) -> None:
+        step, action = loop_state.elapsed.steps, self._action
+        if only_missing and isinstance(action, CheckpointAction):
+            self._called_at = step if step in all_steps(action.directory) else None
+        if self.saves and self._called_at != step:
             self._call_action(loop_state)
 
     def _call_action(self, loop_state: LoopState) -> None:

@@ -29,7 +29,7 @@ from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always
 from jaxloop.sources import NO_DATA, reads_state
 from jaxloop.text import suggests
-from jaxloop.whole_run import WholeRun
+from jaxloop.whole_run import Resumed, WholeRun, reconcile_hyperparams
 
 
 @suggests(num_steps="stop", train_total_steps="stop", steps="stop")
@@ -120,6 +120,9 @@ def loop(
         loop_state.total_steps = _steps_of(stop, start)
         counting = Counting(feed, as_stop(stop), start, stopwatch, num_examples, interruptible)
         _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
+        if start is not begin:
+            for callback in _Due(entry for entry in entries if entry.when(start)).callbacks:
+                callback.save(loop_state, only_missing=True)
         if is_new:
             _Due(entry for entry in entries if entry.when(start)).call(loop_state, stopwatch)
         plan = _Plan(entries)
@@ -179,18 +182,23 @@ def _set_up_checkpoints(
     run = WholeRun(part, {}, {}, loop_state.history, ends=(total_steps, None))
     run.source, loop_state.snapshot = source, run.snapshot
     tools = [callback.of for callback in callbacks if isinstance(callback.of, CheckpointTool)]
-    for tool in [tool for tool in tools if tool.resume]:
-        directory = tool.action.directory
+    directories = [tool.action.directory for tool in tools if tool.resume]
+    if not directories:
+        return feed, source.mark
+    for directory in directories:
         checkpoints.clear_leftovers(directory)
-        restored = checkpoints.open_newest(directory, checks.as_arrays(loop_state.state))
-        if restored is None:
-            if warning := source.resume_warning():
-                logging.warning("%s", warning)
-            logging.info("No checkpoint found in %s", directory)
-            steps = loop_state.elapsed.steps
-            loop_state.history.resume(steps, None if steps else 0)  # The rows of step 0 will be added again.
-            continue
-        opened, loop_state.state = restored
+    given = checks.as_arrays(loop_state.state)
+    restored = checkpoints.open_newest(checkpoints.all_paths(directories), given)
+    if restored is None:
+        if warning := source.resume_warning():
+            logging.warning("%s", warning)
+        logging.info("No checkpoint found in %s", " and ".join(map(str, directories)))
+        steps = loop_state.elapsed.steps  # If it is 0, the rows of this step will be added again.
+        resumed = Resumed(loop_state.elapsed, history_rows=None if steps else 0)
+    else:
+        opened, state = restored
+        remedy = "To change it, let a callback return a state with another value."
+        loop_state.state = reconcile_hyperparams(given, state, restores=True, remedy=remedy)
         resumed = run.load(opened, loop_state.state)
         loop_state.elapsed = resumed.elapsed
         loop_state.stop_iteration = resumed.stays_stopped(map(_action_of, callbacks))
@@ -199,7 +207,8 @@ def _set_up_checkpoints(
                 source.seek(resumed.position)
             except PositionUnknownError as error:
                 logging.warning("%s The loop continues with the next batch that the dataset returns.", error)
-        logging.info("Resumed at step %d from %s.", opened.step, directory)
+        logging.info("Resumed at step %d from %s.", opened.step, opened.path.parent)
+    run.resume_history(resumed)
     return feed, source.mark
 
 
@@ -280,10 +289,6 @@ def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
             if isinstance(action, CheckpointAction):
                 locks.enter_context(lock.DirectoryLock(action.directory))
         yield
-
-
-def _action_of(callback: "CallbackOf") -> Any:
-    return callback.of.action if isinstance(callback.of, Tool) else callback.of
 
 
 @contextlib.contextmanager

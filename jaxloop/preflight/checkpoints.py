@@ -5,6 +5,7 @@ import shutil
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from jaxloop import checkpoint, distributed, encoding, fingerprint, lock, whole_run
 from jaxloop.action_loop import ActionLoop
@@ -27,16 +28,18 @@ def check_checkpoints(experiment: Experiment, state: State, data: TrainData, fou
     _check_directories(experiment, found)
     begin = _begin_with(state.values, experiment)
     with here:
-        saved = [] if spec is None else checkpoint.all_steps(spec.checkpoint_dir)
+        directories = [spec.checkpoint_dir, *whole_run.directories_of(train_loop, spec)] if spec is not None else []
+        saved = checkpoint.all_paths(dict.fromkeys(directories))
         if spec is not None and not saved:
             found.plan["checkpoint"] = f"none yet in {spec.checkpoint_dir}"
-        elif spec is not None and saved[-1] < begin.elapsed.steps:
-            where = f"the newest, of step {saved[-1]}, is behind the state"
+        elif spec is not None and int(saved[-1].name) < begin.elapsed.steps:
+            where = f"the newest, of step {saved[-1].name}, is behind the state"
             found.plan["checkpoint"] = f"{where}, so the run continues from the state"
         elif spec is not None:
-            found.plan["checkpoint"] = f"resumes from step {saved[-1]:,} in {spec.checkpoint_dir}"
+            step, directory = int(saved[-1].name), saved[-1].parent
+            found.plan["checkpoint"] = f"resumes from step {step:,} in {directory}"
             ends = experiment.spec.total_steps, experiment.spec.epochs
-            begin = _check_checkpoint(spec, saved[-1], train_loop, state, data, ends, here)
+            begin = _check_checkpoint(spec, directory, step, train_loop, state, data, ends, here)
     if train_loop is not None:
         with found.at("the checkpoints"):
             whole_run.check_no_newer_checkpoints(train_loop, begin.elapsed.steps)
@@ -76,6 +79,7 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
 
 def _check_checkpoint(
     spec: CheckpointSpec,
+    directory: epath.Path,
     step: int,
     loop: ActionLoop | None,
     state: State,
@@ -84,7 +88,6 @@ def _check_checkpoint(
     here: Findings,
 ) -> Begin:
     """Checks that a checkpoint belongs to this run. Returns the point at which a resumed run would begin."""
-    directory = spec.checkpoint_dir
     opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():
         if state.shapes is not None:
@@ -116,11 +119,10 @@ def check_saving(experiment: Experiment, course: Course, size: int, data: TrainD
     spec, loop = experiment.checkpoint_spec, experiment.train_loop
     savers = [] if loop is None else whole_run.checkpoint_actions(loop)
     directories = [action.directory for action in savers]
-    if spec is not None and checkpoint.absolute(spec.checkpoint_dir) not in directories:
-        got = f"saves to {', '.join(map(str, directories))}" if directories else "has no CheckpointAction"
+    if spec is not None and not directories:
         here.warn(
-            f"The run would resume from checkpoints in {spec.checkpoint_dir}, but the train loop {got}, so a killed "
-            "run would start over. Give CheckpointAction and CheckpointSpec the same directory."
+            f"The run would resume from checkpoints in {spec.checkpoint_dir}, but the train loop has no "
+            "CheckpointAction, so a killed run would start over. Add CheckpointAction(directory, interval)."
         )
     for directory in {each for each in directories if directories.count(each) > 1}:
         here.warn(f"Two CheckpointActions save to {directory}, but a step is saved once. Join their schedules with |.")
@@ -137,6 +139,7 @@ def _check_saver(name: str, action: CheckpointAction, course: Course, size: int,
     calls, has_best = course.calls(action.interval), bool(action.monitors)
     kept = len(calls.steps) if action.keep is None else action.keep
     keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"
+    keeps += "" if action.keep_every is None else f", and those of {action.keep_every!r},"
     best = f"; the best by {action.monitor}" if has_best else ""
     here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}{best}"
     try:
