@@ -1,6 +1,7 @@
 """Builds batches, of fixed or scheduled sizes, from examples that are read by index, and mixes datasets."""
 
 import bisect
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxloop import checks, types
-from jaxloop.sources import IndexedBatches, is_endless, is_function, is_hugging_face
+from jaxloop.sources import IndexedBatches, is_endless, is_function, is_hugging_face, made_by
 
 _RESOLUTION = 2**20
 """The common denominator to which weights are rounded, so that example counts are exact integers."""
@@ -43,8 +44,9 @@ def batched(
       size: The number of examples per batch, or a schedule.
       seed: A non-negative int to shuffle the examples differently in each epoch, or None to keep them in order.
         Shuffling uses up to 16 bytes of memory per example: 8 for each of two epochs.
-      num_epochs: The number of epochs, or None to repeat the examples endlessly. Don't combine this with
-        `train_epochs`, which would repeat the same shuffled orders.
+      num_epochs: The number of epochs, or None to repeat the examples endlessly. With `train_epochs=N`, a run makes N
+        passes over these epochs (over one epoch if None), each pass in new shuffled orders. An evaluation without
+        `num_steps` makes one pass.
 
     Raises:
       TypeError: If the examples can't be read by index, or if another argument has the wrong type.
@@ -55,12 +57,23 @@ def batched(
     checks.check_positive("batched(..., num_epochs)", num_epochs, optional=True)
     if num_epochs is not None and source.length is None:
         raise ValueError("batched(..., num_epochs) needs a known number of examples, but a function has no length.")
+    make_pass = None
+    if source.length is not None:
+        make_pass = lambda number: _batches(source, size, seed, num_epochs or 1, number)
+    return dataclasses.replace(_batches(source, size, seed, num_epochs), make_pass=make_pass)
+
+
+def _batches(
+    source: "_Source", size: Any, seed: int | None, num_epochs: int | None, number_of_pass: int = 0
+) -> IndexedBatches:
+    """Returns the batches of a pass: `num_epochs` epochs, after those of the earlier passes."""
     sizes = _Sizes("batched(..., size)", size)
     total = None if num_epochs is None or source.length is None else num_epochs * source.length
+    offset = number_of_pass * (total or 0)
 
     def make_batch(number: int) -> types.Batch:
         begin, end = sizes.total(number), sizes.total(number + 1)
-        return source.take(np.arange(begin, end if total is None else min(end, total)))
+        return source.take(offset + np.arange(begin, end if total is None else min(end, total)))
 
     num_batches = None if total is None else sizes.number_after(total)
     if total is None or num_batches is None:
@@ -267,10 +280,9 @@ def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], ty
         as_array = lambda column: np.stack([np.asarray(each) for each in column]) if type(column) is list else column
         take = lambda indices: {name: as_array(column) for name, column in rows[indices.tolist()].items()}
         return len(rows), take, rows.__getitem__
-    if isinstance(rows, IndexedBatches):
-        return rows.num_batches, lambda indices: _stacked(name, map(rows.make_batch, indices.tolist())), rows.make_batch
-    if is_function(rows):
-        return None, lambda indices: _stacked(name, map(rows, indices.tolist())), rows
+    if isinstance(rows, IndexedBatches) or is_function(rows):
+        one = functools.partial(made_by, rows.make_batch if isinstance(rows, IndexedBatches) else rows)
+        return getattr(rows, "num_batches", None), lambda indices: _stacked(name, map(one, indices.tolist())), one
     is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype") and len(leaf.shape) > 0
     if isinstance(rows, dict | tuple) or is_array(rows):
         leaves, length = jax.tree.leaves(rows), checks.num_examples(rows)
@@ -286,8 +298,9 @@ def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], ty
             f"{name} must be examples that can be read by their index, got {checks.describe(rows)}. Give arrays, a "
             "list, a Grain MapDataset, or a function of the index."
         )
+    one = functools.partial(made_by, rows.__getitem__)
     length = None if is_endless(rows) else len(rows)
-    return length, lambda indices: _stacked(name, (rows[index] for index in indices.tolist())), rows.__getitem__
+    return length, lambda indices: _stacked(name, map(one, indices.tolist())), one
 
 
 def _present(name: str, element: Any) -> Any:

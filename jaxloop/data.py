@@ -117,6 +117,11 @@ class Passes:
         """True if the dataset is known to be endless."""
         return is_endless(self._data)
 
+    @property
+    def inner(self) -> Any:
+        """The dataset that was given."""
+        return self._data
+
     def first(self) -> types.Batch:
         """Returns the first batch of the next epoch without consuming it.
 
@@ -285,7 +290,13 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
         if data.reads_state:
             raise TypeError("shard_for_process doesn't accept from_state, which works in a single process only.")
         firsts = tuple((size // count, number) for size, number in data.firsts)
-        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, num_before=None)
+        whole = data.make_pass
+        make_pass = (
+            None
+            if whole is None
+            else lambda number: shard_for_process(whole(number), process_index=place, process_count=count)
+        )
+        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, num_before=None, make_pass=make_pass)
     if isinstance(data, list | tuple):
         return type(data)(_rows_of_process(batch, place, count) for batch in data)
     kinds = {base.__name__ for base in type(data).__mro__}

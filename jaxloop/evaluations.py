@@ -47,7 +47,7 @@ class Evaluation:
         loop, spec, run_info = self.loop, self.spec, self.loop.engine.moments.run
         assert run_info is not None
         run_info.elapsed, self.evaluated_at = elapsed, elapsed.steps
-        dataset = spec.dataset if self.source is None else self.source
+        dataset = spec.data if self.source is None else self.source
         with keeping_random_state(dataset):
             _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
         if not hasattr(dataset, "__next__"):  # The next evaluation starts over, so batches read ahead are useless.

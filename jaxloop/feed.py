@@ -3,12 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-import jax
-import numpy as np
-
-from jaxloop import checks, types
+from jaxloop import types
 from jaxloop.agreement import JointReader
-from jaxloop.sources import NO_DATA, check_format, is_function, reads_state
+from jaxloop.sources import NO_DATA, check_is_dataset, is_function, made_by, reads_state
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
@@ -25,12 +22,7 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
         dataset = dataset()
     if hasattr(dataset, "__next__"):
         return dataset
-    check_format(dataset)
-    if isinstance(dataset, str | bytes | dict | np.ndarray | jax.Array) or not hasattr(dataset, "__iter__"):
-        raise TypeError(
-            f"A dataset must be an iterator or an iterable of batches, got {checks.describe(dataset)}. Give, for "
-            "example, dataset.as_numpy_iterator(), or a list of dicts of arrays."
-        )
+    check_is_dataset(dataset)
     return iter(dataset)
 
 
@@ -90,7 +82,7 @@ class Feed(Iterator[types.Batch]):
         If `reads_state` is True, the function makes the batch from `state` and `step_num`, and may be called only once.
         """
         read = self._read if not self.ahead and self._error is None else self._next
-        return (lambda: read()(state, step_num)) if self.reads_state else read
+        return (lambda: made_by(read(), state, step_num)) if self.reads_state else read
 
     def __iter__(self) -> Iterator[types.Batch]:
         return self

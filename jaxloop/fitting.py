@@ -30,7 +30,7 @@ from jaxloop.loss_step import LossFn, LossStep
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.preflight import Report
 from jaxloop.schedules import Schedule, every, last
-from jaxloop.sources import reads_state
+from jaxloop.sources import pass_of, reads_state
 from jaxloop.specs import CheckpointSpec, EvalSpec
 from jaxloop.text import suggests
 from jaxloop.train_loop import TrainLoop
@@ -155,7 +155,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         compiles it. The state can be any pytree.
       eval_step: A pure function `(state, batch) -> outputs` to use for evaluations if `train_step` is given.
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
-      train_total_steps: The number of updates. The dataset is repeated as often as necessary.
+      train_total_steps: The number of updates. A finite dataset is repeated as often as necessary.
       eval_interval: When to evaluate: a number of epochs, or a schedule such as `every(steps=500)`, which can also fire
         within an epoch. If None, `fit` evaluates after every epoch. It always evaluates at the end of the run.
       workdir: The work directory; if None, no files are written.
@@ -286,7 +286,8 @@ def _data(
             f"Each evaluation reads eval_dataset from its start, got the iterator {eval_dataset!r}. Give a list, a "
             "dataset, or a function that returns a new iterator."
         )
-    as_often_as_needed = None if data.is_one_pass(train_dataset) else sys.maxsize
+    needs_one_pass = data.is_one_pass(train_dataset) or data.is_endless(train_dataset)
+    as_often_as_needed = None if needs_one_pass else sys.maxsize
     return data.Passes(train_dataset), data.Passes(eval_dataset), train_epochs or as_often_as_needed
 
 
@@ -359,12 +360,8 @@ def _evaluate(eval_step: Any, state: Any, batch: types.Batch) -> tuple[Any, type
 
 def _total_steps(train_dataset: Any, train_epochs: int | None, train_total_steps: int | None) -> int | None:
     """Returns the total number of steps for a progress bar; None if the dataset has no length."""
-    if train_epochs is None:
-        return train_total_steps
-    try:
-        return train_epochs * len(train_dataset) or None
-    except TypeError:  # A tf.data pipeline may have an unknown length.
-        return None
+    num_batches = data.num_batches(pass_of(train_dataset))
+    return train_total_steps if train_epochs is None else num_batches and train_epochs * num_batches
 
 
 def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_epochs: int = 5) -> optax.Schedule:

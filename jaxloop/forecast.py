@@ -16,8 +16,8 @@ from jaxloop.engine.agenda import Slot
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, every, goal_of, never
 from jaxloop.specs import RunSpec
 
-# The maximum number of moments to predict if the end of the run is known, and if it is unknown.
-_MOST_MOMENTS, _MOST_IF_OPEN = 20_000, 2_000
+# The maximum number of moments to predict if the end of the run is unknown.
+_MOST_IF_OPEN = 2_000
 
 At = Literal["begin", "end", "step"]
 """The place of a call: at the beginning of a loop, inside a loop or at its end, or as part of a step."""
@@ -59,9 +59,14 @@ class Calls:
         return [now.steps for now in self.moments]
 
     @property
+    def number(self) -> int:
+        """The number of predicted calls, including the one at an unknown end."""
+        return len(self.moments) + self.at_end
+
+    @property
     def is_never(self) -> bool:
         """True if there definitely won't be any calls."""
-        return not self.moments and self.is_all and not self.at_end and not self.by_clock
+        return not self.number and self.is_all and not self.by_clock
 
     def may_coincide(self, other: "Calls") -> bool:
         """Returns True if one of these calls and one of `other` may occur at the same step."""
@@ -128,6 +133,7 @@ class Course:
         an epoch.
       updates_per_step: The number of optimizer updates per batch, as in `Step.updates_per_step`.
       stopped_at: The step at which the schedule `stop` ends the run; None if it can't be predicted.
+      most_moments: The maximum number of moments to predict.
     """
 
     spec: RunSpec
@@ -136,6 +142,7 @@ class Course:
     rows: int | Callable[[int], int] = 1
     updates_per_step: int = 1
     stopped_at: int | None = None
+    most_moments: int = 20_000
 
     @property
     def start(self) -> Elapsed:
@@ -166,6 +173,16 @@ class Course:
         """The predicted ends of the loops."""
         return self.calls(1)
 
+    @property
+    def _num_predicted(self) -> int:
+        return self.most_moments if self.end is not None else min(self.most_moments, _MOST_IF_OPEN)
+
+    @property
+    def is_one_loop(self) -> bool:
+        """True if the run is a single loop of several steps."""
+        is_new = self.start.steps == 0 and self.batches_of_longest_loop != 1
+        return is_new and self.loops.is_all and self.loops.number == 1
+
     @functools.cached_property
     def batches_of_longest_loop(self) -> int | None:
         """The number of batches in the longest loop; None if it is unknown."""
@@ -180,7 +197,7 @@ class Course:
     def ended_by(self, stop: Schedule) -> "Course":
         """Returns the course of the run with this schedule as its `stop`, as far as it can be predicted."""
         stop = stop.as_stop()
-        moments = itertools.islice(self._moments(stop), _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN)
+        moments = itertools.islice(self._moments(stop), self._num_predicted)
         tested = itertools.chain([self.start], (now for now, _ in moments))
         ends = (now.steps for now in tested if stop.stops(now.previous or now, now))
         return dataclasses.replace(self, stopped_at=next(ends, None))
@@ -220,7 +237,7 @@ class Course:
     def _simulated(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
         """Returns `known`, completed with the moments at which the engine would call an action with this interval."""
         slot, called = Slot(ActionList([_Probe(interval)], unit="loops"), 0), []
-        for now, loop in itertools.islice(moments, _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN):
+        for now, loop in itertools.islice(moments, self._num_predicted):
             if slot.is_due(now, loop):
                 slot.called_at = now.steps
                 called.append(now)

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, final
 
 import numpy as np
 from absl import logging
@@ -25,6 +26,7 @@ from jaxloop import (
 )
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
+from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.commands import Commands
 from jaxloop.detours import LeftOut
 from jaxloop.engine.moments import Run
@@ -32,11 +34,11 @@ from jaxloop.evaluations import Evaluation, Evaluations
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
-from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.schedules import Elapsed, Schedule, every, last
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, named
 from jaxloop.specs import EvalContext as EvalContext
-from jaxloop.text import suggests
+from jaxloop.text import quiet_orbax, suggests
 from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
 from jaxloop.training import Training, step_num_of
@@ -73,10 +75,13 @@ class OuterLoop:
       train_loop: The train loop; None to only evaluate.
       eval_loops: One loop for each `EvalSpec` that is passed to `__call__`.
       checkpoint_spec: The checkpoints to resume from (or, without a train loop, to evaluate). If None, the run neither
-        resumes from checkpoints nor evaluates them.
+        resumes from checkpoints nor evaluates them. With "auto", a train loop with a `workdir` resumes from the newest
+        checkpoint of its first `CheckpointAction` or, without one, from those in the subdirectory `checkpoints`.
       workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
-        is appended to the file immediately, and a resumed run appends to the same file. If None, a run with a train
-        loop and a `checkpoint_spec` uses the checkpoint directory; any other run doesn't write a history file.
+        is appended to the file immediately, and a resumed run appends to the same file. Unless `checkpoint_spec` is
+        None or the train loop has a `CheckpointAction`, the run also saves checkpoints, at most every minute and at the
+        end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its history to the checkpoint
+        directory; any other run doesn't write a history file.
       log_interval: When to add a row to the history. Each row contains the train metrics since the previous row. As in
         an action's interval, an int is a number of train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
@@ -90,7 +95,7 @@ class OuterLoop:
 
     Attributes:
       train_loop: The argument of the same name.
-      checkpoint_spec: The argument of the same name.
+      checkpoint_spec: The checkpoints to resume from or to evaluate; None for none.
       log_interval: The argument of the same name.
       skip: The argument of the same name.
 
@@ -103,7 +108,7 @@ class OuterLoop:
         self,
         train_loop: ActionLoop | None = None,
         eval_loops: Sequence[ActionLoop] | None = None,
-        checkpoint_spec: CheckpointSpec | None = None,
+        checkpoint_spec: CheckpointSpec | Literal["auto"] | None = "auto",
         *,
         workdir: epath.PathLike | None = None,
         log_interval: int | Schedule = 1,
@@ -113,11 +118,10 @@ class OuterLoop:
     ):
         if isinstance(eval_loops, ActionLoop):
             raise TypeError("eval_loops must be a list of loops, got a loop. Write eval_loops=[eval_loop].")
-        if checkpoint_spec is not None and not isinstance(checkpoint_spec, CheckpointSpec):
-            raise TypeError(f"checkpoint_spec must be a CheckpointSpec, got {checkpoint_spec!r}.")
+        if not (checkpoint_spec is None or checkpoint_spec == "auto" or isinstance(checkpoint_spec, CheckpointSpec)):
+            raise TypeError(f'checkpoint_spec must be a CheckpointSpec, "auto" or None, got {checkpoint_spec!r}.')
         self.train_loop: ActionLoop | None = train_loop
         self._eval_loops = tuple(eval_loops or ())
-        self.checkpoint_spec: CheckpointSpec | None = checkpoint_spec
         self._loops = (*(() if train_loop is None else (train_loop,)), *self._eval_loops)
         if not self._loops:
             raise ValueError("OuterLoop needs a train_loop, eval_loops, or both; it got neither.")
@@ -132,6 +136,16 @@ class OuterLoop:
             )
         self._job = agreement.Job(shared[0])
         self._rescued_state: Any = None
+        self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
+        has_workdir = workdir is not None and train_loop is not None
+        if checkpoint_spec == "auto":
+            directory = self._savers[0].directory if self._savers else epath.Path(workdir or "") / "checkpoints"
+            checkpoint_spec = CheckpointSpec(directory) if has_workdir else None
+        self._own_saver: CheckpointAction | None = None
+        if has_workdir and checkpoint_spec is not None and not self._savers:
+            self._own_saver = CheckpointAction(checkpoint_spec.checkpoint_dir, every(time=60) | last())
+            self._savers = [self._own_saver]
+        self.checkpoint_spec: CheckpointSpec | None = checkpoint_spec
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
             workdir = checkpoint_spec.checkpoint_dir
         workdir = None if workdir is None else files.absolute(workdir)
@@ -149,7 +163,6 @@ class OuterLoop:
             checks.check_positive("OuterLoop.skip", number)
         self.skip: Sequence[int] = tuple(skip)
         self._workdir, self._notes = workdir, run_log.checked_notes(notes)
-        self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
         self._directory_of_failures = workdir or next((action.directory for action in self._savers), None)
         history_file = None if workdir is None else workdir / file
         self._history = History(history_file, writes=self._job.is_first)
@@ -157,6 +170,8 @@ class OuterLoop:
         self._spent = Spent()
         self._passes = 0  # Completed epochs.
         self._sources: dict[int, PositionedIterator] = {}  # Keyed by the `id` of each iterator.
+        self._warnings: set[str] = set()  # Those logged at the start of a run.
+        self._predicted_unused: set[Any] = set()  # The actions and the evaluations, by name, named by these warnings.
 
     @property
     def history(self) -> History:
@@ -237,7 +252,7 @@ class OuterLoop:
         is_logged, logged_before = self.train_loop is not None and self._job.is_first, spent_before
         log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - logged_before)
         # After SIGTERM, closing `requests` exits the process.
-        with requests, self._locked() as locks, self._watched(log):
+        with requests, quiet_orbax(), self._locked() as locks, self._watched(log):
             training = None
             try:
                 saved_in = [os.fspath(action.directory) for action in self._savers]
@@ -248,6 +263,7 @@ class OuterLoop:
                     evaluations, training = self._join_loops(spec, log, training)
                     with first_loop.engine.progress.stopwatch.counting("dispatch"):
                         if training is None:
+                            self._check_start(spec, state, None)
                             outputs = self._evaluate(state, evaluations)
                         else:
                             state, outputs = training(state, logs_total_steps=log_train_total_steps)
@@ -282,13 +298,13 @@ class OuterLoop:
             ended = "stopped" if first_loop.engine.moments.stop_requested else "finished"
             if ended == "stopped":
                 actions = [each.engine.moments.stopped_by for each in self._loops]
-                ended = next((f"stopped by {action}" for action in actions if action), ended)
+                ended = next((f"stopped by {type(action).__name__}" for action in actions if action), ended)
             log.end(first_loop.step_num, requests.outermost.reason or ended)
             logging.info("%s", self._spent)
             if training is not None:
                 _warn_of_nan(outputs, self._history, first_loop.step_num)
             if is_over:
-                _warn_of_unused(self._loops, evaluations)
+                _warn_of_unused(self._loops, evaluations, self._predicted_unused)
                 for each in locks:
                     each.check()
                 if training is None and outputs is None:
@@ -348,7 +364,10 @@ class OuterLoop:
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
-        experiment = preflight.Experiment(
+        return preflight.check(self._experiment(spec, topology), state, self._errors_of(spec))
+
+    def _experiment(self, spec: RunSpec, topology: str | None = None) -> preflight.Experiment:
+        return preflight.Experiment(
             spec,
             self.train_loop,
             self._eval_loops,
@@ -356,10 +375,22 @@ class OuterLoop:
             self._workdir,
             self.log_interval,
             self.source_of,
+            self._savers,
             self._passes,
             topology,
         )
-        return preflight.check(experiment, state, self._errors_of(spec))
+
+    def _check_start(self, spec: RunSpec, state: Any, num_batches: int | None) -> None:
+        """Warns about each problem of a run that can be found without delaying its start, unless it did so before."""
+        report = preflight.check_start(self._experiment(spec), state, num_batches)
+        self._predicted_unused = {action for action, calls in report.calls.items() if calls.is_never}
+        is_never = lambda each: report.plan.get(f"eval {each.name!r}", "").startswith("never;")
+        self._predicted_unused |= {each.name for each in spec.eval_specs if is_never(each)}
+        for problem in report.problems:
+            warning = f"In {problem.where}: {problem.text}"
+            if self._job.is_first and warning not in self._warnings:
+                self._warnings.add(warning)
+                logging.warning("%s", warning)
 
     def _errors_of(self, spec: RunSpec) -> Iterator[Exception]:
         step = None if self.train_loop is None else self.train_loop.step
@@ -446,6 +477,7 @@ class OuterLoop:
                 self.source_of,
                 self._savers,
                 log,
+                functools.partial(self._check_start, spec),
                 returns=before is not None,
             )
             run.snapshot, run.can_resume, run.commands = whole.snapshot, bool(self._savers), commands
@@ -455,7 +487,8 @@ class OuterLoop:
             loop.engine.moments.detach_all()
             loop.engine.moments.run = dataclasses.replace(run)
         if train_loop is not None and recorder is not None:
-            train_loop.engine.moments.attach(recorder)
+            for action in (*filter(None, [self._own_saver]), recorder):
+                train_loop.engine.moments.attach(action)
         for each in evaluations.items:
             each.loop.engine.moments.attach(Recorder(self._history, each.spec.name, 1))
         return evaluations, training
@@ -506,7 +539,8 @@ class OuterLoop:
     def _close_actions(self, status: str | None, raise_errors: bool) -> None:
         """Closes the actions. `status` says how the run ended; it is None if the run goes on after a detour."""
         errors = []
-        for action in reversed(_all_actions(self._loops)):  # The progress bar, often first, times the others.
+        # The progress bar, often first, times the others.
+        for action in dict.fromkeys([*self._savers, *reversed(_all_actions(self._loops))]):
             try:
                 with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
                     try:
@@ -534,8 +568,11 @@ def _begin_counting(loops: Sequence[ActionLoop]) -> None:
             each.calls = [0] * len(each.actions)
 
 
-def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations) -> None:
-    """Logs a single warning that lists the actions and evaluations that were never called in a run, with reasons."""
+def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations, predicted: Collection[Any]) -> None:
+    """Logs a single warning that lists the actions and evaluations that were never called in a run, with reasons.
+
+    Leaves out those in `predicted`, which a warning at the start of the run has named.
+    """
     lines, action_lists = [], {}
     for loop in loops:
         for each in loop.action_lists if loop.engine.progress.loops_run else ():
@@ -544,7 +581,8 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations) -> No
         runs, most_steps = loop.engine.progress.loops_run, loop.engine.progress.longest_loop
         ran = "1 loop ran" if runs == 1 else f"{runs} loops ran"
         happened = f"only {ran}" if each.unit == "loops" else f"the longest loop had {most_steps}"
-        for action in [action for action, calls in zip(each.actions, each.calls, strict=True) if not calls]:
+        unused = [action for action, calls in zip(each.actions, each.calls, strict=True) if not calls]
+        for action in [action for action in unused if action not in predicted]:
             name, interval = f"{type(action).__name__} of {loop!r}", action.interval
             if isinstance(interval, Schedule):
                 lines.append(f"{name}: interval={interval!r} did not fire up to step {loop.step_num}.")
@@ -553,16 +591,16 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations) -> No
                 lines.append(f"{name}: interval={interval} means every {interval} {each.unit}, and {happened}.{hint}")
     train_loops = sum(loop.engine.progress.loops_run for loop in loops[: len(loops) - len(evaluations.items)])
     for each in evaluations.items:
-        if train_loops and not each.loop.engine.progress.loops_run:
+        if train_loops and not each.loop.engine.progress.loops_run and each.spec.name not in predicted:
             lines.append(f"{each.loop!r}: {each.spec.when} was never due in {train_loops} train loops.")
     if lines:
         logging.warning("Never called in this run:\n  %s", "\n  ".join(lines))
 
 
 def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num: int) -> None:
-    """Warns about each train metric that is NaN at the last step of a run, if its value is already on the host."""
+    """Warns about each train metric that is NaN in the last loop of a run, if its values are already on the host."""
     for name, values in (outputs or {}).items():
-        if not isinstance(values, list) or not _is_nan(values[-1:]):
+        if not isinstance(values, list) or not _is_nan(values):
             continue
         number = next(number for number, value in enumerate(values) if _is_nan([value]))
         first = f"since step {step_num - len(values) + number + 1}"
@@ -571,6 +609,8 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num
             first = next(
                 (f"since step {step} or before" for step, mean in zip(steps, means, strict=True) if mean != mean), first
             )
+        if not _is_nan(values[-1:]):
+            first = f"{first.replace('since', 'at')}, though not at the last one (are its labels in range?)"
         logging.warning(
             "The run ended at step %d with %r NaN, %s. TrainLoop(..., nan_policy='raise') ends a run at the first such "
             "step.",

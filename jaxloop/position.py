@@ -23,6 +23,7 @@ from jaxloop.sources import (
     is_function,
     name_of,
     num_batches,
+    pass_of,
     random_state,
     reads_state,
     source_of,
@@ -278,9 +279,9 @@ class PositionedIterator(Iterator[types.Batch]):
         return self._dataset
 
     def __length_hint__(self) -> int:
-        if self._prefetch:  # The thread has read an unknown number of batches ahead.
-            return NotImplemented
         if self._iterator is self._dataset:
+            if self._prefetch:  # The thread has read an unknown number of batches ahead.
+                return NotImplemented
             left = num_batches(self._iterator)
             left = None if left is None else left + len(self._peeked)
         else:
@@ -325,6 +326,13 @@ class PositionedIterator(Iterator[types.Batch]):
         return self._source.doubt(several_passes=several_passes)
 
     # Batches -----------------------------------------------------------------------------------------
+
+    def begin_pass(self, number: int) -> None:
+        """Goes to the start of a pass over the dataset; see `sources.pass_of`. Passes are numbered from 0."""
+        dataset = pass_of(self._dataset, number)
+        if dataset is not self._dataset:
+            self._dataset, self._fingerprint = dataset, {"source": describe_source(dataset)}
+            self._start_reading(self._fresh_iterator(), 0, None)
 
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":
         """Makes the iterator apply a function to each batch that it returns. Returns the iterator itself."""

@@ -39,6 +39,18 @@ def library(value: Any) -> str | None:
     return next((name for name in ("tensorflow", "torch") if name in packages), None)
 
 
+def made_by(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function that makes a batch. A `StopIteration`, which would end the data early, becomes an error."""
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise RuntimeError(
+            f"{name}, which makes batches or examples, raised StopIteration for the index {arguments[-1]}. Only the "
+            "number of batches can end the data. Does the function read from an iterator that has ended?"
+        ) from error
+
+
 @final
 class IndexIterator(Iterator[types.Batch]):
     """An iterator over the batches of an `IndexedBatches`, in order."""
@@ -52,7 +64,7 @@ class IndexIterator(Iterator[types.Batch]):
     def __next__(self) -> types.Batch:
         if self.num_batches is not None and self.next_index >= self.num_batches:
             raise StopIteration
-        batch = self.make_batch(self.next_index)
+        batch = made_by(self.make_batch, self.next_index)
         self.next_index += 1
         return batch
 
@@ -85,6 +97,8 @@ class IndexedBatches(Iterable[types.Batch]):
         unknown.
       transform_name: A name to include in the fingerprint by which a resumed run recognizes its dataset.
       reads_state: True if `make_batch` returns functions that make the batches from the train state and the step.
+      make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0);
+        None if all passes are the same.
     """
 
     make_batch: Callable[[int], types.Batch]
@@ -93,6 +107,7 @@ class IndexedBatches(Iterable[types.Batch]):
     num_before: Callable[[int], int] | None = None
     transform_name: str = ""
     reads_state: bool = False
+    make_pass: Callable[[int], "IndexedBatches"] | None = None
 
     def __iter__(self) -> IndexIterator:
         return IndexIterator(self)
@@ -104,7 +119,7 @@ class IndexedBatches(Iterable[types.Batch]):
 
     def first_of_each_size(self) -> list[types.Batch]:
         """Returns the first batch of each size, in ascending order; only the first batch if no sizes are known."""
-        return [self.make_batch(number) for _, number in self.firsts or ((0, 0),)]
+        return [made_by(self.make_batch, number) for _, number in self.firsts or ((0, 0),)]
 
     @property
     def is_endless(self) -> bool:
@@ -129,6 +144,12 @@ def indexed(data: Any) -> IndexedBatches | None:
     """
     data = _innermost(data)
     return data if isinstance(data, IndexedBatches) else None
+
+
+def pass_of(data: Any, number: int = 0) -> Any:
+    """Returns the batches of one pass over a dataset that `batched` made. Returns all other datasets unchanged."""
+    found = None if hasattr(data, "__next__") else indexed(data)
+    return data if found is None or found.make_pass is None else found.make_pass(number)
 
 
 def reads_state(data: Any) -> bool:
@@ -212,7 +233,7 @@ class _Index(Source):
         return self._iterator
 
     def first(self) -> types.Batch | None:
-        return self._iterator.make_batch(0)
+        return made_by(self._iterator.make_batch, 0)
 
 
 class _Stateful(Source):
@@ -650,8 +671,9 @@ def check_is_dataset(data: Any) -> None:
         what = _describe(data)
         if isinstance(data, tuple):
             what = f"a {what} of arrays, ({', '.join(map(_describe, data))})"
-        hint = " If this is a single batch, write [batch]." if is_batch else ""
-        raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {_REMEDY}{hint}")
+        remedy = "For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a single batch, write [batch]."
+        remedy = remedy if is_batch else _REMEDY
+        raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {remedy}")
 
 
 def check_format(data: Any) -> None:

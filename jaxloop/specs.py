@@ -9,7 +9,7 @@ from etils import epath
 
 from jaxloop import checkpoint, checks, types
 from jaxloop.schedules import Schedule
-from jaxloop.sources import NO_DATA
+from jaxloop.sources import NO_DATA, is_endless, name_of, pass_of
 
 STOPPED_FILE = "STOPPED"
 """The empty file in the checkpoint directory that marks training as finished."""
@@ -83,6 +83,11 @@ class EvalSpec:
                 "EvalSpec.dataset_iterator continues at each evaluation where the last one stopped, so it needs "
                 "num_steps, got None."
             )
+
+    @property
+    def data(self) -> Any:
+        """The dataset that an evaluation reads: if it is endless, one pass over it, where there are passes."""
+        return pass_of(self.dataset) if self.num_steps is None and is_endless(self.dataset) else self.dataset
 
     @property
     def when_due(self) -> int | Schedule:
@@ -217,6 +222,13 @@ class RunSpec:
             yield ValueError(
                 f"train_epochs={self.epochs} needs a train_dataset that can be read more than once (a list, a "
                 f"tf.data.Dataset, a DataLoader), got the iterator {self.train_dataset!r}."
+            )
+        has_end = self.total_steps is not None or self.stop is not None
+        has_end |= self.loop_steps is not None  # Then, there is another error.
+        if self.epochs is not None and not has_end and is_endless(pass_of(self.train_dataset)):
+            yield ValueError(
+                f"train_epochs={self.epochs} needs a train_dataset that ends, got {name_of(self.train_dataset)}, which "
+                "is endless, so an epoch would never end. Give train_total_steps instead."
             )
         if self.stop is not None and not isinstance(self.stop, Schedule):
             yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")

@@ -44,14 +44,7 @@ STAT_SLOWEST_PROCESS = "jaxloop/slowest_process"
 STAT_SLOWEST_PROCESS_SECS = "jaxloop/slowest_process_secs"
 """Seconds that the slowest process has spent beyond the mean of the others, which have to wait for it."""
 
-# These are the default, because computing them takes almost no time.
-DEFAULT_STATS = (
-    STAT_NUM_PARAMS,
-    STAT_LIFE_TIME_SECS,
-    STAT_LOOP_TIME_SECS,
-    STAT_STEPS_PER_SEC,
-    STAT_EXAMPLES_PER_SEC,
-)
+DEFAULT_STATS = (STAT_STEPS_PER_SEC, STAT_EXAMPLES_PER_SEC)
 TIME_STATS = (
     STAT_DATA_TIME_SECS,
     STAT_DEVICE_TIME_SECS,
@@ -60,7 +53,18 @@ TIME_STATS = (
     STAT_CHECKPOINT_TIME_SECS,
 )
 PROCESS_STATS = (STAT_SLOWEST_PROCESS, STAT_SLOWEST_PROCESS_SECS)
-ALL_STATS = (*DEFAULT_STATS, *TIME_STATS, *PROCESS_STATS, STAT_NUM_FLOPS, STAT_MFU, STAT_INIT_TIME, STAT_BEGIN_TIME)
+ALL_STATS = (
+    STAT_NUM_PARAMS,
+    STAT_LIFE_TIME_SECS,
+    STAT_LOOP_TIME_SECS,
+    *DEFAULT_STATS,
+    *TIME_STATS,
+    *PROCESS_STATS,
+    STAT_NUM_FLOPS,
+    STAT_MFU,
+    STAT_INIT_TIME,
+    STAT_BEGIN_TIME,
+)
 
 
 @final
@@ -183,10 +187,10 @@ class StatLoop(Loop):
 
     Args:
       step: The step to run on each batch.
-      stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: the number of parameters, the
-        elapsed times, and the speed. If empty, nothing is added. `ALL_STATS` also contains the time report, the slowest
-        process, the FLOPs of a step, the model FLOPs utilization, and the times when the loop was created and when the
-        call began. To count the FLOPs, the step is traced one more time.
+      stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: steps and examples per second.
+        If empty, nothing is added. `ALL_STATS` also contains the number of parameters, the elapsed times, the time
+        report, the slowest process, the FLOPs of a step, the model FLOPs utilization, and the times when the loop was
+        created and when the call began. To count the FLOPs, the step is traced one more time.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
       clock: A function that returns the time in seconds. It is used to measure durations.

@@ -1,8 +1,12 @@
-"""Text for people: suggestions in error messages, and names that are safe to display in a terminal or log."""
+"""Texts for people: names that are safe to display, suggestions in error messages, and the lines that a run logs."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import logging as py_logging
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
+
+from absl import logging
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -46,3 +50,31 @@ def printable(text: object) -> str:
     if line.isprintable():
         return line
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
+
+
+def announce(text: str, *args: object) -> None:
+    """Logs a line at INFO, whose verbosity is that of warnings.
+
+    It is therefore shown by default, even in a program that doesn't call `absl.app.run`.
+    """
+    logger = logging.get_absl_logger()
+    if not logger.isEnabledFor(py_logging.WARNING):
+        return
+    if not logger.root.handlers:
+        py_logging.basicConfig()  # As absl does before its first line.
+    path, line, function, _ = logger.findCaller(stacklevel=2)
+    logger.handle(logger.makeRecord(logger.name, py_logging.INFO, path, line, text, args, None, function))
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Hides the INFO lines of Orbax, about forty for each save, unless the verbosity is DEBUG."""
+    is_shown = lambda record: (
+        record.levelno > py_logging.INFO or logging.level_debug() or "/orbax/" not in record.pathname.replace("\\", "/")
+    )
+    logger = logging.get_absl_logger()
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)

@@ -12,12 +12,14 @@ from etils import epath
 from jaxloop import agreement, checkpoint, checks, distributed, interrupt, metrics, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
+from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.evaluations import Evaluations
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.run_log import RunLog
 from jaxloop.schedules import Elapsed
-from jaxloop.sources import fork_warning, reshuffles
+from jaxloop.sources import fork_warning, num_batches, reshuffles
 from jaxloop.specs import CheckpointSpec, RunSpec, evaluations_in
+from jaxloop.text import announce
 from jaxloop.whole_run import (
     Resumed,
     WholeRun,
@@ -42,6 +44,8 @@ class Training:
       source_of: A function that returns a `PositionedIterator` over a dataset.
       savers: The actions that save checkpoints.
       log: The run log.
+      check_start: A function that logs the problems of a run with a given state and number of batches per epoch (None
+        if unknown), before the first step.
       has_begun: True if the training has reached its first step.
       newest: The latest state and its step; None while the train loop is running, because the loop holds them then.
       epoch_has_ended: True if the current epoch has ended and has been counted.
@@ -56,6 +60,7 @@ class Training:
     source_of: Callable[[Any], PositionedIterator]
     savers: Sequence[CheckpointAction]
     log: RunLog
+    check_start: Callable[[Any, int | None], None] = lambda state, num_batches: None
     has_begun: bool = False
     newest: tuple[Any, int] | None = None
     epoch_has_ended: bool = False
@@ -81,7 +86,7 @@ class Training:
             run.commands.forget()
         if self.checkpoint_spec is not None and distributed.is_first_process():
             self.checkpoint_spec.stopped_file.unlink(missing_ok=True)  # Evaluators of this directory wait for this run.
-        for action in dict.fromkeys(action for each in self._loops for action in each.actions):
+        for action in dict.fromkeys([*self.savers, *(action for each in self._loops for action in each.actions)]):
             action.begin_run(step_num, can_resume=self.checkpoint_spec is not None)
             action.write_notes(self.log.notes)
         # If the run begins at step 0, it repeats the rows of this step.
@@ -94,17 +99,20 @@ class Training:
         if resumed is not None:
             self.evaluations.resume(step_num, run.measured_at(step_num))
             if not self._catch_up(state, resumed, is_last=end is not None):
-                logging.info("Stopped at step %d, as requested by an evaluation or an action.", step_num)
+                self._announce_stop()
                 return state, None
         if end:
             logging.warning("Nothing is left to train: step %d has reached %s.", step_num, end)
             return state, None
+        self.check_start(state, self._batches_per_epoch(step_num))
+        if resumed is None and self.savers:
+            announce("The run saves checkpoints in %s.", " and ".join(str(each.directory) for each in self.savers))
         if logs_total_steps:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         if resumed is None and step_num == 0:
             state = loop.step.prepare_state(state)
             if not loop.engine.moments.run_moment(state):  # Runs everything that is due before the first step.
-                logging.info("Stopped before the first step, as requested by an evaluation or an action.")
+                self._announce_stop()
                 return state, None
         if run.job.requests.requested:  # Perhaps during an evaluation of this step, which the next run repeats.
             logging.warning("Stopped by %s before the first step.", run.job.requests.signal_name)
@@ -164,7 +172,7 @@ class Training:
         """
         if state is None and self.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
-        if self.run.left_out.requested:
+        if self.run.left_out.requested or step_num == 0:  # The program makes the state of step 0 again.
             return
         # A save needs all processes. An exception such as KeyboardInterrupt ends the program without a save.
         if state is not None and self.run.job.knows(error) and isinstance(error, Exception | SystemExit):
@@ -249,7 +257,7 @@ class Training:
                 return state, outputs, False
             if found.asks_to_stop:
                 found[types.STOP_LOOP] = True
-                logging.info("Stopped at step %d, as requested by outputs[%r].", loop.step_num, types.STOP_LOOP)
+                self._announce_stop()
                 return state, outputs, True
             data_ended = engine.stepper.call.data_ended
             if data_ended and not self.epoch_has_ended:
@@ -257,6 +265,11 @@ class Training:
             continues = self._has_next_epoch(loop.step_num) if data_ended else progress.loops > loop_count
             if loop.elapsed.is_last or not continues:
                 return state, outputs, True
+
+    def _announce_stop(self) -> None:
+        by = next((each.engine.moments.stopped_by for each in self._loops if each.engine.moments.stopped_by), None)
+        if not isinstance(by, EarlyStoppingAction):  # It has given its reason.
+            announce("Stopped at step %d by %s.", self.loop.step_num, by or f"outputs[{types.STOP_LOOP!r}]")
 
     def _steps_of_next_loop(self) -> int | None:
         step_num = self.loop.step_num
@@ -267,7 +280,7 @@ class Training:
     def _end_by_signal(self, state: Any, step_num: int) -> None:
         saves = "; saving its state" if self.savers else ""
         if not self.is_interrupted_for_detour:
-            logging.info("Stopped by %s at step %d%s.", self.run.job.requests.signal_name, step_num, saves)
+            announce("Stopped by %s at step %d%s.", self.run.job.requests.signal_name, step_num, saves)
         for error in self.save_now(state, step_num):
             raise error
 
@@ -291,8 +304,17 @@ class Training:
             ended.close()
         self.loop.forget_batches()
         if run.passes < spec.epochs or self.savers:
-            run.source = self.source_of(spec.data)
+            run.source = self._source_of_epoch()
             run.left_out.apply_to(run.source)
+
+    def _batches_per_epoch(self, step_num: int) -> int | None:
+        """Returns the number of batches in an epoch; without epochs, in the whole run. None if it is unknown."""
+        source = self.run.source
+        left = None if source is None else num_batches(source)
+        if source is None or left is None:
+            return None
+        updates = self.loop.step.updates_per_step
+        return left + (step_num // updates if self.spec.epochs is None else source.num_read)
 
     def _is_last_epoch(self, number: int) -> bool:
         """Returns whether, after this many epochs, the dataset can't be read again or isn't needed anymore."""
@@ -401,7 +423,7 @@ class Training:
         restores = spec.restore_hyperparams
         state = reconcile_hyperparams(given, state, restores=restores, remedy=remedy if restores else "")
         resumed = self.run.load(opened, given)
-        logging.info("Resumed at step %d from %s.", opened.step, opened.path.parent)
+        announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
         return state, resumed
 
     def _open_data(self, resumed: Resumed | None) -> None:
@@ -409,9 +431,15 @@ class Training:
         self._open_source(resumed)
         self.run.left_out.apply_to(self.run.source)
 
+    def _source_of_epoch(self) -> PositionedIterator:
+        source = self.source_of(self.spec.data)
+        if self.spec.epochs is not None:
+            source.begin_pass(self.run.passes)
+        return source
+
     def _open_source(self, resumed: Resumed | None) -> None:
         run, spec, is_epoch = self.run, self.checkpoint_spec, self.spec.epochs is not None
-        run.source = source = self.source_of(self.spec.data)
+        run.source = source = self._source_of_epoch()
         if warning := fork_warning(source):
             logging.warning("%s", warning)
         if resumed is None or spec is None or (is_epoch and resumed.is_between_passes):
@@ -440,7 +468,10 @@ class Training:
             raise
 
     def _warn_of_inexact_resume(self, source: PositionedIterator) -> None:
-        if warning := source.resume_warning(several_passes=(self.spec.epochs or 1) > 1):
+        eval_sources = {name: each.resume_warning() for name, each in self.run.eval_sources.items()}
+        warnings = [source.resume_warning(several_passes=(self.spec.epochs or 1) > 1)]
+        warnings += [warning and f"In the evaluation {name!r}: {warning}" for name, warning in eval_sources.items()]
+        for warning in filter(None, warnings):
             logging.warning("%s", warning)
         for spec in self.spec.eval_specs:
             if reshuffles(spec.dataset):

@@ -307,9 +307,9 @@ class WholeRun:
                 try:
                     go_to(source, DatasetPosition.from_dict(position), is_own=is_own)
                 except PositionUnknownError as error:
-                    if is_own:
-                        raise
-                    logging.warning("%s The evaluation %r may not continue at the right batch.", error, name)
+                    logging.warning(
+                        "%s The evaluation %r continues with the next batch that its iterator returns.", error, name
+                    )
         return own["data"] and DatasetPosition.from_dict(own["data"], arrays), is_own
 
     # --------------------------------------------------------------------------------------------------

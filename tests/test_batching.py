@@ -14,7 +14,7 @@ from flax import linen as nn
 
 import jaxloop
 import jaxloop.functional as jf
-from jaxloop import data, every
+from jaxloop import at, data, every
 
 ROWS = 100
 X = np.random.default_rng(0).normal(size=[ROWS, 3]).astype(np.float32)
@@ -128,6 +128,103 @@ def test_resuming_with_a_different_dataset_raises(other):
         data.batches(other()).set_state(iterator.get_state())
 
 
+# Epochs ---------------------------------------------------------------------------------------------------
+
+
+def rows_of_epochs(dataset, num_epochs, directory=None, api="OuterLoop", stop=None):
+    """Returns the rows of each batch of a run over several epochs. The run may end early, and then resumes."""
+    seen = []
+
+    class Record(Regression):
+        def preprocess_batch(self, batch):
+            seen.append(batch["row"].tolist())
+            return batch
+
+    if api == "fit":
+        train_step = lambda total, batch: (total + batch["row"].sum(), {"row": batch["row"]})
+        jaxloop.fit(
+            np.int32(0), dataset, train_step=train_step, train_epochs=num_epochs, workdir=directory, progress=None
+        )
+        return seen
+    step = Record()
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=directory)
+    outer_loop(step.initialize_model([1, 3]), dataset, train_epochs=num_epochs, stop=stop)
+    return seen
+
+
+@pytest.mark.parametrize("num_epochs", [None, 1, 2])
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, data.prefetch, data.skippable])
+def test_each_epoch_of_batched_is_one_pass_in_a_new_order(num_epochs, wrap, tmp_path):
+    make = lambda: wrap(data.batched(DATASET, 40, seed=0, num_epochs=num_epochs))
+    whole = rows_of_epochs(make(), 3)
+    in_pass = ROWS * (num_epochs or 1)
+    passes = np.concatenate(whole).reshape(3, in_pass)
+    assert all(sorted(each) == sorted([*range(ROWS)] * (num_epochs or 1)) for each in passes)
+    orders = {tuple(each[:ROWS]) for each in passes}
+    assert len(orders) == 3
+    rest, resumed = len(whole), []
+    for steps in (2, 3, 5, rest):  # The second run ends after an epoch, if there are three batches in it.
+        resumed += rows_of_epochs(make(), 3, tmp_path, stop=at(steps))
+    assert resumed == whole
+
+
+def test_the_epochs_of_batched_follow_the_seed_alone_whatever_the_api(monkeypatch):
+    seen, take = [], np.random.default_rng
+
+    def record(seed):
+        seen.append(seed)
+        return take(seed)
+
+    monkeypatch.setattr(np.random, "default_rng", record)
+    for api in ("OuterLoop", "fit"):
+        seen.clear()
+        rows_of_epochs(data.batched(DATASET, 50, seed=7), 3, api=api)
+        assert [number for number, _ in itertools.groupby(seen)] == [[7, 0, 0], [7, 0, 1], [7, 0, 2]]
+
+
+def test_each_process_reads_its_share_of_each_epoch():
+    whole = rows_of_epochs(data.batched(DATASET, 40, seed=0), 2)
+    shares = [
+        rows_of_epochs(
+            data.shard_for_process(data.batched(DATASET, 40, seed=0), process_index=place, process_count=2), 2
+        )
+        for place in (0, 1)
+    ]
+    assert [one + other for one, other in zip(*shares, strict=True)] == whole
+
+
+def test_an_evaluation_of_endless_batches_is_one_pass():
+    step = Regression()
+    outer_loop = jaxloop.OuterLoop(eval_loops=[jaxloop.EvalLoop(step)])
+    state, spec = step.initialize_model([1, 3]), jaxloop.EvalSpec(data.batched(DATASET, 40))
+    assert outer_loop.check(state, eval_specs=[spec]).plan["eval 'eval'"].endswith("; 3 batches")
+    _, outputs = outer_loop(state, eval_specs=[spec])
+    assert outputs.num_examples == [40, 40, 20]
+
+
+@pytest.mark.parametrize("make", [lambda: mixed(4), lambda: data.from_index(scheduled().make_batch)])
+def test_epochs_of_endless_data_raise(make):
+    with pytest.raises(ValueError, match="train_epochs=3 needs a train_dataset that ends, got an IndexedBatches"):
+        rows_of_epochs(make(), 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda broken: data.from_index(broken, num_batches=10),
+        lambda broken: data.batched(broken, 1),
+        lambda broken: data.mixture({"a": broken}, {"a": 1}, 1),
+        lambda broken: data.from_state(lambda state, step: broken(step)),
+    ],
+)
+def test_stop_iteration_in_a_batch_function_does_not_end_the_data(make):
+    def broken(index):
+        return {name: leaf[: index + 1] if index < 2 else next(iter([])) for name, leaf in DATASET.items()}
+
+    with pytest.raises(RuntimeError, match="broken|lambda.*raised StopIteration for the index 2"):
+        train(make(broken), 5)
+
+
 # Sizes ----------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +271,7 @@ def test_check_compiles_all_sizes_and_reports_the_largest():
     plans = []
     for dataset in (data.batched(DATASET, 64), data.batched(DATASET, {0: 4, 3: 64})):
         step = Regression()
-        report = jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(step.initialize_model([1, 3]), dataset, 10)
+        report = jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(step.initialize_model([1, 3]), dataset, 10, 5)
         assert not report.problems, str(report)
         plans.append(report.plan["step"])
         assert set(step.traced) == set(dataset.batch_sizes)
@@ -483,7 +580,7 @@ def test_check_makes_the_batch_from_the_state():
     step = Regression()
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
     for state in (step.initialize_model([1, 3]), step.abstract_state([1, 3])):
-        report = outer_loop.check(state, from_state(), 10)
+        report = outer_loop.check(state, from_state(), 10, 5)
         assert not report.problems and "made from the state" in report.plan["train data"], str(report)
     wrong = data.from_state(lambda state, step: {"x": "text"})
     report = outer_loop.check(step.initialize_model([1, 3]), wrong, 10)
@@ -548,7 +645,7 @@ def test_check_counts_the_examples_of_scheduled_sizes():
     for size in (data.batched(DATASET, {0: 4, 3: 8, 7: 12}), data.batched(DATASET, 4)):
         step = Regression()
         outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
-        report = outer_loop.check(step.initialize_model([1, 3]), size, stop=jaxloop.at(samples=100))
+        report = outer_loop.check(step.initialize_model([1, 3]), size, None, 5, stop=jaxloop.at(samples=100))
         assert not report.problems, str(report)
         state, _ = outer_loop(step.initialize_model([1, 3]), size, stop=jaxloop.at(samples=100))
         assert f"to step {int(state.step)};" in report.plan["train"]

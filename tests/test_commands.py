@@ -107,7 +107,7 @@ def test_log_every_in_a_single_long_loop_counts_each_step_once(tmp_path):
     commands_of = []
     step, state, batches = examples.tiny_regression()
     loop = jaxloop.TrainLoop(step, end_actions=[PollOften(every(steps=1))])
-    outer_loop = jaxloop.OuterLoop(loop, workdir=tmp_path)
+    outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=None, workdir=tmp_path)
 
     def give():
         jaxloop.tell(tmp_path, "log_every=30", wait_secs=0)
@@ -240,7 +240,8 @@ def test_finished_run_rejects_commands(tmp_path, capsys):
 def test_new_run_in_the_directory_does_not_repeat_commands(tmp_path):
     step, state, _ = examples.tiny_regression()
     for given in ({7: ["stop"]}, {}):
-        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=tmp_path, log_interval=every(steps=5))
+        options = {"workdir": tmp_path, "checkpoint_spec": None, "log_interval": every(steps=5)}
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), **options)
         state = step.initialize_model([1, 3])
         state, _ = outer_loop(state, jaxloop.from_index(Commander(tmp_path, given)), train_total_steps=40)
     assert int(state.step) == 40 and commands.answers(tmp_path) == []

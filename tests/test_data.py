@@ -154,7 +154,10 @@ def test_batches_save_and_restore_their_position():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (BATCHES[0], r"got dict\. Give an iterable of batches.*If this is a single batch, write \[batch\]"),
+        (
+            BATCHES[0],
+            r"got dict\. For whole arrays, write jaxloop\.data\.batched\(arrays, 64, seed=0\).*write \[batch\]",
+        ),
         (np.ones([8, 3]), r"got float64\[8, 3\].*write \[batch\]"),
         (jnp.ones(3), r"got float32\[3\].*write \[batch\]"),
         (Tensor(np.ones(3)), r"write \[batch\]"),

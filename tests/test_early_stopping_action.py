@@ -247,13 +247,14 @@ def test_check_reports_an_interval_with_too_few_measurements_to_stop():
         stopping = jaxloop.EarlyStoppingAction("test/loss", patience=3, min_delta=1e9, **options)
         outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[stopping]), [evaluated])
         spec = jaxloop.EvalSpec(batches[:2], interval=every(steps=4), name="test")
-        report = outer_loop.check(step.abstract_state([1, 3]), batches, eval_specs=[spec], train_total_steps=40)
-        state, _ = outer_loop(state, batches, eval_specs=[spec], train_total_steps=40)
+        options = {"eval_specs": [spec], "train_total_steps": 40, "train_loop_steps": 20}
+        report = outer_loop.check(step.abstract_state([1, 3]), batches, **options)
+        state, _ = outer_loop(state, batches, **options)
         return str(report), int(state.step)
 
     report, steps = run()
-    assert "patience=3 can't end the run, although 'test/loss' is measured 10 times" in " ".join(report.split())
-    assert "EarlyStoppingAction  once, at step 40; monitors test/loss (smaller is better)" in report
+    assert "called 2 times, at steps 20, 40, and patience=3 needs at least 4 measurements" in " ".join(report.split())
+    assert "EarlyStoppingAction  2 times, at steps 20, 40; monitors test/loss (smaller is better)" in report
     assert steps == 40
     report, steps = run(interval=every(steps=4))
     assert report.startswith("No problem") and steps == 16

@@ -94,13 +94,15 @@ def test_failures_of_the_first_step_and_of_the_dataset_are_not_recorded(data_par
     data = batches(2)
     data[0]["x"][0, 0] = 100
     fail(
-        jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path),
+        jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path, checkpoint_spec=None),
         step.initialize_model([1, 3]),
         data,
         RuntimeError,
     )
     with pytest.raises(OSError, match="gone"):
-        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path)
+        outer_loop = jaxloop.OuterLoop(
+            jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path, checkpoint_spec=None
+        )
         outer_loop(step.initialize_model([1, 3]), train_dataset=failing(), train_total_steps=9)
     assert not (tmp_path / "failures").exists()
     with pytest.raises(FileNotFoundError, match="No failure is recorded"):

@@ -361,3 +361,20 @@ def test_best_checkpoint_is_saved_for_any_eval_interval(tmp_path, recorded):
 def test_no_option_is_silently_ignored(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         fit_linear(**options)
+
+
+def test_a_nan_in_some_steps_of_the_last_loop_causes_a_warning(warnings_logged):
+    def train_step(count, batch):
+        return count + 1, {"loss": jnp.where(batch == 2, jnp.nan, 1.0)}
+
+    jaxloop.fit(np.int32(0), list(np.arange(6.0)), train_step=train_step, train_epochs=2, progress=None)
+    (warning,) = [text for text in warnings_logged() if "NaN" in text]
+    assert "with 'loss' NaN, at step 9, though not at the last one" in warning
+
+
+def test_single_examples_in_place_of_batches_are_named():
+    rows = [{"x": np.ones(3, np.float32), "y": np.float32(1)}] * 4
+    options = {"loss": lambda outputs, batch: outputs[..., 0] - batch["y"], "optimizer": optax.sgd(0.1), "inputs": "x"}
+    with pytest.raises(Exception) as raised:
+        jaxloop.fit(nn.Dense(1), rows, train_epochs=1, progress=None, **options)
+    assert "write jaxloop.data.batched(dataset, 64, seed=0)" in "".join(raised.value.__notes__)

@@ -1423,3 +1423,15 @@ def test_loop_stopped_before_its_first_step_is_saved_if_due(tmp_path):
     }.items():
         jf.loop(0.0, [None] * 3, tasks)
         assert checkpoints.all_steps(tmp_path / place) == [0], place
+
+
+def test_a_loop_warns_at_its_start_of_schedules_that_never_fire(tmp_path, warnings_logged):
+    count = lambda state, batch: ({"count": state}, state + 1)
+    tasks = {
+        jaxloop.every(1): [count],
+        jaxloop.every(steps=100): [jf.checkpoint(tmp_path)],
+        jaxloop.every(samples=10**5): [count],
+    }
+    jf.loop(np.zeros([]), [np.ones(4)] * 50, {**tasks, jaxloop.every(5) | jaxloop.last(): [count]}, stop=7)
+    (warning,) = warnings_logged()
+    assert warning.startswith("every(steps=100) would never fire, so checkpoint(") and "to step 7" in warning

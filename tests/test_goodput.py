@@ -47,9 +47,10 @@ def printed(capsys, *arguments):
     return shown.out + shown.err
 
 
-def train(workdir, total=20, **options):
+def train(workdir, total=20, **loop_options):
     step, state, batches = examples.tiny_regression()
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, **options), workdir=workdir, notes={"lr": 0.1, "seed": 3})
+    options = {"workdir": workdir, "checkpoint_spec": None, "notes": {"lr": 0.1, "seed": 3}}
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, **loop_options), **options)
     return outer_loop(state, batches, total, 10)
 
 

@@ -2,6 +2,7 @@ import concurrent.futures
 import errno
 import itertools
 import os
+import re
 import resource
 import shutil
 import threading
@@ -10,13 +11,14 @@ import time
 import jax
 import numpy as np
 import pytest
+from absl import logging
 
 import jaxloop
 from jaxloop import STOP_LOOP, actions, checkpoint, examples, lock, metrics, seal
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.lock import DirectoryLock
 from jaxloop.outer_loop import CheckpointSpec, EvalContext, EvalSpec, OuterLoop
-from jaxloop.schedules import every
+from jaxloop.schedules import every, last
 from jaxloop.stat_loop import STAT_STEPS_PER_SEC
 from jaxloop.train_loop import TrainLoop
 
@@ -85,13 +87,14 @@ def test_a_dataset_that_ends_early_causes_a_warning(loop_steps, warnings_logged)
     step, state, batches = examples.tiny_regression()
     state, outputs = OuterLoop(TrainLoop(step))(state, batches[:50], train_total_steps=100, train_loop_steps=loop_steps)
     assert int(state.step) == 50 and outputs["loss"]
-    assert len(warnings_logged()) == 1
-    assert "ended at step 50 of train_total_steps=100" in warnings_logged()[0]
+    warnings = [text for text in warnings_logged() if "train_total_steps" in text]
+    assert "They end at step 50, after 50 batches" in warnings[0]
+    assert "ended at step 50 of train_total_steps=100" in warnings[1]
 
 
 def test_without_a_total_the_dataset_ends_the_run(warnings_logged):
     step, state, batches = examples.tiny_regression()
-    state, outputs = OuterLoop(TrainLoop(step))(state, batches[:50])
+    state, outputs = OuterLoop(TrainLoop(step), log_interval=last())(state, batches[:50])
     assert (int(state.step), len(outputs["loss"])) == (50, 50)
     assert warnings_logged() == []
 
@@ -151,7 +154,7 @@ def test_a_dataset_that_ends_at_the_end_of_a_loop_ends_the_run_there(warnings_lo
     step, state, batches = examples.tiny_regression()
     state, outputs = OuterLoop(Last(step))(state, batches[:20], 100, 10)
     assert int(state.step) == 20 and outputs["last"] == outputs["loss"][-1]
-    assert "ended at step 20 of train_total_steps=100" in warnings_logged()[0]
+    assert "ended at step 20 of train_total_steps=100" in warnings_logged()[-1]
 
 
 # Evaluation ------------------------------------------------------------------------------------------
@@ -626,24 +629,173 @@ def test_a_stop_function_replaces_the_stopped_file(tmp_path):
 # Unused actions and bad arguments --------------------------------------------------------------------
 
 
-def test_one_warning_lists_everything_that_never_ran(tmp_path, writer, warnings_logged):
+def test_one_warning_lists_everything_that_never_ran(writer, warnings_logged):
     step, state, batches = examples.tiny_regression(end_actions=[Note(interval=50)])
     summary = actions.SummaryAction(writer, interval=100)
     eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[summary])
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[summary, Note()]), [eval_loop])
     spec = EvalSpec(batches[:3], eval_loop_interval=20)
-    outer_loop(state, batches, 100, 10, eval_specs=[spec])
-    assert len(warnings_logged()) == 1
-    lines = warnings_logged()[0].splitlines()
+    batches_of_unknown_number = (batches[number % 50] for number in range(100))
+    outer_loop(state, batches_of_unknown_number, train_loop_steps=10, eval_specs=[spec])
+    at_start, at_end = warnings_logged()
+    assert at_start.startswith("In Note(interval=50) of the train loop: It would never be called: interval=50 counts s")
+    lines = at_end.splitlines()
     assert lines[1].startswith("  SummaryAction of TrainLoop(")
     assert lines[1].endswith(
         ": interval=100 means every 100 loops, and only 10 loops ran. Did you mean every(steps=100)?"
     )
-    assert lines[2].endswith(
-        "every 50 steps within the loop, and the longest loop had 10. Did you mean every(steps=50)?"
-    )
-    assert lines[3].endswith(": eval_loop_interval=20 was never due in 10 train loops.")
-    assert len(lines) == 4
+    assert lines[2].endswith(": eval_loop_interval=20 was never due in 10 train loops.")
+    assert len(lines) == 3
+
+
+UNINTENDED = {
+    "a CheckpointSpec without a CheckpointAction": (
+        lambda directory: {"checkpoint_spec": CheckpointSpec(directory)},
+        {"train_loop_steps": 10},
+        "the train loop has no CheckpointAction, so a killed run would start over",
+    ),
+    "a CheckpointAction that counts loops in a run of one loop": (
+        lambda directory: {"end_actions": [actions.CheckpointAction(directory)], "log_interval": every(steps=10)},
+        {},
+        r"it saves once, at the end, and a killed run would start over. Write interval=every\(time=600\) \| last\(\)",
+    ),
+    "a history of one row": (
+        lambda _: {},
+        {},
+        "history gets one row of the training, at the end. Give",
+    ),
+    "early stopping that can't act": (
+        lambda _: {"end_actions": [actions.EarlyStoppingAction("loss", patience=4)]},
+        {"train_loop_steps": 10},
+        "called 4 times, .* and patience=4 needs at least 5 measurements",
+    ),
+    "a row after more steps than there are": (
+        lambda _: {"log_interval": every(steps=100)},
+        {"train_total_steps": 7},
+        r"log_interval=every\(steps=100\) is never due, .* goes to step 7",
+    ),
+    "an evaluation after more loops than there are": (
+        lambda _: {"eval_loop_interval": 10},
+        {"train_loop_steps": 10},
+        "It would never run: eval_loop_interval=10",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", UNINTENDED)
+def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, warnings_logged):
+    make_options, call, message = UNINTENDED[mistake]
+    options = make_options(tmp_path)
+    step, state, batches = examples.tiny_regression()
+    spec = EvalSpec(batches[:1], eval_loop_interval=options.pop("eval_loop_interval", 1))
+    train_loop = TrainLoop(step, end_actions=options.pop("end_actions", None))
+    outer_loop = OuterLoop(train_loop, [EvalLoop(examples.tiny_regression(train=False)[0])], **options)
+    for total in (40, 41):  # The second call doesn't repeat the warning.
+        call = {"train_total_steps": total, **call}
+        state, _ = outer_loop(state, batches, eval_specs=[spec], **call)
+    assert sum(bool(re.search(message, text)) for text in warnings_logged()) == 1
+
+
+def test_a_resumed_run_does_not_warn_of_what_happened_before(tmp_path, warnings_logged):
+    for total in (95, 100):
+        step, state, batches = examples.tiny_regression()
+        train_loop = TrainLoop(step, end_actions=[Note(every(30)), actions.EarlyStoppingAction("loss", patience=8)])
+        options = {"workdir": tmp_path, "log_interval": every(steps=40)}
+        outer_loop = OuterLoop(train_loop, [EvalLoop(examples.tiny_regression(train=False)[0])], **options)
+        outer_loop(state, batches, total, 10, eval_specs=[EvalSpec(batches[:1], interval=every(50))])
+    assert not [text for text in warnings_logged() if text.startswith("In ")]
+
+
+def test_the_check_at_the_start_reads_no_batch_and_compiles_nothing(caplog):
+    read = []
+
+    def batches():
+        for batch in examples.tiny_regression()[2][:4]:
+            read.append(batch)
+            yield batch
+
+    class AtStart(actions.Action):
+        def begin_run(self, step_num, **kwargs):
+            caplog.clear()
+
+        def check(self, state, outputs):
+            read.append("checked")
+            return ["no"]
+
+        def __call__(self, state, outputs, **kwargs): ...
+
+    step, state, _ = examples.tiny_regression()
+    OuterLoop(TrainLoop(step, end_actions=[AtStart()]))(state, batches(), train_loop_steps=2)
+    assert read[0] == "checked" and len(read) == 2 + 4  # Problems are confirmed with another batch size.
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0].startswith("In AtStart(interval=1) of the train loop: no")
+
+
+@pytest.mark.parametrize("verbosity", [logging.WARNING, logging.INFO])
+def test_a_run_logs_where_it_saves_where_it_resumes_and_why_it_stops_early(verbosity, tmp_path, caplog):
+    class Stop(actions.Action):
+        def __call__(self, state, outputs, **kwargs):
+            outputs[STOP_LOOP] = True
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(verbosity)  # WARNING is the default in a program that doesn't call absl.app.run.
+    try:
+        for total, action in [(20, None), (40, Stop(5)), (60, actions.EarlyStoppingAction("loss", 1, min_delta=1e9))]:
+            directory = tmp_path / ("other" if total == 60 else "run")
+            step, state, batches = examples.tiny_regression()
+            train_loop = TrainLoop(step, end_actions=[action] * (action is not None))
+            OuterLoop(train_loop, workdir=directory)(state, batches, total, 5)
+    finally:
+        logging.set_verbosity(before)
+    lines = [record.getMessage() for record in caplog.records if verbosity == logging.WARNING]
+    expected = [
+        f"The run saves checkpoints in {tmp_path}/run/checkpoints.",
+        f"Resumed at step 20 from {tmp_path}/run/checkpoints.",
+        "Stopped at step 25 by Stop(interval=5).",
+        f"The run saves checkpoints in {tmp_path}/other/checkpoints.",
+    ]
+    if verbosity == logging.WARNING:
+        assert lines[:4] == expected and len(lines) == 5 and lines[4].startswith("Stopped at step 10: loss has not imp")
+    assert not [record for record in caplog.records if "/orbax/" in record.pathname]
+
+
+# A work directory ------------------------------------------------------------------------------------
+
+
+def test_a_run_with_a_workdir_saves_and_resumes_on_its_own(tmp_path, assert_same):
+    def run(total, directory, **options):
+        step, state, batches = examples.tiny_regression()
+        outer_loop = OuterLoop(TrainLoop(step), workdir=directory, **options)
+        return outer_loop(state, batches, total, 10)[0]
+
+    whole = run(45, tmp_path / "whole")
+    run(25, tmp_path / "parts")
+    assert checkpoint.all_steps(tmp_path / "parts" / "checkpoints") == [25]
+    assert_same(run(45, tmp_path / "parts"), whole)
+    run(25, tmp_path / "none", checkpoint_spec=None)
+    assert not (tmp_path / "none" / "checkpoints").exists()
+    assert OuterLoop(TrainLoop(examples.tiny_regression()[0])).checkpoint_spec is None
+
+
+def test_a_run_with_a_workdir_saves_every_minute(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    seconds = itertools.count(step=25)  # Each step takes more than 25 seconds.
+    saved = lambda *_: checkpoint.all_steps(tmp_path / "checkpoints")
+    train_loop = TrainLoop(step, clock=lambda: next(seconds))
+    state, _ = OuterLoop(train_loop, workdir=tmp_path)(state, batches, 10, 10)
+    assert len(saved()) > 1 and saved()[-1] == 10
+
+
+def test_a_checkpoint_action_of_the_loop_replaces_the_one_of_the_workdir(tmp_path):
+    def run(total):
+        step, state, batches = examples.tiny_regression()
+        action = actions.CheckpointAction(tmp_path / "mine", every(steps=10))
+        return OuterLoop(TrainLoop(step, end_actions=[action]), workdir=tmp_path)(state, batches, total, 10)[0]
+
+    run(20)
+    assert int(run(30).step) == 30
+    assert checkpoint.all_steps(tmp_path / "mine") == [10, 20, 30]
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_no_warning_is_logged_if_everything_ran(warnings_logged):
@@ -694,7 +846,7 @@ def test_a_dataset_without_a_train_loop_is_rejected():
         OuterLoop()
     with pytest.raises(TypeError, match=r"Write eval_loops=\[eval_loop\]"):
         OuterLoop(TrainLoop(step), EvalLoop(step))
-    with pytest.raises(TypeError, match="checkpoint_spec must be a CheckpointSpec, got 'runs'"):
+    with pytest.raises(TypeError, match="checkpoint_spec must be a CheckpointSpec, .* got 'runs'"):
         OuterLoop(TrainLoop(step), checkpoint_spec="runs")
 
 
@@ -793,7 +945,7 @@ def test_a_workdir_moved_during_the_run_raises(tmp_path):
             (tmp_path / "run").rename(tmp_path / "moved")
 
     step, state, batches = examples.tiny_regression()
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Move(2)]), workdir=tmp_path / "run")
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Move(2)]), checkpoint_spec=None, workdir=tmp_path / "run")
     with pytest.raises(lock.DirectoryLostError, match="run is no longer the one"):
         outer_loop(state, batches, 4, 2)
 
@@ -877,6 +1029,37 @@ def test_a_failed_write_of_the_event_file_ends_the_run(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         writer.close()
+
+
+def mixed_curves(directory, writer):
+    return {"end_actions": [actions.SummaryAction(writer)]}, {"end_actions": [actions.SummaryAction(writer)]}
+
+
+def summary_at_the_beginning(directory, writer):
+    return {"begin_actions": [actions.SummaryAction(writer)]}, {}
+
+
+def checkpoints_of_evaluations(directory, writer):
+    return {}, {"end_actions": [actions.CheckpointAction(directory)]}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (mixed_curves, "wrote .*loss twice for step 10. .*prefix='eval/'"),
+        (summary_at_the_beginning, "is one of the begin_actions, which receive no outputs. Add it to the end_actions"),
+        (
+            checkpoints_of_evaluations,
+            "saves states in evaluations only, .* Add it to the end_actions of the train loop",
+        ),
+    ],
+)
+def test_a_run_names_an_action_in_the_wrong_place(make, message, tmp_path, writer, warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    train, evaluation = make(tmp_path, writer)
+    eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], **evaluation)
+    OuterLoop(TrainLoop(step, **train), [eval_loop])(state, batches, 20, 10, eval_specs=[EvalSpec(batches[:2])])
+    assert len([text for text in warnings_logged() if re.search(message, text)]) == 1, warnings_logged()
 
 
 # Warnings at the end ---------------------------------------------------------------------------------

@@ -319,8 +319,8 @@ class LoaderWithWorkers(Loader):
 def test_a_loader_that_forks_its_workers_is_reported(torch, num_workers, method, forks, wrap, warnings_logged):
     step, state, _ = examples.tiny_regression()
     outer_loop, loader = OuterLoop(TrainLoop(step)), wrap(LoaderWithWorkers(num_workers, method))
-    problems = [problem.text for problem in outer_loop.check(state, loader, 3).problems]
-    outer_loop(state, loader, 3)
+    problems = [problem.text for problem in outer_loop.check(state, loader, 3, 1).problems]
+    outer_loop(state, loader, 3, 1)
     for texts in (problems, warnings_logged()):
         assert len(texts) == forks, texts
         assert all("forks its 2 workers" in text and 'context="forkserver"' in text for text in texts)

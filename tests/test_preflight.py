@@ -207,7 +207,7 @@ class Silent:
 
 
 WRITER = Silent()
-STOPPING = functools.partial(jaxloop.EarlyStoppingAction, patience=3)
+STOPPING = functools.partial(jaxloop.EarlyStoppingAction, patience=1)
 data_of = lambda **options: jaxloop.from_index(lambda number: batch_of(**options))
 TEST = {"name": "test"}
 NO_CHECKPOINTS = {"save": None, "best": None, "resumes": False}
@@ -487,7 +487,7 @@ MISTAKES = {
     # Actions.
     "an unknown metric": (
         {"train_actions": (STOPPING("test/accuracy"),)},
-        "EarlyStoppingAction('test/accuracy', patience=3, mode='max', interval=1) of the train loop",
+        "EarlyStoppingAction('test/accuracy', patience=1, mode='max', interval=1) of the train loop",
         "No metric named 'test/accuracy'.*test/loss",
         True,
     ),
@@ -731,7 +731,7 @@ def test_check_consumes_no_batch_and_runs_no_step(plan, tmp_path):
     tested = iter([batch_of()] * 4)
     changes = {"data": batches, "step": step, "options": {"train_total_steps": 20, "train_loop_steps": None}}
     specs = [jaxloop.EvalSpec(None, dataset_iterator=tested, num_steps=2, name="test", interval=first() | last())]
-    a_plan = plan(**changes, save=None, resumes=False, log_interval=1)
+    a_plan = plan(**changes, save=None, resumes=False, log_interval=last())
     a_plan.options["eval_specs"] = specs
     outer_loop, (state, data), options = a_plan.make()
     for _ in range(2):
@@ -877,7 +877,7 @@ SOUND = {
     "an action at the end of a single loop of unknown length": {
         "data": Generated(lambda: itertools.repeat(batch_of(), 400)),
         "train_actions": (Report(every(loops=1)),),
-        "log_interval": 1,
+        "log_interval": last(),
         "options": {"train_total_steps": None, "train_loop_steps": None},
         **NO_CHECKPOINTS,
     },
@@ -911,7 +911,7 @@ def test_nnx_models_with_dropout_cause_no_false_alarm():
     step = Regression(jax.random.key(0), Dropping, optax.sgd(0.1), train=True, nnx_model_args=())
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
     for state in (step.initialize_model(None), step.abstract_state(None)):
-        report = outer_loop.check(state, LIST, 20)
+        report = outer_loop.check(state, LIST, 20, 10)
         assert report.ok, str(report)
 
 

@@ -15,7 +15,7 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
-from jaxloop.text import printable
+from jaxloop.text import announce, printable
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class EarlyStoppingAction(Action):
     Add it to the eval loop that computes the metric; the loop calls it after each evaluation. You can also add it to
     the train loop, with the interval of the evaluation: `interval=every(steps=100)`. In a train loop, the default
     interval of 1 means once per loop; if the whole run is a single loop, the action is called only when it ends. When
-    the action stops the run, it logs the reason at level INFO.
+    the action stops the run, it logs the reason.
 
     Hooks:
       __call__, begin_run, finish, close, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
@@ -176,7 +176,7 @@ class EarlyStoppingAction(Action):
             if outputs is None:
                 raise TypeError(self._begin_action_error)
             outputs[types.STOP_LOOP] = True
-            logging.info("Stopped at step %d: %s", now.steps, reason)
+            announce("Stopped at step %d: %s", now.steps, reason)
 
     @property
     def _begin_action_error(self) -> str:

@@ -1,7 +1,7 @@
 """The action that writes summaries."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 from absl import logging
@@ -63,7 +63,6 @@ class SummaryAction(WriterAction):
         super().__init__(writer, interval, background)
         self._flush_each_call = flush_each_call
         self._prefix = prefix
-        self._last_written: tuple[int, set[str]] = (-1, set())
         self._warned: set[str] = set()
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
@@ -76,7 +75,7 @@ class SummaryAction(WriterAction):
         if self._flush_each_call:
             calls.append(Call(self, step_num, "flush"))
         self._queue.put(*calls, waits=self._flush_each_call)
-        self._warn_of_rewrites(step_num, set(scalars))
+        self._warn_of_rewrites(step_num, [self._prefix + name for name in scalars])
         for name, reason in _not_written(outputs, scalars, media, self._methods).items():
             self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
 
@@ -105,16 +104,16 @@ class SummaryAction(WriterAction):
         """The names of the methods that the writer has, keyed by the type of value that each method writes."""
         return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
-    def _warn_of_rewrites(self, step: int, names: set[str]) -> None:
-        last_step, last_names = self._last_written
-        self._last_written = (step, names)
-        if step == last_step and names & last_names:
-            twice = ", ".join(map(printable, sorted(names & last_names)))
+    def _warn_of_rewrites(self, step: int, names: Sequence[str]) -> None:
+        last_steps = self._queue.last_steps
+        if rewritten := [name for name in names if last_steps.get(name) == step]:
+            twice = ", ".join(map(printable, sorted(rewritten)))
             self._warn_once(
                 "rewrites",
-                f"SummaryAction wrote {twice} twice for step {step}. If a train and an eval loop share it, give the "
-                "eval loop a separate one: SummaryAction(writer, prefix='eval/').",
+                f"SummaryAction wrote {twice} twice for step {step}. If a train and an eval loop share it, or its "
+                "writer, give the eval loop a separate one: SummaryAction(writer, prefix='eval/').",
             )
+        last_steps.update(dict.fromkeys(names, step))
 
     def _warn_once(self, topic: str, text: str) -> None:
         if topic not in self._warned:
@@ -122,6 +121,8 @@ class SummaryAction(WriterAction):
             logging.warning(text)
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
+        if outputs is None:
+            yield f"{self!r} is one of the begin_actions, which receive no outputs. Add it to the end_actions."
         scalars, media = metrics.scalars_and_media(outputs)
         for name, metric in media.items():
             try:

@@ -116,6 +116,9 @@ class WriterQueue:
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
       has_thread: Whether to use a thread. If False, each call is made immediately by the thread that requests it.
+
+    Attributes:
+      last_steps: The last step at which each scalar was written, to warn of two curves with one name.
     """
 
     # Keyed by the ids of the writers, because not every writer can be hashed or weakly referenced. The queues keep
@@ -134,6 +137,7 @@ class WriterQueue:
 
     def __init__(self, writer: Any, has_thread: bool):
         self._writer, self._has_thread = writer, has_thread
+        self.last_steps: dict[str, int] = {}
         self._lock = threading.Lock()
         self._pending: list[Call] = []
         self._count = 0  # The number of the last call.

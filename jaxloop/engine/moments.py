@@ -84,7 +84,7 @@ class Moments:
       last_beginning: The progress when the begin actions were last checked.
       run: The run to which the loop belongs; None for a standalone loop.
       stop_requested: True if an action or an evaluation has asked the run to stop.
-      stopped_by: The class name of the action that asked the run to stop; None if no action did.
+      stopped_by: The action that asked the run to stop; None if no action did.
     """
 
     def __init__(self, stepper: Stepper, progress: Progress, job: agreement.Job):
@@ -95,7 +95,7 @@ class Moments:
         self.last_beginning: Elapsed = Elapsed()
         self.run: Run | None = None
         self.stop_requested: bool = False
-        self.stopped_by: str | None = None
+        self.stopped_by: Action | None = None
         self._spent_before = progress.stopwatch.spent()
 
     def attach(self, action: Action) -> None:
@@ -301,7 +301,7 @@ class Moments:
         if slot.next_interval is not None:
             self.agenda.reschedule(slot, slot.next_interval)
         if outputs.asks_to_stop:
-            self.stop_requested, self.stopped_by = True, type(slot.action).__name__
+            self.stop_requested, self.stopped_by = True, slot.action
 
     @contextlib.contextmanager
     def _reporting_failure(self, slot: Slot) -> Iterator[None]:

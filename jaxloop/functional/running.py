@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from etils import epath
 
 from jaxloop import checkpoint as checkpoints
 from jaxloop import checks, encoding, interrupt, lock, timing
@@ -19,6 +20,7 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.counting import Counting, as_stop
 from jaxloop.engine.program import Dispatches, Program
 from jaxloop.feed import Feed, as_iterator
+from jaxloop.forecast import Course
 from jaxloop.function_step import name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
@@ -26,9 +28,10 @@ from jaxloop.functional.tools import CheckpointTool, Tool
 from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
-from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always
-from jaxloop.sources import NO_DATA, reads_state
-from jaxloop.text import suggests
+from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never
+from jaxloop.sources import NO_DATA, num_batches, reads_state
+from jaxloop.specs import RunSpec
+from jaxloop.text import announce, quiet_orbax, suggests
 from jaxloop.whole_run import Resumed, WholeRun, reconcile_hyperparams
 
 
@@ -107,6 +110,7 @@ def loop(
 
     with (
         interrupt.Interruptible() as interruptible,
+        quiet_orbax(),
         _locking(callbacks),
         _closing(callbacks, loop_state, interruptible),
         stopwatch.counting("dispatch"),
@@ -119,6 +123,7 @@ def loop(
         is_new = start is begin and start.steps == 0
         loop_state.total_steps = _steps_of(stop, start)
         counting = Counting(feed, as_stop(stop), start, stopwatch, num_examples, interruptible)
+        _warn_of_unused(entries, None if start.steps else num_batches(dataset), loop_state.total_steps)
         _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
         if start is not begin:
             for callback in _Due(entry for entry in entries if entry.when(start)).callbacks:
@@ -207,7 +212,9 @@ def _set_up_checkpoints(
                 source.seek(resumed.position)
             except PositionUnknownError as error:
                 logging.warning("%s The loop continues with the next batch that the dataset returns.", error)
-        logging.info("Resumed at step %d from %s.", opened.step, opened.path.parent)
+        announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
+    if loop_state.elapsed.steps == 0:
+        announce("The loop saves checkpoints in %s.", " and ".join(map(str, _directories(callbacks))))
     run.resume_history(resumed)
     return feed, source.mark
 
@@ -285,10 +292,26 @@ def _action_of(callback: "CallbackOf") -> Any:
 def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
     """Locks the directories that the callbacks save to, so that no other run can use them."""
     with contextlib.ExitStack() as locks:
-        for action in map(_action_of, callbacks):
-            if isinstance(action, CheckpointAction):
-                locks.enter_context(lock.DirectoryLock(action.directory))
+        for directory in _directories(callbacks):
+            locks.enter_context(lock.DirectoryLock(directory))
         yield
+
+
+def _directories(callbacks: Sequence["CallbackOf"]) -> list[epath.Path]:
+    """Returns the directories that the callbacks save to."""
+    return [action.directory for action in map(_action_of, callbacks) if isinstance(action, CheckpointAction)]
+
+
+def _warn_of_unused(entries: Sequence["_Entry"], num_batches: int | None, total_steps: int | None) -> None:
+    """Warns about schedules that would never fire in a loop of this length."""
+    spec = RunSpec(total_steps=total_steps)
+    # The batch size is unknown, and doesn't matter unless the schedule counts samples.
+    courses = [Course(spec, batches_in_pass=num_batches, rows=rows, most_moments=100) for rows in (1, 2**30)]
+    for entry in entries if not courses[0].is_over else ():
+        when = entry.when if isinstance(entry.when, Schedule) else None
+        if when is not None and not is_never(when) and all(course.calls(when).is_never for course in courses):
+            names = ", ".join(callback.name for callback in entry.callbacks)
+            logging.warning("%r would never fire, so %s would never be called: %s.", when, names, courses[0])
 
 
 @contextlib.contextmanager

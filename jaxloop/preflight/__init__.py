@@ -8,7 +8,8 @@
 - `actions`: the calls to actions, and the values that actions save, monitor, and write.
 
 The modules check an `Experiment` and collect problems in `report.Findings`. `check` returns them as a `Report`. The
-class `Course` in `jaxloop.forecast` predicts when actions and evaluations are due.
+class `Course` in `jaxloop.forecast` predicts when actions and evaluations are due. `check_start` is the part of the
+check that takes only milliseconds, with which every run starts.
 """
 
 import dataclasses
@@ -20,18 +21,18 @@ from jaxloop import checkpoint
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.eval_loop import EvalLoop
-from jaxloop.forecast import Calls, Course
+from jaxloop.forecast import Begin, Calls, Course
 from jaxloop.layout import bytes_of
 from jaxloop.preflight.actions import check_actions
 from jaxloop.preflight.checkpoints import check_checkpoints, check_saving
-from jaxloop.preflight.data import check_length, course_of, first_eval_batch, open_train_data
+from jaxloop.preflight.data import TrainData, check_length, course_of, first_eval_batch, open_train_data
 from jaxloop.preflight.experiment import Experiment, Part, State
 from jaxloop.preflight.report import CheckError, Findings, Problem, Report
 from jaxloop.preflight.step import check_memory, check_model, check_optimizer, check_state, check_step
 from jaxloop.schedules import Elapsed, Schedule, is_never, skipped_step
 from jaxloop.specs import EvalSpec
 
-__all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
+__all__ = ["CheckError", "Experiment", "Problem", "Report", "check", "check_start"]
 
 
 def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Report:
@@ -60,6 +61,31 @@ def _check_schedules(experiment: Experiment, here: Findings) -> None:
                 )
 
 
+def check_start(experiment: Experiment, state: Any, num_batches: int | None) -> Report:
+    """Checks the schedules and the actions of a run that is about to start.
+
+    The report covers the whole run from step 0, so it doesn't depend on the step at which the run resumes.
+
+    Args:
+      experiment: The experiment.
+      state: The state from which the run starts.
+      num_batches: The number of batches in an epoch; None if unknown.
+    """
+    experiment, reports = dataclasses.replace(experiment, is_starting=True), []
+    for rows in (1, 2**30):  # The batch size is unknown. Problems that depend on it are left out.
+        if reports and reports[0].ok:
+            break
+        found, data, calls = Findings(), TrainData(num_batches=num_batches), {}
+        _check_schedules(experiment, found.at("the schedules"))
+        with found.at("the run"):
+            if not found.at("the schedules").has_errors:
+                course = course_of(experiment, Begin(), data, rows=rows, most_moments=100)
+                calls = _check_course(experiment, course, State(state), data, found)
+        reports.append(Report(found.in_order(), found.plan, calls=calls))
+    problems = [each for each in reports[0].problems if each in reports[-1].problems]
+    return dataclasses.replace(reports[0], problems=problems)
+
+
 def _without_invalid_counts(experiment: Experiment) -> Experiment:
     """Returns the experiment without invalid counts and stop schedules, so that the rest can be checked."""
     given = experiment.spec
@@ -70,14 +96,24 @@ def _without_invalid_counts(experiment: Experiment) -> Experiment:
 
 
 def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Action, Calls]:
-    train_loop, state, parts = experiment.train_loop, check_state(given, found.at("the state")), []
+    state = check_state(given, found.at("the state"))
     data = open_train_data(experiment, state, found)
     begin = check_checkpoints(experiment, state, data, found)
-    course = course_of(experiment, begin, data)
+    calls = _check_course(experiment, course_of(experiment, begin, data), state, data, found)
+    if data.source is not None and not experiment.spec.has_iterator:  # The run will keep reading from an iterator.
+        data.source.close()
+    return calls
+
+
+def _check_course(
+    experiment: Experiment, course: Course, state: State, data: TrainData, found: Findings
+) -> Mapping[Action, Calls]:
+    train_loop, parts = experiment.train_loop, []
     if train_loop is not None:
         train = Part(found.at("the train loop"), "train", train_loop, course.loops)
-        check_length(train.here, experiment.spec, course, data, state.shapes)
-        check_optimizer(train, state.shapes)
+        check_length(train.here, experiment, course, data, state.shapes)
+        if not experiment.is_starting:  # The step has warned of it.
+            check_optimizer(train, state.shapes)
         parts.append(check_step(train, state, data.first, longest_loop=course.batches_of_longest_loop))
     for name, loop, spec in experiment.evaluations:
         parts.append(_check_evaluation(name, loop, spec, experiment, course, state, found))
@@ -85,10 +121,9 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
         check_memory(parts[0], state, data.to_compile, experiment.topology)
     calls = check_actions(parts, course, state.shapes, found)
     if train_loop is not None:
-        _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))
+        evaluates_once = all(part.calls.number <= 1 for part in parts[1:])  # Evaluations add rows, too.
+        _check_log_interval(experiment.log_interval, course, evaluates_once, found.at("OuterLoop"))
         check_saving(experiment, course, bytes_of(state.shapes), data, found.at("the checkpoints"))
-    if data.source is not None and not experiment.spec.has_iterator:  # The run will keep reading from an iterator.
-        data.source.close()
     return calls
 
 
@@ -96,7 +131,7 @@ def _check_evaluation(
     name: str, loop: ActionLoop, spec: EvalSpec, experiment: Experiment, course: Course, state: State, found: Findings
 ) -> Part:
     part = Part(found.at(f"eval {name!r}"), name, loop, _calls_of_evaluation(spec, experiment, course))
-    if isinstance(loop, EvalLoop) and loop.step.train:
+    if isinstance(loop, EvalLoop) and loop.step.train and not experiment.is_starting:  # The loop has warned of it.
         part.here.warn(f"It evaluates by {loop.training_warning}")
     if experiment.train_loop is not None:
         check_model(part, experiment.train_loop.step)
@@ -119,7 +154,12 @@ def _calls_of_evaluation(spec: EvalSpec, experiment: Experiment, course: Course)
     return Calls([Elapsed(step) for step in saved], is_all=False)
 
 
-def _check_log_interval(interval: int | Schedule, course: Course, here: Findings) -> None:
+def _check_log_interval(interval: int | Schedule, course: Course, evaluates_once: bool, here: Findings) -> None:
     if course.calls(interval).is_never and not course.is_over and not is_never(interval):
         text = f"log_interval={interval!r} is never due, so the history would have no row of the training"
         here.warn(f"{text}: {course}.")
+    elif not isinstance(interval, Schedule) and course.is_one_loop and evaluates_once:
+        here.warn(
+            f"log_interval={interval!r} counts loops, and the run is a single loop, so the history gets one row of "
+            "the training, at the end. Give train_loop_steps=..., or log_interval=every(steps=...)."
+        )

@@ -45,6 +45,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
             monitors = f"; monitors {action.monitor}" if isinstance(action, EarlyStoppingAction) else ""
             found.plan[type(action).__name__] = f"{called.calls}{monitors}"
         _check_interval(called, course)
+        _check_patience(called, course)
         with here:
             _run_check(called, state)
         with here:
@@ -82,8 +83,21 @@ def _check_interval(called: CalledAction, course: Course) -> None:
     if called.calls.is_never and not course.is_over and not is_never(interval):
         unit = "steps within the loop" if called.at == "step" else "loops"
         counts = "" if isinstance(interval, Schedule) else f" counts {unit}"
+        hint = f" Did you mean every(steps={interval})?" if counts and interval != 1 else ""
         if part.trains or not part.calls.is_never:
-            called.here.warn(f"It would never be called: interval={interval!r}{counts}, and {course}.")
+            called.here.warn(f"It would never be called: interval={interval!r}{counts}, and {course}.{hint}")
+
+
+def _check_patience(called: CalledAction, course: Course) -> None:
+    """Warns if an action's patience is longer than the run."""
+    action, calls = called.action, called.calls
+    patience = action.patience if isinstance(action, EarlyStoppingAction) else None
+    if patience and calls.is_all and not calls.by_clock and 0 < calls.number <= patience and not course.start.steps:
+        called.here.warn(
+            f"It can't end the run: it is called {calls}, and patience={patience} needs at least {patience + 1} "
+            "measurements. Lower patience, or call it more often: add it to the end_actions of the eval loop, or pass "
+            "the interval of the evaluation."
+        )
 
 
 def _run_check(called: CalledAction, state: Any) -> None:
@@ -131,13 +145,6 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
     else:
         there = [name for name in known if monitor.is_measured((), _history_of({name: known[name]}))]
         comes = [part.calls for part in parts if part.name in there and not part.trains and not part.calls.is_never]
-        patience = called.action.patience if isinstance(called.action, EarlyStoppingAction) else None
-        if patience and comes and called.calls.is_all and len(called.calls.steps) <= patience < len(comes[0].steps):
-            here.warn(
-                f"It is called {called.calls}, so patience={patience} can't end the run, although {monitor.name!r} is "
-                f"measured {comes[0]}. Add it to the end_actions of the eval loop, or pass the interval of the "
-                "evaluation."
-            )
         if comes and not called.calls.is_never and not any(map(called.calls.may_coincide, comes)):
             here.warn(
                 f"It is called {called.calls}, but {monitor.name!r} is not measured at any of these steps. Make its "

@@ -15,7 +15,7 @@ from jaxloop.layout import readable
 from jaxloop.preflight.data import TrainData
 from jaxloop.preflight.experiment import Experiment, State
 from jaxloop.preflight.report import Findings
-from jaxloop.schedules import Elapsed
+from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.specs import CheckpointSpec, evaluations_in
 from jaxloop.training import step_num_of
 
@@ -116,13 +116,21 @@ def _check_checkpoint(
 
 def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
     """Checks the checkpoints that a run would save, and whether a killed run could resume exactly where it stopped."""
-    spec, loop = experiment.checkpoint_spec, experiment.train_loop
-    savers = [] if loop is None else whole_run.checkpoint_actions(loop)
+    spec, savers = experiment.checkpoint_spec, experiment.savers
     directories = [action.directory for action in savers]
     if spec is not None and not directories:
         here.warn(
             f"The run would resume from checkpoints in {spec.checkpoint_dir}, but the train loop has no "
-            "CheckpointAction, so a killed run would start over. Add CheckpointAction(directory, interval)."
+            "CheckpointAction, so a killed run would start over. Add CheckpointAction(directory, interval), or give "
+            "workdir=..., with which the run saves on its own."
+        )
+    evaluated = [
+        (name, action) for name, loop, _ in experiment.evaluations for action in whole_run.checkpoint_actions(loop)
+    ]
+    for name, action in evaluated if not savers else ():
+        here.at(f"eval {name!r}").warn(
+            f"{action!r} saves states in evaluations only, from which no run can resume. Add it to the end_actions of "
+            "the train loop."
         )
     for directory in {each for each in directories if directories.count(each) > 1}:
         here.warn(f"Two CheckpointActions save to {directory}, but a step is saved once. Join their schedules with |.")
@@ -130,6 +138,11 @@ def check_saving(experiment: Experiment, course: Course, size: int, data: TrainD
         warning = data.source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
         if warning:
             here.at("the train data").warn(warning)
+        for name, _, each in experiment.evaluations:
+            iterator = each.dataset_iterator
+            warning = None if iterator is None else experiment.source_of(iterator).resume_warning()
+            if warning:
+                here.at(f"eval {name!r}").warn(warning)
     for number, action in enumerate(savers, start=1):
         _check_saver("saves" if number == 1 else f"saves {number}", action, course, size, here)
 
@@ -142,6 +155,11 @@ def _check_saver(name: str, action: CheckpointAction, course: Course, size: int,
     keeps += "" if action.keep_every is None else f", and those of {action.keep_every!r},"
     best = f"; the best by {action.monitor}" if has_best else ""
     here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}{best}"
+    if course.is_one_loop and not isinstance(action.interval, Schedule) and calls.number == 1:
+        here.warn(
+            f"{action!r} counts loops, and the run is a single loop, so it saves once, at the end, and a killed run "
+            "would start over. Write interval=every(time=600) | last(), or give train_loop_steps=...."
+        )
     try:
         free = shutil.disk_usage(action.directory).free
     except (OSError, ValueError):  # For example, the directory is in a bucket.

@@ -16,7 +16,7 @@ from jaxloop.position import PositionedIterator
 from jaxloop.preflight.experiment import Experiment, Part, State
 from jaxloop.preflight.report import Findings
 from jaxloop.sources import NO_DATA, fork_warning, indexed, reads_state
-from jaxloop.specs import EvalSpec, RunSpec
+from jaxloop.specs import EvalSpec
 
 # The limits for reading an eval dataset of unknown length to its end.
 _LOOK_SECS, _LOOK_BATCHES = 0.5, 10_000
@@ -56,6 +56,8 @@ def open_train_data(experiment: Experiment, state: State, found: Findings) -> Tr
         return opened
     with found.at("the train data"):
         source = experiment.source_of(dataset)
+        if experiment.spec.epochs is not None:
+            source.begin_pass(0)
         opened = TrainData(source)
         if warning := fork_warning(source):
             found.at("the train data").warn(warning)
@@ -68,7 +70,7 @@ def open_train_data(experiment: Experiment, state: State, found: Findings) -> Tr
                 found.at("the train data").error(problem)
             found.plan["train data"] = "endless batches, made from the state before each step"
             return TrainData(source, _batch_from_state(batch, state))
-        known = num_batches(source if is_one_pass(dataset) else dataset)
+        known = num_batches(source)
         count = f"{known:,} batches" if known is not None else "endless batches" if is_endless(source) else "batches"
         shown = f"{count} of {checks.batch_in_words(batch)}"
         found.plan["train data"] = "none: run gets None as its batch" if dataset is NO_DATA else shown
@@ -83,29 +85,34 @@ def _batch_from_state(make_batch: Any, state: State) -> Sequence[types.Batch]:
     return [make_batch(state.values, int(metrics.fetch(getattr(state.values, "step", 0))))]
 
 
-def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
-    """Predicts the course of the run from the point where it begins."""
+def course_of(
+    experiment: Experiment, begin: Begin, data: TrainData, *, rows: int | None = None, most_moments: int = 20_000
+) -> Course:
+    """Predicts the course of the run from the point where it begins.
+
+    `rows` is the number of examples per batch, unless the data say it; see `Course.most_moments`.
+    """
     spec, train_loop = experiment.spec, experiment.train_loop
-    rows = checks.num_examples(data.first[0]) if data.first else None
+    size: Any = checks.num_examples(data.first[0]) if data.first else rows
     updates = 1 if train_loop is None else train_loop.step.updates_per_step
     declared = indexed(data.source)
     if declared is not None and declared.num_before is not None and spec.epochs is None:
-        rows = declared.num_before
-    course = Course(spec, begin, data.num_batches, rows or 1, updates)
+        size = declared.num_before
+    course = Course(spec, begin, data.num_batches, size or 1, updates, most_moments=most_moments)
     return course if spec.stop is None else course.ended_by(spec.stop)
 
 
-def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData, state: Any) -> None:
+def check_length(here: Findings, experiment: Experiment, course: Course, data: TrainData, state: Any) -> None:
     """Checks the length of the training, and warns about lengths that are probably unintended."""
-    start, end = course.start.steps, course.end
+    spec, start, end = experiment.spec, course.start.steps, course.end
     here.plan["train"] = f"{course}; loops end {course.loops}"
     if course.is_over:
         text = f"the run is at step {start}, and ends at step {end}"
         if course.begin.has_stopped:
             text = f"an evaluation or an action stopped the run at step {start}, unless its patience is longer now"
         here.warn(f"Nothing is left to train: {text}.")
-    counter = getattr(state, "step", None)
-    if counter is not None and end is not None and end > np.iinfo(counter.dtype).max:
+    counter: Any = getattr(state, "step", None)
+    if hasattr(counter, "dtype") and end is not None and end > np.iinfo(counter.dtype).max:
         text = f"state.step, {checks.describe(counter)}, counts to {np.iinfo(counter.dtype).max}"
         here.error(f"{text}, and the run goes to step {end}. Make it an int32.")
     data_end = course.end_of_pass(1)
@@ -116,9 +123,8 @@ def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData,
             f"They end at step {data_end}, after {data.num_batches} batches, and train_total_steps={spec.total_steps}. "
             "Repeat the dataset (train_epochs says how often), or lower train_total_steps."
         )
-    is_generator = inspect.isgenerator(spec.train_dataset)
-    has_no_end = data.first and spec.epochs is None and spec.stop is None and end is None
-    if has_no_end and (is_generator or is_endless(data.source)):
+    is_generator = inspect.isgenerator(spec.train_dataset) and not experiment.is_starting  # It may end.
+    if spec.epochs is None and spec.stop is None and end is None and (is_generator or is_endless(spec.data)):
         ending = "its data have no end" if not is_generator else "a generator does not say whether its data end"
         here.warn(
             f"Nothing ends the run: {ending}, and there is neither train_total_steps nor stop. Give one of them, if no "
@@ -136,15 +142,18 @@ def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tupl
     """
     if spec.dataset_iterator is not None:
         source = experiment.source_of(spec.dataset_iterator)
-        _check_iterator(part, spec, num_batches(source))
+        left = num_batches(source)
+        _check_iterator(part, spec, left + source.num_read if left is not None and experiment.is_starting else left)
         try:
-            return [source.peek()], f"{spec.num_steps} batches each time"
+            return [] if experiment.is_starting else [source.peek()], f"{spec.num_steps} batches each time"
         except StopIteration:
             raise spec.empty() from None
     if is_one_pass(spec.dataset):
         _check_iterator(part, spec, num_batches(spec.dataset))
         return (), "batches of an iterator"
-    batches: Any = as_iterator(spec.dataset)
+    if experiment.is_starting:
+        return (), _check_number(part.here, spec)
+    batches: Any = as_iterator(spec.data)
     try:
         first = next(batches, None)
         if first is None:
@@ -171,19 +180,24 @@ def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
         )
 
 
-def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str:
-    """Checks and describes the number of batches that an evaluation reads. The first one has already been read."""
-    known = num_batches(spec.dataset)
+def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any] | None = None) -> str:
+    """Checks and describes the number of batches that an evaluation reads.
+
+    If the number is unknown, it counts `batches`, from which the first one has already been read.
+    """
+    known = num_batches(spec.data)
     if spec.num_steps is not None:
-        if known is not None and known < spec.num_steps:
+        if known is not None and known < spec.num_steps and batches is not None:  # Otherwise, the run warns.
             text = f"num_steps={spec.num_steps}, but its dataset has only {known} batches, so it will read no more."
             here.warn(f"{text} Lower num_steps, or leave it out.")
         return f"{spec.num_steps} batches"
-    if is_endless(spec.dataset):
+    if is_endless(spec.data):
         text = "Its dataset has no end, so the evaluation would never end."
         here.error(f"{text} Set num_steps in its EvalSpec, or give a finite dataset.")
         return "endless batches"
     if known is None:
+        if batches is None:
+            return "batches"
         known, has_ended = _count(batches)
         if not has_ended:
             if known == _LOOK_BATCHES:

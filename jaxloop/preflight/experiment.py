@@ -8,6 +8,7 @@ from etils import epath
 
 from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.forecast import Calls
 from jaxloop.position import PositionedIterator
 from jaxloop.preflight.report import Findings
@@ -26,8 +27,10 @@ class Experiment:
       eval_loops: One loop for each `EvalSpec`.
       checkpoint_spec, workdir, log_interval: See `OuterLoop`.
       source_of: A function that opens a dataset as the run would.
+      savers: The actions that save checkpoints.
       passes: The number of epochs that the last call completed, in case this run continues from there.
       topology: The TPUs to compile the train step for; None for the devices of its partitioner.
+      is_starting: True if the run is about to start, so that the check must neither read batches nor trace anything.
     """
 
     spec: RunSpec
@@ -37,8 +40,10 @@ class Experiment:
     workdir: epath.PathLike | None
     log_interval: int | Schedule
     source_of: Callable[[Any], PositionedIterator]
+    savers: Sequence[CheckpointAction]
     passes: int
     topology: str | None = None
+    is_starting: bool = False
 
     @property
     def evaluations(self) -> list[tuple[str, ActionLoop, EvalSpec]]:
