@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxloop import checks, types
-from jaxloop.batching import batched, mixture
+from jaxloop.batching import batched
 from jaxloop.fingerprint import describe_source
 from jaxloop.position import PositionedIterator, skippable, with_options
 from jaxloop.sources import IndexedBatches, is_endless, is_function, library, num_batches
@@ -21,7 +21,6 @@ __all__ = [
     "from_state",
     "is_endless",
     "is_one_pass",
-    "mixture",
     "num_batches",
     "numpy_batch",
     "peek",
@@ -268,7 +267,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     [{'x': array([2, 3])}, {'x': array([6, 7])}]
 
     Args:
-      data: A dataset of one of the kinds listed above. The results of `batched` and `mixture` are treated like those of
+      data: A dataset of one of the kinds listed above. The results of `batched` are treated like those of
         `from_index`.
       process_index: The index of the process; None for `jax.process_index()`.
       process_count: The number of processes; None for `jax.process_count()`.
@@ -296,7 +295,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
             if whole is None
             else lambda number: shard_for_process(whole(number), process_index=place, process_count=count)
         )
-        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, num_before=None, make_pass=make_pass)
+        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, make_pass=make_pass)
     if isinstance(data, list | tuple):
         return type(data)(_rows_of_process(batch, place, count) for batch in data)
     kinds = {base.__name__ for base in type(data).__mro__}

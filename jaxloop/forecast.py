@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, final
 
 from jaxloop.actions.action import Action
@@ -129,8 +129,7 @@ class Course:
       spec: The arguments of the run, including its length.
       begin: The point at which the run begins.
       batches_in_pass: The number of batches in an epoch; None if it is unknown.
-      rows: The number of examples in a batch, or a function that returns the total number in the first `n` batches of
-        an epoch.
+      rows: The number of examples in a batch.
       updates_per_step: The number of optimizer updates per batch, as in `Step.updates_per_step`.
       stopped_at: The step at which the schedule `stop` ends the run; None if it can't be predicted.
       most_moments: The maximum number of moments to predict.
@@ -139,7 +138,7 @@ class Course:
     spec: RunSpec
     begin: Begin = dataclasses.field(default_factory=Begin)
     batches_in_pass: int | None = None
-    rows: int | Callable[[int], int] = 1
+    rows: int = 1
     updates_per_step: int = 1
     stopped_at: int | None = None
     most_moments: int = 20_000
@@ -288,9 +287,7 @@ class Course:
 
     def _elapsed_at(self, step: int, loops: int, previous: Elapsed | None = None, *, is_last: bool = False) -> Elapsed:
         batches = (step - self.start.steps) // self.updates_per_step
-        rows, before = self.rows, self.begin.batches
-        samples = batches * rows if isinstance(rows, int) else rows(before + batches) - rows(before)
-        return Elapsed(step, self.start.samples + samples, self.start.time, loops, is_last, previous)
+        return Elapsed(step, self.start.samples + batches * self.rows, self.start.time, loops, is_last, previous)
 
 
 class _Probe(Action):

@@ -86,15 +86,13 @@ class IndexIterator(Iterator[types.Batch]):
 @final
 @dataclasses.dataclass(frozen=True)
 class IndexedBatches(Iterable[types.Batch]):
-    """The kind of dataset that is returned by `from_index`, `batched`, `mixture` and `from_state`.
+    """The kind of dataset that is returned by `from_index`, `batched` and `from_state`.
 
     Attributes:
       make_batch: A pure function that returns the batch with a given number.
       num_batches: The number of batches in an epoch; None for an endless dataset.
       firsts: A pair `(size, number)` for each batch size that is known in advance, in ascending order. `number` is the
         number of the first batch that has `size` examples.
-      num_before: A function that returns the total number of examples in the batches before a given batch; None if
-        unknown.
       transform_name: A name to include in the fingerprint by which a resumed run recognizes its dataset.
       reads_state: True if `make_batch` returns functions that make the batches from the train state and the step.
       make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0);
@@ -104,7 +102,6 @@ class IndexedBatches(Iterable[types.Batch]):
     make_batch: Callable[[int], types.Batch]
     num_batches: int | None
     firsts: tuple[tuple[int, int], ...] = ()
-    num_before: Callable[[int], int] | None = None
     transform_name: str = ""
     reads_state: bool = False
     make_pass: Callable[[int], "IndexedBatches"] | None = None

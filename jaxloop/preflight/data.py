@@ -90,14 +90,11 @@ def course_of(
 ) -> Course:
     """Predicts the course of the run from the point where it begins.
 
-    `rows` is the number of examples per batch, unless the data say it; see `Course.most_moments`.
+    `rows` is the number of examples per batch if no batch was read; see `Course.most_moments`.
     """
     spec, train_loop = experiment.spec, experiment.train_loop
-    size: Any = checks.num_examples(data.first[0]) if data.first else rows
+    size = checks.num_examples(data.first[0]) if data.first else rows
     updates = 1 if train_loop is None else train_loop.step.updates_per_step
-    declared = indexed(data.source)
-    if declared is not None and declared.num_before is not None and spec.epochs is None:
-        size = declared.num_before
     course = Course(spec, begin, data.num_batches, size or 1, updates, most_moments=most_moments)
     return course if spec.stop is None else course.ended_by(spec.stop)
 
