@@ -18,7 +18,6 @@ __all__ = [
     "batched",
     "batches",
     "from_index",
-    "from_state",
     "is_endless",
     "is_one_pass",
     "num_batches",
@@ -217,36 +216,6 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
     return IndexedBatches(make_batch, num_batches)
 
 
-def from_state(make_batch: Callable[[Any, int], types.Batch]) -> IndexedBatches:
-    """Returns an endless training dataset whose batches depend on the train state, as in active learning.
-
-    Each batch is `make_batch(state, step)`, where `state` is the train state before the update and `step` (an int) is
-    the number of completed updates. If the function is pure, a resumed run uses the same batches as an uninterrupted
-    one.
-
-    Such a dataset is slow, because batches can't be made ahead of time and each step is dispatched separately. If the
-    function reads a value of the state on the host, the host waits for the previous step, and then the devices wait for
-    the batch. If the function only calls compiled functions, for example to let a policy act in a compiled environment,
-    the host doesn't wait.
-
-    The step donates the state, so the function must not keep it, and the batch must not contain any of the state's
-    arrays. This dataset can't be used with evaluations, `fit`, `jaxloop.functional.loop` or multi-process jobs.
-
-    >>> from jaxloop import TrainLoop, examples
-    >>> step, state, batches = examples.tiny_regression()
-    >>> hardest = lambda state, step: batches[int(abs(state.params["bias"][0]) > 0.1)]
-    >>> state, outputs = TrainLoop(step)(state, from_state(hardest), num_steps=5)
-    >>> len(outputs["loss"])
-    5
-
-    Args:
-      make_batch: A pure function of the train state and the step.
-    """
-    if not callable(make_batch):
-        raise TypeError(f"from_state takes a function of the state and the step, got {checks.describe(make_batch)}.")
-    return IndexedBatches(lambda index: make_batch, None, transform_name="from_state", reads_state=True)
-
-
 # Several processes ---------------------------------------------------------------------------------------
 
 
@@ -286,8 +255,6 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
         return data
     if isinstance(data, IndexedBatches):
         make_batch = lambda index: _rows_of_process(data.make_batch(index), place, count)
-        if data.reads_state:
-            raise TypeError("shard_for_process doesn't accept from_state, which works in a single process only.")
         firsts = tuple((size // count, number) for size, number in data.firsts)
         whole = data.make_pass
         make_pass = (

@@ -5,7 +5,7 @@ from typing import Any, final
 
 from jaxloop import types
 from jaxloop.agreement import JointReader
-from jaxloop.sources import NO_DATA, check_is_dataset, is_function, made_by, reads_state
+from jaxloop.sources import NO_DATA, check_is_dataset, is_function
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
@@ -45,7 +45,6 @@ class Feed(Iterator[types.Batch]):
       dataset: The iterator.
       joint: The reader shared by all processes; None if there is only one process.
       ahead: The batches that have been read but not used yet.
-      reads_state: True if the dataset yields functions that make the batches; see `jaxloop.data.from_state`.
       has_ended: True if the dataset has ended and all of its batches have been used.
     """
 
@@ -58,7 +57,6 @@ class Feed(Iterator[types.Batch]):
         self.dataset = dataset
         self.ahead: list[types.Batch] = []
         self.has_ended: bool = False
-        self.reads_state: bool = reads_state(dataset)
         self._read = dataset.__next__ if read is None else lambda: read(dataset)
         self.joint: JointReader | None = join and join(self._read)
         if self.joint is not None:
@@ -76,13 +74,9 @@ class Feed(Iterator[types.Batch]):
         if self.joint is not None:
             self.joint.begin(limit, len(self.ahead))
 
-    def reader_fn(self, state: Any = None, step_num: int = 0) -> Callable[[], types.Batch]:
-        """Returns a function that reads the next batch. The function stays valid until another method is called.
-
-        If `reads_state` is True, the function makes the batch from `state` and `step_num`, and may be called only once.
-        """
-        read = self._read if not self.ahead and self._error is None else self._next
-        return (lambda: made_by(read(), state, step_num)) if self.reads_state else read
+    def reader_fn(self) -> Callable[[], types.Batch]:
+        """Returns a function that reads the next batch. The function stays valid until another method is called."""
+        return self._read if not self.ahead and self._error is None else self._next
 
     def __iter__(self) -> Iterator[types.Batch]:
         return self

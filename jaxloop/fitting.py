@@ -30,7 +30,7 @@ from jaxloop.loss_step import LossFn, LossStep
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.preflight import Report
 from jaxloop.schedules import Schedule, every, last
-from jaxloop.sources import pass_of, reads_state
+from jaxloop.sources import pass_of
 from jaxloop.specs import CheckpointSpec, EvalSpec
 from jaxloop.text import suggests
 from jaxloop.train_loop import TrainLoop
@@ -193,8 +193,6 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     monitor_of("monitor", monitor)
     if monitor is not None and workdir is None:
         raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
-    if reads_state(train_dataset):
-        raise TypeError("fit doesn't accept from_state, because it reads a batch to make the state. Use an OuterLoop.")
     passes, eval_passes, num_passes = _data(train_dataset, eval_dataset, train_epochs, train_total_steps)
     partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
     if metrics is not None and not isinstance(metrics, Mapping):

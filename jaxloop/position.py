@@ -25,7 +25,6 @@ from jaxloop.sources import (
     num_batches,
     pass_of,
     random_state,
-    reads_state,
     source_of,
     unknown_reason,
 )
@@ -244,11 +243,6 @@ class PositionedIterator(Iterator[types.Batch]):
             have already been read, the caller must make sure that those were left out too. `seek` clears the numbers.
         """
         self._left_out = tuple(sorted(set(numbers)))
-        if self._left_out and reads_state(self):
-            raise ValueError(
-                f"Batches {', '.join(map(str, self._left_out))} can't be left out, because from_state makes each batch "
-                "from the state, and would make the same ones again. Remove skip=, SpikeGuard and other detours."
-            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self._dataset)}, after {self._count} batches)"

@@ -86,7 +86,7 @@ class IndexIterator(Iterator[types.Batch]):
 @final
 @dataclasses.dataclass(frozen=True)
 class IndexedBatches(Iterable[types.Batch]):
-    """The kind of dataset that is returned by `from_index`, `batched` and `from_state`.
+    """The kind of dataset that is returned by `from_index` and `batched`.
 
     Attributes:
       make_batch: A pure function that returns the batch with a given number.
@@ -94,7 +94,6 @@ class IndexedBatches(Iterable[types.Batch]):
       firsts: A pair `(size, number)` for each batch size that is known in advance, in ascending order. `number` is the
         number of the first batch that has `size` examples.
       transform_name: A name to include in the fingerprint by which a resumed run recognizes its dataset.
-      reads_state: True if `make_batch` returns functions that make the batches from the train state and the step.
       make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0);
         None if all passes are the same.
     """
@@ -103,7 +102,6 @@ class IndexedBatches(Iterable[types.Batch]):
     num_batches: int | None
     firsts: tuple[tuple[int, int], ...] = ()
     transform_name: str = ""
-    reads_state: bool = False
     make_pass: Callable[[int], "IndexedBatches"] | None = None
 
     def __iter__(self) -> IndexIterator:
@@ -147,12 +145,6 @@ def pass_of(data: Any, number: int = 0) -> Any:
     """Returns the batches of one pass over a dataset that `batched` made. Returns all other datasets unchanged."""
     found = None if hasattr(data, "__next__") else indexed(data)
     return data if found is None or found.make_pass is None else found.make_pass(number)
-
-
-def reads_state(data: Any) -> bool:
-    """Returns True if a dataset or an iterator reads batches that come from `jaxloop.data.from_state`."""
-    found = indexed(data)
-    return found is not None and found.reads_state
 
 
 def _innermost(data: Any) -> Any:

@@ -12,7 +12,6 @@ import pytest
 from flax import linen as nn
 
 import jaxloop
-import jaxloop.functional as jf
 from jaxloop import at, data, every
 
 ROWS = 100
@@ -60,14 +59,6 @@ def shuffled():
     return data.batched(DATASET, 8, seed=3)
 
 
-def from_state():
-    def make_batch(state, step):
-        rows = (np.arange(4) + step + int(abs(state.params["kernel"][0, 0]) * 1000)) % ROWS
-        return {name: leaf[rows] for name, leaf in DATASET.items()}
-
-    return data.from_state(make_batch)
-
-
 def rows_of(batches, number=None):
     return [batch["row"].tolist() for batch in itertools.islice(batches, number)]
 
@@ -75,10 +66,9 @@ def rows_of(batches, number=None):
 # Resuming -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [shuffled, from_state])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_run_resumed_after_every_step_is_bit_identical(make, prefetch, tmp_path, logs):
-    dataset = lambda: data.prefetch(make(), prefetch) if prefetch else make()
+def test_run_resumed_after_every_step_is_bit_identical(prefetch, tmp_path, logs):
+    dataset = lambda: data.prefetch(shuffled(), prefetch) if prefetch else shuffled()
     total = 10
     _, state, history = train(dataset(), total)
     for step_num in range(1, total + 1):
@@ -203,7 +193,6 @@ def test_epochs_of_endless_data_raise():
     [
         lambda broken: data.from_index(broken, num_batches=10),
         lambda broken: data.batched(broken, 1),
-        lambda broken: data.from_state(lambda state, step: broken(step)),
     ],
 )
 def test_stop_iteration_in_a_batch_function_does_not_end_the_data(make):
@@ -430,96 +419,30 @@ def test_format_decides_whether_a_hugging_face_dataset_is_accepted(monkeypatch):
 # Batches from the state -------------------------------------------------------------------------------------
 
 
-def test_from_state_makes_each_batch_from_the_newest_state():
-    step, seen = Regression(), []
+class FromState(Regression):
+    """Makes each batch from the state, in `begin`."""
 
-    def make_batch(state, step_num):
-        assert type(step_num) is int and int(state.step) == step_num
-        seen.append(float(state.params["kernel"][0, 0]))
-        return {name: leaf[step_num : step_num + 4] for name, leaf in DATASET.items()}
-
-    loop = jaxloop.TrainLoop(step)
-    state, outputs = loop(step.initialize_model([1, 3]), data.from_state(make_batch), num_steps=6)
-    assert len(set(seen)) == 6 and loop.num_examples == [4] * 6
-    assert outputs["rows"] == [sum(range(number + 1, number + 5)) for number in range(6)]
-    state, outputs = loop(state, data.from_state(make_batch), num_steps=2)
-    assert outputs["rows"][0] == 7 + 8 + 9 + 10
+    def begin(self, state, batch):
+        assert batch is None
+        rows = (np.arange(4) + int(state.step) + int(abs(state.params["kernel"][0, 0]) * 1000)) % ROWS
+        return state, {name: leaf[rows] for name, leaf in DATASET.items()}
 
 
-def test_auto_steps_per_dispatch_is_1_with_from_state(logs):
-    _, state, _ = train(from_state(), 40, steps_per_dispatch="auto")
-    assert any("'auto' uses 1, because from_state reads the state" in message for message in logs.messages)
-    assert_same(state, train(from_state(), 40)[1])
+def test_a_step_without_data_makes_each_batch_from_the_newest_state(tmp_path):
+    def run(total_steps, directory):
+        step = FromState()
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=every(steps=1), workdir=directory)
+        state, _ = outer_loop(step.initialize_model([1, 3]), train_total_steps=total_steps)
+        return state, outer_loop.history.collect("train.rows")
 
-
-def test_check_makes_the_batch_from_the_state():
-    step = Regression()
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
-    for state in (step.initialize_model([1, 3]), step.abstract_state([1, 3])):
-        report = outer_loop.check(state, from_state(), 10, 5)
-        assert not report.problems and "made from the state" in report.plan["train data"], str(report)
-    wrong = data.from_state(lambda state, step: {"x": "text"})
-    report = outer_loop.check(step.initialize_model([1, 3]), wrong, 10)
-    assert "the string 'text'" in str(report) and not report.ok
-
-
-def test_rewind_supports_from_state(tmp_path):
-    _, _, history = train(from_state(), 6, tmp_path)
-    step = Regression()
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(tmp_path, interval=every(steps=1))]),
-        checkpoint_spec=jaxloop.CheckpointSpec(tmp_path),
-        log_interval=every(steps=1),
-    )
-    before = jaxloop.rewind(tmp_path, outer_loop, 4, state=step.initialize_model([1, 3]), train_dataset=from_state())
-    assert int((before.batch["row"] + 1).sum()) == history.collect("train.rows")[3]
-
-
-def evaluate(step, state):
-    return jaxloop.EvalLoop(step)(state, from_state(), num_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("run", "error", "message"),
-    [
-        (lambda step, state: data.from_state([1]), TypeError, "takes a function of the state and the step, got list"),
-        (evaluate, ValueError, "from_state makes training data"),
-        (
-            lambda step, state: jaxloop.TrainLoop(step, steps_per_dispatch=4)(state, from_state(), num_steps=8),
-            ValueError,
-            "steps_per_dispatch=4 runs several steps at once",
-        ),
-        (lambda step, state: jf.loop(state, from_state(), {every(1): step}, stop=3), TypeError, "jf.loop doesn't"),
-        (
-            lambda step, state: jaxloop.fit(step, from_state(), train_total_steps=3),
-            TypeError,
-            "fit doesn't accept from_state",
-        ),
-    ],
-)
-def test_unsupported_uses_of_from_state_raise(run, error, message):
-    step = Regression()
-    with pytest.raises(error, match=message):
-        run(step, step.initialize_model([1, 3]))
-
-
-def test_check_rejects_several_steps_per_dispatch_with_from_state():
-    step = Regression()
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, steps_per_dispatch=4))
-    assert "runs several steps at once" in str(outer_loop.check(step.initialize_model([1, 3]), from_state(), 8))
-
-
-def test_error_in_from_state_names_the_step():
-    step = Regression()
-    with pytest.raises(ZeroDivisionError) as raised:
-        jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), data.from_state(lambda state, step: 1 // 0), num_steps=3)
-    assert "in the dataset, after step 0" in str(raised.value.__notes__)
-
-
-def test_from_state_batches_cannot_be_skipped_or_compiled_ahead():
-    loop = jaxloop.TrainLoop(Regression())
-    state = loop.step.initialize_model([1, 3])
-    with pytest.raises(ValueError, match="Batches 2 can't be left out, because from_state makes each batch"):
-        jaxloop.OuterLoop(loop, skip=[2])(state, from_state(), train_total_steps=4)
-    with pytest.raises(ValueError, match="from_state makes its batches while training. Compile with the shapes"):
-        jaxloop.TrainLoop(Regression()).compile(Regression().initialize_model([1, 3]), from_state())
+    state, rows = run(6, tmp_path / "whole")
+    step = FromState()
+    by_hand = step.initialize_model([1, 3])
+    for number in range(6):
+        by_hand, outputs = step(by_hand, None)
+        assert float(outputs["rows"]) == rows[number]
+    assert_same(state.params, by_hand.params)
+    run(3, tmp_path / "broken")
+    resumed, rows_again = run(6, tmp_path / "broken")
+    assert_same(state, resumed)
+    assert rows_again == rows and len(set(rows)) > 1

@@ -102,7 +102,7 @@ class Program:
         through this method and `_run_one`, so these two determine a loop's overhead.
         """
         clock, interrupt, deadline = dispatches.clock, dispatches.interrupt, dispatches.deadline
-        read = feed.reader_fn(dispatches.state, dispatches.step_num)
+        read = feed.reader_fn()
         observers, add_outputs, add_number = self.observers, dispatches.outputs.append, dispatches.num_examples.append
         run_one, enter, leave = self._run_one, self._compiled.enter, self._compiled.leave
         if self.custom_step is not None:

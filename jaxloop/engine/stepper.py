@@ -15,7 +15,7 @@ from jaxloop.engine.progress import Progress
 from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, OutputQueue
 from jaxloop.schedules import NEVER, Elapsed
-from jaxloop.sources import indexed, reads_state
+from jaxloop.sources import indexed
 from jaxloop.step import Step
 
 # The scalars of at most this many steps stay on the devices until something reads them.
@@ -157,8 +157,6 @@ class Stepper:
         """Compiles everything needed to run steps on batches like this one; see `Loop.compile`."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         dataset = indexed(batch)
-        if reads_state(batch):
-            raise ValueError("from_state makes its batches while training. Compile with the shapes of a batch instead.")
         batches = [batch] if dataset is None else dataset.first_of_each_size()
         with self._step.watched(self.guard.watch):
             for each, number in itertools.product(batches, sorted({at_once, 1}, reverse=True)):
@@ -186,12 +184,6 @@ class Stepper:
     def begin(self, dataset: Iterator[types.Batch], num_batches: int | None) -> None:
         """Prepares to read at most `num_batches` batches (or all batches, if None) from an iterator."""
         call, feed = self.call, self._feed_of(dataset)
-        if feed.reads_state:
-            if problem := self.problem_of_data(dataset):
-                raise ValueError(problem)
-            if self.steps_per_dispatch is None:
-                logging.info("steps_per_dispatch='auto' uses 1, because from_state reads the state before each step.")
-                self.steps_per_dispatch = 1
         feed.begin(num_batches)
         if self._job.is_shared and not feed.num_ahead:
             self.source.mark()  # From here on, batches are read ahead, and some sources lose track of their position.
@@ -234,7 +226,7 @@ class Stepper:
         program, queue, feed = call.program, call.queue, self._feed
         assert program is not None and queue is not None
         clock_is_shared = self._job.is_shared and secs < math.inf  # Runs step by step.
-        if program.custom_step is not None or clock_is_shared or feed.reads_state:
+        if program.custom_step is not None or clock_is_shared:
             room = 1
         else:
             room = min(left, -(-(step - self._progress.steps) // call.updates))
@@ -377,21 +369,6 @@ class Stepper:
                 self._step.batch_watch.declared_sizes = () if found is None else found.batch_sizes
         return self._feed
 
-    def problem_of_data(self, dataset: Any) -> str | None:
-        """Returns the reason why a dataset that reads the state can't be used here, or None if there is no problem."""
-        if not reads_state(dataset):
-            return None
-        if self.evaluates or not self.call.trains:
-            return "from_state makes training data. Give an evaluation batches that don't depend on the state."
-        if self._job.is_shared:
-            return "from_state works in a single process only, because a batch must be counted before it is made."
-        if (self.steps_per_dispatch or 1) > 1:
-            return (
-                f"steps_per_dispatch={self.steps_per_dispatch} runs several steps at once, but from_state makes each "
-                "batch from the newest state. Use steps_per_dispatch=1."
-            )
-        return None
-
     def _join(self, read: Callable[[], types.Batch]) -> agreement.JointReader:
         """Returns a reader that reads batches jointly with the other processes."""
         stopwatch = self._progress.stopwatch
@@ -429,7 +406,7 @@ class Stepper:
 
     def next_batch(self, dataset: Iterator[types.Batch], state: Any) -> types.Batch:
         """Returns the batch that the next step would receive if it ran on this state."""
-        return self._feed_of(dataset).reader_fn(state, self._progress.steps)()
+        return self._feed_of(dataset).reader_fn()()
 
     def set_source(self, source: Any) -> None:
         """Sets the source that counts the next call's batches. Pass None if there is no source.

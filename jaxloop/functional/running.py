@@ -29,7 +29,7 @@ from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never
-from jaxloop.sources import NO_DATA, num_batches, reads_state
+from jaxloop.sources import NO_DATA, num_batches
 from jaxloop.specs import RunSpec
 from jaxloop.text import announce, quiet_orbax, suggests
 from jaxloop.whole_run import Resumed, WholeRun, reconcile_hyperparams
@@ -97,8 +97,6 @@ def loop(
         if stop is None:
             raise ValueError("jf.loop got no dataset, so nothing ends it. Give stop.")
         dataset = NO_DATA
-    if reads_state(dataset):
-        raise TypeError("jf.loop doesn't accept from_state. Make the batch in a callback, which receives the state.")
     stopwatch, tasks = timing.Stopwatch(clock), list(_pairs(tasks))
     history = _history_for(tasks) if history is None else history
     begin = elapsed or Elapsed()

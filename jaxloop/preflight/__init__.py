@@ -97,7 +97,7 @@ def _without_invalid_counts(experiment: Experiment) -> Experiment:
 
 def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Action, Calls]:
     state = check_state(given, found.at("the state"))
-    data = open_train_data(experiment, state, found)
+    data = open_train_data(experiment, found)
     begin = check_checkpoints(experiment, state, data, found)
     calls = _check_course(experiment, course_of(experiment, begin, data), state, data, found)
     if data.source is not None and not experiment.spec.has_iterator:  # The run will keep reading from an iterator.

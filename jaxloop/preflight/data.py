@@ -8,14 +8,14 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxloop import checks, metrics, types
+from jaxloop import checks, types
 from jaxloop.data import is_endless, is_one_pass, num_batches
 from jaxloop.feed import as_iterator
 from jaxloop.forecast import Begin, Course
 from jaxloop.position import PositionedIterator
-from jaxloop.preflight.experiment import Experiment, Part, State
+from jaxloop.preflight.experiment import Experiment, Part
 from jaxloop.preflight.report import Findings
-from jaxloop.sources import NO_DATA, fork_warning, indexed, reads_state
+from jaxloop.sources import NO_DATA, fork_warning, indexed
 from jaxloop.specs import EvalSpec
 
 # The limits for reading an eval dataset of unknown length to its end.
@@ -49,7 +49,7 @@ class TrainData:
         return declared.first_of_each_size()
 
 
-def open_train_data(experiment: Experiment, state: State, found: Findings) -> TrainData:
+def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
     """Opens the training dataset, and peeks at its first batch."""
     dataset, opened = experiment.spec.data, TrainData()
     if experiment.train_loop is None:
@@ -65,24 +65,12 @@ def open_train_data(experiment: Experiment, state: State, found: Findings) -> Tr
             batch = source.peek()
         except StopIteration:
             raise checks.empty_dataset(dataset) from None
-        if reads_state(source):
-            if problem := experiment.train_loop.engine.stepper.problem_of_data(source):
-                found.at("the train data").error(problem)
-            found.plan["train data"] = "endless batches, made from the state before each step"
-            return TrainData(source, _batch_from_state(batch, state))
         known = num_batches(source)
         count = f"{known:,} batches" if known is not None else "endless batches" if is_endless(source) else "batches"
         shown = f"{count} of {checks.batch_in_words(batch)}"
         found.plan["train data"] = "none: run gets None as its batch" if dataset is NO_DATA else shown
         return TrainData(source, [batch], known)
     return opened
-
-
-def _batch_from_state(make_batch: Any, state: State) -> Sequence[types.Batch]:
-    """Returns a list with the batch that `from_state` makes from the state; empty if the state consists of shapes."""
-    if state.values is None:
-        return ()
-    return [make_batch(state.values, int(metrics.fetch(getattr(state.values, "step", 0))))]
 
 
 def course_of(
