@@ -328,7 +328,7 @@ def test_a_model_that_chooses_its_shardings_trains_on_explicit_axes(steps_per_di
     assert state.params["up"].sharding == up and state.opt_state[0].trace["up"].sharding == up
     _, _, batches = examples.tiny_regression()
     run = OuterLoop(TrainLoop(step, steps_per_dispatch=steps_per_dispatch))
-    assert run.check(state, batches, 6).ok
+    assert run.check(state, batches, 6, 2).ok
     state, outputs = run(state, batches, 6)
     assert state.params["up"].sharding == up and outputs["loss"][-1] < outputs["loss"][0]
 

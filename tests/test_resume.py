@@ -76,7 +76,11 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
     before = [path.read_bytes() for path in written]
     other_state = other_loop.step.initialize_model([1, 3])
     for make, args, message in [
-        (lambda: OuterLoop(loop, workdir=tmp_path), (STATE, BATCHES, 20), "among the checkpoints of another run"),
+        (
+            lambda: OuterLoop(loop, None, None, workdir=tmp_path),
+            (STATE, BATCHES, 20),
+            "among the checkpoints of another run",
+        ),
         (lambda: OuterLoop(loop, None, CheckpointSpec(tmp_path)), (STATE, BATCHES[:30], 20), "list of 100 -> list of"),
         (lambda: OuterLoop(other_loop, None, CheckpointSpec(tmp_path)), (other_state, BATCHES, 20), "does not fit"),
         (
@@ -95,7 +99,7 @@ def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, wa
         injected = optax.inject_hyperparams(optax.sgd)(rate, momentum=optax.linear_schedule(0.0, 0.9, 10))
         step = type(STEP)(STEP.base_prng, STEP.model, optax.chain(optax.clip(1.0), injected), train=True)
         save, spec = CheckpointAction(tmp_path, every(steps=5)), CheckpointSpec(tmp_path, **options)
-        outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), checkpoint_spec=spec)
+        outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), checkpoint_spec=spec, log_interval=every(steps=5))
         state, _ = outer_loop(step.initialize_model([1, 3]), BATCHES, total)
         return float(state.opt_state[1].hyperparams["learning_rate"])
 

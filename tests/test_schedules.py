@@ -330,7 +330,7 @@ def run_with(schedule):
     """Runs 20 steps, and returns the outer loop's `check`, and the steps at which the schedule fired."""
     step, state, batches = examples.tiny_regression(num_batches=20)
     action = FirstOutputs(schedule)
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]))
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]), log_interval=every(steps=5))
     return outer_loop.check(state, batches), lambda: (outer_loop(state, batches), action.steps)[1]
 
 

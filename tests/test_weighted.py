@@ -416,8 +416,8 @@ def test_a_metric_without_data_in_an_interval_is_not_measured_there(options, wri
     batches = [{"x": np.ones([8, 4], np.float32), "is_b": np.full([8], step // 10 % 2 == 1)} for step in range(60)]
     step = TwoTasks(jax.random.key(0), NETWORK, optax.sgd(0.01), train=True)
     when = every(steps=10)
-    stopping = jaxloop.EarlyStoppingAction("b_loss", patience=10, interval=when)
-    guard = jaxloop.EarlyStoppingAction("train/b_loss", patience=10, interval=when)
+    stopping = jaxloop.EarlyStoppingAction("b_loss", patience=5, interval=when)
+    guard = jaxloop.EarlyStoppingAction("train/b_loss", patience=5, interval=when)
     loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.SummaryAction(writer, when), stopping, guard], **options)
     outer_loop = jaxloop.OuterLoop(loop, log_interval=when)
     state, _ = outer_loop(step.initialize_model([1, 4]), batches)

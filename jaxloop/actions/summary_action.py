@@ -81,7 +81,7 @@ class SummaryAction(WriterAction):
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         super().begin_run(step_num, can_resume=can_resume)
-        self._last_written = (-1, set())
+        self._queue.last_steps.clear()
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
         """Returns the call that writes a non-scalar metric."""
