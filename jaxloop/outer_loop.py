@@ -203,7 +203,6 @@ class OuterLoop:
         *,
         stop: Schedule | None = None,
         train_epochs: int | None = None,
-        on_exhausted: str = "stop",
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         """Runs the experiment to its end.
 
@@ -231,15 +230,13 @@ class OuterLoop:
             loop, so `train_loop_steps` must be None. If `train_total_steps` is given too, the run ends at whichever
             comes first. A checkpoint stores the epoch and the position within it. If the order of later epochs can't be
             reproduced, a warning is logged at the start of the run.
-          on_exhausted: What to do if the training dataset ends before `train_total_steps`: "stop" ends the run with a
-            warning; "raise" saves the last step and raises an error.
 
         Returns:
           `(state, outputs)`. The outputs are those of the last train loop or, without a train loop, those of the last
           eval loop. They are None if no loop ran.
         """
         specs = named(eval_specs)
-        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
+        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs)
         for error in self._errors_of(spec):
             raise error
         checks.check_alive(state, "OuterLoop(...)")
@@ -326,7 +323,6 @@ class OuterLoop:
         *,
         stop: Schedule | None = None,
         train_epochs: int | None = None,
-        on_exhausted: str = "stop",
         topology: str | None = None,
     ) -> preflight.Report:
         """Checks the arguments of a run without running any steps. Returns the run's plan and all problems found.
@@ -363,7 +359,7 @@ class OuterLoop:
           errors. The check doesn't write any files, but creates missing directories for checkpoints and the history.
         """
         specs = named(eval_specs)
-        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
+        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs)
         return preflight.check(self._experiment(spec, topology), state, self._errors_of(spec))
 
     def _experiment(self, spec: RunSpec, topology: str | None = None) -> preflight.Experiment:

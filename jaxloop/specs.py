@@ -190,7 +190,6 @@ class RunSpec:
     eval_specs: Sequence[EvalSpec] = ()
     stop: Schedule | None = None
     epochs: int | None = None
-    on_exhausted: str = "stop"
 
     def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
         """Yields the errors in these arguments, given the `OuterLoop`'s train step and its number of eval loops."""
@@ -242,8 +241,6 @@ class RunSpec:
                 "give train_total_steps or stop, because nothing else ends the run."
             )
         yield from self._errors_of_evaluations(num_eval_loops)
-        if self.on_exhausted not in ("stop", "raise"):
-            yield ValueError(f'on_exhausted must be "stop" or "raise", got {self.on_exhausted!r}.')
 
     def _errors_of_evaluations(self, num_eval_loops: int) -> Iterator[Exception]:
         specs = self.eval_specs
@@ -297,7 +294,7 @@ class RunSpec:
 
     def description(self) -> list[str]:
         """Returns lines of text that describe the run. They must be identical in all processes of a job."""
-        names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
+        names = ("total_steps", "loop_steps", "epochs", "stop")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),
             *(f"EvalSpec {spec.name!r}: {spec.num_steps} steps" for spec in self.eval_specs),

@@ -321,21 +321,21 @@ class Training:
         return self.spec.epochs is None or self.spec.has_iterator or number >= self.spec.epochs
 
     def _has_next_epoch(self, step_num: int) -> bool:
-        """Returns whether there is another epoch. If not, logs the reason or raises an error."""
+        """Returns whether there is another epoch. If not, logs the reason."""
         total_steps, epochs = self.spec.total_steps, self.spec.epochs
         if not self._is_last_epoch(self.run.passes):
             return True
-        text = f"The training dataset ended at step {step_num} of train_total_steps={total_steps}"
         if epochs is not None and self.run.passes >= epochs:
             logging.info("The last of %d epochs ended at step %d.", epochs, step_num)
         elif total_steps in (None, step_num):
             logging.info("The training dataset ended at step %d.", step_num)
-        elif self.spec.on_exhausted == "raise":
-            raise agreement.known_to_all_processes(
-                ValueError(f"{text}. Repeat the dataset, or lower train_total_steps.")
-            )
         else:
-            logging.warning("%s, so the run ends, too. Repeat the dataset, or lower train_total_steps.", text)
+            logging.warning(
+                "The training dataset ended at step %d of train_total_steps=%s, so the run ends, too. Repeat the "
+                "dataset, or lower train_total_steps.",
+                step_num,
+                total_steps,
+            )
         return False
 
     # Resuming ------------------------------------------------------------------------------------

@@ -247,12 +247,6 @@ MISTAKES = {
         "end at step 20, after 20 batches, and train_total_steps=300",
         False,
     ),
-    "train data that end early, with on_exhausted='raise'": (
-        {"data": [batch_of()] * 20, "options": {"on_exhausted": "raise"}},
-        "the train data",
-        "end at step 20",
-        True,
-    ),
     "an endless run": (
         {"options": {"train_total_steps": None}},
         "the train loop",
@@ -593,7 +587,7 @@ def test_check_reports_several_mistakes_at_once(plan, tmp_path):
         eval_data=data_of(),
         train_actions=(Report(every(1000)), STOPPING("test/acuracy", mode="max"), jaxloop.LearningRateAction(WRITER)),
         log_interval=every(700),
-        options={"on_exhausted": "loudly"},
+        options={"stop": 20},
     ).check()
     where = lambda problems: [problem.where.split("(")[0] for problem in problems]
     assert where(report.errors) == [

@@ -309,14 +309,6 @@ def test_two_checkpoint_actions_resume_from_the_newest_step_and_complete_each_ot
     assert_same(run_twice_saved(25, tmp_path), run_twice_saved(25, tmp_path / "uninterrupted"))
 
 
-def test_on_exhausted_can_raise_without_losing_steps(tmp_path):
-    with pytest.raises(ValueError, match="ended at step 8 of train_total_steps=20. Repeat the dataset"):
-        run(tmp_path, 20, BATCHES[:8], on_exhausted="raise")
-    assert checkpoint.all_steps(tmp_path) == [5, 8]
-    with pytest.raises(ValueError, match="must be .stop. or .raise., got 'warn'"):
-        run(tmp_path, 20, on_exhausted="warn")
-
-
 class Keyed(TrainLoop):
     """Stores a new key in the state when a loop begins."""
 

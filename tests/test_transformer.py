@@ -1,5 +1,7 @@
 """Tests that the transformer example learns, resumes in other layouts, and compiles for missing devices."""
 
+import importlib.util
+import pathlib
 import re
 import subprocess
 import sys
@@ -12,7 +14,12 @@ import pytest
 
 import jaxloop
 from jaxloop import checkpoint
-from jaxloop.examples import transformer
+
+PROGRAM = pathlib.Path(__file__).parents[1] / "docs" / "examples" / "transformer.py"
+_spec = importlib.util.spec_from_file_location("transformer", PROGRAM)
+assert _spec is not None and _spec.loader is not None
+transformer = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(transformer)
 
 SMALL = transformer.Size(16, 1, 2, 32, 32, 16, 1e-2, 6)
 
@@ -90,7 +97,7 @@ def test_bytes_attend_within_their_file_and_its_first_byte_has_no_loss():
 
 
 def test_a_dry_run_compiles_for_missing_devices():
-    command = [sys.executable, "-m", "jaxloop.examples.transformer", "--dry_run", "--devices=16", "--size=tiny"]
+    command = [sys.executable, PROGRAM, "--dry_run", "--devices=16", "--size=tiny"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "mesh {'data': 16}" in run.stdout and "443,008 parameters" in run.stdout

@@ -102,9 +102,7 @@ def check_length(here: Findings, experiment: Experiment, course: Course, data: T
         here.error(f"{text}, and the run goes to step {end}. Make it an int32.")
     data_end = course.end_of_pass(1)
     if spec.epochs is None and data_end is not None and end is not None and data_end < end:
-        there = here.at("the train data")
-        tell = there.error if spec.on_exhausted == "raise" else there.warn
-        tell(
+        here.at("the train data").warn(
             f"They end at step {data_end}, after {data.num_batches} batches, and train_total_steps={spec.total_steps}. "
             "Repeat the dataset (train_epochs says how often), or lower train_total_steps."
         )

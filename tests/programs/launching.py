@@ -14,6 +14,7 @@ import numpy as np
 from jaxloop import checkpoint, distributed
 
 JOB = pathlib.Path(__file__).parent / "job.py"
+TRANSFORMER = pathlib.Path(__file__).parents[2] / "docs" / "examples" / "transformer.py"
 # The exit code that the job must have after each fault of job.py.
 FAULTS = {
     "kill": 137,
@@ -136,7 +137,7 @@ def break_and_resume(directory, fault, *, at=33, place=1, then=(2, 2)):
 
 def kill_transformer_and_resume(directory):
     """Kills one of two processes of the transformer example, and resumes it; returns the problems."""
-    arguments = ["-m", "jaxloop.examples.transformer", f"--workdir={directory}", "--train_steps=12", "--write=0"]
+    arguments = [TRANSFORMER, f"--workdir={directory}", "--train_steps=12", "--write=0"]
     job = Job(*arguments, processes=2, devices=2)
     deadline = time.monotonic() + 100
     while not checkpoint.all_steps(directory / "checkpoints") and time.monotonic() < deadline:

@@ -1,12 +1,12 @@
 """Trains a decoder-only transformer, byte by byte, on the source code of Python's standard library.
 
-    python -m jaxloop.examples.transformer --workdir=runs/transformer
+    python docs/examples/transformer.py --workdir=runs/transformer
 
 This command trains the "tiny" model on a CPU, in a minute or two, and prints a sample of generated text at each
 evaluation. Ctrl-C saves the state and exits with code 130. To resume an interrupted or killed run, run the same command
 again. With the script start.sh of docs/scaling.md, the model trains in two processes, as if on two hosts:
 
-    bash start.sh 2 -m jaxloop.examples.transformer --workdir=runs/transformer
+    bash start.sh 2 docs/examples/transformer.py --workdir=runs/transformer
 
 --check prints the plan of the run and any problems, without training. --size=124m is for a GPU. --partitioner chooses
 the layout over several devices:
@@ -18,7 +18,7 @@ the layout over several devices:
 A dry run compiles a step for simulated devices and prints its cost: the memory, the FLOPs, and the communication
 between devices.
 
-    python -m jaxloop.examples.transformer --size=1b --dry_run --devices=64
+    python docs/examples/transformer.py --size=1b --dry_run --devices=64
 """
 
 import dataclasses
