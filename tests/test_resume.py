@@ -125,6 +125,19 @@ def test_data_without_a_position_are_used_as_they_come_with_a_warning(tmp_path, 
     )
 
 
+def test_an_evaluation_that_reads_a_generator_is_warned_about_and_goes_on_after_a_resume(tmp_path, warnings_logged):
+    def evaluated(total):
+        spec = EvalSpec(None, (batch for batch in BATCHES), num_steps=3, interval=every(steps=10), name="test")
+        loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=10))])
+        outer_loop = OuterLoop(loop, [EvalLoop(EVAL_STEP)], CheckpointSpec(tmp_path), log_interval=every(steps=10))
+        outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, total, eval_specs=[spec])
+        return outer_loop.history.collect("steps", "test.loss")[0]
+
+    assert evaluated(20) == [10, 20]
+    assert len([text for text in warnings_logged() if text.startswith("In the evaluation 'test': ")]) == 1
+    assert evaluated(40) == [10, 20, 30, 40]
+
+
 def test_skippable_data_skip_the_batches_already_used(tmp_path, logs, assert_same):
     dataset = data.skippable(lambda: (batch for batch in BATCHES))
     run(tmp_path / "broken", 10, dataset)
