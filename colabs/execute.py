@@ -4,8 +4,8 @@
     python colabs/execute.py custom_loop  # One notebook.
 
 Executing an unchanged notebook writes the same file, so a diff shows only real changes. The saved outputs leave out the
-times and speeds of progress bars. (On another machine, the last digits of numbers and a few pixels may differ.) Nothing
-is downloaded: scikit-learn's handwritten digits replace MNIST.
+times and speeds of progress bars, and the paths in the log. (On another machine, the last digits of numbers and a few
+pixels may differ.) Nothing is downloaded: scikit-learn's handwritten digits replace MNIST.
 """
 
 import argparse
@@ -120,6 +120,8 @@ def _kernel_environment(directory: str) -> dict[str, str]:
 
 # The times in a progress bar: `69/69 [00:02<00:00, 30.1 steps/s, loss=0.5]` becomes `69/69 [loss=0.5]`.
 _TQDM_TIMES = re.compile(r"(?<= \[)[\d:?]+<[\d:?]+, *[^,\]]+(, )?")
+# Runs log where they save, resume and stop. The paths are temporary.
+_LOGGED = re.compile(r"^INFO:(absl:| )(The (run|loop) saves|Resumed at|Stopped at).*\n?", re.MULTILINE)
 # A line that overwrites a longer one is padded with spaces.
 _SPACES_AT_ENDS = re.compile(r" +$", re.MULTILINE)
 
@@ -142,8 +144,9 @@ def normalize(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
                 if "execution_count" in output:
                     output.execution_count = count
                 if output.output_type == "stream":
-                    for pattern in (_TQDM_TIMES, _SPACES_AT_ENDS):
+                    for pattern in (_TQDM_TIMES, _LOGGED, _SPACES_AT_ENDS):
                         output.text = pattern.sub("", output.text)
+            cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     return notebook
 
 

@@ -118,6 +118,7 @@ _ALIASES = {name: type(name, (), {"__module__": "jaxloop"}) for name in ("Batch"
 
 def name_aliases(app, obj, bound_method):
     """Has annotations say `Batch`, as the source does, where Python only knows what that stands for."""
+    obj = inspect.unwrap(obj) if callable(obj) else obj
     for name, text in _annotations_in_source(obj).items():
         if re.search(rf"\btypes\.({'|'.join(_ALIASES)})\b", text):
             known = {**obj.__globals__, "types": types.SimpleNamespace(**{**vars(jaxloop.types), **_ALIASES})}

@@ -661,7 +661,7 @@ UNINTENDED = {
     ),
     "a history of one row": (
         lambda _: {},
-        {},
+        {"train_total_steps": 101},
         "history gets one row of the training, at the end. Give",
     ),
     "early stopping that can't act": (
@@ -686,7 +686,7 @@ UNINTENDED = {
 def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, warnings_logged):
     make_options, call, message = UNINTENDED[mistake]
     options = make_options(tmp_path)
-    step, state, batches = examples.tiny_regression()
+    step, state, batches = examples.tiny_regression(110)
     spec = EvalSpec(batches[:1], eval_loop_interval=options.pop("eval_loop_interval", 1))
     train_loop = TrainLoop(step, end_actions=options.pop("end_actions", None))
     outer_loop = OuterLoop(train_loop, [EvalLoop(examples.tiny_regression(train=False)[0])], **options)

@@ -61,7 +61,7 @@ def batches(num_examples):
 
 def train(step, eval_step, state, num_examples):
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step)])
-    state, _ = outer_loop(state, batches(num_examples), 1000, eval_specs=[test])
+    state, _ = outer_loop(state, batches(num_examples), 1000, 500, eval_specs=[test])
     return state, outer_loop.history.last("test.accuracy")[1]
 
 

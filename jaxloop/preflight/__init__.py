@@ -32,6 +32,9 @@ from jaxloop.preflight.step import check_memory, check_model, check_optimizer, c
 from jaxloop.schedules import Elapsed, Schedule, is_never, skipped_step
 from jaxloop.specs import EvalSpec
 
+# In a run of this many batches or fewer, such as a first try, nobody misses the rows of a history.
+_LONG_LOOP = 100
+
 __all__ = ["CheckError", "Experiment", "Problem", "Report", "check", "check_start"]
 
 
@@ -158,7 +161,12 @@ def _check_log_interval(interval: int | Schedule, course: Course, evaluates_once
     if course.calls(interval).is_never and not course.is_over and not is_never(interval):
         text = f"log_interval={interval!r} is never due, so the history would have no row of the training"
         here.warn(f"{text}: {course}.")
-    elif not isinstance(interval, Schedule) and course.is_one_loop and evaluates_once:
+    elif (
+        not isinstance(interval, Schedule)
+        and course.is_one_loop
+        and evaluates_once
+        and (course.batches_of_longest_loop or 0) > _LONG_LOOP
+    ):
         here.warn(
             f"log_interval={interval!r} counts loops, and the run is a single loop, so the history gets one row of "
             "the training, at the end. Give train_loop_steps=..., or log_interval=every(steps=...)."
