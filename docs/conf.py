@@ -76,6 +76,7 @@ _NO_COLON = "\ue000"  # Stands for a colon that napoleon shall not take for the 
 
 
 def setup(app):
+    jaxloop.fit = inspect.unwrap(jaxloop.fit)  # Autodoc looks up the names in its overloads where it was wrapped.
     app.connect("builder-inited", copy_notebooks)
     app.connect("source-read", link_to_copies)
     # Before napoleon, which reads the sections, and after it.
@@ -118,7 +119,7 @@ _ALIASES = {name: type(name, (), {"__module__": "jaxloop"}) for name in ("Batch"
 
 def name_aliases(app, obj, bound_method):
     """Has annotations say `Batch`, as the source does, where Python only knows what that stands for."""
-    obj = inspect.unwrap(obj) if callable(obj) else obj
+    obj = inspect.unwrap(obj)
     for name, text in _annotations_in_source(obj).items():
         if re.search(rf"\btypes\.({'|'.join(_ALIASES)})\b", text):
             known = {**obj.__globals__, "types": types.SimpleNamespace(**{**vars(jaxloop.types), **_ALIASES})}
