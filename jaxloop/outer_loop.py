@@ -78,10 +78,10 @@ class OuterLoop:
         resumes from checkpoints nor evaluates them. With "auto", a train loop with a `workdir` resumes from the newest
         checkpoint of its first `CheckpointAction` or, without one, from those in the subdirectory `checkpoints`.
       workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
-        is appended to the file immediately, and a resumed run appends to the same file. Unless `checkpoint_spec` is
-        None or the train loop has a `CheckpointAction`, the run also saves checkpoints, at most every minute and at the
-        end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its history to the checkpoint
-        directory; any other run doesn't write a history file.
+        is appended to the file immediately, and a resumed run appends to the same file. With `checkpoint_spec="auto"`
+        and without a `CheckpointAction`, the run also saves checkpoints, in the subdirectory `checkpoints`, at most
+        every minute and at the end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its
+        history to the checkpoint directory; any other run doesn't write a history file.
       log_interval: When to add a row to the history. Each row contains the train metrics since the previous row. As in
         an action's interval, an int is a number of train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
@@ -137,14 +137,14 @@ class OuterLoop:
         self._job = agreement.Job(shared[0])
         self._rescued_state: Any = None
         self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
-        has_workdir = workdir is not None and train_loop is not None
-        if checkpoint_spec == "auto":
-            directory = self._savers[0].directory if self._savers else epath.Path(workdir or "") / "checkpoints"
-            checkpoint_spec = CheckpointSpec(directory) if has_workdir else None
         self._own_saver: CheckpointAction | None = None
-        if has_workdir and checkpoint_spec is not None and not self._savers:
-            self._own_saver = CheckpointAction(checkpoint_spec.checkpoint_dir, every(time=60) | last())
-            self._savers = [self._own_saver]
+        if checkpoint_spec == "auto":
+            checkpoint_spec = None
+            if workdir is not None and train_loop is not None:
+                if not self._savers:
+                    self._own_saver = CheckpointAction(epath.Path(workdir) / "checkpoints", every(time=60) | last())
+                    self._savers = [self._own_saver]
+                checkpoint_spec = CheckpointSpec(self._savers[0].directory)
         self.checkpoint_spec: CheckpointSpec | None = checkpoint_spec
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
             workdir = checkpoint_spec.checkpoint_dir
@@ -446,7 +446,7 @@ class OuterLoop:
                 self._workdir,
                 train_loop.engine.job,
                 train_loop.engine.moments.agenda,
-                _all_actions(self._loops),
+                list(dict.fromkeys([*_all_actions(self._loops), *self._savers])),
                 recorder,
                 self._history,
             )

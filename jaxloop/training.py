@@ -398,7 +398,7 @@ class Training:
             agreement.wait_for_all("before restoring")
         saved = checkpoint.all_paths(directories)
         found = f"The list of checkpoints in {_joined(directories)}, which all processes must share,"
-        job.check_same(found, lambda: [path.name for path in saved])
+        job.check_same(found, lambda: [f"{directories.index(path.parent)}/{path.name}" for path in saved])
         return saved
 
     def _restore(self, state: Any, spec: CheckpointSpec, saved: Sequence[epath.Path]) -> tuple[Any, Resumed | None]:

@@ -22,7 +22,8 @@ from jaxloop.schedules import Elapsed
 from jaxloop.specs import CheckpointSpec
 
 # In the state of `optax.inject_hyperparams`: a hyperparameter, and the state of a schedule that sets one.
-_INJECTED, _SCHEDULED = re.compile(r"(?:.*/)?hyperparams/[^/]+"), re.compile(r"(.*hyperparams)_states(/[^/]+)")
+_INJECTED = re.compile(r"(?!(?:params|batch_stats|collections)/)(?:.*/)?hyperparams/[^/]+")
+_SCHEDULED = re.compile(r"(.*hyperparams)_states(/[^/]+)")
 _POSITION_ARRAYS = "data"
 """The name of the checkpoint tree that holds long byte strings from the position in the training data."""
 

@@ -696,6 +696,37 @@ def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, war
     assert sum(bool(re.search(message, text)) for text in warnings_logged()) == 1
 
 
+def test_a_schedule_of_samples_that_never_fires_is_named(warnings_logged):
+    """The check at the start doesn't know the batch size, so the warning comes at the end."""
+    step, state, batches = examples.tiny_regression(20)
+    never = Note(every(samples=10**6))
+    OuterLoop(TrainLoop(step, end_actions=[never]), log_interval=every(steps=5))(state, batches)
+    assert len(warnings_logged()) == 1 and "interval=every(samples=1000000) did not fire" in warnings_logged()[0]
+
+
+def test_the_check_of_a_custom_action_is_not_called_without_outputs(warnings_logged):
+    class NeedsLoss(Note):
+        def check(self, state, outputs):
+            return [] if "loss" in outputs else ["There is no loss."]
+
+    step, state, batches = examples.tiny_regression(20)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[NeedsLoss()]), log_interval=every(steps=5))
+    assert outer_loop.check(state, batches).ok
+    outer_loop(state, batches)
+    assert not warnings_logged()
+
+
+def test_a_workdir_saves_nothing_where_an_explicit_checkpoint_spec_resumes(tmp_path, warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    keep_all = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path / "old", every(steps=5), keep=None)])
+    OuterLoop(keep_all, log_interval=every(steps=5))(jax.tree.map(jax.numpy.copy, state), batches, 20)
+    spec = CheckpointSpec(tmp_path / "old", restore_data=False)
+    outer_loop = OuterLoop(TrainLoop(step), checkpoint_spec=spec, workdir=tmp_path / "new", log_interval=every(steps=5))
+    outer_loop(state, batches, 30)
+    assert checkpoint.all_steps(tmp_path / "old") == [5, 10, 15, 20]
+    assert any("has no CheckpointAction, so a killed run would start over" in text for text in warnings_logged())
+
+
 def test_a_resumed_run_does_not_warn_of_what_happened_before(tmp_path, warnings_logged):
     for total in (95, 100):
         step, state, batches = examples.tiny_regression()
@@ -706,29 +737,25 @@ def test_a_resumed_run_does_not_warn_of_what_happened_before(tmp_path, warnings_
     assert not [text for text in warnings_logged() if text.startswith("In ")]
 
 
-def test_the_check_at_the_start_reads_no_batch_and_compiles_nothing(caplog):
-    read = []
-
+def test_the_check_at_the_start_reads_no_batch_and_compiles_nothing(logs):
     def batches():
         for batch in examples.tiny_regression()[2][:4]:
-            read.append(batch)
+            logging.info("read a batch")
             yield batch
 
     class AtStart(actions.Action):
         def begin_run(self, step_num, **kwargs):
-            caplog.clear()
-
-        def check(self, state, outputs):
-            read.append("checked")
-            return ["no"]
+            logs.clear()
 
         def __call__(self, state, outputs, **kwargs): ...
 
     step, state, _ = examples.tiny_regression()
-    OuterLoop(TrainLoop(step, end_actions=[AtStart()]))(state, batches(), train_loop_steps=2)
-    assert read[0] == "checked" and len(read) == 2 + 4  # Problems are confirmed with another batch size.
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages[0].startswith("In AtStart(interval=1) of the train loop: no")
+    OuterLoop(TrainLoop(step, end_actions=[AtStart(10)]))(state, batches(), train_total_steps=4, train_loop_steps=2)
+    found = [text for text in logs.messages if re.match("In AtStart|read a batch|Compiling", text)]
+    assert found[0].startswith(
+        "In AtStart(interval=10) of the train loop: It would never be called: interval=10 counts"
+    )
+    assert found.count("read a batch") == 4 and any(text.startswith("Compiling") for text in found)
 
 
 @pytest.mark.parametrize("verbosity", [logging.WARNING, logging.INFO])

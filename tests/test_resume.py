@@ -112,6 +112,27 @@ def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, wa
     assert learning_rate(25, 0.25) == 0.25 and len(warnings_logged()) == 2
 
 
+def test_a_model_parameter_that_is_called_like_a_hyperparameter_is_not_compared(tmp_path, warnings_logged):
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1, name="hyperparams")(x)
+
+    def state_at(total, directory=tmp_path / "resumed"):
+        step = type(STEP)(STEP.base_prng, Scaled(), optax.sgd(0.1), train=True)
+        spec = CheckpointSpec(directory, restore_hyperparams=False)
+        loop = TrainLoop(step, end_actions=[CheckpointAction(directory, every(steps=5))])
+        return OuterLoop(loop, None, spec, log_interval=every(steps=5))(step.initialize_model([1, 3]), BATCHES, total)[
+            0
+        ]
+
+    state_at(10)
+    np.testing.assert_array_equal(
+        *(state_at(15, *place).params["hyperparams"]["kernel"] for place in ((), (tmp_path,)))
+    )
+    assert not any("hyperparams" in text for text in warnings_logged())
+
+
 def test_data_without_a_position_are_used_as_they_come_with_a_warning(tmp_path, warnings_logged):
     batches = []
     run(tmp_path, 10, iter(record_batches(BATCHES, [])))

@@ -100,10 +100,13 @@ class CheckpointAction(Action):
         self._best = name_and_mode
         self.keep_every: Schedule | None = keep_every
         self._keep = keep if isinstance(place, str | os.PathLike) else None
-        self.begin_run(0, can_resume=True)
+        self._forget()
         files.prepare_directory(self.directory)
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._saves = self._saves_measured = 0
         self._not_finite: float | None = None  # The newest value of `best` that was NaN or infinite.
         self._last_step: int | None = None  # The last saved step.

@@ -85,8 +85,12 @@ def check_start(experiment: Experiment, state: Any, num_batches: int | None) -> 
                 course = course_of(experiment, Begin(), data, rows=rows, most_moments=100)
                 calls = _check_course(experiment, course, State(state), data, found)
         reports.append(Report(found.in_order(), found.plan, calls=calls))
-    problems = [each for each in reports[0].problems if each in reports[-1].problems]
-    return dataclasses.replace(reports[0], problems=problems)
+    one, other = reports[0], reports[-1]
+    problems = [each for each in one.problems if each in other.problems]
+    plan = {name: text for name, text in one.plan.items() if other.plan.get(name) == text}
+    calls = {action: each for action, each in one.calls.items() if action in other.calls}
+    calls = {action: each for action, each in calls.items() if each.is_never == other.calls[action].is_never}
+    return dataclasses.replace(one, problems=problems, plan=plan, calls=calls)
 
 
 def _without_invalid_counts(experiment: Experiment) -> Experiment:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
-from jaxloop import encoding, metrics
+from jaxloop import checks, encoding, metrics
 from jaxloop.actions.action import Action
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.monitor import Monitor
@@ -102,6 +102,8 @@ def _check_patience(called: CalledAction, course: Course) -> None:
 
 def _run_check(called: CalledAction, state: Any) -> None:
     """Adds the problems found by the action's own `check` method."""
+    if called.at != "begin" and called.part.outputs is None and checks.is_user_defined(called.action, "check"):
+        return  # The outputs are unknown, and the user's method may need them.
     outputs = None if called.at == "begin" else called.part.outputs or {}
     texts: Any = called.action.check(state, outputs)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
