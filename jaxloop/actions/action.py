@@ -134,7 +134,7 @@ class Action(abc.ABC):
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         """Returns one message for each problem that a run would encounter, with an explanation of how to fix it.
 
-        Called by `OuterLoop.check`.
+        Called by `OuterLoop.check`. The check at the start of each run, which doesn't know the outputs, leaves it out.
 
         Args:
           state: The abstract train state (shapes and dtypes only).

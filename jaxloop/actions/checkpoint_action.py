@@ -43,9 +43,6 @@ class CheckpointAction(Action):
     >>> checkpoint.all_steps(action.directory), action.best_step
     ([200, 400], 200)
 
-    Attributes:
-      monitor: The `Monitor` of `best`, or None.
-
     Args:
       directory: A directory, or an Orbax `CheckpointManager` (from Orbax's current or older API) that saves a single
         item. At the end of a run, the last save is committed and the manager is closed. If a directory was given, the
@@ -64,6 +61,7 @@ class CheckpointAction(Action):
       ckpt_manager: Another name for `directory`.
 
     Attributes:
+      monitor: The `Monitor` of `best`, or None.
       keep_every: The argument of the same name.
 
     Raises:
