@@ -10,8 +10,10 @@ import numpy as np
 
 from jaxloop import checks, types
 from jaxloop.sources import IndexedBatches, is_endless, is_function, is_hugging_face, made_by
+from jaxloop.text import suggests
 
 
+@suggests(batch_size="size", shuffle="seed", epochs="num_epochs")
 def batched(rows: Any, size: int, *, seed: int | None = None, num_epochs: int | None = None) -> IndexedBatches:
     """Returns a dataset that groups examples into batches. A resumed run jumps directly to its position.
 

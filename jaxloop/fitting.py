@@ -73,7 +73,15 @@ def fit(
 ) -> Report: ...
 
 
-@suggests(epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps", steps="train_total_steps")
+@suggests(
+    epochs="train_epochs",
+    num_epochs="train_epochs",
+    num_steps="train_total_steps",
+    steps="train_total_steps",
+    batch_size="jaxloop.data.batched(arrays, batch_size), which makes batches of arrays",
+    accumulate="jaxloop.LossStep(..., accumulate=...)",
+    verbose="progress",
+)
 def fit(  # pyright: ignore[reportInconsistentOverload]
     model: Any,
     train_dataset: Any,

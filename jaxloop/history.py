@@ -363,7 +363,9 @@ class History:
         place = "the history" if self._path is None else self._path
         dropped = num_found - num_kept
         if num_kept or dropped:
-            logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, num_kept, dropped, steps)
+            # If none is left, the run that wrote them was probably expected to resume.
+            level = logging.INFO if num_kept else logging.WARNING
+            logging.log(level, "Resuming %s: %d rows kept, %d dropped after step %d.", place, num_kept, dropped, steps)
 
     def _replace_damaged_file(self, steps: int, num_rows: int | None, reader: "_Reader | None") -> None:
         """Writes the readable rows of a damaged file to a new file, keeps the old one, and warns about the loss."""

@@ -30,6 +30,7 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.commands import Commands
 from jaxloop.detours import LeftOut
 from jaxloop.engine.moments import Run
+from jaxloop.eval_loop import EvalLoop
 from jaxloop.evaluations import Evaluation, Evaluations
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
@@ -51,6 +52,11 @@ from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
 """The name of the output that a train or eval loop sets to end the experiment: `outputs[STOP_LOOP] = True`."""
+
+
+_suggests_lengths = suggests(
+    epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps", total_steps="train_total_steps"
+)
 
 
 @final
@@ -128,6 +134,11 @@ class OuterLoop:
         for loop in self._loops:
             if not isinstance(loop, ActionLoop):
                 raise TypeError(f"OuterLoop takes a TrainLoop and a list of EvalLoops, got {loop!r} among them.")
+        if isinstance(train_loop, EvalLoop) or any(isinstance(loop, TrainLoop) for loop in self._eval_loops):
+            raise TypeError(
+                f"OuterLoop takes a TrainLoop as train_loop and EvalLoops as eval_loops, got train_loop={train_loop!r} "
+                f"and eval_loops={list(self._eval_loops)!r}. Write OuterLoop(train_loop, [eval_loop])."
+            )
         shared = [agreement.is_shared(loop.step.partitioner.mesh) for loop in self._loops]
         if len(set(shared)) > 1:
             raise ValueError(
@@ -191,7 +202,7 @@ class OuterLoop:
         """The state after the last completed step, if the last call raised an exception; None otherwise."""
         return self._rescued_state
 
-    @suggests(epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps")
+    @_suggests_lengths
     def __call__(
         self,
         state: Any,
@@ -311,7 +322,7 @@ class OuterLoop:
                     files.open_file(self.checkpoint_spec.stopped_file, "wb").close()
         return state, outputs
 
-    @suggests(epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps")
+    @_suggests_lengths
     def check(
         self,
         state: Any,

@@ -213,16 +213,30 @@ class Schedule(abc.ABC):
         )
 
     def __or__(self, other: "Schedule") -> "Schedule":
-        return _Or(self, other) if isinstance(other, Schedule) else NotImplemented
+        return _Or(self, _checked(other, "|"))
 
     def __and__(self, other: "Schedule") -> "Schedule":
-        return _And(self, other) if isinstance(other, Schedule) else NotImplemented
+        return _And(self, _checked(other, "&"))
 
     def __invert__(self) -> "Schedule":
         return _Not(self)
 
 
-_suggests_loops = suggests(epochs="loops (with train_epochs, each epoch is one loop)")
+def _checked(other: Any, operator: str) -> Schedule:
+    if not isinstance(other, Schedule):
+        name = getattr(other, "__name__", None)
+        hint = (
+            f"Write {name}()."
+            if name in ("first", "last", "always", "never")
+            else "Write every(steps=...), for example."
+        )
+        raise TypeError(f"A schedule can be joined by {operator} only with another schedule, got {other!r}. {hint}")
+    return other
+
+
+_suggests_loops = suggests(
+    epochs="loops (with train_epochs, each epoch is one loop)", seconds="time", secs="time", examples="samples"
+)
 
 
 @_suggests_loops

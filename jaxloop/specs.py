@@ -74,7 +74,7 @@ class EvalSpec:
                 f"EvalSpec got both interval={self.interval!r} and eval_loop_interval={self.eval_loop_interval}. Give "
                 "one of them: as an interval, an int counts train loops, and every(steps=500) is exact to the step."
             )
-        if self.name in ("", "train") or "/" in self.name or "." in self.name:
+        if not isinstance(self.name, str) or self.name in ("", "train") or "/" in self.name or "." in self.name:
             raise ValueError(f"EvalSpec.name must be a name without / and ., other than 'train', got {self.name!r}.")
         if self.dataset is None and self.dataset_iterator is None:
             raise ValueError("EvalSpec needs a dataset, or a dataset_iterator with num_steps; both are None.")
@@ -165,6 +165,8 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
     """
+    if isinstance(eval_specs, EvalSpec):
+        raise TypeError("eval_specs must be a list of EvalSpecs, got an EvalSpec. Write eval_specs=[eval_spec].")
     specs = list(eval_specs or ())
     unnamed = [index for index, spec in enumerate(specs) if isinstance(spec, EvalSpec) and spec.name == "eval"]
     for index in unnamed[1:]:

@@ -696,6 +696,16 @@ def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, war
     assert sum(bool(re.search(message, text)) for text in warnings_logged()) == 1
 
 
+def test_swapped_loops_and_a_spec_outside_a_list_raise():
+    step, state, batches = examples.tiny_regression()
+    train_loop, eval_loop = TrainLoop(step), EvalLoop(examples.tiny_regression(train=False)[0])
+    for loops in ((eval_loop, [train_loop]), (eval_loop,), (None, [train_loop])):
+        with pytest.raises(TypeError, match=r"got train_loop=.* Write OuterLoop\(train_loop, \[eval_loop\]\)"):
+            OuterLoop(*loops)
+    with pytest.raises(TypeError, match=r"must be a list of EvalSpecs.*eval_specs=\[eval_spec\]"):
+        OuterLoop(train_loop, [eval_loop])(state, batches, eval_specs=EvalSpec(batches))
+
+
 def test_a_schedule_of_samples_that_never_fires_is_named(warnings_logged):
     """The check at the start doesn't know the batch size, so the warning comes at the end."""
     step, state, batches = examples.tiny_regression(20)

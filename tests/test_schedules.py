@@ -117,7 +117,7 @@ def test_using_a_schedule_as_a_bool_raises(join):
         (lambda: every(samples=datetime.timedelta(1)), TypeError, "takes a number of samples"),
         (lambda: every(every(5)), TypeError, "is already a schedule"),
         (lambda: after(5).then(10), TypeError, r"after\(steps=5\).then\(...\) takes a schedule, got 10"),
-        (lambda: every(5) | 10, TypeError, "unsupported operand"),
+        (lambda: every(5) | 10, TypeError, "only with another schedule, got 10"),
     ],
 )
 def test_invalid_schedules_raise(make, error, message):
@@ -311,6 +311,10 @@ def test_next_step_next_time_and_next_loop_never_miss_a_firing(plan, loop_steps,
         (lambda: jaxloop.fit(None, [], num_steps=9), "Did you mean train_total_steps"),
         (lambda: jaxloop.OuterLoop.check(None, None, num_steps=9), "Did you mean train_total_steps"),
         (lambda: jf.loop(0, [], {}, num_steps=9), "Did you mean stop"),
+        (lambda: every(step=3), "every has no argument 'step'. Did you mean 'steps'"),
+        (lambda: jaxloop.data.batched([1], 1, shuffle=True), "batched has no argument 'shuffle'. Did you mean seed"),
+        (lambda: every(2) | last, r"only with another schedule, got <function last .*Write last\(\)"),
+        (lambda: every(2) & 5, "only with another schedule, got 5"),
     ],
 )
 def test_usual_wrong_names_of_lengths_are_answered_with_the_right_one(call, meant):

@@ -35,7 +35,7 @@ from jaxloop.text import announce, quiet_orbax, suggests
 from jaxloop.whole_run import Resumed, WholeRun, reconcile_hyperparams
 
 
-@suggests(num_steps="stop", train_total_steps="stop", steps="stop")
+@suggests(num_steps="stop", train_total_steps="stop", steps="stop", total="stop", total_steps="stop")
 def loop(
     state: Any,
     dataset: Any,
