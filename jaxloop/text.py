@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 
 from absl import logging
 
+from jaxloop import distributed
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -63,12 +65,12 @@ def printable(text: object) -> str:
 
 
 def announce(text: str, *args: object) -> None:
-    """Logs a line at INFO, whose verbosity is that of warnings.
+    """Logs a line at INFO, whose verbosity in the first process of a job is that of warnings.
 
-    It is therefore shown by default, even in a program that doesn't call `absl.app.run`.
+    That process therefore shows it by default, even in a program that doesn't call `absl.app.run`.
     """
     logger = logging.get_absl_logger()
-    if not logger.isEnabledFor(py_logging.WARNING):
+    if not logger.isEnabledFor(py_logging.WARNING if distributed.is_first_process() else py_logging.INFO):
         return
     if not logger.root.handlers:
         py_logging.basicConfig()  # As absl does before its first line.

@@ -17,7 +17,7 @@ import jaxloop
 PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the lowest layer to the highest: a module imports only modules listed before it.
-ORDER = """types structures flat_state text files encoding compilation_cache distributed checks interrupt agreement
+ORDER = """types structures flat_state distributed text files encoding compilation_cache checks interrupt agreement
 lock schedules timing run_log accounts layout cost topology partition.partitioner partition.meshes
 partition.single_device partition.mesh_partitioner partition.data_parallel partition.laid_out partition.fsdp
 partition.rules partition.spmd partition.explicit partition.choice partition models metrics output_queue engine

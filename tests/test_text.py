@@ -1,14 +1,16 @@
-"""Tests that names of metrics, which can contain any character, are escaped when they are displayed."""
+"""Tests of texts for people: names, which can contain any character, are escaped, and a job logs a line once."""
 
 import io
 import re
 
+import jax
 import numpy as np
 import pytest
+from absl import logging
 
 import jaxloop
 from jaxloop import actions, every, examples
-from jaxloop.text import printable
+from jaxloop.text import announce, printable
 
 EVIL = "loss\nWARNING: all is lost\r\x1b[2J\x9b31m\u202e"
 SHOWN = r"loss\nWARNING: all is lost\r\x1b[2J\x9b31m\u202e"
@@ -26,6 +28,19 @@ def test_printable_text_is_unchanged(text):
 
 def test_unprintable_characters_are_escaped():
     assert printable(EVIL) == SHOWN
+
+
+def test_only_the_first_process_shows_an_announcement_unless_info_lines_are_shown(monkeypatch, caplog):
+    before = logging.get_verbosity()
+    try:
+        for process in (0, 1):
+            monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+            for level in (logging.WARNING, logging.INFO):
+                logging.set_verbosity(level)
+                announce("%s at %d", logging.get_absl_logger().level, process)
+    finally:
+        logging.set_verbosity(before)
+    assert [record.getMessage() for record in caplog.records] == ["30 at 0", "20 at 0", "20 at 1"]
 
 
 @pytest.mark.parametrize("bar", ["plain", "tqdm"])
