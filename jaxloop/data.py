@@ -120,6 +120,10 @@ class Passes:
         """The dataset that was given."""
         return self._data
 
+    def with_inner(self, data: Any) -> "Passes":
+        """Returns the passes over another dataset."""
+        return Passes(data)
+
     def first(self) -> types.Batch:
         """Returns the first batch of the next epoch without consuming it.
 

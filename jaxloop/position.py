@@ -168,6 +168,7 @@ class PositionedIterator(Iterator[types.Batch]):
     _convert: Callable[[types.Batch], types.Batch]
     _ahead: ReadAhead | None
     _left_out: Sequence[int]
+    _number_of_pass: int | None
 
     def __new__(
         cls,
@@ -193,6 +194,7 @@ class PositionedIterator(Iterator[types.Batch]):
         self._convert = lambda batch: batch
         self._ahead = None
         self._left_out = ()
+        self._number_of_pass = None
         self._start_reading(iterator, 0, self._source.read_start())
         return self
 
@@ -322,9 +324,13 @@ class PositionedIterator(Iterator[types.Batch]):
     # Batches -----------------------------------------------------------------------------------------
 
     def begin_pass(self, number: int) -> None:
-        """Goes to the start of a pass over the dataset; see `sources.pass_of`. Passes are numbered from 0."""
+        """Goes to the start of a pass over the dataset, unless the iterator is already in this pass.
+
+        See `sources.pass_of`. Passes are numbered from 0.
+        """
         dataset = pass_of(self._dataset, number)
-        if dataset is not self._dataset:
+        if dataset is not self._dataset and number != self._number_of_pass:
+            self._number_of_pass = number
             self._dataset, self._fingerprint = dataset, {"source": describe_source(dataset)}
             self._start_reading(self._fresh_iterator(), 0, None)
 
@@ -555,6 +561,10 @@ class DataWithOptions(Iterable[types.Batch]):
     def inner(self) -> Any:
         """The dataset without the options."""
         return self.data
+
+    def with_inner(self, data: Any) -> "DataWithOptions":
+        """Returns another dataset with the same options."""
+        return dataclasses.replace(self, data=data)
 
     def __len__(self) -> int:
         return len(self.data)

@@ -142,16 +142,27 @@ def indexed(data: Any) -> IndexedBatches | None:
 
 
 def pass_of(data: Any, number: int = 0) -> Any:
-    """Returns the batches of one pass over a dataset that `batched` made. Returns all other datasets unchanged."""
-    found = None if hasattr(data, "__next__") else indexed(data)
-    return data if found is None or found.make_pass is None else found.make_pass(number)
+    """Returns the batches of one pass over a dataset that `batched` made, with the options of the dataset.
+
+    Returns all other datasets unchanged.
+    """
+    if isinstance(data, IndexedBatches):  # The pass knows the other passes.
+        return data if data.make_pass is None else dataclasses.replace(data.make_pass(number), make_pass=data.make_pass)
+    if not _has_inner(data) or hasattr(data, "__next__"):
+        return data
+    inner = pass_of(data.inner, number)
+    return data if inner is data.inner else data.with_inner(inner)
 
 
 def _innermost(data: Any) -> Any:
     """Returns the innermost dataset or iterator that a jaxloop dataset reads from. Returns other datasets unchanged."""
-    while type(data).__module__.startswith("jaxloop.") and hasattr(data, "inner"):
+    while _has_inner(data):
         data = data.inner
     return data
+
+
+def _has_inner(data: Any) -> bool:
+    return type(data).__module__.startswith("jaxloop.") and hasattr(data, "inner")
 
 
 class Source:

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import threading
 import types
 
 import jax
@@ -174,13 +175,36 @@ def test_each_process_reads_its_share_of_each_epoch():
     assert [one + other for one, other in zip(*shares, strict=True)] == whole
 
 
-def test_an_evaluation_of_endless_batches_is_one_pass():
-    step = Regression()
+class Recorded(list):
+    """The examples, with the thread that read each one."""
+
+    threads = ()
+
+    def __getitem__(self, index):
+        self.threads = (*self.threads, threading.current_thread())
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, data.Passes, data.prefetch, data.skippable])
+def test_an_evaluation_of_endless_batches_is_one_pass(wrap):
+    step, rows = Regression(), Recorded({name: leaf[row] for name, leaf in DATASET.items()} for row in range(ROWS))
     outer_loop = jaxloop.OuterLoop(eval_loops=[jaxloop.EvalLoop(step)])
-    state, spec = step.initialize_model([1, 3]), jaxloop.EvalSpec(data.batched(DATASET, 40))
+    state, spec = step.initialize_model([1, 3]), jaxloop.EvalSpec(wrap(data.batched(rows, 40)))
     assert outer_loop.check(state, eval_specs=[spec]).plan["eval 'eval'"].endswith("; 3 batches")
+    rows.threads = ()
     _, outputs = outer_loop(state, eval_specs=[spec])
-    assert outputs.num_examples == [40, 40, 20]
+    assert outputs.num_examples == [40, 40, 20] and len(rows.threads) == ROWS
+    assert (threading.main_thread() in rows.threads) == (wrap is not data.prefetch)
+
+
+def test_an_iterator_goes_to_another_pass_and_stays_in_the_pass_that_it_is_in():
+    both = rows_of(data.batched(DATASET, ROWS, seed=0), 2)
+    iterator = data.batches(data.batched(DATASET, 40, seed=0))
+    for number in (0, 1, 0):
+        iterator.begin_pass(number)
+        begins = [next(iterator)]
+        iterator.begin_pass(number)
+        assert np.concatenate(rows_of([*begins, *iterator])).tolist() == both[number]
 
 
 def test_epochs_of_endless_data_raise():
