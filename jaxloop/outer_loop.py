@@ -471,7 +471,7 @@ class OuterLoop:
                 self._passes,
                 commands=commands,
                 left_out=LeftOut(self.skip) if before is None else before.run.left_out,
-                ends=(spec.total_steps, spec.epochs),
+                ends=spec.ends,
                 transforms=None if self.checkpoint_spec is None else self.checkpoint_spec.transforms,
             )
             recorder.observers += [lambda now: log.log(now.steps), lambda _: commands.poll(), whole.record_left_out]

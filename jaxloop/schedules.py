@@ -416,6 +416,15 @@ def earliest(found: Iterable[Any]) -> Any:
     return min((each for each in found if each is not None), default=None)
 
 
+def planned_steps(stop: Any, start: Elapsed) -> int | None:
+    """Returns the step at which a run from `start` will end, or None if its `stop` doesn't determine that step.
+
+    >>> planned_steps(at(steps=50), Elapsed()), planned_steps(at(time=60), Elapsed())
+    (50, None)
+    """
+    return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
+
+
 _NUMBER_OF = {"steps": "a number of steps", "samples": "a number of samples", "loops": "a number of loops"}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from etils import epath
 
 from jaxloop import checkpoint, checks, types
-from jaxloop.schedules import Schedule
+from jaxloop.schedules import Elapsed, Schedule, earliest, planned_steps
 from jaxloop.sources import NO_DATA, is_endless, name_of, pass_of
 
 STOPPED_FILE = "STOPPED"
@@ -272,6 +272,11 @@ class RunSpec:
         """The planned end of the training, for messages."""
         end = self.stop if self.total_steps is None else self.total_steps
         return "the end of the dataset" if end is None else end
+
+    @property
+    def ends(self) -> tuple[int | None, int | None]:
+        """The numbers of steps and of epochs after which the training ends; None where there is no such limit."""
+        return earliest([self.total_steps, planned_steps(self.stop, Elapsed())]), self.epochs
 
     def ends_loop(self, step_num: int) -> bool:
         """Returns whether a loop is certain to end after this step."""

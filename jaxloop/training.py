@@ -341,14 +341,18 @@ class Training:
     # Resuming ------------------------------------------------------------------------------------
 
     def _end_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
-        """Describes the end that the run has already reached. Returns None if there are steps left to train."""
-        spec, loop = self.spec, self.loop
+        """Describes the end that the run has already reached. Returns None if there are steps left to train.
+
+        If the end of a run that was stopped is later now, this renews the patience of the actions that stopped it.
+        """
+        spec, loop, actions = self.spec, self.loop, [action for each in self._loops for action in each.actions]
+        if resumed is not None:
+            resumed.renew_patience(actions)
         if loop.engine.progress.batches_before and spec.ends_loop(step_num):
             return None
         ends = {
             "the end of a run that an evaluation or an action stopped (to train further, give it more patience, steps "
-            "or epochs)": resumed is not None
-            and resumed.stays_stopped(action for each in self._loops for action in each.actions),
+            "or epochs)": resumed is not None and resumed.stays_stopped(actions),
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
             f"train_total_steps={spec.total_steps}": spec.total_steps is not None and step_num >= spec.total_steps,
             f"train_epochs={spec.epochs}": spec.epochs is not None and self.run.passes >= spec.epochs,

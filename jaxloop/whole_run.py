@@ -62,17 +62,23 @@ class Resumed:
 
     def stays_stopped(self, actions: Iterable[Any]) -> bool:
         """Returns whether a run that was stopped has neither a later end nor more patience now."""
-        stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
-        if self.has_stopped and self.has_more:
-            for action in stopped_by:
-                action.renew_patience()
-            return False
-        return self.has_stopped and (not stopped_by or any(action.is_out_of_patience for action in stopped_by))
+        stopped_by = _actions_that_stopped(actions)
+        has_no_patience = not stopped_by or any(action.is_out_of_patience for action in stopped_by)
+        return self.has_stopped and not self.has_more and has_no_patience
+
+    def renew_patience(self, actions: Iterable[Any]) -> None:
+        """Renews the patience of the actions that stopped the run if it has a later end now."""
+        for action in _actions_that_stopped(actions) if self.has_stopped and self.has_more else ():
+            action.renew_patience()
 
     @property
     def is_between_passes(self) -> bool:
         """True if the checkpoint was saved between two epochs."""
         return self.knows_position and self.position is None
+
+
+def _actions_that_stopped(actions: Iterable[Any]) -> list[EarlyStoppingAction]:
+    return [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
 
 
 class Part(Protocol):

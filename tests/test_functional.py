@@ -1375,6 +1375,16 @@ def test_restart_before_the_first_checkpoint_does_not_repeat_the_row_of_step_0(t
     assert [json.loads(line)["elapsed"]["steps"] for line in lines] == history.collect("steps", "test")[0] == [0, 3, 6]
 
 
+@pytest.mark.parametrize(("options", "name"), [({"num_examples": 5}, "num_examples"), ({"stop": "6"}, "stop")])
+def test_a_refused_loop_leaves_the_history_as_it_was(options, name, tmp_path):
+    tasks = lambda: {jf.every(1): log_state, jf.every(4): jf.checkpoint(tmp_path, resume=True)}
+    jf.loop(jnp.int32(0), BATCHES, tasks(), stop=6)
+    before = (tmp_path / "history.jsonl").read_text()
+    with pytest.raises(TypeError, match=f"{name} must be"):
+        jf.loop(jnp.int32(0), BATCHES, tasks(), **{"stop": 6, **options})
+    assert before.count("\n") == 6 and (tmp_path / "history.jsonl").read_text() == before
+
+
 def test_resuming_from_a_renamed_checkpoint_raises(tmp_path):
     tasks = lambda: {jf.every(1): count, jf.every(5): jf.checkpoint(tmp_path, resume=True)}
     jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)
@@ -1435,3 +1445,10 @@ def test_a_loop_warns_at_its_start_of_schedules_that_never_fire(tmp_path, warnin
     jf.loop(np.zeros([]), [np.ones(4)] * 50, {**tasks, jaxloop.every(5) | jaxloop.last(): [count]}, stop=7)
     (warning,) = warnings_logged()
     assert warning.startswith("every(steps=100) would never fire, so checkpoint(") and "to step 7" in warning
+
+
+def test_loops_within_a_loop_warn_only_once_of_a_schedule_that_never_fires(warnings_logged):
+    evaluate = lambda state: jf.loop(state, BATCHES[:5], {jaxloop.every(steps=123): count})[0]
+    jf.loop(0, BATCHES, {jf.every(5): evaluate}, stop=20)
+    (warning,) = warnings_logged()
+    assert warning.startswith("every(steps=123) would never fire")

@@ -686,10 +686,11 @@ def test_check_reports_a_run_that_was_stopped(plan):
         def __call__(self, state, outputs, **kwargs):
             outputs[jaxloop.STOP_LOOP] = True
 
-    a_plan = plan(train_actions=(Stopping(),))
-    outer_loop, (_, data), options = a_plan.make()
-    outer_loop(a_plan.initial_state(), data, **options)
-    report = plan(train_actions=(Stopping(),)).check()
+    planned = lambda end: plan(train_actions=(Stopping(),), options={"stop": at(end)})
+    outer_loop, (_, data), options = planned(200).make()
+    outer_loop(planned(200).initial_state(), data, **options)
+    assert planned(300).check().ok
+    report = planned(200).check()
     assert [problem.where for problem in report.problems] == ["the train loop"], str(report)
     assert "an evaluation or an action stopped the run at step 100" in report.problems[0].text
 

@@ -21,6 +21,7 @@ from jaxloop import (
     OuterLoop,
     SummaryAction,
     TrainLoop,
+    at,
     checkpoint,
     data,
     every,
@@ -167,7 +168,7 @@ def test_skippable_data_skip_the_batches_already_used(tmp_path, logs, assert_sam
     assert "Skipped 10 batches" in logs.text
 
 
-def early_stopped(directory, when, patience=2, total=40):
+def early_stopped(directory, when, patience=2, total=40, stop=None):
     stopping = EarlyStoppingAction("eval/loss", patience, mode="max", restore_best=True, interval=every(steps=5))
     outer_loop = OuterLoop(
         TrainLoop(STEP, end_actions=[stopping, CheckpointAction(directory, when)], stat_names=[]),
@@ -175,7 +176,7 @@ def early_stopped(directory, when, patience=2, total=40):
         CheckpointSpec(directory),
     )
     specs = [EvalSpec(BATCHES[:2], interval=every(steps=5))]
-    return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, total, eval_specs=specs)[0]
+    return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, total, eval_specs=specs, stop=stop)[0]
 
 
 @pytest.mark.parametrize("when", [every(steps=5), last()], ids=["a save at the stop", "a save at the end"])
@@ -205,6 +206,13 @@ def test_a_stopped_run_continues_with_more_patience_or_steps(when, options, end,
         early_stopped(tmp_path / "whole", when, **same)
         ends = [checkpoint.restore(tmp_path / name, end, STATE) for name in ("run", "whole")]
         assert_same(*ends)
+
+
+@pytest.mark.parametrize("later", [{"total": None, "stop": at(60)}, {"total": 60}, {"total": 60, "stop": at(50)}])
+def test_a_stopped_run_continues_with_a_later_stop(later, tmp_path):
+    for options in ({"total": None, "stop": at(40)}, later):
+        early_stopped(tmp_path, every(steps=5), **options)
+    assert checkpoint.all_steps(tmp_path)[-1] == 25
 
 
 def test_added_and_removed_actions_cause_warnings(tmp_path, warnings_logged):

@@ -28,7 +28,7 @@ from jaxloop.functional.tools import CheckpointTool, Tool
 from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
-from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never
+from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never, planned_steps
 from jaxloop.sources import NO_DATA, num_batches
 from jaxloop.specs import RunSpec
 from jaxloop.text import announce, quiet_orbax, suggests
@@ -97,7 +97,7 @@ def loop(
         if stop is None:
             raise ValueError("jf.loop got no dataset, so nothing ends it. Give stop.")
         dataset = NO_DATA
-    stopwatch, tasks = timing.Stopwatch(clock), list(_pairs(tasks))
+    stop, stopwatch, tasks = as_stop(stop), timing.Stopwatch(clock), list(_pairs(tasks))
     history = _history_for(tasks) if history is None else history
     begin = elapsed or Elapsed()
     loop_state = LoopState(state, history, begin)
@@ -113,15 +113,16 @@ def loop(
         _closing(callbacks, loop_state, interruptible),
         stopwatch.counting("dispatch"),
     ):
-        feed, mark = _set_up_checkpoints(loop_state, callbacks, dataset, _steps_of(stop, begin))
+        feed, mark, resume_history = _set_up_checkpoints(loop_state, callbacks, dataset, planned_steps(stop, begin))
         can_resume = any(isinstance(each.of, CheckpointTool) and each.of.resume for each in callbacks)
         for callback in callbacks:
             callback.begin_run(loop_state.elapsed.steps, can_resume=can_resume)
         start = loop_state.elapsed
         is_new = start is begin and start.steps == 0
-        loop_state.total_steps = _steps_of(stop, start)
-        counting = Counting(feed, as_stop(stop), start, stopwatch, num_examples, interruptible)
+        loop_state.total_steps = planned_steps(stop, start.previous or start)
+        counting = Counting(feed, stop, start, stopwatch, num_examples, interruptible)
         _warn_of_unused(entries, None if start.steps else num_batches(dataset), loop_state.total_steps)
+        resume_history()
         _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
         if start is not begin:
             for callback in _Due(entry for entry in entries if entry.when(start)).callbacks:
@@ -171,14 +172,15 @@ def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
 
 def _set_up_checkpoints(
     loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any, total_steps: int | None
-) -> tuple[Feed, Callable[[], None]]:
+) -> tuple[Feed, Callable[[], None], Callable[[], None]]:
     """Prepares to checkpoint the whole loop, and resumes from the newest checkpoint if a task requests it.
 
     Returns:
-      The feed, at the right position in the dataset, and a function that marks the position for a checkpoint.
+      The feed, at the right position in the dataset; a function that marks the position for a checkpoint; and a
+      function that drops later rows from the history, to be called when nothing can refuse the start anymore.
     """
     if not any(callback.saves for callback in callbacks):
-        return Feed(as_iterator(dataset)), lambda: None
+        return Feed(as_iterator(dataset)), lambda: None, lambda: None
     source = PositionedIterator(dataset)
     feed = Feed(source)
     part = _LoopPart(loop_state, callbacks, source, feed)
@@ -187,7 +189,7 @@ def _set_up_checkpoints(
     tools = [callback.of for callback in callbacks if isinstance(callback.of, CheckpointTool)]
     directories = [tool.action.directory for tool in tools if tool.resume]
     if not directories:
-        return feed, source.mark
+        return feed, source.mark, lambda: None
     for directory in directories:
         checkpoints.clear_leftovers(directory)
     given = checks.as_arrays(loop_state.state)
@@ -204,7 +206,9 @@ def _set_up_checkpoints(
         loop_state.state = reconcile_hyperparams(given, state, restores=True, remedy=remedy)
         resumed = run.load(opened, loop_state.state)
         loop_state.elapsed = resumed.elapsed
-        loop_state.stop_iteration = resumed.stays_stopped(map(_action_of, callbacks))
+        actions = list(map(_action_of, callbacks))
+        resumed.renew_patience(actions)
+        loop_state.stop_iteration = resumed.stays_stopped(actions)
         if resumed.position is not None:
             try:
                 source.seek(resumed.position)
@@ -213,8 +217,7 @@ def _set_up_checkpoints(
         announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
     if loop_state.elapsed.steps == 0:
         announce("The loop saves checkpoints in %s.", " and ".join(map(str, _directories(callbacks))))
-    run.resume_history(resumed)
-    return feed, source.mark
+    return feed, source.mark, functools.partial(run.resume_history, resumed)
 
 
 class _LoopPart:
@@ -275,13 +278,6 @@ def _kind_on_host(leaf: Any) -> str:
     return "array" if isinstance(leaf, np.ndarray) else "scalar" if isinstance(leaf, np.generic) else "number"
 
 
-def _steps_of(stop: Any, start: Elapsed) -> int | None:
-    """Returns the planned number of steps; None if `stop` doesn't determine it."""
-    if isinstance(stop, Schedule):
-        return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
-    return stop
-
-
 def _action_of(callback: "CallbackOf") -> Any:
     return callback.of.action if isinstance(callback.of, Tool) else callback.of
 
@@ -309,7 +305,12 @@ def _warn_of_unused(entries: Sequence["_Entry"], num_batches: int | None, total_
         when = entry.when if isinstance(entry.when, Schedule) else None
         if when is not None and not is_never(when) and all(course.calls(when).is_never for course in courses):
             names = ", ".join(callback.name for callback in entry.callbacks)
-            logging.warning("%r would never fire, so %s would never be called: %s.", when, names, courses[0])
+            _warn_once(f"{when!r} would never fire, so {names} would never be called: {courses[0]}.")
+
+
+@functools.cache  # A loop may run within each step of another one.
+def _warn_once(text: str) -> None:
+    logging.warning("%s", text)
 
 
 @contextlib.contextmanager

@@ -38,8 +38,7 @@ def check_checkpoints(experiment: Experiment, state: State, data: TrainData, fou
         elif spec is not None:
             step, directory = int(saved[-1].name), saved[-1].parent
             found.plan["checkpoint"] = f"resumes from step {step:,} in {directory}"
-            ends = experiment.spec.total_steps, experiment.spec.epochs
-            begin = _check_checkpoint(spec, directory, step, train_loop, state, data, ends, here)
+            begin = _check_checkpoint(spec, directory, step, train_loop, state, data, experiment.spec.ends, here)
     if train_loop is not None:
         with found.at("the checkpoints"):
             whole_run.check_no_newer_checkpoints(train_loop, begin.elapsed.steps)
