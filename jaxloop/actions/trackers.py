@@ -54,6 +54,9 @@ class _TrackerWriter(abc.ABC):
         # The values that the tracker has, by name and step; None if they must be read back.
         self._known: dict[tuple[str, int], list[Any]] | None = {}
         self._has_warned = False
+        # Called after all other handlers, for a write that opens the tracked run while the program exits. A lambda,
+        # because `_end` unregisters the method.
+        atexit.register(lambda: self._end_at_exit())
 
     @abc.abstractmethod
     def _open(self) -> None:
@@ -115,7 +118,8 @@ class _TrackerWriter(abc.ABC):
 
     def _end_at_exit(self) -> None:
         """Ends a tracked run that no `OuterLoop` has ended and the program hasn't closed."""
-        self.write_status("failed" if hasattr(sys, "last_value") else "finished")  # Set by an uncaught exception.
+        if self._is_open:
+            self.write_status("failed" if hasattr(sys, "last_value") else "finished")  # Set by an uncaught exception.
 
     def close(self) -> None:
         """Closes the tracked run. A later write reopens it."""
@@ -193,7 +197,7 @@ class _TrackerWriter(abc.ABC):
                 if not self._is_open:
                     self._open()
                     self._is_open, self._status = True, "finished"
-                    atexit.register(self._end_at_exit)
+                    atexit.register(self._end_at_exit)  # Called before the tracker's own handlers.
                 if not self._is_described:
                     self._describe()
                     self._is_described = True
