@@ -92,7 +92,8 @@ class LossStep(NumpyStep):
     the size of the loop's first batch, so that the step compiles only once. Training pads to `batch_size` or, if it is
     None, to the next multiple of the number of devices in the mesh, times `accumulate`. If masked rows would change a
     value, a batch stays short, and its masked rows are removed. The values are then still exact, but the step has to be
-    compiled again for each number of rows.
+    compiled again for each number of rows, and training raises an error if the devices or the micro-batches can't
+    divide the rows evenly.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples or, for a `Weighted` loss, by its weight.
@@ -212,6 +213,7 @@ class LossStep(NumpyStep):
         self._forward: _Forward | None = None  # Made by `predict`, and kept with its compiled function.
         self._not_per_example: tuple[str, ...] | None = None  # Names of values; None until `run` is traced.
         self._reads_masked_rows: tuple[str, ...] | None = None  # Names of values; None until rows are first masked.
+        self._reason_to_remove: str | None = None  # The reason why masked rows were removed, if they were.
 
     def _check_functions(self, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
         if (loss is not None) == (type(self).loss is not LossStep.loss):
@@ -260,11 +262,17 @@ class LossStep(NumpyStep):
         if reason is None:
             return state, filled
         real_rows = int(is_real.sum())
-        if self._is_shared or (self.train and self._accumulate > 1 and real_rows != self._divisible(real_rows)):
+        is_split = self.train and (self._accumulate > 1 or self._should_shard_batch)
+        if self._is_shared or (is_split and real_rows != self._divisible(real_rows)):
+            which, remedy = "rows", "Drop the remainder."
+            if real_rows < rows:
+                which, remedy = "unmasked rows", "Give batches without masked rows, and drop the remainder."
             raise ValueError(
-                f"{self!r} must fill up a batch of {real_rows} rows to {size}, the size in other processes or a "
-                f"multiple of the micro-batches, but that would change the result: {reason}. Drop the remainder."
+                f"{self!r} must fill up a batch of {real_rows} {which} to {size}, the size in other processes or a "
+                f"multiple of the devices and micro-batches, but that would change the result: {reason}. {remedy}"
             )
+        if real_rows < rows:
+            self._reason_to_remove = reason
         batch = jax.tree.map(lambda leaf: leaf[is_real] if np.ndim(leaf) else leaf, batch)
         return state, _MaskedBatch(batch, _all_real(real_rows))
 
@@ -283,10 +291,18 @@ class LossStep(NumpyStep):
 
     def begin_reads_state(self, batch: types.Batch) -> bool:
         # `LossStep.begin` reads the state only to pad a batch, or if rows are masked.
-        return self._always_reads_state or (isinstance(batch, dict) and "mask" in batch)
+        return self._always_reads_state or _mask_of(batch) is not None
 
     def check_batches(self, *batches: types.Batch) -> int:
-        return super().check_batches(*(batch.batch if isinstance(batch, _MaskedBatch) else batch for batch in batches))
+        try:
+            return super().check_batches(*(each.batch if isinstance(each, _MaskedBatch) else each for each in batches))
+        except ValueError as error:
+            if self._reason_to_remove and "max_batch_shapes" in str(error):
+                error.add_note(
+                    f"Padding can't help: rows whose mask is 0 are removed, because {self._reason_to_remove}. Give all "
+                    "batches the same number of unmasked rows."
+                )
+            raise
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
         placed = super().place(batch, evaluates=evaluates)
@@ -421,9 +437,9 @@ class LossStep(NumpyStep):
         means = {name: self._mean(name, value, mask) for name, value in values.items()}
         loss = means["loss"]
         for sown in models.sown_losses(updates):
-            more = self._mean("sown loss", sown, mask).astype(value_of(loss).dtype)
-            is_weighted = isinstance(loss, types.Weighted)
-            loss = types.Weighted.of(loss.value + more, loss.weight) if is_weighted else loss + more
+            mean, *weight = jax.tree.leaves(loss)
+            more = self._mean("sown loss", sown, mask).astype(mean.dtype)
+            loss = jax.tree.unflatten(jax.tree.structure(loss), [mean + more, *weight])
         return value_of(loss), ({**means, "loss": loss}, outputs, updates)
 
     def _call_loss(self, outputs: Any, batch: Any) -> dict[str, Any]:
@@ -650,7 +666,7 @@ class LossStep(NumpyStep):
         return f"these values depend on several examples: {_quoted(names)}" if names else None
 
     def _values_that_read_masked_rows(self, state: Any, filled: "_MaskedBatch") -> tuple[str, ...] | None:
-        """Returns the names of the values that change with the contents of masked rows; None if any value is NaN."""
+        """Returns the names of the values that change with the contents of masked rows; None if the loss is NaN."""
         batch, mask = filled
 
         def change(leaf: Any) -> Any:
@@ -664,12 +680,13 @@ class LossStep(NumpyStep):
         compiled, call = self.dispatcher(evaluates=True)
         place = lambda batch: self.place(_MaskedBatch(batch, mask), evaluates=True)
         one, other = (fetch(call(compiled.enter(state), place(each))[1]) for each in (batch, changed))
-        is_image = lambda value: isinstance(value, types.MetricWithMetadata)
-        if any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one)):
-            return None
-        is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0)
+        is_image = lambda value: isinstance(value_of(value), types.MetricWithMetadata)
+        is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0, equal_nan=True)
         same = lambda name: all(jax.tree.leaves(jax.tree.map(is_same, one[name], other[name])))
-        return tuple(name for name in one if not is_image(one[name]) and not same(name))
+        names = tuple(name for name in one if not is_image(one[name]) and not same(name))
+        # If the loss is NaN, for example because the parameters are, equal values don't prove anything.
+        is_nan = any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one.get("loss")))
+        return None if is_nan and not names else names
 
 
 _OPTIONS = models.options_of(LossStep)

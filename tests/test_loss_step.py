@@ -459,9 +459,8 @@ def test_micro_batches_need_a_scalar_loss_with_its_weight():
     np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
     with jax.numpy_dtype_promotion("standard"):  # clu needs it.
         np.testing.assert_allclose([outputs["loss"].value, outputs["mean"], outputs["sum"].compute()], mean, rtol=1e-6)
-    with pytest.raises(
-        ValueError, match="of 5 rows to 8, .* a multiple of the micro-.*several examples: 'loss', 'mean'"
-    ):
+    message = "of 5 unmasked rows to 8, .* a multiple of the devices and micro-.*several examples: 'loss', 'mean'"
+    with pytest.raises(ValueError, match=message):
         step(state, jax.tree.map(lambda leaf: leaf[:7], batch))
     step = linear_step(lambda params, batch: linear(params, batch).sum(), train=True, accumulate=2)
     with pytest.raises(ValueError, match=r"scalar doesn't tell whether it is a mean or a sum.*Weighted\(mean, rows\)"):
@@ -617,7 +616,7 @@ def test_batches_on_a_mesh_are_padded_to_a_multiple_of_the_devices(data_parallel
         np.testing.assert_allclose(same.params["w"], state.params["w"], atol=1e-6)
         np.testing.assert_allclose(same_losses, losses, rtol=1e-6)
     scalar = linear_step(lambda params, batch: linear(params, batch).mean(), train=True, partitioner=data_parallel(8))
-    with pytest.raises(ValueError, match=r"has 11 rows, which can't be divided evenly among the 8 devices"):
+    with pytest.raises(ValueError, match=r"fill up a batch of 11 rows to 16, .*several examples: 'loss'. Drop the rem"):
         train(scalar, batches)
 
 
@@ -659,6 +658,37 @@ def test_masked_rows_do_not_change_batch_statistics(model):
     before = jax.tree.map(np.array, state.batch_stats)
     state, _ = step(state, {**jax.tree.map(lambda leaf: leaf * np.nan, rows(8)), "mask": np.zeros(8, bool)})
     np.testing.assert_array_equal(*(jax.tree.leaves(tree)[0] for tree in (state.batch_stats, before)))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_errors_due_to_removed_rows_name_the_mask(devices, data_parallel):
+    batches = [{**rows(32), "mask": np.arange(32) < 32 - number} for number in range(18)]
+    options = {"train": True, "partitioner": data_parallel(devices)} if devices > 1 else {"train": True}
+    step = LossStep(KEY, Noisy(rate=0), optax.sgd(0.1), loss=squares, **options)
+    step.max_batch_shapes = 2
+    message = {
+        1: "rows whose mask is 0 are removed, because the model mixes",
+        4: "31 unmasked rows to 32.*mixes the exam",
+    }
+    with pytest.raises(ValueError, match=message[devices]):
+        jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), batches)
+
+
+@pytest.mark.parametrize(
+    "loss", [linear, lambda params, batch: jaxloop.MetricWithMetadata(contrastive(params, {"x": batch["x"]}))]
+)
+def test_a_nan_metric_does_not_hide_or_repeat_the_check_for_masked_rows(loss, warnings_logged):
+    sizes = []
+
+    def traced(params, batch):
+        jax.debug.callback(lambda size: sizes.append(int(size)), len(batch["x"]))
+        return loss(params, batch), {"log": jnp.full(len(batch["x"]), jnp.nan)}
+
+    step = LossStep(KEY, {"w": np.ones([3, 1], np.float32)}, loss=traced)
+    jaxloop.EvalLoop(step)(step.initialize_model(), [{**rows(8, seed), "mask": np.arange(8) < 5} for seed in range(4)])
+    jax.effects_barrier()
+    assert sizes == [8, 8, *([8] * 4 if loss is linear else [5] * 4)]
+    assert len(warnings_logged()) == (loss is not linear)
 
 
 def contrastive(params, batch):
@@ -786,9 +816,11 @@ class NNXSows(nnx.Module):
 
 
 @pytest.mark.parametrize("model", [LinenSows(), NNXSows(rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_sown_losses_are_added_to_the_loss(model, weighted):
-    loss = lambda outputs, batch: jaxloop.Weighted(squares(outputs, batch), 1) if weighted else squares(outputs, batch)
+@pytest.mark.parametrize(
+    "wrap", [lambda loss: loss, lambda loss: jaxloop.Weighted(loss, 1), jaxloop.MetricWithMetadata]
+)
+def test_sown_losses_are_added_to_the_loss(model, wrap):
+    loss = lambda outputs, batch: wrap(squares(outputs, batch))
     batch, w = rows(8), np.ones((3, 1))
     error = batch["x"] @ w - batch["y"]
     expected = np.mean(error**2) + 3
@@ -797,10 +829,11 @@ def test_sown_losses_are_added_to_the_loss(model, weighted):
     assert models.mixes_examples(state, train=True) is False
     evaluated = LossStep(KEY, model, loss=loss).evaluate(state, batch)
     state, outputs = jaxloop.TrainLoop(step)(state, [batch, batch])
-    np.testing.assert_allclose([float(outputs["loss"][0]), float(evaluated["loss"])], expected, rtol=1e-5)
+    number = lambda value: float(getattr(value, "value", value))
+    np.testing.assert_allclose([number(outputs["loss"][0]), number(evaluated["loss"])], expected, rtol=1e-5)
     after = w - 0.1 * (2 * batch["x"].T @ error / 8 + 2 * w)
     expected = np.mean((batch["x"] @ after - batch["y"]) ** 2) + np.sum(after**2)
-    np.testing.assert_allclose(float(outputs["loss"][1]), expected, rtol=1e-5)
+    np.testing.assert_allclose(number(outputs["loss"][1]), expected, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
