@@ -48,6 +48,8 @@ _ITEM = "default"
 _AVERAGE, _COUNT = "/params_ema", "/count"
 # The other items.
 _RUN_ITEM = "run"
+# A path in the state of `optax.contrib.schedule_free`, which no other optimizer of Optax has.
+_OF_SCHEDULE_FREE = re.compile(r"^opt_state/(?:.*/)?weight_sum$")
 _TREES_ITEM = "trees"
 # Also in a checkpoint: the metrics that the manager uses to find the best checkpoint, and the checkpoint's metadata.
 _METRICS_ITEM = "metrics"
@@ -647,6 +649,13 @@ class Checkpoint:
             if checks.compare({path: saved[at] for path, at in others.items()}, kept):
                 raise  # The model differs too.
             values = _load_leaves(self, others, kept)
+            if any(_OF_SCHEDULE_FREE.search(path) for path in saved if path not in ours):
+                logging.warning(
+                    "%s was trained with a schedule-free optimizer, whose opt_state determines the parameters to "
+                    "evaluate. The restored state has none, so an evaluation uses the training parameters, which are "
+                    "worse. Give the evaluation's step the same optimizer.",
+                    self.path,
+                )
             logging.log(
                 logging.WARNING if len(kept) < len(ours) else logging.INFO,  # INFO if the state has no optimizer.
                 "The state was restored from %s without its opt_state%s, because the optimizers differ. The optimizer "

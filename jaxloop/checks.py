@@ -102,7 +102,10 @@ def only_one(who: str, **names: Any) -> Any:
         name, other = names
         got = " and ".join(f"{each}={value!r}" for each, value in given.items()) or "None"
         raise TypeError(f"{who} takes {name}= (also called {other}=), got {got}.")
-    return next(iter(given.values()))
+    value = next(iter(given.values()))
+    if isinstance(value, int | float | bool) or hasattr(value, "next_step"):
+        raise TypeError(f"{who} takes {next(iter(names))}= first, got {value!r}.")
+    return value
 
 
 # Donated states ------------------------------------------------------------------------------------
@@ -204,13 +207,13 @@ def adopt(state: Any) -> Any:
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
     check_counter(getattr(state, "step", None))
-    first: dict[int, Any] = {}
+    first: dict[Any, Any] = {}
     copied: list[str] = []
 
     def own(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _on_device(path, leaf)
-        known = first.setdefault(id(leaf), path)
+        known = first.setdefault(_buffer(leaf), path)
         if known is path:
             return leaf
         copied.append(f"{path_name(path)} (from {path_name(known)})")
@@ -220,6 +223,14 @@ def adopt(state: Any) -> Any:
     if copied:
         logging.info("Copied arrays that appear twice in the state, which a step donates: %s.", listed(copied, show=3))
     return state
+
+
+def _buffer(leaf: jax.Array) -> Any:
+    """Returns a key that two arrays share if they have the same buffer, as after `jax.device_put`."""
+    devices = leaf.devices()
+    if leaf.size and len(devices) == 1 and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf.unsafe_buffer_pointer(), *devices
+    return id(leaf)
 
 
 def as_arrays(tree: Any) -> Any:

@@ -133,6 +133,8 @@ class Evaluations:
         """
         stop_fn, requests = spec.iterate_stop_fn or spec.stopped_file.exists, self.job.requests
         outputs, seen, may_write = None, set(), False
+        if not spec.checkpoint_dir.exists():
+            logging.warning("Waiting for checkpoints in %s, which doesn't exist yet.", spec.checkpoint_dir)
         while True:
             # Call stop_fn before listing, so that everything saved before the stop is found.
             is_complete, found = self.job.gather([stop_fn(), checkpoint.all_steps(spec.checkpoint_dir)])[0]

@@ -670,9 +670,10 @@ class LossStep(NumpyStep):
         batch, mask = filled
 
         def change(leaf: Any) -> Any:
-            if not np.ndim(leaf) or not jnp.issubdtype(leaf.dtype, np.number):
+            if not np.ndim(leaf) or not (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number)):
                 return leaf
-            return np.where(mask.reshape(-1, *[1] * (np.ndim(leaf) - 1)), leaf, leaf + 1)
+            other = np.logical_not(leaf) if leaf.dtype == bool else leaf + 1
+            return np.where(mask.reshape(-1, *[1] * (np.ndim(leaf) - 1)), leaf, other)
 
         changed = jax.tree.map(change, batch)
         if _mask_of(batch) is not None:

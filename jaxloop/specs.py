@@ -1,6 +1,7 @@
 """The arguments of an experiment: its length, evaluations and checkpoints."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -151,6 +152,8 @@ class CheckpointSpec:
             raise ValueError(
                 f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."
             )
+        if not isinstance(self.checkpoint_dir, str | os.PathLike) or not os.fspath(self.checkpoint_dir):
+            raise TypeError(f"CheckpointSpec takes the path of a directory, got {self.checkpoint_dir!r}.")
         object.__setattr__(self, "checkpoint_dir", checkpoint.absolute(self.checkpoint_dir))
 
     @property

@@ -80,6 +80,8 @@ class Training:
             if spec.total_steps is not None or spec.loop_steps is not None:
                 checks.check_multiple("state.step", step_num, loop.step)
             self._open_data(resumed)
+            if resumed is None and step_num == 0:
+                state = loop.step.prepare_state(state)
         # The run writes nothing before this point, because the checkpoint, the directories or the data may not fit it.
         self.log.begin(step_num)
         if resumed is None:
@@ -110,7 +112,6 @@ class Training:
         if logs_total_steps:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         if resumed is None and step_num == 0:
-            state = loop.step.prepare_state(state)
             if not loop.engine.moments.run_moment(state):  # Runs everything that is due before the first step.
                 self._announce_stop()
                 return state, None

@@ -406,6 +406,10 @@ def test_arguments_have_the_names_of_the_docs_and_of_the_peer_library(tmp_path, 
             kind(None)
     with pytest.raises(TypeError, match=r"CheckpointAction takes directory= \(also called ckpt_manager=\), got None"):
         actions.CheckpointAction(None)
+    with pytest.raises(TypeError, match=r"CheckpointAction takes directory= first, got every\(steps=3\)"):
+        actions.CheckpointAction(every(steps=3))
+    with pytest.raises(TypeError, match="CheckpointSpec takes the path of a directory, got None"):
+        jaxloop.CheckpointSpec(None)
     with pytest.raises(TypeError, match="got directory='a' and ckpt_manager='b'"):
         actions.CheckpointAction("a", ckpt_manager="b")
 

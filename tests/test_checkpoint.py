@@ -7,7 +7,6 @@ import math
 import os
 import pathlib
 import random
-import re
 import resource
 import shutil
 import tempfile
@@ -37,17 +36,6 @@ def save(directory, *steps_and_states):
     for step, state in steps_and_states:
         writer.save(step, state)
     writer.close()
-
-
-def test_documented_log_filter_hides_orbax_messages(tmp_path, logs):
-    page = (pathlib.Path(__file__).parents[1] / "docs" / "debugging.md").read_text()
-    (keeps,) = re.findall(r"`.*\.addFilter\((lambda .*)\)`", page)
-    save(tmp_path, (1, examples.tiny_regression()[1]))
-    assert len(logs.records) > 40 and not any(map(eval(keeps), logs.records))
-    logs.clear()
-    save(tmp_path, (1, examples.tiny_regression()[1]))
-    (said,) = filter(eval(keeps), logs.records)
-    assert "already has a checkpoint of step 1" in said.getMessage()
 
 
 def test_restore_model_restores_the_newest_or_the_given_step(tmp_path, assert_same):

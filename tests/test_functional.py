@@ -978,6 +978,7 @@ def test_a_resumed_loop_has_the_numpy_and_python_numbers_of_an_uninterrupted_one
     assert resumed["tokens"] == 3_000_000_000 + 8 * (1 if restore_best else 4) and type(resumed["mean"]) is float
     restored, _ = jf.checkpoint(tmp_path / "broken").restore(whole)
     assert (int(restored["tokens"]), int(restored["device"])) == (3_000_000_032, 4)
+    assert {name: type(leaf) for name, leaf in restored.items()} == {name: type(leaf) for name, leaf in whole.items()}
 
 
 def test_state_with_a_typed_key_is_saved_and_restored(tmp_path):
@@ -1445,6 +1446,18 @@ def test_a_loop_warns_at_its_start_of_schedules_that_never_fire(tmp_path, warnin
     jf.loop(np.zeros([]), [np.ones(4)] * 50, {**tasks, jaxloop.every(5) | jaxloop.last(): [count]}, stop=7)
     (warning,) = warnings_logged()
     assert warning.startswith("every(steps=100) would never fire, so checkpoint(") and "to step 7" in warning
+
+
+def test_a_loop_warns_of_a_schedule_whose_next_step_loses_firings(warnings_logged):
+    class Late(jaxloop.Schedule):
+        def fires(self, before, now):
+            return now.steps % 3 == 0
+
+        def next_step(self, now):
+            return now.steps + 5
+
+    jf.loop(np.zeros([]), [np.ones(4)] * 9, {Late(): [lambda state, batch: ({}, state)]})
+    assert any("fires at step 3, but its next_step skips that step" in text for text in warnings_logged())
 
 
 def test_loops_within_a_loop_warn_only_once_of_a_schedule_that_never_fires(warnings_logged):

@@ -717,6 +717,16 @@ def test_padding_never_becomes_a_negative_of_an_in_batch_loss(train, warnings_lo
     assert "'loss' depends on masked rows, so short batches aren't padded" in warnings_logged()[0]
 
 
+def test_padding_of_boolean_inputs_is_found_too(warnings_logged):
+    share = lambda seen: seen.astype(np.float32).mean() * jnp.ones(len(seen))
+    loss = lambda params, batch: params["w"][0, 0] * share(batch["seen"])
+    batches = [{"seen": np.array(seen, bool)} for seen in ([1, 0, 1, 1], [1, 0, 0])]
+    step = LossStep(KEY, {"w": np.ones([1, 1], np.float32)}, loss=loss)
+    outputs = jaxloop.EvalLoop(step)(step.initialize_model(), batches)[1]
+    np.testing.assert_allclose(outputs["loss"], [3 / 4, 1 / 3], rtol=1e-6)
+    assert "'loss' of one example depends on other examples" in warnings_logged()[0]
+
+
 def test_a_mask_must_contain_zeros_and_ones():
     step = linear_step()
     with pytest.raises(ValueError, match=r"batch\['mask'\] is float64\[2\] with values other than 0 and 1"):

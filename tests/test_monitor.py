@@ -35,7 +35,8 @@ UNCERTAIN = """
 score vqa_score inception_score top1 top5 correct elbo log_likelihood cider chrf exact_match EM win_rate success_rate
 pass@1 spearman neg_mean_squared_error loss_improvement error_detection_accuracy test_map
 loss_iou kl entropy distance edit_distance ece eer bpd bits_per_dim kid xent negative_accuracy inaccuracy accuracy_gap
-1-accuracy accuracy_std loss_scale account_balance feature_map_size
+1-accuracy -loss negloss errors_fixed error_free_rate error_correction_rate val_accuracy_degradation
+accuracy_std loss_scale account_balance feature_map_size
 """
 
 

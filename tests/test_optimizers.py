@@ -306,6 +306,15 @@ def test_a_schedule_free_optimizer_is_evaluated_with_its_averages(trainable):
     assert bits(head) != bits(state.params["head"])
 
 
+def test_restoring_a_schedule_free_checkpoint_without_its_optimizer_is_warned_about(tmp_path, warnings_logged):
+    optimizer = optax.contrib.schedule_free_sgd(0.05, b1=0.5)
+    options = {"loss": loss, "optimizer": optimizer, "train_total_steps": 4, "progress": None, "workdir": tmp_path}
+    jaxloop.fit(Linen(), BATCHES, **options)
+    step = make_step(train=False)
+    step.restore_model(step.initialize_model([1, 4]), tmp_path / "checkpoints")
+    assert any("Give the evaluation's step the same optimizer" in text for text in warnings_logged())
+
+
 def test_params_to_evaluate_selects_the_evaluated_parameters():
     halved = lambda state: jax.tree.map(lambda leaf: leaf / 2, state.params)
     options = {"loss": loss, "optimizer": optax.sgd(0.1), "train_epochs": 2, "progress": None}

@@ -420,13 +420,15 @@ def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel
 
     step = WithTarget(KEY, nn.Dense(1), optax.sgd(0.1), data_parallel(devices), train=True)
     state = step.initialize_model([1, 3])
-    state = state.replace(collections=state.params)  # A target network starts as the network itself.
+    # A target network starts as the network itself.
+    state = state.replace(collections=state.params, batch_stats=jax.device_put(state.params, step.partitioner.sharding))
     bias, outer_loop = float(state.params["bias"][0]), jaxloop.OuterLoop(TrainLoop(step))
     assert outer_loop.check(state, [BATCH]).ok
     for steps, expected in [(1, bias), (2, bias - 2), (4, bias - 2)]:
         state, _ = outer_loop(state, [BATCH] * 4, steps)
         assert (float(state.params["bias"][0]), float(state.collections["bias"][0])) == (bias - steps, expected)
-    assert "collections/bias (from params/bias)" in logs.text
+    for name in ("collections", "batch_stats"):
+        assert f"{name}/bias (from params/bias)" in logs.text
 
 
 def test_a_python_int_as_state_step_does_not_recompile():

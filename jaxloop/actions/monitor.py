@@ -33,7 +33,7 @@ _PATTERNS = {
 }
 # The direction of such a value is uncertain, whatever it is derived from.
 _DERIVED = re.compile(
-    r"^1_|(?<![a-z])(?:neg|negative|negated|minus|inv|inverse|non|not|gap|drop|decrease|reduction|improvement|gain|delta|"
+    r"^1_|^neg|(?<![a-z])(?:free|fixed|caught|found|correction|degradation|neg|negative|negated|minus|inv|inverse|non|not|gap|drop|decrease|reduction|improvement|gain|delta|"
     r"diff|difference|change|scale|weight|std|var|variance)(?![a-z])|inaccura|imprecis|lossless"
 )
 
@@ -185,7 +185,7 @@ def _mode_of(name: str) -> str:
     found = {mode for mode, pattern in _PATTERNS.items() if any(map(pattern.search, texts))}
     if len(found) == 2 and _PATTERNS["min"].search(words.rpartition("_")[2]):
         found = {"min"}  # The last word says what it is, as in `dice_loss`.
-    if len(found) != 1 or any(map(_DERIVED.search, texts)):
+    if len(found) != 1 or any(map(_DERIVED.search, texts)) or _parts(name)[-1].startswith("-"):
         raise ValueError(
             f"The name {name!r} doesn't say whether larger or smaller values are better. Pass mode='max' or mode='min' "
             f"with it; for best= of CheckpointAction or monitor= of fit, pass the pair ({name!r}, 'max')."

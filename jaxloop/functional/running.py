@@ -28,7 +28,7 @@ from jaxloop.functional.tools import CheckpointTool, Tool
 from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
-from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never, planned_steps
+from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never, planned_steps, skipped_step
 from jaxloop.sources import NO_DATA, num_batches
 from jaxloop.specs import RunSpec
 from jaxloop.text import announce, quiet_orbax, suggests
@@ -303,7 +303,9 @@ def _warn_of_unused(entries: Sequence["_Entry"], num_batches: int | None, total_
     courses = [Course(spec, batches_in_pass=num_batches, rows=rows, most_moments=100) for rows in (1, 2**30)]
     for entry in entries if not courses[0].is_over else ():
         when = entry.when if isinstance(entry.when, Schedule) else None
-        if when is not None and not is_never(when) and all(course.calls(when).is_never for course in courses):
+        if when is not None and (step := skipped_step(when)):
+            _warn_once(f"{when!r} fires at step {step}, but its next_step skips that step, so the firing is lost.")
+        elif when is not None and not is_never(when) and all(course.calls(when).is_never for course in courses):
             names = ", ".join(callback.name for callback in entry.callbacks)
             _warn_once(f"{when!r} would never fire, so {names} would never be called: {courses[0]}.")
 

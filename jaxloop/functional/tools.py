@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self, final
 
+import jax
+import numpy as np
 from absl import logging
 from etils import epath
 
@@ -93,15 +95,23 @@ class CheckpointTool(Tool):
           FileNotFoundError: If there is no checkpoint for step `step`.
           ValueError: If the checkpoint was saved from a different state. The error lists the leaves that differ.
         """
-        directory = self.action.directory
+        directory, given = self.action.directory, state
         if step is not None:
-            state = checkpoints.restore(directory, step, checks.as_arrays(state))
-        elif restored := checkpoints.restore_newest(directory, checks.as_arrays(state)):
+            state = checkpoints.restore(directory, step, checks.as_arrays(given))
+        elif restored := checkpoints.restore_newest(directory, checks.as_arrays(given)):
             state, step = restored
         else:
             logging.info("No checkpoint found in %s", directory)
             return state, Elapsed()
+        state = jax.tree.map(_like, given, state)
         return state, elapsed_at(directory, step).without_previous()
+
+
+def _like(given: Any, restored: Any) -> Any:
+    """Converts a restored leaf to a NumPy or Python number if the given one is one."""
+    if isinstance(given, np.generic):
+        return np.asarray(restored)[()]
+    return restored if hasattr(given, "shape") else np.asarray(restored).item()
 
 
 def checkpoint(
