@@ -228,7 +228,7 @@ def adopt(state: Any) -> Any:
 def _buffer(leaf: jax.Array) -> Any:
     """Returns a key that two arrays share if they have the same buffer, as after `jax.device_put`."""
     devices = leaf.devices()
-    if leaf.size and len(devices) == 1 and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if leaf.size and len(devices) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf.unsafe_buffer_pointer(), *devices
     return id(leaf)
 
