@@ -24,8 +24,7 @@ _KIND_NAMES = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-# Windows lacks these flags, but ordinary users can't create links there, and its directories don't contain FIFOs.
-_SAFE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:

@@ -245,7 +245,7 @@ class Interruptible:
 
         The signal that ends the run may also have ended the workers.
         """
-        if callable(handler := hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD)):
+        if callable(handler := signal.getsignal(signal.SIGCHLD)):
             self._child_handler = handler
             with contextlib.suppress(Exception):  # `signal.signal` first calls the handlers of pending signals.
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -344,8 +344,7 @@ def _forget_watch() -> None:
         signal.set_wakeup_fd(-1)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_watch)
+os.register_at_fork(after_in_child=_forget_watch)
 
 
 def _find_open() -> Interruptible | None:

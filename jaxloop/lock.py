@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import fcntl
 import json
 import os
 import shlex
@@ -21,11 +22,6 @@ from etils import epath
 
 from jaxloop import files
 from jaxloop.text import printable
-
-try:
-    import fcntl
-except ImportError:  # Windows.
-    fcntl = None
 
 # Errors from file systems that don't support locks, or whose lock server can't be reached.
 _NO_LOCK_ERRNOS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -114,8 +110,7 @@ def _close_in_child() -> None:
     _mutex.release()
 
 
-if fcntl is not None:
-    os.register_at_fork(before=_mutex.acquire, after_in_parent=_mutex.release, after_in_child=_close_in_child)
+os.register_at_fork(before=_mutex.acquire, after_in_parent=_mutex.release, after_in_child=_close_in_child)
 
 
 @final
@@ -234,8 +229,8 @@ class DirectoryLock:
 
         Returns the descriptor, or None if locks aren't supported.
         """
-        reason = "remote file systems and Windows have no locks"
-        while fcntl is not None and not files.is_remote(path):
+        reason = "remote file systems have no locks"
+        while not files.is_remote(path):
             with contextlib.ExitStack() as stack:
                 descriptor = files.open_descriptor(path, os.O_RDWR | os.O_CREAT)
                 stack.callback(os.close, descriptor)

@@ -111,10 +111,10 @@ class Training:
             announce("The run saves checkpoints in %s.", " and ".join(str(each.directory) for each in self.savers))
         if logs_total_steps:
             logging.info("Training from step %d to %s.", step_num, spec.end)
-        if resumed is None and step_num == 0:
-            if not loop.engine.moments.run_moment(state):  # Runs everything that is due before the first step.
-                self._announce_stop()
-                return state, None
+        # Runs everything that is due before the first step.
+        if resumed is None and step_num == 0 and not loop.engine.moments.run_moment(state):
+            self._announce_stop()
+            return state, None
         if run.job.requests.requested:  # Perhaps during an evaluation of this step, which the next run repeats.
             logging.warning("Stopped by %s before the first step.", run.job.requests.signal_name)
             return state, None

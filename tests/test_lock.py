@@ -370,9 +370,3 @@ def test_a_remote_directory_is_not_locked(directory, warnings_logged):
     with DirectoryLock(directory):
         (line,) = warnings_logged()
         assert line.startswith("gs://bucket/run can't be locked (remote file systems")
-
-
-def test_directories_are_not_locked_on_windows(tmp_path, monkeypatch, warnings_logged):
-    monkeypatch.setattr(jaxloop.lock, "fcntl", None)
-    with DirectoryLock(tmp_path):
-        assert len(warnings_logged()) == 1
