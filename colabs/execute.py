@@ -120,8 +120,10 @@ def _kernel_environment(directory: str) -> dict[str, str]:
 
 # The times in a progress bar: `69/69 [00:02<00:00, 30.1 steps/s, loss=0.5]` becomes `69/69 [loss=0.5]`.
 _TQDM_TIMES = re.compile(r"(?<= \[)[\d:?]+<[\d:?]+, *[^,\]]+(, )?")
-# Runs log where they save, resume and stop. The paths are temporary.
-_LOGGED = re.compile(r"^INFO:(absl:| )(The (run|loop) saves|Resumed at|Stopped at).*\n?", re.MULTILINE)
+# Runs log where they save, resume and stop. Only notebooks that set up logging show these lines, without the paths to
+# temporary directories.
+_LOGGED = re.compile(r"^INFO:absl:.*\n?", re.MULTILINE)
+_DIRECTORY = re.compile(r"^(INFO: .* (?:in|from)) /\S*/([^/\s]+)$", re.MULTILINE)
 # A line that overwrites a longer one is padded with spaces.
 _SPACES_AT_ENDS = re.compile(r" +$", re.MULTILINE)
 
@@ -146,6 +148,7 @@ def normalize(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
                 if output.output_type == "stream":
                     for pattern in (_TQDM_TIMES, _LOGGED, _SPACES_AT_ENDS):
                         output.text = pattern.sub("", output.text)
+                    output.text = _DIRECTORY.sub(r"\1 \2", output.text)
             cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     return notebook
 
