@@ -103,7 +103,7 @@ def only_one(who: str, **names: Any) -> Any:
         got = " and ".join(f"{each}={value!r}" for each, value in given.items()) or "None"
         raise TypeError(f"{who} takes {name}= (also called {other}=), got {got}.")
     value = next(iter(given.values()))
-    if isinstance(value, int | float | bool) or hasattr(value, "next_step"):
+    if isinstance(value, int | float) or hasattr(type(value), "next_step"):  # A number or a schedule.
         raise TypeError(f"{who} takes {next(iter(names))}= first, got {value!r}.")
     return value
 

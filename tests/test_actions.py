@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import types
+import unittest.mock
 from typing import ClassVar
 
 import flax
@@ -402,6 +403,7 @@ def test_arguments_have_the_names_of_the_docs_and_of_the_peer_library(tmp_path, 
     assert actions.CheckpointAction(ckpt_manager=tmp_path).directory == tmp_path
     for kind in (actions.SummaryAction, actions.LearningRateAction):
         assert kind(writer=writer).summary_writer is kind(summary_writer=writer).summary_writer is writer
+        assert kind(unittest.mock.Mock())  # Has every attribute.
         with pytest.raises(TypeError, match=r"takes writer= \(also called summary_writer=\), got None"):
             kind(None)
     with pytest.raises(TypeError, match=r"CheckpointAction takes directory= \(also called ckpt_manager=\), got None"):
