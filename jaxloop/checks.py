@@ -227,10 +227,10 @@ def adopt(state: Any) -> Any:
 
 def _buffer(leaf: jax.Array) -> Any:
     """Returns a key that two arrays share if they have the same buffer, as after `jax.device_put`."""
+    if leaf.is_deleted() or not leaf.size or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return id(leaf)
     devices = leaf.devices()
-    if leaf.size and len(devices) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf.unsafe_buffer_pointer(), *devices
-    return id(leaf)
+    return (leaf.unsafe_buffer_pointer(), *devices) if len(devices) == 1 else id(leaf)
 
 
 def as_arrays(tree: Any) -> Any:
