@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax import core
 
 from jaxloop import structures, types
 from jaxloop.text import printable
@@ -227,7 +228,12 @@ def adopt(state: Any) -> Any:
 
 def _buffer(leaf: jax.Array) -> Any:
     """Returns a key that two arrays share if they have the same buffer, as after `jax.device_put`."""
-    if leaf.is_deleted() or not leaf.size or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if (
+        isinstance(leaf, core.Tracer)
+        or leaf.is_deleted()
+        or not leaf.size
+        or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ):
         return id(leaf)
     devices = leaf.devices()
     return (leaf.unsafe_buffer_pointer(), *devices) if len(devices) == 1 else id(leaf)
