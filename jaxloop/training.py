@@ -82,7 +82,13 @@ class Training:
             self._open_data(resumed)
             if resumed is None and step_num == 0:
                 state = loop.step.prepare_state(state)
-        # The run writes nothing before this point, because the checkpoint, the directories or the data may not fit it.
+        run_info.eval_intervals = [each.spec.when_due for each in self.evaluations.items]
+        end = self._end_reached(resumed, step_num)
+        if not end:
+            self.check_start(state, self._batches_per_epoch(step_num))
+            self._check_first_step()
+        # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
+        # not fit it.
         self.log.begin(step_num)
         if resumed is None:
             run.commands.forget()
@@ -93,10 +99,8 @@ class Training:
             action.write_notes(self.log.notes)
         # If the run begins at step 0, it repeats the rows of this step.
         run.resume_history(resumed or Resumed(Elapsed(step_num), history_rows=None if step_num else 0))
-        run_info.eval_intervals = [each.spec.when_due for each in self.evaluations.items]
         run_info.evaluate, run_info.end_data = self.evaluations.evaluate, self._end_epoch
         run_info.loop_steps = spec.loop_steps
-        end = self._end_reached(resumed, step_num)
         loop.engine.stepper.set_source(run.source)
         if resumed is not None:
             self.evaluations.resume(step_num, run.measured_at(step_num))
@@ -106,7 +110,6 @@ class Training:
         if end:
             logging.warning("Nothing is left to train: step %d has reached %s.", step_num, end)
             return state, None
-        self.check_start(state, self._batches_per_epoch(step_num))
         if resumed is None and self.savers:
             announce("The run saves checkpoints in %s.", " and ".join(str(each.directory) for each in self.savers))
         if logs_total_steps:
@@ -307,6 +310,22 @@ class Training:
         if run.passes < spec.epochs or self.savers:
             run.source = self._source_of_epoch()
             run.left_out.apply_to(run.source)
+
+    def _check_first_step(self) -> None:
+        """Raises an error if the dataset is empty, or if a schedule doesn't return a later step."""
+        loop, source, job = self.loop, self.run.source, self.run.job
+        loop.engine.moments.goal()
+        if source is None or source.num_read or job.is_shared:  # The processes read their first batches together.
+            return
+        try:
+            with loop.engine.progress.stopwatch.counting("data"):
+                source.peek()
+        except StopIteration:
+            raise checks.empty_dataset(self.spec.train_dataset) from None
+        except Exception as error:
+            if not job.requests.supersedes(error):
+                error.add_note(f"in the dataset, after step {loop.step_num}, in {loop!r}")
+                raise
 
     def _batches_per_epoch(self, step_num: int) -> int | None:
         """Returns the number of batches in an epoch; without epochs, in the whole run. None if it is unknown."""

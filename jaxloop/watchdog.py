@@ -22,6 +22,7 @@ from jaxloop.engine.program import Program
 from jaxloop.evaluations import Evaluation
 from jaxloop.failures import FOLDER
 from jaxloop.feed import Feed
+from jaxloop.position import PositionedIterator
 from jaxloop.step import Step
 from jaxloop.text import printable
 from jaxloop.training import Training
@@ -249,7 +250,7 @@ _WAITING_FOR_PROCESSES = {
     each.__code__ for each in (agreement._send_message, agreement._Messages.read, agreement.wait_for_all)
 }
 _WAITING = {each.__code__ for each in (metrics.wait, metrics.fetch)}
-_READING = {each.__code__ for each in (Feed.take, Feed.has_more)}
+_READING = {each.__code__ for each in (Feed.take, Feed.has_more, PositionedIterator.peek)}
 _HOOKS = {"__call__", "begin_run", "write_notes", "finish", "flush", "close", "before_checkpoint"}
 _STEP_HOOKS = {"begin", "preprocess_batch", "run", "end"}
 

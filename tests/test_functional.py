@@ -1376,13 +1376,32 @@ def test_restart_before_the_first_checkpoint_does_not_repeat_the_row_of_step_0(t
     assert [json.loads(line)["elapsed"]["steps"] for line in lines] == history.collect("steps", "test")[0] == [0, 3, 6]
 
 
-@pytest.mark.parametrize(("options", "name"), [({"num_examples": 5}, "num_examples"), ({"stop": "6"}, "stop")])
-def test_a_refused_loop_leaves_the_history_as_it_was(options, name, tmp_path):
-    tasks = lambda: {jf.every(1): log_state, jf.every(4): jf.checkpoint(tmp_path, resume=True)}
-    jf.loop(jnp.int32(0), BATCHES, tasks(), stop=6)
+class Stuck(jaxloop.Schedule):
+    def fires(self, before, now):
+        return False
+
+    def next_step(self, now):
+        return now.steps
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_examples": 5}, "num_examples must be"),
+        ({"stop": "6"}, "stop must be"),
+        ({"more": {Stuck(): count}}, "Return a later step"),
+    ],
+)
+def test_a_refused_loop_leaves_the_history_as_it_was(options, message, tmp_path):
+    def run(stop=6, more=(), **others):
+        tasks = {jf.every(1): log_state, jf.every(4): jf.checkpoint(tmp_path, resume=True), **dict(more)}
+        jf.loop(jnp.int32(0), BATCHES, tasks, stop=stop, **others)
+
+    run()
+    shutil.rmtree(tmp_path / "4")  # So that the next loop starts from scratch.
     before = (tmp_path / "history.jsonl").read_text()
-    with pytest.raises(TypeError, match=f"{name} must be"):
-        jf.loop(jnp.int32(0), BATCHES, tasks(), **{"stop": 6, **options})
+    with pytest.raises((TypeError, ValueError), match=message):
+        run(**options)
     assert before.count("\n") == 6 and (tmp_path / "history.jsonl").read_text() == before
 
 

@@ -19,6 +19,7 @@ from jaxloop import (
     EvalLoop,
     EvalSpec,
     OuterLoop,
+    Schedule,
     SummaryAction,
     TrainLoop,
     at,
@@ -93,6 +94,51 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
         with pytest.raises(ValueError, match=message):
             make()(*jax.tree.map(lambda leaf: jax.numpy.copy(leaf) if isinstance(leaf, jax.Array) else leaf, args))
         assert [path.read_bytes() for path in written] == before
+
+
+class Stuck(Schedule):
+    def fires(self, before, now):
+        return False
+
+    def next_step(self, now):
+        return now.steps
+
+
+@pytest.mark.parametrize(
+    ("dataset", "interval", "message"),
+    [
+        (lambda: [], every(5), "yielded no batches"),
+        (lambda: (batch for batch in ()), every(5), "yielded no batches"),
+        (lambda: BATCHES, Stuck(), "Return a later step"),
+    ],
+    ids=["an empty list", "an empty generator", "a stuck schedule"],
+)
+def test_a_start_refused_by_its_data_or_a_schedule_changes_no_file(dataset, interval, message, tmp_path):
+    run(tmp_path, 12, train_loop_steps=2)
+    for step in checkpoint.all_steps(tmp_path):  # So that the next run starts from scratch.
+        shutil.rmtree(tmp_path / str(step))
+    contents = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "goodput.jsonl"}
+    before = contents()
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, 20, dataset(), train_actions=[EarlyStoppingAction("loss", 9, interval=interval)])
+    assert {"history.jsonl", "STOPPED"} <= set(before) and contents() == before
+
+
+@pytest.mark.parametrize("is_signalled", [True, False])
+def test_a_signal_hides_the_error_that_it_causes_in_the_first_batch(is_signalled, tmp_path, warnings_logged):
+    def failing():
+        if is_signalled:
+            signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("a worker died")
+        yield
+
+    if is_signalled:
+        assert int(run(tmp_path, dataset=failing())[1].step) == 0
+        assert any("The data failed after Ctrl-C" in text for text in warnings_logged())
+    else:
+        with pytest.raises(RuntimeError, match="a worker died") as caught:
+            run(tmp_path, dataset=failing())
+        assert caught.value.__notes__[0].startswith("in the dataset, after step 0, in TrainLoop(")
 
 
 def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, warnings_logged):
