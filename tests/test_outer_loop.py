@@ -538,6 +538,13 @@ def continuous(directory, note, **options):
     return outer_loop(state, eval_specs=[EvalSpec(batches[:4])])
 
 
+def test_an_evaluation_that_waits_for_a_missing_directory_warns(tmp_path, warnings_logged):
+    waiting = f"Waiting for checkpoints in {tmp_path / 'missing'}, which doesn't exist yet."
+    for directory, expected in [(tmp_path, []), (tmp_path / "missing", [waiting])]:
+        continuous(directory, Note(), iterate_stop_fn=lambda: True)
+        assert [text for text in warnings_logged() if text.startswith("Waiting")] == expected
+
+
 def test_each_checkpoint_is_evaluated_until_training_stops(tmp_path):
     resumable(tmp_path, 30)
     note = Note()
