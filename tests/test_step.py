@@ -408,6 +408,17 @@ def test_run_is_traced_once():
     assert len(traces) == 1
 
 
+def test_an_alias_made_by_device_put_is_copied(logs):
+    step = make_step(advance, train=True)
+    state = step.initialize_model([1, 3])
+    alias = jax.device_put(
+        state.params, jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec())
+    )
+    assert alias["bias"] is not state.params["bias"]
+    jaxloop.OuterLoop(TrainLoop(step))(state.replace(collections=alias), [BATCH])
+    assert "collections/bias (from params/bias)" in logs.text
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel, logs):
     class WithTarget(Step):
