@@ -548,7 +548,8 @@ class LossStep(NumpyStep):
             number, (batch, mask) = part
             state_now = state.replace(batch_stats=batch_stats, collections=collections)
             keys_now = jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
-            grads, values, state_now = self._gradients(state_now, batch, mask, keys_now)
+            with models.noting_changes():  # They are kept, so `Step` needn't look for them.
+                grads, values, state_now = self._gradients(state_now, batch, mask, keys_now)
             if "loss" in (self._not_per_example or ()) and not isinstance(values["loss"], types.Weighted):
                 raise ValueError(
                     f"{self._name_of_loss} is a scalar, and {self!r} combines the losses of {self._accumulate} "

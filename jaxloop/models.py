@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.interpreters import partial_eval
 
 from jaxloop import checks, types
 from jaxloop.types import nnx
@@ -51,13 +52,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
             f"no model, got {model!r}."
         )
     if nnx_model_args is not None:
-        what = (
-            model.kind
-            if isinstance(model, AdaptedModel)
-            else "model is None"
-            if model is None
-            else f"{type(model).__name__} is a Linen module"
-        )
+        what = model.kind if isinstance(model, AdaptedModel) else f"the model is a {type(model).__name__}"
         raise ValueError(
             f"nnx_model_args={nnx_model_args!r} is for an NNX module class, but {what}. Leave it out, or give the "
             "class of an NNX module."
@@ -186,24 +181,26 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
     else:
         apply_fn = apply_fn if isinstance(apply_fn, Forward) else FunctionApply(apply_fn)
         outputs, updates = apply_fn.forward(state, params, inputs, train=train, rngs=rngs)
-    if train and updates is not None:
-        _note_changes((state.batch_stats, state.collections), updates)
+        if train and updates is not None:
+            _note_changes({"batch_stats": state.batch_stats, "collections": state.collections}, updates)
     return outputs, (updates if train else _sown_part(updates)) or None
 
 
-# The variables, before the change, that forward passes in training mode have changed; None outside `noting_changes`.
-_changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("changed", default=None)
+# The paths of the variables that forward passes in training mode have changed, and their values before the change; None
+# outside `noting_changes`.
+_changed: contextvars.ContextVar[list[tuple[str, Any]] | None] = contextvars.ContextVar("changed", default=None)
 
 
 @contextlib.contextmanager
-def noting_changes() -> Iterator[list[Any]]:
+def noting_changes() -> Iterator[list[tuple[str, Any]]]:
     """A context manager that collects the variables of a state that forward passes in training mode change.
 
-    The list holds their values before the change.
+    The list holds their paths, and their values before the change.
     """
     token = _changed.set(changed := [])
     try:
-        yield changed
+        with nn.intercept_methods(_note_changes_of_linen):
+            yield changed
     finally:
         _changed.reset(token)
 
@@ -211,10 +208,22 @@ def noting_changes() -> Iterator[list[Any]]:
 def _note_changes(before: Any, after: Any) -> None:
     changed, kept = _changed.get(), {id(leaf) for leaf in jax.tree.leaves(after)}
     if changed is not None:
-        changed += [leaf for leaf in jax.tree.leaves(before) if id(leaf) not in kept]
+        changed += [each for each in checks.leaves_by_path(before).items() if id(each[1]) not in kept]
 
 
-def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], step: str) -> None:
+def _note_changes_of_linen(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    scope = context.module.scope
+    if scope is None or scope.path:
+        return method(*args, **kwargs)
+    before = checks.leaves_by_path(context.module.variables)
+    outputs = method(*args, **kwargs)
+    _note_changes(before, context.module.variables)
+    return outputs
+
+
+def check_updates_kept(
+    before: Any, after: Any, changed: Sequence[tuple[str, Any]], step: str, trace: Callable[[], Any]
+) -> None:
     """Raises an error if a step updates the state but drops the variables that the forward pass changed.
 
     Args:
@@ -222,19 +231,39 @@ def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], step: st
       after: The state that `run` returned.
       changed: The list from `noting_changes`.
       step: A description of the step.
+      trace: A function that returns the jaxpr of `run`. It is called if a forward pass ran inside a transformation such
+        as `jax.jit` or `jax.checkpoint`, where variables can be recognized only by their paths.
     """
-    old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for leaf in changed}
+    old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for _, leaf in changed}
     new = checks.leaves_by_path(after)
     dropped = [path for path, leaf in new.items() if id(leaf) in lost]
-    if dropped and any(id(leaf) not in old for leaf in new.values()):
+    unchanged = {path: id(leaf) in old for path, leaf in new.items()}
+    inner = {path for path, leaf in changed if id(leaf) not in old}
+    if inner and not dropped:
+        jaxpr = trace()
+        unchanged = {path: _is_returned_unchanged(jaxpr, place) for place, path in enumerate(new)}
+        ends = {path: [name for name in new if f"/{name}".endswith(f"/{path}")] for path in inner}
+        dropped = [name for names in ends.values() if all(unchanged[name] for name in names) for name in names]
+    if dropped and not all(unchanged.values()):
         raise ValueError(
             f"{step} returns variables unchanged that the model's forward pass changed: {checks.listed(dropped)}. Each "
             "step would start from the same values: dropout would repeat its mask, and running statistics would never "
-            "move. Keep the second result of call_model, outputs, updates = self.call_model(...), return updates from "
-            "the loss function (has_aux=True), and store them: "
+            "move. Keep the second result of call_model or apply_fn, outputs, updates = self.call_model(...), return "
+            "updates from the loss function (has_aux=True), and store them: "
             "state = state.apply_gradients(grads=grads).update_variables(updates). If the old values are right, call "
-            "the model with train=False."
+            "the model with train=False, or return copies of them (jnp.copy)."
         )
+
+
+def _is_returned_unchanged(jaxpr: Any, place: int) -> bool:
+    """Returns whether the output at `place` is the argument at `place`, perhaps passed through nested functions."""
+    needed, needs = partial_eval.dce_jaxpr(jaxpr, [number == place for number in range(len(jaxpr.outvars))])
+    return [number for number, is_needed in enumerate(needs) if is_needed] == [place] and _is_without_operations(needed)
+
+
+def _is_without_operations(jaxpr: Any) -> bool:
+    nested = [each.params.get("jaxpr") for each in jaxpr.eqns]
+    return all(each is not None and _is_without_operations(getattr(each, "jaxpr", each)) for each in nested)
 
 
 def sown_losses(updates: Any) -> list[Any]:
@@ -431,7 +460,7 @@ class _Noting:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs, (graphdef, updates) = self.applied(*args, **kwargs)
-        _note_changes(self.states, updates)
+        _note_changes(dict(zip(("params", "batch_stats", "collections"), self.states, strict=False)), updates)
         return outputs, (graphdef, updates)
 
     def __getattr__(self, name: str) -> "_Noting":
@@ -488,11 +517,9 @@ class HaikuApply(Forward):
         return self.apply(*args, **kwargs)
 
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
-        flags = _mode_flags(self.apply, train)
-        if not self.has_state:
-            return self.apply(params, _key(rngs, "dropout"), inputs, **flags), None
-        outputs, variables = self.apply(params, state.collections["state"], _key(rngs, "dropout"), inputs, **flags)
-        return outputs, {"state": variables}
+        before = (state.collections["state"],) if self.has_state else ()
+        result = self.apply(params, *before, _key(rngs, "dropout"), inputs, **_mode_flags(self.apply, train))
+        return (result[0], {"state": result[1]}) if self.has_state else (result, None)
 
 
 @final

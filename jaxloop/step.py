@@ -914,7 +914,8 @@ class Step:
             result = self.run(state, batch)
         new_state, outputs = checks.check_run(result, hook)
         checks.check_same_state(state, new_state, hook)
-        models.check_updates_kept(state, new_state, changed, repr(self))
+        trace = lambda: jax.make_jaxpr(lambda *args: self.run(*args)[0])(state, batch).jaxpr
+        models.check_updates_kept(state, new_state, changed, repr(self), trace)
         return new_state, self._reported(outputs, batch)
 
     def _checked_outputs(self, state: Any, batch: types.Batch) -> types.Output:

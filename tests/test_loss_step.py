@@ -467,6 +467,14 @@ def test_micro_batches_need_a_scalar_loss_with_its_weight():
         step(state, rows(8))
 
 
+def test_micro_batches_with_batch_normalization_are_traced_once():
+    traces = []
+    loss = lambda outputs, batch: traces.append(1) or squares(outputs, batch)
+    step = LossStep(KEY, Noisy(rate=0), optax.sgd(0.1), train=True, loss=loss, accumulate=2)
+    step(step.initialize_model([1, 3]), rows(4))
+    assert len(traces) == 1
+
+
 def test_batch_normalization_never_sees_padding():
     step = LossStep(KEY, Noisy(rate=0), optax.sgd(0.1), train=True, loss=squares, accumulate=2)
     with pytest.raises(ValueError, match="fill up a batch of 5 rows to 6.*the model mixes the examples.*Drop the rem"):

@@ -268,7 +268,7 @@ class LinenNet(nn.Module):
 
 
 class Updating(Step):
-    keeps = True
+    keeps, copies = True, False
 
     def forward(self, state, params, x):
         return self.call_model(state, params, x)
@@ -281,6 +281,9 @@ class Updating(Step):
         (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         if self.train:
             state = state.apply_gradients(grads=grads)
+        if self.copies:
+            variables = jax.tree.map(jnp.copy, (state.batch_stats, state.collections))
+            state = state.replace(batch_stats=variables[0], collections=variables[1])
         return state.update_variables(updates) if self.keeps else state, {"loss": loss}
 
 
@@ -290,14 +293,39 @@ class Applying(Updating):
         return outputs, updates
 
 
+class ApplyingLinen(Updating):
+    def forward(self, state, params, x):
+        mutable = ["batch_stats"] if self.train else []
+        return state.apply_fn({**state.variables, "params": params}, x, train=self.train, mutable=mutable)
+
+
+class Rematerializing(Updating):
+    def forward(self, state, params, x):
+        return jax.checkpoint(super().forward)(state, params, x)
+
+
+class Nested(Updating):
+    transform = staticmethod(jax.jit)
+
+    def run(self, state, batch):
+        return self.transform(super().run)(state, batch)
+
+
+class NestedInCheckpoint(Nested):
+    transform = staticmethod(jax.checkpoint)
+
+
 @pytest.mark.parametrize(
     ("step_class", "model", "names"),
     [
-        (Updating, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
+        *(
+            (step_class, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var")
+            for step_class in (Updating, ApplyingLinen, Rematerializing, Nested, NestedInCheckpoint)
+        ),
         (Updating, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
         (Applying, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
+        (Nested, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
     ],
-    ids=["Linen", "NNX", "apply_fn"],
 )
 def test_dropping_the_variables_that_a_forward_pass_changed_is_an_error(step_class, model, names):
     dropping = type("Dropping", (step_class,), {"keeps": False})(KEY, model, optax.sgd(0.1), train=True)
@@ -310,6 +338,8 @@ def test_dropping_the_variables_that_a_forward_pass_changed_is_an_error(step_cla
     for train in (True, False):  # An evaluation changes none.
         step = type("Keeping", (step_class,), {"keeps": train})(KEY, model, optax.sgd(0.1), train=train)
         step(step.initialize_model([1, 3]), BATCH)
+    copying = type("Copying", (type(dropping),), {"copies": True})(KEY, model, optax.sgd(0.1), train=True)
+    copying(copying.initialize_model([1, 3]), BATCH)
 
 
 def test_two_initializations_of_an_nnx_model_share_one_compilation():
@@ -326,7 +356,7 @@ def test_two_initializations_of_an_nnx_model_share_one_compilation():
     ("model", "options", "error", "message"),
     [
         (NNXNet, {}, ValueError, "NNXNet is an NNX module class, so the Step needs nnx_model_args"),
-        (nn.Dense(1), {"nnx_model_args": (3,)}, ValueError, "Dense is a Linen module"),
+        (nn.Dense(1), {"nnx_model_args": (3,)}, ValueError, "the model is a Dense"),
         (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
         (nn.Dense(1), {"xyz": 1}, TypeError, "'xyz'. It takes base_prng, model"),
         (nn.Dense, {}, TypeError, "must be a Linen module, an NNX module class or instance"),
