@@ -43,6 +43,11 @@ class NonFiniteError(FloatingPointError):
 
     def __init__(self, step_num: int, names: Sequence[str]):
         shown = checks.listed(names, show=6)
+        if not any(name.startswith("outputs/") for name in names):
+            shown += (
+                ", but no loss. A value that is NaN has a NaN gradient even if its weight is 0, so replace NaN in the "
+                "batch before computing with it: labels = jnp.where(mask, labels, 0)"
+            )
         super().__init__(
             f"Step {step_num} is the first with NaN or infinity: {shown}. Check the batch of that step, lower the "
             "learning rate, or clip the gradients (optax.clip_by_global_norm). To skip such steps, use "

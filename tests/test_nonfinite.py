@@ -71,6 +71,27 @@ def test_raise_names_the_first_bad_step_and_its_bad_values(devices, bad, data_pa
     assert isinstance(e.value, FloatingPointError) and loop.rescued_state is None
 
 
+def test_nan_with_a_weight_of_zero_is_named_as_a_cause_of_nan_gradients(warnings_logged):
+    def loss(params, batch, labels):
+        return jaxloop.Weighted((batch["x"] @ params["w"] - labels) ** 2, batch["is_real"])
+
+    as_they_are = lambda params, batch: loss(params, batch, batch["y"])
+    replaced = lambda params, batch: loss(params, batch, jnp.where(batch["is_real"], batch["y"], 0))
+    batch = {"x": np.ones([4, 3], np.float32), "y": np.float32([1, 2, np.nan, 4]), "is_real": np.arange(4) != 2}
+    params = {"w": np.zeros(3, np.float32)}
+    make_step = lambda loss: jaxloop.LossStep(jax.random.key(0), params, optax.sgd(0.1), train=True, loss=loss)
+    step = make_step(as_they_are)
+    loop = jaxloop.TrainLoop(step, nan_policy="raise")
+    message = r"infinity: params/w, but no loss\. .* labels = jnp\.where\(mask, labels, 0\)"
+    with pytest.raises(nonfinite.NonFiniteError, match=message):
+        loop(step.initialize_model(), [batch])
+    jaxloop.OuterLoop(jaxloop.TrainLoop(step))(step.initialize_model(), [batch] * 3)  # By default, a warning follows.
+    assert any("'loss' NaN, since step 2. TrainLoop(..., nan_policy='raise')" in text for text in warnings_logged())
+    step = make_step(replaced)
+    state, _ = jaxloop.TrainLoop(step, nan_policy="raise")(step.initialize_model(), [batch] * 3)
+    assert np.isfinite(state.params["w"]).all()
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_skip_discards_the_update_and_counts_it(devices, data_parallel, assert_same, warnings_logged):
     step, state = make(devices, data_parallel)
