@@ -98,10 +98,10 @@ class LossStep(NumpyStep):
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples or, for a `Weighted` loss, by its weight.
     The update is the same as for the whole batch, but needs a quarter of the memory. However, batch normalization and
-    losses that compare examples see one micro-batch at a time. The loss must not be a scalar, which could be a mean or
-    a sum; return `Weighted(mean, rows)`. If masked rows don't change any value, the batch size doesn't have to be a
-    multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for convolutions inside
-    the loop over micro-batches.
+    losses that compare examples see one micro-batch at a time. The loss and the metrics must not be scalars, which
+    could be means or sums; return `Weighted(mean, rows)`. If masked rows don't change any value, the batch size doesn't
+    have to be a multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for
+    convolutions inside the loop over micro-batches.
 
     **Sown losses and optimizers that need the loss.** Losses that a Linen or NNX model sows, as in
     `self.sow("losses", "name", value)`, are added to the loss, also in evaluations. Each must be a scalar (a mean) or
@@ -451,13 +451,11 @@ class LossStep(NumpyStep):
                 raise TypeError(f"{self._name_of_loss} must return losses or (losses, metrics), got ({shown}).")
             result, more = result
         mean = value_of(result)
-        if not hasattr(mean, "dtype") and not isinstance(mean, float):
+        if not isinstance(mean, float) and not jnp.issubdtype(getattr(mean, "dtype", bool), jnp.floating):
             raise TypeError(
-                f"{self._name_of_loss} must return an array of per-example losses [batch], a scalar, a Weighted mean, "
-                f"or the pair (losses, metrics), got {checks.describe(result)}."
+                f"{self._name_of_loss} must return floating-point losses (an array [batch], a scalar or a Weighted "
+                f"mean), or the pair (losses, metrics), got {checks.describe(result)}."
             )
-        if not jnp.issubdtype(jnp.result_type(mean), jnp.floating):
-            raise TypeError(f"{self._name_of_loss} must return floating-point losses, got {checks.describe(result)}.")
         if "loss" in more:
             raise ValueError(
                 f"{self._name_of_loss} returned a metric named 'loss', the name of the loss itself. Give it another."
@@ -466,14 +464,12 @@ class LossStep(NumpyStep):
 
     def _more_metrics(self, values: Mapping[str, Any], outputs: Any, batch: Any, mask: Any) -> dict[str, Any]:
         """Returns the values of the functions in `metrics`."""
-        for name in self._metrics:
-            if name in values:
-                raise ValueError(
-                    f"There are two metrics named {name!r}: {self._name_of_loss} returned one, and metrics= contains "
-                    "another. Rename one of them."
-                )
-        more = {name: metric(outputs, batch) for name, metric in self._metrics.items()}
-        more = types.nnx_metrics_as_weighted(more)
+        if both := [name for name in self._metrics if name in values]:
+            raise ValueError(
+                f"There are two metrics named {_quoted(both)}: {self._name_of_loss} returned one, and metrics= holds "
+                "another. Rename one of them."
+            )
+        more = types.nnx_metrics_as_weighted({name: metric(outputs, batch) for name, metric in self._metrics.items()})
         return {name: self._mean(name, value, mask) for name, value in more.items()}
 
     def _mean(self, name: str, value: Any, mask: Any) -> Any:
@@ -500,6 +496,12 @@ class LossStep(NumpyStep):
                 f"`merge` and `compute`, got {checks.describe(value)}."
             )
         value = jnp.asarray(value)
+        if value.ndim == 0 and self.train and self._accumulate > 1 and name != "sown loss":
+            raise ValueError(
+                f"{what} is a scalar, and {self!r} combines the values of {self._accumulate} micro-batches, but a "
+                "scalar doesn't tell whether it is a mean or a sum, and over how many rows. Return one number for each "
+                "example, or a mean with its weight: jaxloop.Weighted(mean, rows)."
+            )
         if value.ndim == 0 or (mask is not None and value.shape == mask.shape):
             return value.astype(_sum_dtype(value))
         if mask is None:
@@ -550,12 +552,6 @@ class LossStep(NumpyStep):
             keys_now = jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
             with models.noting_changes():  # They are kept, so `Step` needn't look for them.
                 grads, values, state_now = self._gradients(state_now, batch, mask, keys_now)
-            if "loss" in (self._not_per_example or ()) and not isinstance(values["loss"], types.Weighted):
-                raise ValueError(
-                    f"{self._name_of_loss} is a scalar, and {self!r} combines the losses of {self._accumulate} "
-                    "micro-batches, but a scalar doesn't tell whether it is a mean or a sum, and over how many rows. "
-                    "Return one number for each example, or a mean with its weight: jaxloop.Weighted(mean, rows)."
-                )
             weight = _weight(values["loss"], mask)
             grads = jax.tree.map(lambda before, new: before + _weighted(new, weight), grads_before, grads)
             return (grads, (state_now.batch_stats, state_now.collections)), (weight, _count(mask), values)

@@ -165,9 +165,9 @@ def test_a_scalar_loss_is_used_unchanged():
             r"float32\[1, 1\] for 8 examples.*Leave out keepdims=True",
         ),
         (lambda o, b: b["x"].mean(0), ValueError, r"float32\[3\] for 8 examples.*one number for each example"),
-        (lambda o, b: {"loss": o}, TypeError, r"an array of per-example losses \[batch\].*got dict"),
+        (lambda o, b: {"loss": o}, TypeError, r"an array \[batch\].*\(losses, metrics\), got dict"),
         (lambda o, b: None, TypeError, "got NoneType"),
-        (lambda o, b: o[:, 0] > 0, TypeError, r"floating-point losses, got bool\[8\]"),
+        (lambda o, b: o[:, 0] > 0, TypeError, r"floating-point losses .*, got bool\[8\]"),
         (
             lambda o, b: (squares(o, b), o),
             TypeError,
@@ -450,7 +450,7 @@ def test_micro_batches_need_a_scalar_loss_with_its_weight():
     def loss(params, batch):
         losses, mask = linear(params, batch), batch["mask"]
         average = clu_metrics.Average.from_model_output(losses, mask=mask)
-        return jaxloop.Weighted(losses, mask), {"mean": jnp.sum(losses * mask) / jnp.sum(mask), "sum": average}
+        return jaxloop.Weighted(losses, mask), {"mean": jaxloop.Weighted(losses, mask), "sum": average}
 
     batch = {**rows(8), "mask": np.array([1, 1, 1, 0, 1, 0, 1, 1], np.float32)}
     step = linear_step(loss, train=True, accumulate=2)
@@ -458,13 +458,28 @@ def test_micro_batches_need_a_scalar_loss_with_its_weight():
     params, mean = reference_update(batch, batch["mask"] > 0)
     np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
     with jax.numpy_dtype_promotion("standard"):  # clu needs it.
-        np.testing.assert_allclose([outputs["loss"].value, outputs["mean"], outputs["sum"].compute()], mean, rtol=1e-6)
+        values = [outputs["loss"].value, outputs["mean"].value, outputs["sum"].compute()]
+        np.testing.assert_allclose(values, mean, rtol=1e-6)
     message = "of 5 unmasked rows to 8, .* a multiple of the devices and micro-.*several examples: 'loss', 'mean'"
     with pytest.raises(ValueError, match=message):
         step(state, jax.tree.map(lambda leaf: leaf[:7], batch))
-    step = linear_step(lambda params, batch: linear(params, batch).sum(), train=True, accumulate=2)
-    with pytest.raises(ValueError, match=r"scalar doesn't tell whether it is a mean or a sum.*Weighted\(mean, rows\)"):
-        step(state, rows(8))
+
+
+def test_micro_batches_need_values_with_their_weights():
+    total = lambda params, batch: linear(params, batch).sum()
+    with_metadata = lambda params, batch: jaxloop.MetricWithMetadata(total(params, batch))
+    in_loss = lambda params, batch: (linear(params, batch), {"total": total(params, batch)})
+    message = r"is a scalar, .* combines the values of 2 micro-batches.*Weighted\(mean, rows\)"
+    metric, loss = "The metric 'total'", "The loss"
+    for name, options in (
+        (loss, {"loss": total}),
+        (metric, {"loss": in_loss}),
+        (metric, {"metrics": {"total": total}}),
+        (metric, {"metrics": {"total": with_metadata}}),
+    ):
+        step = linear_step(**options, train=True, accumulate=2)
+        with pytest.raises(ValueError, match=f"{name} {message}"):
+            step(step.initialize_model(), rows(8))
 
 
 def test_micro_batches_with_batch_normalization_are_traced_once():
