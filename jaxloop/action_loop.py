@@ -1,7 +1,6 @@
 """A loop that calls actions before, between, and after its steps."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxloop import metrics, types
@@ -57,10 +56,9 @@ class ActionLoop(StatLoop):
         stat_names: Sequence[str] | None = None,
         global_batch_size: int | None = None,
         *,
-        clock: Callable[[], float] = time.perf_counter,
         max_steps_in_flight: int | None = None,
     ):
-        super().__init__(step, stat_names, global_batch_size, clock=clock, max_steps_in_flight=max_steps_in_flight)
+        super().__init__(step, stat_names, global_batch_size, max_steps_in_flight=max_steps_in_flight)
         self.engine.moments.begin_actions = ActionList(begin_actions, unit="loops")
         self.engine.moments.agenda = Agenda(ActionList(end_actions, unit="loops"))
 

@@ -37,7 +37,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from jaxloop import agreement, checks, distributed, files, lock, path_patterns, safetensors_file, seal
+from jaxloop import agreement, checks, distributed, files, lock, path_patterns, safetensors_file, seal, timing
 from jaxloop.files import absolute, prepare_directory
 from jaxloop.safetensors_file import SafetensorsFile, groups, is_safetensors
 from jaxloop.schedules import Elapsed, Schedule
@@ -1154,7 +1154,6 @@ class CheckpointWriter:
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
       keep_every: The checkpoints at which this schedule fires are never deleted. Requires a directory.
-      clock: A function that returns the time in seconds.
 
     Attributes:
       last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
@@ -1168,9 +1167,8 @@ class CheckpointWriter:
         best: tuple[str, str] | None = None,
         *,
         keep_every: Schedule | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ):
-        self._keep, self._best, self._keep_every, self._clock = keep, best, keep_every, clock
+        self._keep, self._best, self._keep_every = keep, best, keep_every
         self.last_stall_secs: float | None = None
         self.last_wait_secs: float | None = None
         self._manager: ocp.CheckpointManager | None = None
@@ -1242,7 +1240,7 @@ class CheckpointWriter:
                 f"The checkpoint manager of {self._directory} was closed when the last run ended, and can't save any "
                 "more. Make a new CheckpointManager, or give CheckpointAction the directory instead."
             )
-        began, self.last_wait_secs = self._clock(), 0.0
+        began, self.last_wait_secs = timing.clock(), 0.0
         try:
             args, custom_metadata = self._save_args(state, metadata or {}, run or {}, trees or {})
             with self._handling_errors_of(step):
@@ -1271,7 +1269,7 @@ class CheckpointWriter:
                         custom_metadata=custom_metadata or None,
                     )
         finally:
-            self.last_stall_secs = self._clock() - began
+            self.last_stall_secs = timing.clock() - began
 
     def _save_args(
         self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
@@ -1343,11 +1341,11 @@ class CheckpointWriter:
         return (self._directory / str(step)).exists() and step in all_steps(self._directory)
 
     def _wait_for_previous_save(self) -> None:
-        began = self._clock()
+        began = timing.clock()
         try:
             self.wait()
         finally:
-            self.last_wait_secs = self._clock() - began
+            self.last_wait_secs = timing.clock() - began
 
     def _open_manager(self) -> ocp.CheckpointManager:
         prepare_directory(self._directory)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import numbers
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -21,7 +20,6 @@ def elapse(
     start: Elapsed | None = None,
     num_examples: Callable[[types.Batch], int] | None = None,
     stopwatch: timing.Stopwatch | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
     """Yields each batch together with the run's progress, for use in hand-written loops.
 
@@ -43,12 +41,11 @@ def elapse(
       num_examples: A function that returns the number of examples in a batch. If None, the length of the leading
         axis is used (or 1 if the batch has no axes).
       stopwatch: A stopwatch whose training time is used as the run's time. If None, all time is counted.
-      clock: A function that returns the time in seconds. Ignored if a stopwatch is given.
 
     Yields:
       `(elapsed, batch)`, where `elapsed` includes this batch: for the first batch, `elapsed.steps == 1`.
     """
-    stopwatch = stopwatch or timing.Stopwatch(clock)
+    stopwatch = stopwatch or timing.Stopwatch()
     return _elapse(Counting(as_iterator(dataset), as_stop(stop), start or Elapsed(), stopwatch, num_examples))
 
 

@@ -1,7 +1,6 @@
 """The loop that evaluates a state."""
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from absl import logging
@@ -32,7 +31,7 @@ class EvalLoop(ActionLoop):
     Args:
       step: The step to run on each batch, created with `train=False`.
       begin_actions, end_actions: See `ActionLoop`.
-      stat_names, global_batch_size, clock: See `StatLoop`.
+      stat_names, global_batch_size: See `StatLoop`.
       endless_after: If a call without `num_steps` runs more than this many steps, a warning says that the dataset may
         be endless.
       steps_per_dispatch: See `TrainLoop`.
@@ -47,7 +46,6 @@ class EvalLoop(ActionLoop):
         end_actions: Sequence[Action] | None = None,
         global_batch_size: int | None = None,
         *,
-        clock: Callable[[], float] = time.perf_counter,
         endless_after: int = 10_000,
         steps_per_dispatch: int | Literal["auto"] = 1,
         max_steps_in_flight: int | None = None,
@@ -58,7 +56,6 @@ class EvalLoop(ActionLoop):
             end_actions,
             stat_names,
             global_batch_size,
-            clock=clock,
             max_steps_in_flight=max_steps_in_flight,
         )
         self.engine.stepper.evaluates = True

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
@@ -69,13 +68,12 @@ class Interruptible:
     (True, 'Ctrl-C')
 
     Args:
-      clock: A function that returns the time in seconds.
       defers: Whether a signal remains `unconfirmed` until `confirm` is called. A multi-process job confirms a signal
         once all processes know about it.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, defers: bool = False):
-        self._clock, self._defers = clock, defers
+    def __init__(self, *, defers: bool = False):
+        self._defers = defers
         self._outer: Interruptible | None = None
         self._pid = 0
         self.signum: int | None = None  # The first signal.
@@ -205,7 +203,7 @@ class Interruptible:
         is_worker = os.getpid() != self._pid  # Forked during the run; `Process.terminate()` must end it.
         if is_worker and signum == signal.SIGTERM:
             _end_at_once(signum)
-        first, now = (None if self.signum in _NO_SIGNALS else self.signum) or self.unconfirmed, self._clock()
+        first, now = (None if self.signum in _NO_SIGNALS else self.signum) or self.unconfirmed, time.monotonic()
         since = now - self._times.get(signum, float("-inf"))
         if first == signum == signal.SIGTERM and since < _SAME_WITHIN_SECS:
             return

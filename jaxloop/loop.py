@@ -1,7 +1,6 @@
 """`Loop`, which runs a bounded number of steps over one dataset."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxloop import checks, metrics, timing, types
@@ -37,7 +36,6 @@ class Loop:
 
     Args:
       step: The step to run on each batch.
-      clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. The default is 64
         steps. On a single CPU device, it is 4 dispatches if they contain more than 64 steps. If several devices share a
         CPU, it is 8 steps.
@@ -46,14 +44,12 @@ class Loop:
       engine: The object that runs the loop.
     """
 
-    def __init__(
-        self, step: Step, *, clock: Callable[[], float] = time.perf_counter, max_steps_in_flight: int | None = None
-    ):
+    def __init__(self, step: Step, *, max_steps_in_flight: int | None = None):
         if not isinstance(step, Step):
             raise TypeError(f"{type(self).__name__} takes a jaxloop Step, got {step!r}.")
         checks.check_positive("max_steps_in_flight", max_steps_in_flight, optional=True)
         self._step = step
-        self.engine: Engine = Engine(self, step, clock, max_steps_in_flight)
+        self.engine: Engine = Engine(self, step, max_steps_in_flight)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._step!r})"

@@ -270,7 +270,7 @@ class OutputQueue:
         self._chunk_size = chunk_size(max_steps_in_flight)
         self._max_kept = max(max_steps_in_flight, max_steps_kept or 0)
         self._sums_before = dict(sums or {})
-        self._stopwatch = stopwatch or timing.Stopwatch(lambda: 0.0)
+        self._stopwatch = stopwatch or timing.Stopwatch()
         self._is_on_host = jax.default_backend() == "cpu" if is_on_host is None else is_on_host
         self.newest: list[types.Output | Block] = []
         self._steps = 0  # The number of steps in `newest`.

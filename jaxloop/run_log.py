@@ -52,15 +52,12 @@ class RunLog:
     Args:
       workdir: The directory. If it is None or remote, no log is written.
       spent: A function that returns the time report for the call so far.
-      clock: A function that returns the time in seconds since the epoch.
     """
 
-    def __init__(
-        self, workdir: epath.PathLike | None, spent: Callable[[], Spent], clock: Callable[[], float] = time.time
-    ):
+    def __init__(self, workdir: epath.PathLike | None, spent: Callable[[], Spent]):
         has_log = workdir is not None and not files.is_remote(workdir)
         self._path = os.path.join(files.absolute(workdir), FILE) if has_log else None
-        self._spent, self._clock = spent, clock
+        self._spent = spent
         self._run = ""
         self.notes: dict[str, Any] = {}
         self._descriptor: int | None = None
@@ -86,7 +83,7 @@ class RunLog:
                 self._write("killed", then, run=earlier[-1].run, step=step)
                 with contextlib.suppress(OSError):
                     os.unlink(_pulse_path(earlier[-1].run))
-            now = self._clock()
+            now = time.time()
             process = {"since": _started_at(now), "pid": os.getpid(), "host": socket.gethostname()}
             self.notes = _commit() | self.notes
             self._write("start", now, **process, **described, notes=self.notes, environment=_environment())
@@ -108,8 +105,8 @@ class RunLog:
             yield
             return
         with contextlib.suppress(OSError, ValueError):  # Without a pulse, the lines show how far the run got.
-            self._pulse = _new_pulse(self._run, step, self._clock())
-        pulse, clock, pack_into = self._pulse, self._clock, _PULSE.pack_into
+            self._pulse = _new_pulse(self._run, step, time.time())
+        pulse, clock, pack_into = self._pulse, time.time, _PULSE.pack_into
 
         def beat(_: Any) -> None:
             nonlocal step
@@ -126,7 +123,7 @@ class RunLog:
 
     def log(self, step: int) -> None:
         """Writes the line for a log point, unless the last line is less than a second old."""
-        if self._descriptor is not None and self._clock() - self._newest_line >= _LINE_SECS:
+        if self._descriptor is not None and time.time() - self._newest_line >= _LINE_SECS:
             self._line("log", step)
 
     def end(self, step: int, reason: str) -> None:
@@ -145,7 +142,7 @@ class RunLog:
         with self._writing():
             spent = self._spent()
             seconds = {kind: round(getattr(spent, kind), 6) for kind in _KINDS if getattr(spent, kind)}
-            self._write(event, self._clock(), step=step, spent=seconds, **others)
+            self._write(event, time.time(), step=step, spent=seconds, **others)
 
     def _write(self, event: str, when: float, **others: Any) -> None:
         assert self._descriptor is not None

@@ -193,7 +193,6 @@ class StatLoop(Loop):
         created and when the call began. To count the FLOPs, the step is traced one more time.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
-      clock: A function that returns the time in seconds. It is used to measure durations.
       max_steps_in_flight: See `Loop`.
     """
 
@@ -203,10 +202,9 @@ class StatLoop(Loop):
         stat_names: Sequence[str] | None = None,
         global_batch_size: int | None = None,
         *,
-        clock: Callable[[], float] = time.perf_counter,
         max_steps_in_flight: int | None = None,
     ):
-        super().__init__(step, clock=clock, max_steps_in_flight=max_steps_in_flight)
+        super().__init__(step, max_steps_in_flight=max_steps_in_flight)
         self._statistics = Statistics(step, self.engine.progress.stopwatch, stat_names, global_batch_size)
         self.engine.moments.statistics = self._statistics
 

@@ -1,7 +1,6 @@
 """The loop that trains a state."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxloop import nonfinite
@@ -44,7 +43,7 @@ class TrainLoop(ActionLoop):
       step: The step to run on each batch, created with `train=True`.
       stat_names: See `StatLoop`.
       begin_actions, end_actions: See `ActionLoop`.
-      global_batch_size, clock: See `StatLoop`.
+      global_batch_size: See `StatLoop`.
       nan_policy: What to do about NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that names the first
         bad step. The host reads the results of the check every 32 steps and before each save, so the state of a bad
         step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's outputs
@@ -72,7 +71,6 @@ class TrainLoop(ActionLoop):
         end_actions: Sequence[Action] | None = None,
         global_batch_size: int | None = None,
         *,
-        clock: Callable[[], float] = time.perf_counter,
         nan_policy: nonfinite.NanPolicy = "ignore",
         steps_per_dispatch: int | Literal["auto"] = 1,
         max_steps_in_flight: int | None = None,
@@ -88,7 +86,6 @@ class TrainLoop(ActionLoop):
             end_actions,
             stat_names,
             global_batch_size,
-            clock=clock,
             max_steps_in_flight=max_steps_in_flight,
         )
         if nan_policy not in nonfinite.POLICIES:

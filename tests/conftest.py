@@ -41,7 +41,7 @@ from absl import logging
 from jax.sharding import Mesh
 from programs.check_first import check_first
 
-from jaxloop import partition
+from jaxloop import partition, timing
 
 # Tests of complete programs, notebooks, builds and multi-process jobs. `make test` leaves them to `make test-slow`.
 SLOW_FILES = [
@@ -69,6 +69,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name in SLOW_FILES:
             item.add_marker("slow")
+
+
+@pytest.fixture
+def set_clock(monkeypatch):
+    """Returns a function that replaces the clock of everything that is made afterwards, and returns the new clock."""
+    return lambda clock: monkeypatch.setattr(timing, "clock", clock) or clock
 
 
 class RecordingWriter:

@@ -251,11 +251,11 @@ def test_error_in_a_mid_loop_action_names_it_and_keeps_the_state():
     assert int(loop.rescued_state.step) == 6
 
 
-def test_statistics_cover_the_time_since_the_last_call():
-    clock = Clock()
+def test_statistics_cover_the_time_since_the_last_call(set_clock):
+    clock = set_clock(Clock())
     seen = Seen(every(steps=4))
     step, state, batches = examples.tiny_regression()
-    loop = TrainLoop(step, end_actions=[seen], stat_names=stat_loop.ALL_STATS, clock=clock)
+    loop = TrainLoop(step, end_actions=[seen], stat_names=stat_loop.ALL_STATS)
     loop(state, clock.during(batches, [1, 1, 1, 1, 3, 3, 3, 3, 9]), num_steps=9)
     speeds = [outputs[stat_loop.STAT_STEPS_PER_SEC] for _, _, outputs, _ in seen.calls]
     assert speeds == [1, pytest.approx(1 / 3)]
@@ -265,10 +265,10 @@ def test_statistics_cover_the_time_since_the_last_call():
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}, {"nan_policy": "raise"}])
-def test_time_schedule_fires_after_the_step_or_dispatch(options):
-    clock, seen = Clock(), Seen(every(time=10))
+def test_time_schedule_fires_after_the_step_or_dispatch(options, set_clock):
+    clock, seen = set_clock(Clock()), Seen(every(time=10))
     step, state, batches = examples.tiny_regression()
-    loop = TrainLoop(step, end_actions=[seen], clock=clock, **options)
+    loop = TrainLoop(step, end_actions=[seen], **options)
     loop(state, clock.during((batches * 100)[:100], [1] * 100), num_steps=100)
     called_at = [step_num for step_num, *_ in seen.calls]
     if not options.get("steps_per_dispatch"):

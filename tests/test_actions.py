@@ -194,9 +194,10 @@ class SlowManager(orbax_checkpoint.CheckpointManager):
         super().wait_until_finished()
 
 
-def test_save_reports_its_stall_and_its_wait_for_the_previous_save(tmp_path, warnings_logged):
+def test_save_reports_its_stall_and_its_wait_for_the_previous_save(tmp_path, warnings_logged, set_clock):
     manager = SlowManager(tmp_path, secs=[3.0, 0.5, 1.5, 3.125, 4.0, 5.0])
-    action = actions.CheckpointAction(manager, every(steps=100), clock=lambda: manager.now)
+    set_clock(lambda: manager.now)
+    action = actions.CheckpointAction(manager, every(steps=100))
     _, state, _ = examples.tiny_regression()
     assert action.last_stall_secs is None and action.last_wait_secs is None
     seen = []

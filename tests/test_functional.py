@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from clu import periodic_actions
+from programs.clock import Clock
 
 import jaxloop
 from jaxloop import STOP_LOOP, actions, examples, lock, metrics
@@ -411,11 +412,9 @@ def test_loop_ends_at_stop_or_with_the_data(stop, expected):
     assert (state, elapsed.steps, elapsed.samples) == (expected, expected, 4 * expected)
 
 
-def test_elapsed_time_is_training_time():
-    ticks = itertools.count(0.0, 1.0)
-    _, _, elapsed = jf.loop(
-        0, itertools.cycle(BATCHES), {jf.every(1): count}, stop=jf.at(time=60), clock=ticks.__next__
-    )
+def test_elapsed_time_is_training_time(set_clock):
+    set_clock(itertools.count(0.0, 1.0).__next__)
+    _, _, elapsed = jf.loop(0, itertools.cycle(BATCHES), {jf.every(1): count}, stop=jf.at(time=60))
     assert 60 <= elapsed.time < 70
 
 
@@ -1074,29 +1073,30 @@ def test_inner_loop_with_a_wrong_result_or_a_donated_state_raises():
         jf.loop(state, batches, {jf.every(1): train})
 
 
-def test_evaluations_do_not_count_as_training_time():
-    now = [0.0]
+def test_evaluations_do_not_count_as_training_time(set_clock):
+    clock = set_clock(Clock())
 
     def evaluate(state):
-        now[0] += 100
+        clock.now += 100
         return jf.loop(state, BATCHES[:1], {jf.every(1): log_state})
 
     def train(state):
-        now[0] += 1
+        clock.now += 1
         return state + 1
 
     tasks = {jf.every(1): [train, jf.inner_loop("test", evaluate)]}
-    _, _, elapsed = jf.loop(0, BATCHES, tasks, stop=10, clock=lambda: now[0])
+    _, _, elapsed = jf.loop(0, BATCHES, tasks, stop=10)
     assert elapsed.time == 9  # When the tenth batch was read.
 
 
-def test_bar_shows_the_newest_train_and_test_values():
+def test_bar_shows_the_newest_train_and_test_values(set_clock):
+    set_clock(Clock())
     stream = io.StringIO()
     bar = jf.keras_bar(total=10_000, stream=stream, interval=jf.always(), min_seconds=0)
     log = lambda: jf.logs().add_loss("loss", 0.0718).add_metric("accuracy", 0.9779)
     test = lambda: jf.logs().add("test", "loss", 0.1)
     for stop, values in [(4, "accuracy=0.9779, loss=0.0718]"), (70, "accuracy=0.9779, loss=0.0718, test/loss=0.1000]")]:
-        jf.loop(0, BATCHES, {jf.every(1): log, jf.every(1): bar, jf.every(5): test}, stop=stop, clock=lambda: 0.0)
+        jf.loop(0, BATCHES, {jf.every(1): log, jf.every(1): bar, jf.every(5): test}, stop=stop)
         last = stream.getvalue().rstrip().splitlines()[-1]
         assert f" {stop}/10000 [" in last and last.endswith(values)
 

@@ -1,5 +1,6 @@
 """Several steps per dispatch give the same results as single steps, and actions and errors keep their exact step."""
 
+import itertools
 import re
 import signal
 
@@ -119,11 +120,9 @@ def test_the_dataset_may_end_anywhere(number_of_batches):
     assert int(state.step) == number_of_batches == len(outputs.get("loss", ()))
 
 
-def test_the_dataset_may_end_where_a_time_schedule_fires():
-    clock = iter(range(10**6))
-    state, outputs, noted, _ = train(
-        8, (batch_of(number) for number in range(13)), interval=every(time=1), clock=lambda: float(next(clock))
-    )
+def test_the_dataset_may_end_where_a_time_schedule_fires(set_clock):
+    set_clock(itertools.count(0.0, 1.0).__next__)
+    state, outputs, noted, _ = train(8, (batch_of(number) for number in range(13)), interval=every(time=1))
     assert int(state.step) == 13 == len(outputs["loss"]) and noted[-1][0] == 13
 
 

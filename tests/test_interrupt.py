@@ -10,6 +10,7 @@ import time
 
 import pytest
 from programs import stubborn
+from programs.clock import Clock
 
 import jaxloop.interrupt
 from jaxloop.interrupt import Interruptible
@@ -68,12 +69,12 @@ def test_a_reentered_context_starts_without_a_request():
 
 
 @pytest.mark.parametrize(("seconds", "raises"), [(1.9, True), (2.1, False)])
-def test_ctrl_c_soon_after_the_previous_run_took_one_raises(seconds, raises):
-    now = [0.0]
-    interrupt = Interruptible(clock=lambda: now[0])
+def test_ctrl_c_soon_after_the_previous_run_took_one_raises(seconds, raises, monkeypatch):
+    clock, interrupt = Clock(), Interruptible()
+    monkeypatch.setattr(time, "monotonic", clock)
     with interrupt:
         press_ctrl_c()
-    now[0] += seconds
+    clock.now += seconds
     try:
         with interrupt:
             press_ctrl_c()
@@ -97,8 +98,9 @@ def test_after_sigterm_only_the_outermost_context_exits_with_143(warnings_logged
     ]
 
 
-def test_an_immediately_repeated_sigterm_counts_once():
-    with pytest.raises(SystemExit), Interruptible(clock=lambda: 0.0):
+def test_an_immediately_repeated_sigterm_counts_once(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", Clock())
+    with pytest.raises(SystemExit), Interruptible():
         terminate()
         terminate()
 

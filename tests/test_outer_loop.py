@@ -820,11 +820,11 @@ def test_a_run_with_a_workdir_saves_and_resumes_on_its_own(tmp_path, assert_same
     assert OuterLoop(TrainLoop(examples.tiny_regression()[0])).checkpoint_spec is None
 
 
-def test_a_run_with_a_workdir_saves_every_minute(tmp_path):
+def test_a_run_with_a_workdir_saves_every_minute(tmp_path, set_clock):
     step, state, batches = examples.tiny_regression()
-    seconds = itertools.count(step=25)  # Each step takes more than 25 seconds.
+    set_clock(itertools.count(step=25).__next__)  # Each step takes more than 25 seconds.
     saved = lambda *_: checkpoint.all_steps(tmp_path / "checkpoints")
-    train_loop = TrainLoop(step, clock=lambda: next(seconds))
+    train_loop = TrainLoop(step)
     state, _ = OuterLoop(train_loop, workdir=tmp_path)(state, batches, 10, 10)
     assert len(saved()) > 1 and saved()[-1] == 10
 

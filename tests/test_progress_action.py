@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from programs.clock import Clock
 
+from jaxloop import timing
 from jaxloop.actions import ProgressAction
 from jaxloop.history import History
 from jaxloop.metrics import LoopOutputs
@@ -24,15 +25,20 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def clock(set_clock):
+    return set_clock(Clock(1000.0))
+
+
 class Run:
     """A simulated run whose steps take `seconds` each, with a progress action."""
 
     def __init__(self, *, stream=None, seconds=1.0, total=None, **options):
         self.stream = stream or io.StringIO()
-        self.clock, self.seconds, self.total = Clock(1000.0), seconds, total
+        self.clock, self.seconds, self.total = timing.clock, seconds, total
         self.history = History()
         self.elapsed = Elapsed()
-        self.action = ProgressAction(stream=self.stream, clock=self.clock, **options)
+        self.action = ProgressAction(stream=self.stream, **options)
 
     def steps(self, number, outputs=None):
         for _ in range(number):

@@ -386,15 +386,15 @@ class Takes(Seen):
         self.clock.now += self.seconds
 
 
-def test_each_second_is_attributed_to_one_category(logs):
-    clock = Clock()
+def test_each_second_is_attributed_to_one_category(logs, set_clock):
+    clock = set_clock(Clock())
     step, state, batches = examples.tiny_regression()
     train_actions = [
         Takes(every(5), clock=clock, seconds=3),
         Takes(2, clock=clock, seconds=7, time_category="checkpoints"),
     ]
-    train_loop = TrainLoop(step, end_actions=train_actions, clock=clock)
-    eval_loop = EvalLoop(type(step)(step.base_prng, step.model), clock=clock)
+    train_loop = TrainLoop(step, end_actions=train_actions)
+    eval_loop = EvalLoop(type(step)(step.base_prng, step.model))
 
     class EvalData:
         def __iter__(self):
@@ -413,8 +413,8 @@ def test_each_second_is_attributed_to_one_category(logs):
     assert "53% in evaluations, 18% in checkpoints, 16% in actions, 13% waiting for data" in logs.text
 
 
-def test_the_report_separates_compiling_from_dispatching(logs):
-    clock, (plain, state, batches) = Clock(), examples.tiny_regression()
+def test_the_report_separates_compiling_from_dispatching(logs, set_clock):
+    clock, (plain, state, batches) = set_clock(Clock()), examples.tiny_regression()
 
     class Compiles(type(plain)):
         def run(self, state, batch):  # Called once, to trace it.
@@ -423,7 +423,7 @@ def test_the_report_separates_compiling_from_dispatching(logs):
 
     make = lambda train: Compiles(plain.base_prng, plain.model, plain.optimizer, train=train)
     train_step, eval_step = make(True), make(False)
-    outer_loop = OuterLoop(TrainLoop(train_step, clock=clock), [EvalLoop(eval_step, clock=clock)])
+    outer_loop = OuterLoop(TrainLoop(train_step), [EvalLoop(eval_step)])
     state, _ = outer_loop(state, clock.during(batches[:20], 0.5), 20, 5, [EvalSpec(batches[:2])])
     spent = outer_loop.spent
     assert (spent.compiling, spent.dispatch, spent.data, spent.evals) == (8, 0, 10, 8)

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import itertools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from programs.clock import Clock
 
 import jaxloop
-from jaxloop import Elapsed, after, always, at, every, examples, first, last, never
+from jaxloop import Elapsed, after, always, at, every, examples, first, last, never, timing
 from jaxloop import functional as jf
 
 # The algebra ---------------------------------------------------------------------------------------
@@ -258,8 +259,9 @@ def test_actions_and_evaluations_match_the_reference(
     expected = [step for step in range(resumed_at + 1, total + 1) if plan.fires(run[step - 1], run[step])]
 
     clock, action, evaluation = Clock(), Record(plan.schedule), Record(1)
-    train_loop = jaxloop.TrainLoop(TRAIN_STEP, end_actions=[action], stat_names=[], clock=clock)
-    eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluation], stat_names=[], clock=clock)
+    with mock.patch.object(timing, "clock", clock):
+        train_loop = jaxloop.TrainLoop(TRAIN_STEP, end_actions=[action], stat_names=[])
+        eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluation], stat_names=[])
     train_loop.resume(dataclasses.replace(run[resumed_at], loops=resumed_at // loop_steps))
     state, _ = jaxloop.OuterLoop(train_loop, [eval_loop], log_interval=log_interval)(
         STATE.replace(step=np.int32(resumed_at)),

@@ -6,10 +6,10 @@ from jaxloop import examples, metrics, stat_loop
 from jaxloop.stat_loop import StatLoop
 
 
-def test_statistics_are_plain_numbers():
+def test_statistics_are_plain_numbers(set_clock):
     step, state, batches = examples.tiny_regression()
-    clock = Clock(100.0)
-    loop = StatLoop(step, stat_loop.ALL_STATS, clock=clock)
+    clock = set_clock(Clock(100.0))
+    loop = StatLoop(step, stat_loop.ALL_STATS)
     loop.peak_flops_per_sec = 1e9
     clock.now += 1
     _, outputs = loop(state, clock.during(batches, 0.5), num_steps=10)
@@ -25,10 +25,10 @@ def test_statistics_are_plain_numbers():
     assert all(isinstance(outputs[name], int | float) for name in outputs if name.startswith("jaxloop/"))
 
 
-def test_statistics_cover_only_the_current_call():
+def test_statistics_cover_only_the_current_call(set_clock):
     step, state, batches = examples.tiny_regression()
-    clock = Clock(100.0)
-    loop = StatLoop(step, clock=clock)
+    clock = set_clock(Clock(100.0))
+    loop = StatLoop(step)
     state, _ = loop(state, clock.during(batches, 5), num_steps=4)
     clock.now += 1000  # Time between two calls isn't counted.
     _, outputs = loop(state, clock.during(batches, 1), num_steps=2)

@@ -365,11 +365,11 @@ def test_should_eval_fn_is_not_called_again_after_a_resume(tmp_path):
     assert asked == [2, 4, 6, 8]
 
 
-def test_evaluations_check_no_schedules_between_steps():
+def test_evaluations_check_no_schedules_between_steps(set_clock):
     seen = []
     action = Calls(lambda step_num, outputs: seen.append(len(outputs["loss"])), every(time=2.0))
-    clock = map(float, itertools.count()).__next__
-    jaxloop.EvalLoop(EVAL_STEP, end_actions=[action], stat_names=[], clock=clock)(STATE, BATCHES[:6])
+    set_clock(itertools.count(0.0, 1.0).__next__)
+    jaxloop.EvalLoop(EVAL_STEP, end_actions=[action], stat_names=[])(STATE, BATCHES[:6])
     assert seen == [6]
 
 

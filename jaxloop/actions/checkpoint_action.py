@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +56,6 @@ class CheckpointAction(Action):
         coincides with the evaluations. A train metric is averaged over the steps since the last save.
       keep_every: A schedule such as `every(steps=1000)`. The checkpoints at which it fires are never deleted. If the
         interval is a schedule, checkpoints are saved when either of the two fires. Requires a directory.
-      clock: A function that returns the time in seconds.
       ckpt_manager: Another name for `directory`.
 
     Attributes:
@@ -80,7 +78,6 @@ class CheckpointAction(Action):
         keep: int | None = 3,
         best: str | tuple[str, str] | None = None,
         keep_every: Schedule | None = None,
-        clock: Callable[[], float] = time.perf_counter,
         ckpt_manager: Any = None,
     ):
         if keep_every is not None and not isinstance(keep_every, Schedule):
@@ -94,7 +91,7 @@ class CheckpointAction(Action):
         self.monitor: Monitor | None = monitor_of("CheckpointAction.best", best)
         self.uses_outputs = self.monitor is not None
         name_and_mode = None if self.monitor is None else (self.monitor.name, self.monitor.mode)
-        self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, keep_every=keep_every, clock=clock)
+        self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, keep_every=keep_every)
         self._best = name_and_mode
         self.keep_every: Schedule | None = keep_every
         self._keep = keep if isinstance(place, str | os.PathLike) else None

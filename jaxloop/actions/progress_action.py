@@ -7,15 +7,14 @@ import logging as py_logging
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, final
 
 import jax
 import numpy as np
 from absl import logging
 
-from jaxloop import checks, distributed, metrics, types
+from jaxloop import checks, distributed, metrics, timing, types
 from jaxloop.actions.action import Action
 from jaxloop.history import History, Row
 from jaxloop.schedules import Elapsed, Schedule, every, first, last
@@ -94,14 +93,9 @@ class ProgressAction(Action):
     The action never waits for the devices; it shows the latest metrics that have reached the host. Evaluation results
     and log lines appear above the bar. In a multi-process job, only the first process shows anything.
 
-    >>> import itertools
-    >>> ticks = itertools.count(0.0, 2.0)
-    >>> progress = ProgressAction(4, bar="plain", stream=sys.stdout, clock=lambda: next(ticks))
-    >>> for step in range(1, 5):
-    ...     progress(None, {"loss": 1 / step}, step_num=step)
-    step 1 of 4 (25%)  loss 1.0000
-    >>> progress.close()
-    step 4 of 4 (100%)  2.7 s/step  took 8.0 s  loss 0.2500
+    >>> progress = ProgressAction(4, bar="plain", stream=sys.stdout)
+    >>> progress(None, {"loss": 0.5}, step_num=1)
+    step 1 of 4 (25%)  loss 0.5000
 
     Args:
       total_steps: The total number of updates in the run, or None to use the number provided by the loop.
@@ -114,7 +108,6 @@ class ProgressAction(Action):
       names: The metrics to show, in this order. If None, all metrics except the loop's statistics (`jaxloop/...`) are
         shown. Evaluation metrics are always shown.
       stream: The stream to write to. If None, stderr is used, or stdout in a notebook.
-      clock: A function that returns the time in seconds.
     """
 
     needs_all_outputs = False
@@ -128,7 +121,6 @@ class ProgressAction(Action):
         min_seconds: float = 0.1,
         names: Sequence[str] | None = None,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(interval)
         checks.check_positive("ProgressAction.total_steps", total_steps, optional=True)
@@ -143,7 +135,7 @@ class ProgressAction(Action):
             raise TypeError(f"ProgressAction.names takes a list of names, got {names!r}. Write [{names!r}].")
         self._total_steps, self._kind, self._min_seconds = total_steps, bar, min_seconds
         self._names = None if names is None else tuple(names)
-        self._stream, self._clock = stream, clock
+        self._stream = stream
         self._forget()
 
     def _forget(self) -> None:
@@ -178,7 +170,7 @@ class ProgressAction(Action):
         if step_num < self._newest[0]:
             self._end(self._newest_at)  # The previous run was not closed.
         self._newest = (step_num, elapsed, history, self._total_steps or total_steps)
-        self._newest_at = now = self._clock()
+        self._newest_at = now = timing.clock()
         self._outputs.update(outputs or {})
         if self._run_began_at is None:
             self._run_began_at = now - (spent.total if spent is not None else 0.0)
@@ -188,7 +180,7 @@ class ProgressAction(Action):
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         if distributed.is_first_process():
             self._end(self._newest_at)
-            self._run_began_at = self._clock()
+            self._run_began_at = timing.clock()
             self._bar = self._make_bar(Progress(step_num, self._total_steps, 0, 0.0, {}))
             self._bar.announce(f"step {step_num:,}: compiling the first step")
 
@@ -253,7 +245,7 @@ class ProgressAction(Action):
             self.close()  # Nothing else closes the actions of a standalone loop.
 
     def close(self) -> None:
-        self._end(self._clock())
+        self._end(timing.clock())
 
     def _end(self, now: float) -> None:
         """Closes the bar, if there is one. `now` is the time at which the run ended."""

@@ -34,7 +34,6 @@ class Engine:
     Args:
       loop: The loop whose hooks are called.
       step: The step that runs each batch.
-      clock: A function that returns the time in seconds.
       max_steps_in_flight: See `Loop`.
 
     Attributes:
@@ -48,11 +47,11 @@ class Engine:
         completed step, or `(None, reason)` if that state can't be used.
     """
 
-    def __init__(self, loop: Any, step: Step, clock: Callable[[], float], max_steps_in_flight: int | None):
+    def __init__(self, loop: Any, step: Step, max_steps_in_flight: int | None):
         is_shared = agreement.is_shared(step.partitioner.mesh)
         self._loop, self._step = loop, step
         self.job: agreement.Job = agreement.Job(is_shared)
-        self.progress: Progress = Progress(clock, is_shared=is_shared)
+        self.progress: Progress = Progress(is_shared=is_shared)
         self.stepper: Stepper = Stepper(loop, step, self.progress, self.job, max_steps_in_flight)
         self.moments: Moments = Moments(self.stepper, self.progress, self.job)
         self.stepper.readers = lambda: self.moments.agenda.has_readers

@@ -1,7 +1,7 @@
 """The progress of a loop, counted on the host."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from jaxloop import timing
@@ -12,13 +12,12 @@ from jaxloop.schedules import Elapsed
 class Progress:
     """Counts the steps, examples, seconds and loops of a run.
 
-    >>> progress = Progress(lambda: 0.0)
+    >>> progress = Progress()
     >>> progress.count([8, 8])
     >>> progress.elapsed_now()
     Elapsed(steps=2, samples=16, time=0.0, loops=0)
 
     Args:
-      clock: A function that returns the time in seconds.
       is_shared: True if several processes train together.
 
     Attributes:
@@ -38,8 +37,8 @@ class Progress:
       longest_loop: The number of batches in the longest of these loops.
     """
 
-    def __init__(self, clock: Callable[[], float], *, is_shared: bool = False):
-        self.stopwatch: timing.Stopwatch = timing.Stopwatch(clock)
+    def __init__(self, *, is_shared: bool = False):
+        self.stopwatch: timing.Stopwatch = timing.Stopwatch()
         self.steps: int = 0
         self.samples: int = 0
         self.loops: int = 0

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ def loop(
     history: History | None = None,
     elapsed: Elapsed | None = None,
     num_examples: Callable[[Any], int] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, History, Elapsed]:
     """Loops over the batches of a dataset and, at each step, calls the callbacks whose schedules fire.
 
@@ -82,7 +80,6 @@ def loop(
       num_examples: A function that returns the number of examples in a batch, which is the batch's weight in means. For
         padded batches, pass a function such as `lambda batch: batch["mask"].sum()`. If None, the weight is the size of
         the batch's leading axis, or 1 if there is none.
-      clock: A function that returns the time in seconds.
 
     Returns:
       `(state, history, elapsed)`.
@@ -97,7 +94,7 @@ def loop(
         if stop is None:
             raise ValueError("jf.loop got no dataset, so nothing ends it. Give stop.")
         dataset = NO_DATA
-    stop, stopwatch, tasks = as_stop(stop), timing.Stopwatch(clock), list(_pairs(tasks))
+    stop, stopwatch, tasks = as_stop(stop), timing.Stopwatch(), list(_pairs(tasks))
     history = _history_for(tasks) if history is None else history
     begin = elapsed or Elapsed()
     loop_state = LoopState(state, history, begin)
