@@ -10,6 +10,8 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.step import Step
 
+_ENDLESS_AFTER = 10_000  # An unbounded evaluation with more steps than this causes a warning.
+
 
 class EvalLoop(ActionLoop):
     """Evaluates a state without changing or donating it.
@@ -32,8 +34,6 @@ class EvalLoop(ActionLoop):
       step: The step to run on each batch, created with `train=False`.
       begin_actions, end_actions: See `ActionLoop`.
       stat_names, global_batch_size: See `StatLoop`.
-      endless_after: If a call without `num_steps` runs more than this many steps, a warning says that the dataset may
-        be endless.
       steps_per_dispatch: See `TrainLoop`.
       max_steps_in_flight: See `Loop`.
     """
@@ -46,7 +46,6 @@ class EvalLoop(ActionLoop):
         end_actions: Sequence[Action] | None = None,
         global_batch_size: int | None = None,
         *,
-        endless_after: int = 10_000,
         steps_per_dispatch: int | Literal["auto"] = 1,
         max_steps_in_flight: int | None = None,
     ):
@@ -63,7 +62,6 @@ class EvalLoop(ActionLoop):
         self.engine.observers.append(self._count_batch)
         if step.train:
             logging.warning("EvalLoop got %s", self.training_warning)
-        self._endless_after = endless_after
         self._is_bounded, self._num_batches = False, 0
 
     @property
@@ -100,10 +98,10 @@ class EvalLoop(ActionLoop):
 
     def _count_batch(self, batch: types.Batch) -> None:
         self._num_batches += 1
-        if not self._is_bounded and self._num_batches == self._endless_after + 1:
+        if not self._is_bounded and self._num_batches == _ENDLESS_AFTER + 1:
             logging.warning(
                 "The evaluation by %r has run more than %d steps without reaching the end of its dataset. If the "
                 "dataset repeats forever, set num_steps in its EvalSpec.",
                 self.step,
-                self._endless_after,
+                _ENDLESS_AFTER,
             )

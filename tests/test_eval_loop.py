@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from clu import metrics as clu_metrics
 
-from jaxloop import examples, metrics
+from jaxloop import eval_loop, examples, metrics
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
@@ -68,18 +68,20 @@ def test_return_state_from_step_raises():
         EvalLoop(step)(state, batches, return_state_from_step=True)
 
 
-def test_endless_dataset_warns(warnings_logged):
+def test_endless_dataset_warns(warnings_logged, monkeypatch):
+    monkeypatch.setattr(eval_loop, "_ENDLESS_AFTER", 100)
     step, state, batches = examples.tiny_regression(train=False)
     endless = itertools.islice(itertools.cycle(batches), 120)  # Finite, so that the test ends.
-    EvalLoop(step, endless_after=100)(state, endless)
+    EvalLoop(step)(state, endless)
     assert len(warnings_logged()) == 1
     assert "has run more than 100 steps without reaching the end" in warnings_logged()[0]
     assert "num_steps" in warnings_logged()[0]
 
 
-def test_num_steps_prevents_the_endless_dataset_warning(warnings_logged):
+def test_num_steps_prevents_the_endless_dataset_warning(warnings_logged, monkeypatch):
+    monkeypatch.setattr(eval_loop, "_ENDLESS_AFTER", 10)
     step, state, batches = examples.tiny_regression(train=False)
-    EvalLoop(step, endless_after=10)(state, batches, num_steps=20)
+    EvalLoop(step)(state, batches, num_steps=20)
     assert warnings_logged() == []
 
 
