@@ -66,7 +66,9 @@ def test_each_metric_type_uses_its_writer_method(writer):
             "private": [MetricWithMetadata(np.zeros(5), MetricType.OTHER)],
         }
     )
-    actions.SummaryAction(writer, flush_each_call=True)(None, outputs, step_num=7)
+    action = actions.SummaryAction(writer)
+    action(None, outputs, step_num=7)
+    action.flush()
     calls = {call[0]: list(call[2]) for call in writer.written if call[0] != "write_histograms"}
     assert calls == {
         "write_scalars": ["lr"],

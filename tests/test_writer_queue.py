@@ -153,15 +153,6 @@ def test_arrays_can_be_modified_after_a_call():
     assert writer.rows == [(1, {"images": [[[[0.0], [0.0]]]]}), (1, {"weights": [0.0, 0.0]})]
 
 
-def test_flush_each_call_waits_until_the_row_is_flushed():
-    writer = GatedWriter()
-    summaries = actions.SummaryAction(writer, flush_each_call=True)
-    for step in (1, 2):
-        call(summaries, [step])
-        assert (len(writer.rows), writer.flushes) == (step, step)
-    summaries.close()
-
-
 def test_without_background_rows_are_written_immediately():
     writer = GatedWriter(fails=[2])
     summaries = actions.SummaryAction(writer, background=False)
@@ -176,8 +167,9 @@ def test_without_background_rows_are_written_immediately():
 
 def test_an_error_is_raised_at_the_next_call_and_no_row_is_lost():
     writer = GatedWriter(fails=[2])
-    summaries = actions.SummaryAction(writer, flush_each_call=True)  # Waits, so that step 2 has failed.
+    summaries = actions.SummaryAction(writer)
     call(summaries, [1, 2])
+    summaries.state_dict()  # Waits, so that step 2 has failed.
     with pytest.raises(OSError, match="the disk is full") as caught:
         call(summaries, [3])
     assert "in SummaryAction(interval=1), after step 2: write_scalars of loss" in caught.value.__notes__[0]

@@ -41,7 +41,6 @@ class SummaryAction(WriterAction):
         You own the writer: it is flushed when a run ends, but not closed. If you also write to it yourself during a
         run, either use a thread-safe writer, such as jaxloop's own writers, or call this action's `flush` first.
       interval: See `Action`.
-      flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
       prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from that of the
         train loop.
       background: Whether to write in a background thread. If a writer may only be used by the thread that created it,
@@ -53,7 +52,6 @@ class SummaryAction(WriterAction):
         self,
         writer: Any = None,
         interval: int | Schedule = 1,
-        flush_each_call: bool = False,
         *,
         prefix: str = "",
         background: bool = True,
@@ -61,7 +59,6 @@ class SummaryAction(WriterAction):
     ):
         writer = checks.only_one("SummaryAction", writer=writer, summary_writer=summary_writer)
         super().__init__(writer, interval, background)
-        self._flush_each_call = flush_each_call
         self._prefix = prefix
         self._warned: set[str] = set()
 
@@ -72,9 +69,7 @@ class SummaryAction(WriterAction):
             values = {self._prefix + name: value for name, value in scalars.items()}
             calls.append(Call(self, step_num, "write_scalars", values))
         calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in self._methods]
-        if self._flush_each_call:
-            calls.append(Call(self, step_num, "flush"))
-        self._queue.put(*calls, waits=self._flush_each_call)
+        self._queue.put(*calls)
         self._warn_of_rewrites(step_num, [self._prefix + name for name in scalars])
         for name, reason in _not_written(outputs, scalars, media, self._methods).items():
             self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")

@@ -149,13 +149,11 @@ class WriterQueue:
         self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once anything was written.
         self._process = os.getpid()
 
-    def put(self, *calls: Call, waits: bool = False) -> None:
+    def put(self, *calls: Call) -> None:
         """Appends either all or none of the calls to the queue. If the queue is full, first waits until it is empty.
 
         Args:
           calls: The calls to append. Their values are copied.
-          waits: Whether to wait until the calls have been made. If a call raises an error, it stays in the queue, and
-            the next request raises that error.
 
         Raises:
           BaseException: If an earlier call raised it, or if (without a thread) one of these calls raises it.
@@ -179,8 +177,6 @@ class WriterQueue:
         with self._lock:
             self._add(calls)
             self._start()
-        if waits:
-            self._drain()
 
     def flush(self) -> None:
         """Waits until all calls have been made and the thread has ended, and flushes the writer.
