@@ -326,10 +326,9 @@ def damage_many(directory, report, *, count, seed):
 
 def end_everywhere(directory, report):
     """Ends runs by an exception or SIGTERM at each visit to each place, and resumes them; returns the differences."""
-    # No background threads: a signal raised in one could arrive after the run has ended.
-    run = functools.partial(whole_run.run, source="index", program=whole_run.make_program(), save=4, background=False)
+    run = functools.partial(whole_run.run, source="index", program=whole_run.make_program(), save=4)
     visits, problems = collections.Counter(), {}
-    reference = run(directory / "reference", watch=lambda *place: visits.update([place]))
+    reference = run(directory / "reference", watch=lambda *place: visits.update([place]), writer=whole_run.Writer())
     del visits["compile", 0]  # Only the first run compiles: all runs share a program.
     places = [(place, visit) for place in sorted(visits) for visit in range(1, visits[place] + 1)]
     for (place, visit), how in itertools.product(places, ["raise", "SIGTERM"]):
@@ -343,7 +342,8 @@ def end_everywhere(directory, report):
                         raise ChaosError(f"at {where}")
                     signal.raise_signal(signal.SIGTERM)
 
-        broken, writer = directory / "broken", whole_run.Writer(watch)
+        # The writer has no places: a signal raised in its thread could arrive after the run has ended.
+        broken, writer = directory / "broken", whole_run.Writer()
         with contextlib.suppress(ChaosError, SystemExit):
             run(broken, watch=watch, writer=writer)
         saved = newest_step(broken)

@@ -275,7 +275,7 @@ def test_default_writer_writes_event_files_without_tensorflow(without_tensorflow
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_async_writer_gets_no_second_thread():
+def test_async_writers_are_supported():
     pytest.importorskip("tensorflow")
     from clu import metric_writers
 
@@ -285,11 +285,9 @@ def test_async_writer_gets_no_second_thread():
         def write_scalars(self, step, scalars):
             self.steps.append(step)
 
-    before = threading.enumerate()
     summary = actions.SummaryAction(metric_writers.AsyncWriter(Writer()))  # pyright: ignore[reportArgumentType]
     for step_num in range(3):
         summary(None, {"loss": 1.0}, step_num=step_num)
-    assert [thread.name for thread in threading.enumerate() if thread not in before] == ["AsyncWriter_0"]
     summary.close()
     assert Writer.steps == [0, 1, 2]
 

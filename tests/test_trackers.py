@@ -302,9 +302,11 @@ def test_an_unwritable_database_raises(tracker, tmp_path, monkeypatch):
     else:
         monkeypatch.setattr(package.sqlite_storage, "TRACKIO_DIR", path)
         writer = actions.TrackioWriter(tmp_path, "digits")
-    action = actions.SummaryAction(writer, background=False)
+    action = actions.SummaryAction(writer)
+    action(None, {"loss": 0.5}, step_num=7)
+    action.state_dict()  # Waits, so that step 7 has failed.
     with pytest.raises(Exception) as caught:
-        action(None, {"loss": 0.5}, step_num=7)
+        action(None, {"loss": 0.5}, step_num=8)
     notes = "\n".join(caught.value.__notes__)
     assert f"in {type(writer).__name__}, whose tracked run is" in notes
     assert "in SummaryAction(interval=1), after step 7: write_scalars of loss" in notes

@@ -153,15 +153,6 @@ def test_arrays_can_be_modified_after_a_call():
     assert writer.rows == [(1, {"images": [[[[0.0], [0.0]]]]}), (1, {"weights": [0.0, 0.0]})]
 
 
-def test_without_background_rows_are_written_immediately():
-    writer = GatedWriter(fails=[2])
-    summaries = actions.SummaryAction(writer, background=False)
-    call(summaries, [1])
-    assert writer.rows == [(1, "loss")] and writer.threads == {"MainThread"}
-    with pytest.raises(OSError, match="the disk is full"):
-        call(summaries, [2])
-
-
 # Errors -----------------------------------------------------------------------------------------------
 
 
@@ -204,8 +195,7 @@ def test_an_error_is_raised_by_a_call_that_waits_for_space():
     assert [row[0] for row in writer.rows] == list(range(writer_queue.MOST_PENDING + 1))
 
 
-@pytest.mark.parametrize("has_thread", [True, False])
-def test_unwritten_rows_are_saved_and_written_first_after_a_resume(has_thread):
+def test_unwritten_rows_are_saved_and_written_first_after_a_resume():
     broken, whole = GatedWriter(fails=[2]), GatedWriter()
     one, two = (actions.SummaryAction(broken, prefix=prefix) for prefix in ("one/", "two/"))
     call(one, [1])
@@ -220,7 +210,7 @@ def test_unwritten_rows_are_saved_and_written_first_after_a_resume(has_thread):
         one.close()
     two.close()
     assert broken.rows == [(1, "one/loss")]
-    one, two = (actions.SummaryAction(whole, prefix=prefix, background=has_thread) for prefix in ("one/", "two/"))
+    one, two = (actions.SummaryAction(whole, prefix=prefix) for prefix in ("one/", "two/"))
     for action, state_dict in zip((one, two), kept, strict=True):
         action.load_state_dict(state_dict)
     one.begin_run(4, can_resume=True)
@@ -238,10 +228,9 @@ def test_unwritten_rows_are_saved_and_written_first_after_a_resume(has_thread):
     two.close()
 
 
-@pytest.mark.parametrize("has_thread", [True, False])
-def test_a_run_hides_rows_of_earlier_processes_only(has_thread):
+def test_a_run_hides_rows_of_earlier_processes_only():
     writer = GatedWriter()
-    one, two = (actions.SummaryAction(writer, background=has_thread) for _ in range(2))
+    one, two = (actions.SummaryAction(writer) for _ in range(2))
     for step in (0, 1):  # The second run does not resume.
         one.begin_run(step, can_resume=True)
         two.begin_run(step, can_resume=True)
@@ -253,7 +242,7 @@ def test_a_run_hides_rows_of_earlier_processes_only(has_thread):
     two.flush()
     assert writer.rows[3:] == [(2, "resume")]
     other = GatedWriter()
-    action = actions.SummaryAction(other, background=has_thread)
+    action = actions.SummaryAction(other)
     call(action, [1])  # A standalone loop.
     action.begin_run(1, can_resume=True)
     action.flush()
@@ -263,16 +252,15 @@ def test_a_run_hides_rows_of_earlier_processes_only(has_thread):
 def test_only_the_first_process_writes(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     writer = GatedWriter()
-    for has_thread in (True, False):
-        action = actions.SummaryAction(writer, background=has_thread)
-        action.begin_run(0, can_resume=True)
-        call(action, [1])
-        assert action.state_dict() == {}
-        action.flush()
+    action = actions.SummaryAction(writer)
+    action.begin_run(0, can_resume=True)
+    call(action, [1])
+    assert action.state_dict() == {}
+    action.flush()
     assert writer.rows == []
 
 
-@pytest.mark.parametrize("again", ["the same", "another", "one without a thread"])
+@pytest.mark.parametrize("again", ["the same", "another"])
 def test_rows_saved_in_a_checkpoint_are_not_written_twice_by_the_same_process(again):
     writer = GatedWriter(fails=[1])
     before = actions.SummaryAction(writer)
@@ -280,7 +268,7 @@ def test_rows_saved_in_a_checkpoint_are_not_written_twice_by_the_same_process(ag
     kept = before.state_dict()
     with pytest.raises(OSError):
         before.close()
-    after = before if again == "the same" else actions.SummaryAction(writer, background=again == "another")
+    after = before if again == "the same" else actions.SummaryAction(writer)
     after.load_state_dict(kept)
     call(after, [2])
     after.close()
@@ -288,12 +276,9 @@ def test_rows_saved_in_a_checkpoint_are_not_written_twice_by_the_same_process(ag
 
 
 def test_the_state_of_a_different_action_raises():
-    for background_ in (True, False):
-        action = actions.SummaryAction(GatedWriter(), background=background_)
-        with pytest.raises(
-            ValueError, match=r"in its state_dict, got \['best'\]\. Was it saved by a different action\?"
-        ):
-            action.load_state_dict({"best": 1.0})
+    action = actions.SummaryAction(GatedWriter())
+    with pytest.raises(ValueError, match=r"in its state_dict, got \['best'\]\. Was it saved by a different action\?"):
+        action.load_state_dict({"best": 1.0})
 
 
 def test_values_that_cannot_be_saved_do_not_prevent_a_checkpoint(logs):

@@ -22,7 +22,6 @@ class LearningRateAction(WriterAction):
     Args:
       writer: See `SummaryAction`. The caller owns the writer.
       interval: See `Action`.
-      background: Whether to write in a background thread; see `SummaryAction`.
       summary_writer: Another name for `writer`.
 
     Raises:
@@ -36,11 +35,10 @@ class LearningRateAction(WriterAction):
         writer: Any = None,
         interval: int | Schedule = 1,
         *,
-        background: bool = True,
         summary_writer: Any = None,
     ):
         writer = checks.only_one("LearningRateAction", writer=writer, summary_writer=summary_writer)
-        super().__init__(writer, interval, background)
+        super().__init__(writer, interval)
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         for problem in self.check(state, outputs):

@@ -43,8 +43,6 @@ class SummaryAction(WriterAction):
       interval: See `Action`.
       prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from that of the
         train loop.
-      background: Whether to write in a background thread. If a writer may only be used by the thread that created it,
-        pass False to all actions that share it.
       summary_writer: Another name for `writer`.
     """
 
@@ -54,11 +52,10 @@ class SummaryAction(WriterAction):
         interval: int | Schedule = 1,
         *,
         prefix: str = "",
-        background: bool = True,
         summary_writer: Any = None,
     ):
         writer = checks.only_one("SummaryAction", writer=writer, summary_writer=summary_writer)
-        super().__init__(writer, interval, background)
+        super().__init__(writer, interval)
         self._prefix = prefix
         self._warned: set[str] = set()
 

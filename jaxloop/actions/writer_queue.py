@@ -115,7 +115,6 @@ class WriterQueue:
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
-      has_thread: Whether to use a thread. If False, each call is made immediately by the thread that requests it.
 
     Attributes:
       last_steps: The last step at which each scalar was written, to warn of two curves with one name.
@@ -123,20 +122,15 @@ class WriterQueue:
 
     # Keyed by the ids of the writers, because not every writer can be hashed or weakly referenced. The queues keep
     # their writers alive.
-    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, bool], "WriterQueue"]] = weakref.WeakValueDictionary()
+    _all: ClassVar[weakref.WeakValueDictionary[int, "WriterQueue"]] = weakref.WeakValueDictionary()
 
     @classmethod
-    def of(cls, writer: Any, has_thread: bool = True) -> "WriterQueue":
-        """Returns the queue of a writer.
+    def of(cls, writer: Any) -> "WriterQueue":
+        """Returns the queue of a writer."""
+        return cls._all.setdefault(id(writer), cls(writer))
 
-        The queue of clu's `AsyncWriter` doesn't start a thread, because that writer has its own.
-        """
-        is_async = any(each.__module__ == "clu.metric_writers.async_writer" for each in type(writer).__mro__)
-        has_thread = has_thread and not is_async
-        return cls._all.setdefault((id(writer), has_thread), cls(writer, has_thread))
-
-    def __init__(self, writer: Any, has_thread: bool):
-        self._writer, self._has_thread = writer, has_thread
+    def __init__(self, writer: Any):
+        self._writer = writer
         self.last_steps: dict[str, int] = {}
         self._lock = threading.Lock()
         self._pending: list[Call] = []
@@ -156,21 +150,17 @@ class WriterQueue:
           calls: The calls to append. Their values are copied.
 
         Raises:
-          BaseException: If an earlier call raised it, or if (without a thread) one of these calls raises it.
+          BaseException: If an earlier call raised it.
         """
         if not calls or not distributed.is_first_process():
             return
         with self._lock:
             self._raise_error()
             self._is_halted = False
-        if not self._has_thread or len(self._pending) + len(calls) > MOST_PENDING:
+        if len(self._pending) + len(calls) > MOST_PENDING:
             self._drain()
             self._raise_error()
         self._unflushed_step, self._begins_from = calls[-1].step, None
-        if not self._has_thread:
-            for call in calls:
-                call.make(self._writer)
-            return
         for call in calls:
             if call.method != "write_scalars":  # Numbers are immutable.
                 call.values = copy.deepcopy(call.values)
@@ -256,9 +246,6 @@ class WriterQueue:
 
     def _drain(self) -> None:
         """Makes calls until one raises an error or none are left, and then ends the thread."""
-        if not self._has_thread:
-            self._make_calls()
-            return
         with self._lock:
             self._start()
         self._join()
@@ -286,8 +273,7 @@ class WriterQueue:
             try:
                 call.make(self._writer)
             except BaseException as error:
-                if self._has_thread:
-                    error.add_note("The call ran in the background; its error is raised when the writer is next used.")
+                error.add_note("The call ran in the background; its error is raised when the writer is next used.")
                 with self._lock:
                     self._errors, self._is_halted = [error], True
             else:
@@ -318,10 +304,9 @@ class WriterAction(Action):
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`. It is flushed at the end of a
         run but not closed, because the caller owns it.
       interval: See `Action`.
-      background: Whether to write in a thread.
     """
 
-    def __init__(self, writer: Any, interval: int | Schedule, background: bool):
+    def __init__(self, writer: Any, interval: int | Schedule):
         super().__init__(interval)
         if missing := [name for name in ("write_scalars", "flush") if not hasattr(writer, name)]:
             raise TypeError(
@@ -329,7 +314,7 @@ class WriterAction(Action):
                 f"jaxloop.default_writer(workdir) makes one. This one lacks {' and '.join(missing)}."
             )
         self._summary_writer = writer
-        self._queue = WriterQueue.of(writer, background)
+        self._queue = WriterQueue.of(writer)
 
     @property
     def summary_writer(self) -> Any:

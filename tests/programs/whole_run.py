@@ -241,7 +241,6 @@ def run(
     writer: Any = None,
     more_actions: Sequence[actions.Action] = (),
     steps_per_dispatch: int = 1,
-    background: bool = True,
 ) -> dict[str, Any]:
     """Runs or resumes the experiment.
 
@@ -250,7 +249,6 @@ def run(
       program: A program that several runs in one process can share; None for a new one.
       save: The number of steps between checkpoints.
       saves: Whether to save checkpoints.
-      background: Whether background threads write the summaries.
 
     Returns:
       A dict of results. `ids` and `written` contain only the batches and rows of this call.
@@ -269,8 +267,8 @@ def run(
     writer = Writer(watch) if writer is None else writer
     stopping = Stopping("test/loss", patience=1000, restore_best=True)
     train_actions = [
-        actions.SummaryAction(writer, every(3), prefix="every_3/", background=background),
-        actions.SummaryAction(writer, 2, prefix="two_loops/", background=background),
+        actions.SummaryAction(writer, every(3), prefix="every_3/"),
+        actions.SummaryAction(writer, 2, prefix="two_loops/"),
         stopping,
         actions.CheckpointAction(directory / "checkpoints", every(save), keep=keep)
         if saves
@@ -286,11 +284,7 @@ def run(
             end_actions=train_actions,
             steps_per_dispatch=steps_per_dispatch,
         ),
-        [
-            jaxloop.EvalLoop(
-                eval_step, end_actions=[actions.SummaryAction(writer, 2, prefix="test/", background=background)]
-            )
-        ],
+        [jaxloop.EvalLoop(eval_step, end_actions=[actions.SummaryAction(writer, 2, prefix="test/")])],
         jaxloop.CheckpointSpec(directory / "checkpoints"),
         workdir=directory,
         log_interval=1 if loop_steps else every(5) | every(loops=1) | last(),
