@@ -1163,7 +1163,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "sigkill": (sigkill, 100),
     "pipelines": (data_pipelines, 100),
     "resumes": (resumes, 198),
-    "ends": (ends, 88),
+    "ends": (ends, 78),
     "damaged": (damaged, 500),
     "copied": (copied, 100),
     "disk_full": (disk_full, 10),
