@@ -1194,7 +1194,6 @@ class CheckpointWriter:
                 "state of the loops and actions, and to detect damaged files.",
                 self._directory,
             )
-        self._lock = lock.DirectoryLock(self._directory)  # The run's lock, which this class only checks.
 
     @property
     def directory(self) -> epath.Path:
@@ -1322,7 +1321,7 @@ class CheckpointWriter:
 
     def _check_not_lost(self) -> None:
         """Raises an error if the run's locked directory was moved or replaced, or if the last checkpoint is gone."""
-        self._lock.check()
+        lock.check(self._directory)
         step = self._committed_step
         if not self._owns_manager or step is None or (self._directory / str(step)).exists():
             return
@@ -1397,7 +1396,7 @@ class CheckpointWriter:
                     file.write("A part of a checkpoint that jaxloop saved, with a SEAL in the directory above.\n")
         # Orbax later writes to this file again, to add the time of the commit.
         seal.write(path, {METADATA_FILE: {"custom_metadata": self._custom_metadata}})
-        self._lock.check()
+        lock.check(self._directory)
         if _read_run_id(self._directory) is None:
             with files.open_file(self._directory / _RUN_ID_FILE, "w") as file:
                 file.write(f"{self._custom_metadata[_RUN_ID_KEY]}\n")
@@ -1434,7 +1433,7 @@ class CheckpointWriter:
             with contextlib.suppress(Exception):  # The error of the save is the one to report.
                 manager.close()
         with contextlib.suppress(OSError, lock.DirectoryLostError):  # The next manager tries again.
-            self._lock.check()  # If another run owns the directory, these files are not ours.
+            lock.check(self._directory)  # If another run owns the directory, these files are not ours.
             clear_leftovers(self._directory)
             path = self._directory / str(step)
             # Orbax may have renamed the directory before it failed to write its metadata.

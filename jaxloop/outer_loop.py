@@ -260,7 +260,7 @@ class OuterLoop:
         is_logged, logged_before = self.train_loop is not None and self._job.is_first, spent_before
         log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - logged_before)
         # After SIGTERM, closing `requests` exits the process.
-        with requests, quiet_orbax(), self._locked() as locks, self._watched(log):
+        with requests, quiet_orbax(), self._locked() as places, self._watched(log):
             training = None
             try:
                 saved_in = [os.fspath(action.directory) for action in self._savers]
@@ -313,8 +313,8 @@ class OuterLoop:
                 _warn_of_nan(outputs, self._history, first_loop.step_num)
             if is_over:
                 _warn_of_unused(self._loops, evaluations, self._predicted_unused)
-                for each in locks:
-                    each.check()
+                for place in places:
+                    lock.check(*place)
                 if training is None and outputs is None:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
                 if training is not None and self.checkpoint_spec is not None and distributed.is_first_process():
@@ -404,20 +404,19 @@ class OuterLoop:
         return spec.errors(step, num_eval_loops=len(self._eval_loops))
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[Sequence[lock.DirectoryLock]]:
+    def _locked(self) -> Iterator[Sequence[tuple[epath.Path, str]]]:
         """Locks the directories that the run writes to, so that no other program can write to them.
 
         In a multi-process job, the first process holds the locks for all processes.
         """
-        directories = directories_of(self.train_loop, self.checkpoint_spec, self._workdir)
-        for directory in directories:  # Fails now rather than after hours of training.
-            checkpoint.prepare_directory(directory)
         name = lock.TRAINER if self.train_loop is not None else lock.EVALUATOR
-        locks = [lock.DirectoryLock(each, name) for each in directories] if distributed.is_first_process() else []
-        with contextlib.ExitStack() as held:
-            for each in locks:
-                held.enter_context(each)
-            yield locks
+        places = [(each, name) for each in directories_of(self.train_loop, self.checkpoint_spec, self._workdir)]
+        for directory, _ in places:  # Fails now rather than after hours of training.
+            checkpoint.prepare_directory(directory)
+        with contextlib.ExitStack() as locks:
+            for place in places if distributed.is_first_process() else ():
+                locks.enter_context(lock.locked(*place))
+            yield places
 
     def _watched(self, log: run_log.RunLog) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the watchdog, if there is one, watches this thread."""

@@ -578,9 +578,7 @@ def first_difference(found: list[Any], expected: list[Any]) -> str:
 
 
 def leftovers(directory: pathlib.Path) -> list[pathlib.Path]:
-    is_leftover = lambda name: (
-        "orbax-checkpoint-tmp" in name or name.endswith(".lock") or name.startswith(".write_probe")
-    )
+    is_leftover = lambda name: "orbax-checkpoint-tmp" in name or name.startswith(".write_probe")
     return [path for path in directory.rglob("*") if is_leftover(path.name)]
 
 
@@ -807,7 +805,7 @@ def lost_directories(arena: Arena, count: int, seed: int) -> Results:
 
 
 def impostors(arena: Arena, count: int, seed: int) -> Results:
-    """Puts something else in place of the lock file. A run must refuse it or replace it, without hanging."""
+    """Puts something else in place of the lock file. A run must refuse it, without hanging."""
     options = OPTIONS[0]
     arena.reference(options)
     for number in range(count):
@@ -817,9 +815,6 @@ def impostors(arena: Arena, count: int, seed: int) -> Results:
         place = directory / "checkpoints" / directories.LOCK
         place.parent.mkdir(parents=True)
         make(place)
-        if message is None:
-            yield 1, arena.finish([], directory, options, exact=True)
-            continue
         child = arena.server.start(directory, **options)
         code, text = child.wait(), child.log.read_text()
         problems = [] if code == 1 and message in text else [f"{name}: it ended with {code}: {text[-3000:]}"]
@@ -845,8 +840,6 @@ def two_trainers(arena: Arena, count: int, seed: int) -> Results:
             problems.append(f"the first trainer ended: {first.log.read_text()[-3000:]}")
         first.send(signal.SIGKILL)
         first.wait()
-        if not (directory / "checkpoints" / ".trainer.lock").exists():
-            problems.append("the killed trainer left no lock, so this doesn't test that it is taken over")
         yield 1, problems + arena.finish([first], directory, options, exact=False)
 
 

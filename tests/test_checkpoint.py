@@ -26,7 +26,7 @@ from orbax import checkpoint as orbax_checkpoint
 from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, checks, examples, partition, seal
 from jaxloop.actions import CheckpointAction
 from jaxloop.history import History
-from jaxloop.lock import DirectoryLock
+from jaxloop.lock import locked
 from jaxloop.schedules import Elapsed, every
 from jaxloop.step import Step
 
@@ -937,7 +937,7 @@ def replace(directory):
 def test_nothing_is_saved_once_the_locked_directory_is_lost(tmp_path, lose, surfaces_in):
     directory, moved = tmp_path / "run", tmp_path / "moved"
     writer = checkpoint.CheckpointWriter(directory)
-    with DirectoryLock(directory):
+    with locked(directory):
         writer.save(1, STATE)
         writer.wait()
         lose(directory)
@@ -953,7 +953,7 @@ def test_directory_lost_during_a_save_is_detected_before_the_commit(tmp_path, mo
     lose_it = lambda *args: (write(*args), (tmp_path / ".trainer.lock").unlink())
     monkeypatch.setattr(seal, "write", lose_it)
     writer = checkpoint.CheckpointWriter(tmp_path)
-    with DirectoryLock(tmp_path), pytest.raises(checkpoint.CheckpointError, match="was moved, deleted or replaced"):
+    with locked(tmp_path), pytest.raises(checkpoint.CheckpointError, match="was moved, deleted or replaced"):
         writer.save(1, STATE)
         writer.close()
     assert checkpoint.all_steps(tmp_path) == []

@@ -906,8 +906,8 @@ def test_clu_periodic_actions_are_callbacks():
 def test_saving_to_a_directory_used_by_another_thread_raises(tmp_path, make):
     save = make(tmp_path)
     run = lambda: jf.loop({"n": jnp.zeros([])}, BATCHES, {jf.every(1): save}, stop=2)
-    with lock.DirectoryLock(tmp_path), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with pytest.raises(lock.DirectoryInUseError, match="is in use by the thread"):
+    with lock.locked(tmp_path), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with pytest.raises(lock.DirectoryInUseError, match="is in use by process"):
             pool.submit(run).result()
         assert checkpoints.all_steps(tmp_path) == []
     run()

@@ -16,7 +16,6 @@ from absl import logging
 import jaxloop
 from jaxloop import STOP_LOOP, actions, checkpoint, examples, lock, metrics, seal
 from jaxloop.eval_loop import EvalLoop
-from jaxloop.lock import DirectoryLock
 from jaxloop.outer_loop import CheckpointSpec, EvalContext, EvalSpec, OuterLoop
 from jaxloop.schedules import every, last
 from jaxloop.stat_loop import STAT_STEPS_PER_SEC
@@ -949,7 +948,7 @@ def other_run():
         held = threading.Event()
 
         def run():
-            with DirectoryLock(directory, name):
+            with lock.locked(directory, name):
                 held.set()
                 stop.wait()
 
@@ -974,7 +973,7 @@ def test_two_runs_in_one_workdir_do_not_mix_their_rows(tmp_path, other_run, trai
     options = {**options, "train_total_steps": 4} if trains else options
     before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
     other_run(tmp_path, lock.TRAINER if trains else lock.EVALUATOR)
-    with pytest.raises(lock.DirectoryInUseError, match="is in use by the thread"):
+    with pytest.raises(lock.DirectoryInUseError, match="is in use by process"):
         outer_loop(state, **options)
     assert any(
         finding.where.startswith("the work directory") for finding in outer_loop.check(state, **options).problems

@@ -19,8 +19,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxloop
-from jaxloop import after, at, checkpoint, every, examples, first, forecast, last, preflight
-from jaxloop.lock import DirectoryInUseError, DirectoryLock
+from jaxloop import after, at, checkpoint, every, examples, first, forecast, last, lock, preflight
+from jaxloop.lock import DirectoryInUseError
 from jaxloop.partition import create_mesh
 from jaxloop.specs import RunSpec
 from jaxloop.step import NO_OPTIMIZER
@@ -696,10 +696,10 @@ def test_check_reports_a_run_that_was_stopped(plan):
 
 
 def test_check_reports_a_directory_in_use(plan, tmp_path, monkeypatch):
-    def is_held(lock):
+    def is_held(*place):
         raise DirectoryInUseError("It is held by process 7.")
 
-    monkeypatch.setattr(DirectoryLock, "acquire", is_held)
+    monkeypatch.setattr(lock, "locked", is_held)
     report = plan().check()
     assert "process 7" in report.errors[0].text and str(tmp_path) in report.errors[0].where
 

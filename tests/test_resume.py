@@ -287,7 +287,7 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, writer, assert_same
     assert (
         checkpoint.all_steps(tmp_path / "broken") == [5, 8] and writer.flushes == 3
     )  # Before each save, and at the end.
-    assert not (tmp_path / "broken" / "STOPPED").exists() and not (tmp_path / "broken" / ".trainer.lock").exists()
+    assert not (tmp_path / "broken" / "STOPPED").exists()
     _, state = run(tmp_path / "broken", 20, restore_data=True, dataset=data.skippable(lambda: iter(BATCHES)))
     assert_same(state, run(tmp_path / "whole", 20)[1])
 
@@ -362,24 +362,23 @@ def test_the_last_row_is_added_after_a_crash_at_the_end_of_the_data(tmp_path):
 
 
 HOLDS_THE_LOCK = """
-import fcntl, json, os, sys, time
-file = open(sys.argv[1], "w")
-fcntl.flock(file, fcntl.LOCK_EX)
-file.write(json.dumps({"pid": os.getpid(), "host": "here", "since": "now", "command": "train"}))
-file.flush()
-print("locked", flush=True)
-time.sleep(60)
+import sys, time
+from jaxloop import lock
+
+with lock.locked(sys.argv[1]):
+    print("locked", flush=True)
+    time.sleep(60)
 """
 
 
 def test_a_directory_in_use_by_another_process_raises(tmp_path):
-    command = [sys.executable, "-c", HOLDS_THE_LOCK, tmp_path / ".trainer.lock"]
+    command = [sys.executable, "-c", HOLDS_THE_LOCK, tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(lock.DirectoryInUseError, match=f"in use by process {other.pid} on here"):
+        with pytest.raises(lock.DirectoryInUseError, match=f"in use by process {other.pid} on "):
             run(tmp_path)
         other.kill()
-    assert int(run(tmp_path)[1].step) == 10  # The lock file of a killed process doesn't block a run.
+    assert int(run(tmp_path)[1].step) == 10  # A killed process doesn't hold the lock.
 
 
 @pytest.mark.parametrize("lost", ["rare", "often"])

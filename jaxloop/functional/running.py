@@ -284,13 +284,14 @@ def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
     """Locks the directories that the callbacks save to, so that no other run can use them."""
     with contextlib.ExitStack() as locks:
         for directory in _directories(callbacks):
-            locks.enter_context(lock.DirectoryLock(directory))
+            locks.enter_context(lock.locked(directory))
         yield
 
 
 def _directories(callbacks: Sequence["CallbackOf"]) -> list[epath.Path]:
     """Returns the directories that the callbacks save to."""
-    return [action.directory for action in map(_action_of, callbacks) if isinstance(action, CheckpointAction)]
+    savers = [action for action in map(_action_of, callbacks) if isinstance(action, CheckpointAction)]
+    return list(dict.fromkeys(action.directory for action in savers))
 
 
 def _warn_of_unused(entries: Sequence["_Entry"], num_batches: int | None, total_steps: int | None) -> None:

@@ -53,7 +53,7 @@ def _check_directories(experiment: Experiment, found: Findings) -> None:
         with found.at(f"the {'work ' if is_workdir else ''}directory {directory}"):
             checkpoint.prepare_directory(directory)
             if distributed.is_first_process():
-                with lock.DirectoryLock(directory, name):
+                with lock.locked(directory, name):
                     pass
 
 

@@ -74,17 +74,12 @@ def link_to_device(path: pathlib.Path) -> None:
     path.symlink_to("/dev/full")
 
 
-def nested_json(path: pathlib.Path) -> None:
-    path.write_text("[" * 50_000_000)
-
-
-# Objects in place of the lock file, each with a part of the expected error message; None if the run must replace it.
-IMPOSTORS: dict[str, tuple[Callable[[pathlib.Path], Any], str | None]] = {
+# Objects in place of the lock file, each with a part of the expected error message.
+IMPOSTORS: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     "fifo": (os.mkfifo, "found a FIFO"),
     "directory": (os.mkdir, "found a directory"),
     "link": (link, "found a symbolic link"),
     "device": (link_to_device, "found a symbolic link"),
-    "nested JSON": (nested_json, None),
 }
 
 
