@@ -1156,6 +1156,7 @@ class CheckpointWriter:
       keep_every: The checkpoints at which this schedule fires are never deleted. Requires a directory.
 
     Attributes:
+      best: The argument of the same name.
       last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
       last_wait_secs: The part of `last_stall_secs` spent waiting for the previous save to be committed.
     """
@@ -1168,7 +1169,7 @@ class CheckpointWriter:
         *,
         keep_every: Schedule | None = None,
     ):
-        self._keep, self._best, self._keep_every = keep, best, keep_every
+        self._keep, self.best, self._keep_every = keep, best, keep_every
         self.last_stall_secs: float | None = None
         self.last_wait_secs: float | None = None
         self._manager: ocp.CheckpointManager | None = None
@@ -1275,8 +1276,8 @@ class CheckpointWriter:
     ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
         """Returns Orbax's arguments and the custom metadata. Raises an error if a value could not be restored."""
         custom_metadata = _json_copy(metadata, "metadata")
-        if self._best is not None:
-            custom_metadata[_BEST_KEY] = dict(zip(("name", "mode"), self._best, strict=True))
+        if self.best is not None:
+            custom_metadata[_BEST_KEY] = dict(zip(("name", "mode"), self.best, strict=True))
         checks.check_counter(getattr(state, "step", None))
         state = _saved_form(checks.as_arrays(state), "the state")
         items: dict[str, ocp.args.CheckpointArgs] = {_ITEM: ocp.args.PyTreeSave(state)}
@@ -1371,10 +1372,10 @@ class CheckpointWriter:
         )
         if not self._has_metrics:
             return options
-        best = self._best or ("", "min")
+        best = self.best or ("", "min")
         quality = lambda values: _quality(values, best)
         policies = [checkpoint_managers.LatestN(self._keep), _KeepMarked()]
-        if self._best is not None:
+        if self.best is not None:
             policies.append(
                 checkpoint_managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)
             )

@@ -60,6 +60,7 @@ class CheckpointAction(Action):
 
     Attributes:
       monitor: The `Monitor` of `best`, or None.
+      keep: The number of recent checkpoints to keep; None if all are kept, or if an Orbax manager decides.
       keep_every: The argument of the same name.
 
     Raises:
@@ -92,9 +93,8 @@ class CheckpointAction(Action):
         self.uses_outputs = self.monitor is not None
         name_and_mode = None if self.monitor is None else (self.monitor.name, self.monitor.mode)
         self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, keep_every=keep_every)
-        self._best = name_and_mode
         self.keep_every: Schedule | None = keep_every
-        self._keep = keep if isinstance(place, str | os.PathLike) else None
+        self.keep: int | None = keep if isinstance(place, str | os.PathLike) else None
         self._forget()
         files.prepare_directory(self.directory)
 
@@ -114,11 +114,6 @@ class CheckpointAction(Action):
         return () if self.monitor is None else (self.monitor.name,)
 
     @property
-    def keep(self) -> int | None:
-        """The number of recent checkpoints to keep; None if all are kept, or if an Orbax manager decides."""
-        return self._keep
-
-    @property
     def directory(self) -> epath.Path:
         """The directory that contains one subdirectory per checkpoint."""
         return self._writer.directory
@@ -130,10 +125,10 @@ class CheckpointAction(Action):
         Reading this property waits for any pending save. To get the step without an action, call
         `checkpoint.best_step(directory)`.
         """
-        if self._best is None:
+        if self._writer.best is None:
             return None
         self.flush()
-        return checkpoint.best_step(self.directory, self._best)
+        return checkpoint.best_step(self.directory, self._writer.best)
 
     @property
     def last_stall_secs(self) -> float | None:
@@ -146,7 +141,7 @@ class CheckpointAction(Action):
         return self._writer.last_wait_secs
 
     def __repr__(self) -> str:
-        best = "" if self._best is None else f", best={self._best!r}"
+        best = "" if self._writer.best is None else f", best={self._writer.best!r}"
         return f"CheckpointAction({str(self.directory)!r}, interval={self.interval}{best})"
 
     def __call__(

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from etils import epath
 
@@ -23,7 +21,7 @@ from jaxloop.forecast import Course
 from jaxloop.function_step import name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
-from jaxloop.functional.tools import CheckpointTool, Tool
+from jaxloop.functional.tools import CheckpointTool, Tool, as_kind, kind_on_host
 from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
@@ -238,14 +236,14 @@ class _LoopPart:
             "steps_in_loop": 0,
             "has_stopped": self._loop_state.stop_iteration,
             "metadata": encoding.encode(self._loop_state.metadata),
-            "on_host": {path: _kind_on_host(leaf) for path, leaf in leaves.items() if not isinstance(leaf, jax.Array)},
+            "on_host": {path: kind for path, leaf in leaves.items() if (kind := kind_on_host(leaf)) is not None},
             "callbacks": [[each.kind, encoding.encode(each.state_dict())] for each in self.callbacks],
         }, {name: checks.as_arrays(state) for name, state in kept.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
         self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
         kinds = state_dict["on_host"]
-        leaf_as_saved = lambda path, leaf: _AS_SAVED.get(kinds.get(checks.path_name(path)), jnp.asarray)(leaf)
+        leaf_as_saved = lambda path, leaf: as_kind(kinds.get(checks.path_name(path)), leaf)
         as_saved = functools.partial(jax.tree_util.tree_map_with_path, leaf_as_saved)
         self._loop_state.state = as_saved(self._loop_state.state)
         if [callback.kind for callback in self.callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
@@ -261,18 +259,6 @@ class _LoopPart:
 
     def batches_ahead(self, source: Any) -> int:
         return 0
-
-
-# Functions that convert restored leaves back to what they were when they were saved, if they were on the host.
-_AS_SAVED = {
-    "array": np.asarray,
-    "scalar": lambda leaf: np.asarray(leaf)[()],
-    "number": lambda leaf: np.asarray(leaf).item(),
-}
-
-
-def _kind_on_host(leaf: Any) -> str:
-    return "array" if isinstance(leaf, np.ndarray) else "scalar" if isinstance(leaf, np.generic) else "number"
 
 
 def _action_of(callback: "CallbackOf") -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
@@ -103,15 +104,23 @@ class CheckpointTool(Tool):
         else:
             logging.info("No checkpoint found in %s", directory)
             return state, Elapsed()
-        state = jax.tree.map(_like, given, state)
+        state = jax.tree.map(lambda leaf, restored: as_kind(kind_on_host(leaf), restored), given, state)
         return state, elapsed_at(directory, step).without_previous()
 
 
-def _like(given: Any, restored: Any) -> Any:
-    """Converts a restored leaf to a NumPy or Python number if the given one is one."""
-    if isinstance(given, np.generic):
-        return np.asarray(restored)[()]
-    return restored if hasattr(given, "shape") else np.asarray(restored).item()
+def kind_on_host(leaf: Any) -> str | None:
+    """Returns the kind of a leaf in host memory: "array" or "scalar" of NumPy, or "number". None for other leaves."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return "array" if isinstance(leaf, np.ndarray) else "scalar"
+    return None if hasattr(leaf, "shape") else "number"
+
+
+def as_kind(kind: str | None, leaf: Any) -> Any:
+    """Converts a restored leaf to the kind that `kind_on_host` returned before it was saved."""
+    if kind is None:
+        return jnp.asarray(leaf)
+    array = np.asarray(leaf)
+    return array if kind == "array" else array[()] if kind == "scalar" else array.item()
 
 
 def checkpoint(
