@@ -25,7 +25,6 @@ import os
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -66,15 +65,9 @@ _SEALED_KEY = "jaxloop/sealed"
 _LEAVES_KEY = "jaxloop/leaves"
 # The format of `run` and of the metadata, and the version of jaxloop that saved the checkpoint.
 _FORMAT_KEY, _VERSION_KEY = "jaxloop/format", "jaxloop/version"
-# The id of the run that saved the checkpoint.
-_RUN_ID_KEY = "jaxloop/run"
 _OWN_PREFIX = "jaxloop/"
 # Increased when an earlier version of jaxloop can't resume from checkpoints of this one, or vice versa.
 _FORMAT = 3
-# A file in the directory of each item. It identifies a partial copy of a checkpoint.
-_MARKER_FILE = "SAVED_BY_JAXLOOP"
-# In a directory of checkpoints, the file with the id of the run that saves there.
-_RUN_ID_FILE, _RUN_ID = ".run_id", re.compile(r"[0-9a-f]{32}")
 # The subdirectory for damaged checkpoints. Its name is not a step, so neither Orbax nor jaxloop reads it.
 _DAMAGED = "damaged"
 _ABANDONED = "abandoned"
@@ -574,7 +567,7 @@ class Checkpoint:
 
         Raises:
           FileNotFoundError: If there is no such checkpoint.
-          CheckpointError: If the files are damaged, or were saved by a different run. The error lists the problems.
+          CheckpointError: If the files are damaged. The error lists the problems.
           PermissionError: If this user may not read a file.
         """
         found = all_steps(directory)
@@ -592,11 +585,9 @@ class Checkpoint:
         is_sealed = seal.is_sealed(path)
         problems = seal.problems(path, below) if is_sealed else []
         custom_metadata = {} if problems else _read_custom_metadata(path)
-        if not is_sealed and _is_jaxloop_checkpoint(path, custom_metadata):
+        # Orbax managers save no seal, but they always save the metadata file.
+        if not is_sealed and (_SEALED_KEY in custom_metadata or not (path / METADATA_FILE).exists()):
             problems = seal.problems(path)  # The seal is missing.
-        saved_by, belongs_to = custom_metadata.get(_RUN_ID_KEY), _read_run_id(path.parent)
-        if None not in (saved_by, belongs_to) and saved_by != belongs_to:
-            problems.append(f"it was saved by run {saved_by}, but this directory belongs to run {belongs_to}")
         if problems:
             raise _damage_error(path, problems)
         return cls(path, is_sealed, custom_metadata)
@@ -845,40 +836,6 @@ def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
         if seal.is_sealed(path):
             return {**files.parse_json(files.read_bytes(path / METADATA_FILE))["custom_metadata"]}
         return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
-
-
-def _is_jaxloop_checkpoint(path: epath.Path, custom_metadata: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint was saved by a `CheckpointWriter` that was given a directory.
-
-    Any part of the checkpoint that remains is enough to tell. Checkpoints saved by an Orbax manager are not marked,
-    even if a `CheckpointWriter` uses the manager.
-    """
-    return _SEALED_KEY in custom_metadata or any((each / _MARKER_FILE).exists() for each in path.iterdir())
-
-
-def _read_run_id(directory: epath.Path) -> str | None:
-    """Reads the id of the run that owns a directory; None if the id is missing or invalid."""
-    if not (directory / _RUN_ID_FILE).exists():
-        return None
-    try:
-        found = files.read_bytes(directory / _RUN_ID_FILE, 100).decode().strip()
-    except ValueError:
-        return None
-    return found if _RUN_ID.fullmatch(found) else None
-
-
-def _run_id_of(directory: epath.Path) -> str:
-    """Returns the id of the run that owns a directory.
-
-    If the directory has no id, returns the id in the newest checkpoint that has one; otherwise, a new id.
-    """
-    run_id = _read_run_id(directory)
-    if run_id is None:
-        saved = (
-            _read_custom_metadata(directory / str(step)).get(_RUN_ID_KEY) for step in reversed(all_steps(directory))
-        )
-        run_id = next((each for each in saved if isinstance(each, str) and _RUN_ID.fullmatch(each)), uuid.uuid4().hex)
-    return run_id
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
@@ -1252,9 +1209,7 @@ class CheckpointWriter:
                     return False
                 if not manager.should_save(step):
                     return False
-                if self._owns_manager:
-                    custom_metadata[_RUN_ID_KEY] = _run_id_of(self._directory)
-                else:
+                if not self._owns_manager:
                     self._wait_for_previous_save()  # Not earlier: the manager might have skipped this step.
                 if self._has_metrics:
                     metrics = dict(metrics or {})  # With None, Orbax warns at each save.
@@ -1391,16 +1346,9 @@ class CheckpointWriter:
         path = self._directory / f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}"
         if not path.exists():
             path = self._directory / str(self._step)  # A store that can't rename has no temporary directory.
-        for item in path.iterdir():
-            if item.is_dir():
-                with files.open_file(item / _MARKER_FILE, "w") as file:
-                    file.write("A part of a checkpoint that jaxloop saved, with a SEAL in the directory above.\n")
         # Orbax later writes to this file again, to add the time of the commit.
         seal.write(path, {METADATA_FILE: {"custom_metadata": self._custom_metadata}})
         lock.check(self._directory)
-        if _read_run_id(self._directory) is None:
-            with files.open_file(self._directory / _RUN_ID_FILE, "w") as file:
-                file.write(f"{self._custom_metadata[_RUN_ID_KEY]}\n")
 
     @contextlib.contextmanager
     def _handling_errors_of(self, step: int | None) -> Iterator[None]:

@@ -411,8 +411,6 @@ def test_checkpoints_of_plain_orbax_have_no_metadata(tmp_path):
         with make(tmp_path / name) as manager:
             manager.save(1, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}))
         assert checkpoint.metadata(tmp_path / name, 1) == {}
-        (tmp_path / name / "1" / "_CHECKPOINT_METADATA").unlink()  # As in checkpoints of old Orbax versions.
-        assert checkpoint.metadata(tmp_path / name, 1) == {}
 
 
 def test_metadata_of_a_missing_checkpoint_raises(tmp_path):
@@ -865,7 +863,7 @@ def test_failed_save_raises_once_and_can_be_retried(tmp_path, kept, surfaces_in)
     assert caught.value.steps == (2,) and caught.value.directory == tmp_path
     assert "Saving the checkpoint of step 2" in str(caught.value) and "File too large" in str(caught.value)
     assert "Complete checkpoints there: 1." in str(caught.value)
-    assert {path.name for path in tmp_path.iterdir()} == {"1", ".run_id"}  # No leftovers.
+    assert {path.name for path in tmp_path.iterdir()} == {"1"}  # No leftovers.
     writer.wait()
     assert writer.save(2, **kept)
     writer.close()
@@ -1019,11 +1017,11 @@ def test_clear_leftovers_removes_unfinished_saves(runs, logs):
     with pytest.raises(SystemExit):
         manager.wait_until_finished()
     manager.close()
-    left = [path.name for path in runs.iterdir() if not path.name.isdigit() and path.name != ".run_id"]
+    left = [path.name for path in runs.iterdir() if not path.name.isdigit()]
     assert len(left) == 1 and checkpoint.all_steps(runs) == [1, 2]
     assert checkpoint.clear_leftovers(runs) == left and left[0] in logs.messages[-1]
     assert checkpoint.clear_leftovers(runs) == [] == checkpoint.clear_leftovers(runs / "nowhere")
-    assert sorted(path.name for path in runs.iterdir()) == [".run_id", "1", "2"]
+    assert sorted(path.name for path in runs.iterdir()) == ["1", "2"]
     assert checkpoint.restore_newest(runs, make_run(0)[0])[1] == 2
 
 
@@ -1093,19 +1091,6 @@ def test_checkpoint_with_a_missing_part_is_damaged(missing, finished_run, tmp_pa
     assert checkpoint.restore_newest(directory, template, quarantines=False)[1] == 10
     assert_same(short_run(directory), state)
     assert (directory / "damaged" / "20").exists() and checkpoint.all_steps(directory) == [10, 20]
-
-
-@pytest.mark.parametrize("step", [20, 30])
-def test_checkpoint_copied_from_a_different_run_is_quarantined(step, finished_run, tmp_path, warnings_logged):
-    directory, other = tmp_path / "copy", tmp_path / "other"
-    shutil.copytree(finished_run[0], directory)
-    short_run(other, total=30)
-    shutil.rmtree(directory / str(step), ignore_errors=True)
-    shutil.copytree(other / str(step), directory / str(step))
-    newest = 10 if step == 20 else 20
-    assert checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == newest
-    assert (directory / "damaged" / str(step)).exists()
-    assert any("it was saved by run" in text for text in warnings_logged())
 
 
 def test_run_resumes_from_a_checkpoint_copied_to_an_empty_directory(finished_run, tmp_path, assert_same):
