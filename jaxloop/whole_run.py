@@ -168,7 +168,6 @@ class WholeRun:
                 **({checkpoint.TRANSFORMS_KEY: self.transforms} if self.transforms else {}),
             },
             "run": {
-                "jaxloop": checkpoint.own_version(),
                 "keys": self._keys,
                 "commands": [] if self.commands is None else self.commands.state_dict(),
                 "left_out": self.left_out.state_dict(self.newest_batch()),
@@ -340,9 +339,6 @@ class WholeRun:
                 f"The checkpoint {step} in {directory} was saved after step {elapsed.steps}, and its directory must "
                 f"have that name. Rename it to {elapsed.steps}, or remove it."
             )
-        if run["jaxloop"] != checkpoint.own_version():
-            message = "The checkpoint of step %d was saved by jaxloop %s; this is %s."
-            logging.info(message, step, run["jaxloop"], checkpoint.own_version())
         check_keys(run, self._keys, directory)
 
     def measured_at(self, step: int) -> set[str]:
@@ -378,7 +374,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 def ends_later(run: Mapping[str, Any], ends: Sequence[int | None]) -> bool:
     """Returns whether `ends`, the numbers of steps and epochs of a run, exceed those in a checkpoint's `run` item."""
-    pairs = zip(run.get("ends", ends), ends, strict=True)
+    pairs = zip(run["ends"], ends, strict=True)
     return any(before is not None and (now is None or now > before) for before, now in pairs)
 
 
