@@ -301,14 +301,16 @@ class ApplyingLinen(Updating):
 
 class Rematerializing(Updating):
     def forward(self, state, params, x):
-        return jax.checkpoint(super().forward)(state, params, x)
+        forward = super().forward
+        return jax.checkpoint(lambda *args: forward(*args))(state, params, x)  # A new function, so that it's traced.
 
 
 class Nested(Updating):
     transform = staticmethod(jax.jit)
 
     def run(self, state, batch):
-        return self.transform(super().run)(state, batch)
+        run = super().run
+        return self.transform(lambda *args: run(*args))(state, batch)  # A new function, so that it's traced.
 
 
 class NestedInCheckpoint(Nested):
