@@ -297,7 +297,7 @@ class _PlainBar:
 class _TqdmBar:
     """Shows progress as a tqdm bar (in notebooks with ipywidgets, as a widget). See `_PlainBar`.
 
-    Log lines appear above the bar. Metrics that don't fit next to a bar of ten columns are shown only at the end.
+    Log lines appear above the bar. Metrics that don't fit on the line are cut off until the end.
     """
 
     def __init__(self, stream: TextIO, is_live: bool, progress: Progress):
@@ -333,21 +333,11 @@ class _TqdmBar:
         self._tqdm.set_description_str("", refresh=False)
         self._tqdm.total = progress.total
         values = [f"{printable(name)}={_number(value)}" for name, value in progress.values.items()]
-        shown = list(values)
-        while shown and not self._fits(progress.steps, ", ".join(shown)):
-            shown.pop()
-        self._tqdm.set_postfix_str(", ".join(shown), refresh=False)
+        self._tqdm.set_postfix_str(", ".join(values), refresh=False)
         self._tqdm.update(progress.steps - self._tqdm.n)
         if is_final:
-            self._tqdm.set_postfix_str(", ".join(values), refresh=False)
             self._tqdm.ncols = self._tqdm.dynamic_ncols = None  # Not truncated to the width of the terminal.
             self._close()
-
-    def _fits(self, steps: int, values: str) -> bool:
-        """Returns True if ten columns remain for the bar, plus two in case the next rate is longer."""
-        meter = self._tqdm.format_dict
-        options = {**meter, "n": steps, "rate": meter["rate"] or 9999.99, "postfix": values, "ncols": None}
-        return not meter["ncols"] or len(self._tqdm.format_meter(**options)) + 2 <= meter["ncols"]
 
     def write(self, line: str) -> None:
         self._tqdm.write(line, file=self._stream)
