@@ -164,7 +164,7 @@ def test_loop_language_runs_callbacks_on_schedule():
         lines = re.findall(said, in_cell("loop_language", cell_id), re.MULTILINE)
         assert [int(step) for step, _ in lines] == steps, cell_id
         assert float(lines[-1][1]) > 0.9, cell_id
-    assert "['400', '500']" in in_cell("loop_language", "elapsed-after")
+    assert "['.trainer.lock', '400', '500']" in in_cell("loop_language", "elapsed-after")
 
 
 def test_loop_language_stops_early_with_the_best_state():

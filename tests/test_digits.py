@@ -105,7 +105,7 @@ def test_short_run_learns_and_writes_checkpoints_events_and_history(uninterrupte
     assert steps == [10, 20, 30]
     assert losses == sorted(losses, reverse=True)
     assert state.step == 30
-    assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"10", "20", "30", "STOPPED"}
+    assert {path.name for path in (workdir / "checkpoints").iterdir()} == {".trainer.lock", "10", "20", "30", "STOPPED"}
     assert list(workdir.glob("events.out.tfevents.*"))
     assert re.search(r"^30 steps in .* compiling, .*\.$", printed, re.MULTILINE)
 
