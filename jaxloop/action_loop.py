@@ -1,12 +1,13 @@
 """A loop that calls actions before, between, and after its steps."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from absl import logging
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
-from jaxloop.actions.action_list import ActionList
-from jaxloop.engine.agenda import Agenda
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 
@@ -59,28 +60,23 @@ class ActionLoop(StatLoop):
         max_steps_in_flight: int | None = None,
     ):
         super().__init__(step, stat_names, global_batch_size, max_steps_in_flight=max_steps_in_flight)
-        self.engine.moments.begin_actions = ActionList(begin_actions, unit="loops")
-        self.engine.moments.agenda = Agenda(ActionList(end_actions, unit="loops"))
+        self.engine.set_actions(begin_actions or (), end_actions or ())
 
     @property
     def begin_actions(self) -> Sequence[Action]:
         """The actions that are called when a loop begins."""
-        return self.engine.moments.begin_actions.actions
+        return tuple(item.action for item in self.engine.begin_actions)
 
     @property
     def end_actions(self) -> Sequence[Action]:
         """The actions that are called between steps, or when a loop ends."""
-        return self.engine.moments.agenda.actions.actions
-
-    @property
-    def action_lists(self) -> Sequence[ActionList]:
-        """The action lists of the loop and its step. Each list counts the calls to its actions."""
-        return self.engine.action_lists
+        return tuple(item.action for item in self.engine.end_actions)
 
     @property
     def actions(self) -> Sequence[Action]:
         """All actions of the loop and its step, without duplicates."""
-        return list({id(action): action for each in self.action_lists for action in each.actions}.values())
+        own = [*self.begin_actions, *self.end_actions, *self.step.begin_actions, *self.step.end_actions]
+        return list({id(action): action for action in own}.values())
 
     @property
     def loop_count(self) -> int:
@@ -88,13 +84,16 @@ class ActionLoop(StatLoop):
 
         To make int intervals continue where an earlier run left off, set this to that run's `loop_count`.
         """
-        return self.engine.progress.loops
+        return self.engine.run.loops
 
     @loop_count.setter
     def loop_count(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"loop_count must be a non-negative int, got {value!r}.")
-        self.engine.set_loops(value)
+        run = self.engine.run
+        if value != run.loops:  # Outputs that no action has read yet belong to a different run.
+            run.begin(dataclasses.replace(run.now, loops=value))
+            run.loops = value
 
     def __call__(
         self,
@@ -103,20 +102,16 @@ class ActionLoop(StatLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
+        is_alone, has_failed = self.engine.plan.is_alone, True
         try:
             result = super().__call__(state, dataset_iterator, num_steps, return_state_from_step)
-        except BaseException:
-            self.engine.moments.flush(raise_errors=False)
-            raise
-        self.engine.moments.flush(raise_errors=True)
+            has_failed = False
+        finally:
+            for action in self.end_actions if is_alone else ():
+                try:
+                    action.flush()
+                except Exception:
+                    if not has_failed:
+                        raise
+                    logging.exception("%r could not be flushed.", action)
         return result
-
-    def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        state, iterator = super().begin(state, dataset)
-        self.engine.begin(state)
-        return state, iterator
-
-    def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        state, outputs = super().end(state, outputs)
-        self.engine.end(state, outputs)
-        return state, outputs

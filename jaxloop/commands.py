@@ -18,8 +18,9 @@ from etils import epath
 from jaxloop import agreement, files, interrupt, run_log
 from jaxloop.actions.action import Action
 from jaxloop.actions.profile_action import ProfileAction
+from jaxloop.engine.agenda import ActionItem, Agenda, Item, Moment, Rank
 from jaxloop.history import History
-from jaxloop.schedules import Elapsed, Schedule, at, every, last
+from jaxloop.schedules import Elapsed, Schedule, at, every, last, never
 from jaxloop.text import printable
 
 DIRECTORY = "commands"
@@ -148,7 +149,7 @@ def parse(command: str) -> tuple[str, Any]:
 
 
 @final
-class Commands:
+class Commands(Item):
     """Executes the commands sent to a training run.
 
     Once per second, a thread in the first process looks for files in `<workdir>/commands`; `poll` does the same at log
@@ -162,7 +163,7 @@ class Commands:
     Args:
       workdir: The work directory. If it is None or remote, the run doesn't accept commands.
       job: The processes that train together.
-      agenda: The train loop's `Agenda`. (Importing that class here would be circular: the engine imports this module.)
+      agenda: The train loop's agenda.
       actions: The actions of all loops. Commands can change their settings.
       recorder: The action that adds training rows to the history.
       history: The history. Each executed command is added to it.
@@ -172,11 +173,12 @@ class Commands:
         self,
         workdir: epath.PathLike | None,
         job: agreement.Job,
-        agenda: Any,
+        agenda: Agenda,
         actions: Sequence[Action],
         recorder: Action,
         history: History,
     ):
+        super().__init__(Rank.COMMAND)
         has_files = workdir is not None and not files.is_remote(workdir)
         self._workdir = files.absolute(workdir) if has_files else None
         self._job, self._agenda, self._recorder, self._history = job, agenda, recorder, history
@@ -222,21 +224,21 @@ class Commands:
     # Executing -------------------------------------------------------------------------------------------
 
     @property
-    def replay(self) -> Schedule | None:
-        """A schedule that fires at the step of the next command to re-execute; None if there are none left."""
-        return at(self._replayed[0].step) if self._replayed else None
+    def interval(self) -> Schedule:
+        """A schedule that fires at the step of the next command to re-execute."""
+        return at(self._replayed[0].step) if self._replayed else never()
 
-    def are_due(self, step: int) -> bool:
-        """Returns True if there may be commands to execute at this step."""
-        return self._requests.pauses or bool(self._replayed and self._replayed[0].step <= step)
+    def is_due(self, now: Elapsed, loop: int | None) -> bool:
+        return self._requests.pauses or bool(self._replayed and self._replayed[0].step <= now.steps)
 
-    def execute(self, now: Elapsed) -> None:
+    def call(self, moment: Moment) -> bool:
         """Executes the commands that are due. All processes must call this after the same step."""
+        now = moment.now
         while self._replayed and self._replayed[0].step <= now.steps:
             with _warning_of_error():  # The program may have different actions now.
                 self._execute(self._replayed.pop(0), now)
         if not self._requests.pauses:
-            return
+            return True
         self._requests.end_pause()
         pending = self._pending()[:_MAX_AT_ONCE] if self._job.is_first else []
         for name, command in self._job.gather([(name, self._read(name)) for name in pending])[0]:
@@ -248,6 +250,7 @@ class Commands:
                 logging.warning("The command %s", answer)
             if self._job.is_first:
                 self._answer(answer)
+        return True
 
     def _execute(self, answer: Answer, now: Elapsed) -> None:
         """Executes a command.
@@ -257,23 +260,23 @@ class Commands:
         """
         name, value = _target(answer.command)
         action, _, setting = name.partition(".")
-        slots = self._slots()
+        items = self._items()
         if name == "save" and value is None:
-            savers = [slot for slot in self._agenda.slots if slot.saves]
+            savers = [item for item in self._agenda.items if item.rank == Rank.SAVE]
             if not savers:
                 raise ValueError("The train loop has no CheckpointAction.")
-            for slot in savers:
-                slot.is_requested = True
+            for item in savers:
+                item.is_requested = True
         elif name == "stop" and value is None:
             self._requests.confirm(interrupt.STOP)
         elif name == "profile" and _is_count(value):
             self._attach_profile(answer)
-        elif setting == "interval" and action in slots and _is_count(value):
-            slots[action].is_requested, slots[action].next_interval = True, _interval(value)
+        elif setting == "interval" and action in items and _is_count(value):
+            items[action].is_requested, items[action].next_interval = True, _interval(value)
         elif setting in self._settings(action):
             self._actions[action].change(setting, value)
         else:
-            raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(slots))}.")
+            raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
         logging.info("Executed the command %r after step %d.", printable(answer.command), now.steps)
         self._executed.append(answer)
         self._history.commit(now, {"command": answer.command})
@@ -282,19 +285,19 @@ class Commands:
         assert self._workdir is not None
         action = ProfileAction(self._workdir / "profile", answer.step + 2, _target(answer.command)[1])
         self._profiles.append(action)
-        self._agenda.attach(action, 0)
+        self._agenda.add(ActionItem(action, lambda now: {}))
 
     def _settings(self, action: str) -> Sequence[str]:
         return self._actions[action].settings if action in self._actions else ()
 
-    def _slots(self) -> dict[str, Any]:
-        """Returns the slots of the train loop's end actions by name. "history" is the one that adds history rows."""
-        slots = {id(slot.action): slot for slot in self._agenda.slots}
+    def _items(self) -> dict[str, ActionItem]:
+        """Returns the items of the train loop's end actions by name. "history" is the one that adds history rows."""
+        items = {id(item.action): item for item in self._agenda.items if isinstance(item, ActionItem)}
         named = {"history": self._recorder, **self._actions}
-        return {name: slots[id(action)] for name, action in named.items() if id(action) in slots}
+        return {name: items[id(action)] for name, action in named.items() if id(action) in items}
 
-    def _known(self, slots: Mapping[str, Any]) -> list[str]:
-        intervals = [f"{name}.interval=N" for name in slots if name != "history"]
+    def _known(self, items: Mapping[str, ActionItem]) -> list[str]:
+        intervals = [f"{name}.interval=N" for name in items if name != "history"]
         settings = [f"{name}.{each}=X" for name in self._actions for each in self._settings(name)]
         return ["save", "stop", "profile=N", "log_every=N", *intervals, *settings]
 
@@ -307,24 +310,24 @@ class Commands:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(path, f"{path}.before")
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def executed(self) -> list[dict[str, Any]]:
         """Returns the executed commands, to be stored in a checkpoint."""
         return [dataclasses.asdict(each) for each in self._executed]
 
-    def load_state_dict(self, state_dict: Sequence[Mapping[str, Any]], step: int) -> None:
+    def repeat(self, executed: Sequence[Mapping[str, Any]], step: int) -> None:
         """Reapplies the commands executed before a checkpoint, and schedules the later ones for re-execution.
 
         Args:
-          state_dict: The result of `state_dict`.
+          executed: The result of `executed`.
           step: The checkpoint's step.
         """
-        self._executed = [Answer(**each) for each in state_dict]
-        slots = self._slots()
+        self._executed = [Answer(**each) for each in executed]
+        items = self._items()
         for answer in self._executed:
             name, value = _target(answer.command)
             action, _, setting = name.partition(".")
-            if setting == "interval" and action in slots:
-                self._agenda.reschedule(slots[action], _interval(value))
+            if setting == "interval" and action in items:
+                items[action].reschedule(_interval(value))
             elif setting in self._settings(action):
                 with _warning_of_error():
                     self._actions[action].change(setting, value)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxloop import agreement, checks, nonfinite, partition, types
+from jaxloop import agreement, checks, partition, types
 from jaxloop.flat_state import FlatState
 from jaxloop.structures import PerStructure
 from jaxloop.timing import Stopwatch, duration
@@ -36,14 +36,9 @@ class Compiled:
       evaluates: True if `run` evaluates, in which case the state isn't donated.
       fuses: Whether to run several steps per call by scanning `run` over stacked batches. The outputs are then stacked
         too.
-      policy: How to handle NaN and infinity. If None, they are ignored; otherwise, batches and outputs are paired with
-        flags.
       jit_kwargs: Arguments for `jax.jit` that override the partitioner's.
       stopwatch: A function that returns the stopwatch of the loop that is running the step, or None if there isn't one.
       batch_watch: The watch of the step's batches, which knows whether the processes of a job must compare them.
-
-    Attributes:
-      detector: The detector for NaN and infinity; None if there is no policy.
     """
 
     def __init__(
@@ -54,7 +49,6 @@ class Compiled:
         *,
         evaluates: bool = False,
         fuses: bool = False,
-        policy: nonfinite.NanPolicy | None = None,
         jit_kwargs: Any = None,
         stopwatch: Callable[[], Stopwatch | None] = lambda: None,
         batch_watch: checks.BatchWatch | None = None,
@@ -63,12 +57,8 @@ class Compiled:
         # The state isn't flattened if there are `jit_kwargs` or per-leaf shardings, which refer to the state's tree.
         self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
         options, mesh = dict(jit_kwargs or {}), partitioner.mesh
-        self.detector: nonfinite.Detector | None = None
-        if policy is not None:
-            self.detector = nonfinite.Detector(run, policy, mesh is not None)
-            run = self.detector.run
         if fuses:
-            run = _scan_with_flags(run) if self.detector is not None else _map(run) if evaluates else _scan(run)
+            run = _map(run) if evaluates else _scan(run)
         if evaluates:
             options.pop("donate_argnames", None)
             options |= {"donate_argnums": (), "out_shardings": partitioner.output_sharding}
@@ -122,8 +112,6 @@ class Compiled:
 
         If you lower and compile the result, `call` reuses the compiled program.
         """
-        if self.detector is not None:
-            batch = (batch, self.detector.no_flags(state))
         try:
             if self._is_flat:
                 flat, step = FlatState.of(state)
@@ -248,23 +236,6 @@ def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fused(state: Any, batches: Any) -> Any:
         # A new function per class, because JAX caches traces by function.
         return _scan_batches(lambda *args: run(*args), state, batches)
-
-    return fused
-
-
-def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns a function that scans the `run` of a `nonfinite.Detector`, passing its flags from step to step."""
-
-    def fused(state: Any, batches_and_flags: Any) -> Any:
-        batches, flags = batches_and_flags
-
-        def body(carry: Any, batch: Any) -> Any:
-            state, flags = carry
-            state, (outputs, flags) = run(state, (batch, flags))
-            return (state, flags), outputs
-
-        (state, flags), outputs = _scan_batches(body, (state, flags), batches)
-        return state, (outputs, flags)
 
     return fused
 

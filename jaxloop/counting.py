@@ -8,7 +8,7 @@ from typing import Any, final
 from absl import logging
 
 from jaxloop import checks, timing, types
-from jaxloop.feed import as_iterator
+from jaxloop.engine.feed import as_iterator
 from jaxloop.interrupt import Interruptible
 from jaxloop.schedules import NEVER, Elapsed, Schedule, at, goal_of
 

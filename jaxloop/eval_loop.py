@@ -57,8 +57,8 @@ class EvalLoop(ActionLoop):
             global_batch_size,
             max_steps_in_flight=max_steps_in_flight,
         )
-        self.engine.stepper.evaluates = True
-        self.engine.stepper.set_steps_per_dispatch(steps_per_dispatch)
+        self.engine.options.evaluates = True
+        self.engine.set_steps_per_dispatch(steps_per_dispatch)
         self.engine.observers.append(self._count_batch)
         if step.train:
             logging.warning("EvalLoop got %s", self.training_warning)
@@ -91,10 +91,6 @@ class EvalLoop(ActionLoop):
         self._is_bounded, self._num_batches = num_steps is not None, 0
         _, outputs = super().__call__(state, dataset_iterator, num_steps, return_state_from_step=False)
         return state, outputs
-
-    def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        # An interrupted evaluation has no result: its means would be mistaken for those of the whole dataset.
-        return (state, outputs) if self.was_interrupted else super().end(state, outputs)
 
     def _count_batch(self, batch: types.Batch) -> None:
         self._num_batches += 1

@@ -1,6 +1,6 @@
 """The flight recorder, which records a failed step so that it can be rerun."""
 
-import contextlib
+import collections
 import dataclasses
 import itertools
 import json
@@ -25,6 +25,44 @@ FOLDER = "failures"
 _FILE, _ARRAYS, _STATE = "failure.json", "batches.npz", "state"
 _MOST_FAILURES = 5
 _VERSION = 1
+
+
+# The limits on the batches that are kept to record a failure.
+_KEPT_BATCHES = 64
+_KEPT_BYTES = 256 * 2**20
+
+
+@final
+class KeptBatches:
+    """The most recent batches, kept so that a failure can be recorded.
+
+    Up to a memory limit, these include the batches of all steps that may be in flight.
+
+    Attributes:
+      batches: The batches, oldest first.
+    """
+
+    def __init__(self):
+        self.batches: collections.deque[types.Batch] = collections.deque()
+
+    def add(self, batch: types.Batch) -> None:
+        """Adds a batch, and drops the oldest one if there are more than the limits allow."""
+        if not self.batches:
+            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
+            self.batches = collections.deque(maxlen=min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1))))
+        self.batches.append(batch)
+
+    def by_step(self, failed_step: int, step_num: int, updates: int) -> dict[int, types.Batch]:
+        """Returns the batches by the number of the step that they belong to.
+
+        Args:
+          failed_step: The number of the step that failed.
+          step_num: The number of completed updates.
+          updates: The number of updates per batch.
+        """
+        newest = max(step_num, failed_step if failed_step == step_num + updates else 0)
+        first = newest - (len(self.batches) - 1) * updates
+        return dict(zip(range(first, newest + 1, updates), self.batches, strict=True))
 
 
 @final
@@ -247,8 +285,7 @@ def replay(
     policy, failed, outputs = noted["nan_policy"], noted["step_num"], None
     for number in range(begins + step.updates_per_step, failed + 1, step.updates_per_step):
         # This compiles the same program as in the run.
-        watched = contextlib.nullcontext() if policy == "ignore" else step.watched(nonfinite.Watch(policy))
-        with watched:
+        with step.watched(policy):
             state, outputs = step.run_again(state, batches[number], eagerly=eagerly and number == failed)
     names = nonfinite.names(state, outputs)
     if names:

@@ -10,9 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, final
 
-from jaxloop.actions.action import Action
-from jaxloop.actions.action_list import ActionList
-from jaxloop.engine.agenda import Slot
+from jaxloop.engine.agenda import Item, Rank
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, every, goal_of, never
 from jaxloop.specs import RunSpec
 
@@ -235,10 +233,10 @@ class Course:
 
     def _simulated(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
         """Returns `known`, completed with the moments at which the engine would call an action with this interval."""
-        slot, called = Slot(ActionList([_Probe(interval)], unit="loops"), 0), []
+        item, called = _Probe(interval), []
         for now, loop in itertools.islice(moments, self._num_predicted):
-            if slot.is_due(now, loop):
-                slot.called_at = now.steps
+            if item.is_due(now, loop):
+                item.called_at = now.steps
                 called.append(now)
         knows_loops = self.spec.epochs in (None, 1) or self.batches_in_pass is not None
         is_all = known.is_all and knows_loops and next(moments, None) is None
@@ -249,7 +247,7 @@ class Course:
 
     def _moments(self, interval: int | Schedule) -> Moments:
         """Yields the moments at which the engine checks an interval, assuming that no time passes."""
-        now, updates, spec = dataclasses.replace(self.start, previous=self.start), self.updates_per_step, self.spec
+        now, updates = dataclasses.replace(self.start, previous=self.start), self.updates_per_step
         if self.is_over:
             return
         if now.steps == 0:
@@ -261,12 +259,8 @@ class Course:
                 return
             step = now.steps + math.ceil((step - now.steps) / updates) * updates
             before, ends_loop = self._elapsed_at(step - updates, now.loops), step == loop_end
-            # A run doesn't recognize its last step if its data ends exactly where a loop of `loop_steps` ends.
-            is_stop_given = step == self.stopped_at or step == spec.total_steps
-            is_last = step == self.end and (is_stop_given or not spec.loop_steps or step % spec.loop_steps != 0)
-            now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=is_last)
+            now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=step == self.end)
             yield now, now.loops if ends_loop else None
-        yield dataclasses.replace(now, is_last=True), None  # The run may not recognize its last step until after it.
 
     def _beginnings(self) -> Moments:
         """Yields the moments at which loops begin, with the loop numbers."""
@@ -290,10 +284,16 @@ class Course:
         return Elapsed(step, self.start.samples + batches * self.rows, self.start.time, loops, is_last, previous)
 
 
-class _Probe(Action):
-    """A no-op action for simulating when an interval fires."""
+class _Probe(Item):
+    """An item that does nothing, for simulating when an interval fires."""
 
-    def __call__(self, state, outputs, **kwargs) -> None: ...
+    def __init__(self, interval: int | Schedule):
+        super().__init__(Rank.ACTION)
+        self._interval = interval
+
+    @property
+    def interval(self) -> int | Schedule:
+        return self._interval
 
 
 def _as_schedule(interval: int | Schedule) -> Schedule:

@@ -24,7 +24,6 @@ from etils import epath
 from jax import core
 
 from jaxloop import checks, files, metrics
-from jaxloop.output_queue import OutputQueue
 from jaxloop.schedules import Elapsed
 from jaxloop.text import printable
 
@@ -209,10 +208,8 @@ class History:
         self._forms: list[_Form] = []  # The form of each row.
         self._columns: dict[str, _Column] = {}
         self._paths_by_end: dict[str, list[str]] = {}
-        # The rows for which some values have not arrived yet, oldest first, and the queue that holds these values.
-        # After a failure, the queue is None, because its contents are unknown.
+        # The rows for which some values have not arrived yet, oldest first.
         self._waiting: list[int] = []
-        self._queue: OutputQueue | None = OutputQueue(_MAX_PENDING_ROWS)
 
     @property
     def path(self) -> epath.Path | None:
@@ -291,7 +288,6 @@ class History:
         if self._waiting:
             waiting = [self._on_their_way(number) for number in self._waiting]
             self._take(self._explain_donated(lambda: metrics.fetch(waiting)))
-            self._queue = OutputQueue(_MAX_PENDING_ROWS)
 
     def close(self) -> None:
         """Calls `flush`. No file stays open between writes, so the history can still be used afterwards."""
@@ -643,13 +639,11 @@ class History:
     def _send_newest(self, on_device: dict[str, jax.Array]) -> None:
         """Starts copying the device values of the newest row to the host."""
         self._waiting.append(len(self) - 1)
-        if self._queue is None:
-            return self.flush()
-        queue, self._queue = self._queue, None  # If the next lines fail, its contents are unknown.
-        queue.newest.append(on_device)
-        if len(queue.newest) == queue.room:
-            self._take(self._explain_donated(lambda: queue.push(queue.room, state=None)).rows())
-        self._queue = queue
+        for value in on_device.values():
+            value.copy_to_host_async()
+        if len(self._waiting) >= _MAX_PENDING_ROWS:  # The older half has probably been computed by now.
+            waiting = [self._on_their_way(number) for number in self._waiting[: _MAX_PENDING_ROWS // 2]]
+            self._take(self._explain_donated(lambda: metrics.fetch(waiting)))
 
     def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Fills in the oldest waiting rows with values that have arrived, and writes these rows to the file."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxloop import checks, metrics, timing, types
 from jaxloop.engine.engine import Engine
+from jaxloop.engine.feed import as_iterator
 from jaxloop.schedules import Elapsed
 from jaxloop.step import Step
 from jaxloop.types import Batch as Batch
@@ -49,7 +50,7 @@ class Loop:
             raise TypeError(f"{type(self).__name__} takes a jaxloop Step, got {step!r}.")
         checks.check_positive("max_steps_in_flight", max_steps_in_flight, optional=True)
         self._step = step
-        self.engine: Engine = Engine(self, step, max_steps_in_flight)
+        self.engine: Engine = Engine(self, max_steps_in_flight)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._step!r})"
@@ -65,12 +66,12 @@ class Loop:
 
         If the state has no `step`, this is the number of steps that this loop has run.
         """
-        return self.engine.stepper.step_num
+        return self.engine.call.step_num
 
     @property
     def num_examples(self) -> list[int]:
         """The number of examples in each step of the most recent loop."""
-        return self.engine.stepper.call.num_examples
+        return list(self.engine.call.weights)
 
     @property
     def elapsed(self) -> Elapsed:
@@ -80,17 +81,17 @@ class Loop:
         other than the last one that it returned, samples and time are reset to zero. Call `resume` to continue counting
         from an earlier run.
         """
-        return self.engine.moments.elapsed
+        return self.engine.run.now
 
     @property
     def spent(self) -> timing.Spent:
         """The time report for all calls to this loop so far."""
-        return self.engine.progress.stopwatch.spent()
+        return self.engine.run.stopwatch.spent()
 
     @property
     def was_interrupted(self) -> bool:
         """True if Ctrl-C or SIGTERM stopped the last call to this loop before all of its steps had run."""
-        return self.engine.stepper.call.was_interrupted
+        return self.engine.call.is_interrupted
 
     @property
     def rescued_state(self) -> Any:
@@ -98,7 +99,7 @@ class Loop:
 
         It is also None if the failed step had already donated the state.
         """
-        return self.engine.rescued[0]
+        return self.engine.call.rescued[0]
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
         """Compiles this loop ahead of time for batches of the given shape.
@@ -115,7 +116,7 @@ class Loop:
             `data.batched` or `from_index`, in which case the loop is compiled for each of its batch
             sizes.
         """
-        self.engine.stepper.compile(state, batch)
+        self.engine.compile(state, batch)
 
     def resume(self, elapsed: Elapsed) -> None:
         """Sets the loop's counters to the progress of an earlier run, so that counting continues from there."""
@@ -123,7 +124,7 @@ class Loop:
 
     def forget_batches(self) -> None:
         """Drops the batches that were read ahead. Call this after moving the iterator to a different position."""
-        self.engine.stepper.forget_batches()
+        self.engine.forget_batches()
 
     def __call__(
         self,
@@ -159,13 +160,13 @@ class Loop:
         if return_state_from_step:
             checks.check_multiple("num_steps", num_steps, self._step)
         trains = return_state_from_step
-        return self.engine.run_loops(state, dataset_iterator, lambda: num_steps, trains=trains)
+        return self.engine.loops(state, lambda: dataset_iterator, lambda: num_steps, trains=trains)
 
     # Hooks -------------------------------------------------------------------------------------------
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         """Returns the state and the iterator to read batches from. Called before the first step of a loop."""
-        return state, self.engine.open(dataset)
+        return state, as_iterator(dataset)
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Runs the steps, and returns the final state and the outputs of all steps.
@@ -173,7 +174,7 @@ class Loop:
         In an `OuterLoop`, a single call to this method can run the steps of several train loops if nothing is due
         between those loops.
         """
-        return self.engine.run(state, dataset, num_steps)
+        return self.engine.advance(state, dataset, num_steps)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the state and the outputs. Called after the last step, with the `LoopOutputs` on the host."""
@@ -193,4 +194,4 @@ class Loop:
         return next(dataset)
 
     def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
-        return self.engine.stepper.run_one_step(state, batch, per_loop_step_number)
+        return self.engine.run_one_step(state, batch, per_loop_step_number)

@@ -243,7 +243,8 @@ def check_updates_kept(
         jaxpr = trace()
         unchanged = {path: _is_returned_unchanged(jaxpr, place) for place, path in enumerate(new)}
         ends = {path: [name for name in new if f"/{name}".endswith(f"/{path}")] for path in inner}
-        dropped = [name for names in ends.values() if all(unchanged[name] for name in names) for name in names]
+        lost_names = {name for names in ends.values() if all(unchanged[name] for name in names) for name in names}
+        dropped = [name for name in new if name in lost_names]
     if dropped and not all(unchanged.values()):
         raise ValueError(
             f"{step} returns variables unchanged that the model's forward pass changed: {checks.listed(dropped)}. Each "

@@ -3,16 +3,15 @@
 The host reads the results when it reads other values anyway.
 """
 
-import collections
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import PartitionSpec
 
 from jaxloop import checks, metrics, structures, types
@@ -23,14 +22,11 @@ POLICIES = ("raise", "skip", "ignore")
 STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
 """The number of steps skipped by `nan_policy="skip"`; present only if any were skipped."""
 
-# The number of steps for which the devices keep flags.
-MAX_STEPS = _ROWS = 32
+FLAGS = "jaxloop/nonfinite"
+"""The name under which a step's compiled program reports its flags."""
 
 # The number of flags in one word, and the length of the rows in which parameters are checked on a CPU.
 _WORD, _COLUMNS = 32, 64
-
-# The number of flags for outputs. The last one is shared by all remaining outputs.
-_OUTPUT_FLAGS = 8
 
 
 class NonFiniteError(FloatingPointError):
@@ -73,43 +69,26 @@ class Detector:
 
     def __init__(self, run: Callable[[Any, Any], tuple[Any, types.Output]], policy: NanPolicy, on_mesh: bool):
         self._run, self._policy, self._on_mesh = run, policy, on_mesh
-        self._output_names: list[str] = []
+        self._names: list[str] = []
 
-    def run(self, state: Any, batch_and_flags: Any) -> tuple[Any, Any]:
-        """Runs a step on `(batch, flags)`, where `flags` has one row for each recent step, the latest one last."""
-        batch, flags = batch_and_flags
+    def run(self, state: Any, batch: Any) -> tuple[Any, types.Output]:
+        """Runs a step, and adds its flags to its outputs."""
         new_state, outputs = self._run(state, batch)
-        found = _losses(outputs)
-        self._output_names = list(found)
+        values = {**_losses(outputs), **_watched_leaves(new_state)}
+        self._names = list(values)
         is_bad = _is_bad if self._on_mesh else _is_bad_on_one_device
-        bad = [is_bad(leaf) for leaf in found.values()]
-        bad += [jnp.zeros((), bool)] * (_OUTPUT_FLAGS - len(bad))
-        bad[_OUTPUT_FLAGS - 1 :] = [functools.reduce(operator.or_, bad[_OUTPUT_FLAGS - 1 :])]
-        row = _packed([*bad, *map(is_bad, _watched_leaves(new_state).values())])
+        row = _packed([is_bad(leaf) for leaf in values.values()] or [jnp.zeros((), bool)])
         if self._on_mesh:
             row = jax.lax.with_sharding_constraint(row, PartitionSpec())
         if self._policy == "skip":
             is_bad = row.any()
             new_state = _unchanged_where(is_bad, state, new_state)
             outputs = outputs and {name: _empty_where(is_bad, value) for name, value in outputs.items()}
-        return new_state, (outputs, jnp.concatenate([flags[1:], row[None]]))
+        return new_state, {**(outputs or {}), FLAGS: row}
 
-    def no_flags(self, state: Any) -> jax.Array:
-        """Returns the initial flags (all unset), sharded like the flags that the compiled step returns."""
-        flags = _OUTPUT_FLAGS + len(_watched_leaves(state))
-        zeros = lambda: jnp.zeros([_ROWS, -(-flags // _WORD)], jnp.uint32)
-        scalars = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf.ndim == 0)
-        scalar = next(scalars, None) if self._on_mesh else None
-        return zeros() if scalar is None else jax.jit(zeros, out_shardings=scalar.sharding)()
-
-    def names(self, row: np.ndarray, state: Any) -> list[str]:
-        """Returns the names of the values that one step's flags mark as non-finite.
-
-        `state` may be any state with the train state's structure.
-        """
-        names = [*self._output_names[: _OUTPUT_FLAGS - 1], *([""] * _OUTPUT_FLAGS)][: _OUTPUT_FLAGS - 1]
-        names += [" or ".join(self._output_names[_OUTPUT_FLAGS - 1 :]), *_watched_leaves(state)]
-        return [name for i, name in enumerate(names) if row[i // _WORD] >> (i % _WORD) & 1]
+    def names(self, row: np.ndarray) -> list[str]:
+        """Returns the names of the values that one step's flags mark as non-finite."""
+        return [name for i, name in enumerate(self._names) if row[i // _WORD] >> (i % _WORD) & 1]
 
 
 def names(state: Any, outputs: types.Output) -> list[str]:
@@ -182,160 +161,53 @@ def _empty_where(is_bad: jax.Array, value: Any) -> Any:
 
 
 @final
-@dataclasses.dataclass
-class Found:
-    """A step with non-finite values.
-
-    Attributes:
-      index: The zero-based index of the step, counting from the last `Watch.restart`.
-      names: The names of the non-finite values.
-    """
-
-    index: int
-    names: list[str]
-
-
-@final
-class Watch:
-    """Transfers the flags of a loop's steps to the host. The flags of several steps are sent as one small array.
+class Guard:
+    """Applies a `nan_policy` to the flags as they arrive on the host.
 
     Args:
       policy: "raise" or "skip".
-      chunk_size: The number of steps whose flags are transferred together, at most 32.
+      names: A function that returns the names of the values that a step's flags mark.
+      step_of: A function that returns the step at a position in the outputs.
 
     Attributes:
-      steps: The number of steps since the last `restart`.
+      error: The error of the first bad step, with "raise".
+      skipped: The positions of the bad steps, with "skip".
     """
 
-    def __init__(self, policy: NanPolicy, chunk_size: int = _ROWS):
-        assert chunk_size <= _ROWS
-        self.policy: NanPolicy = policy
-        self._chunk_size = chunk_size
-        self.steps: int = 0
-        self._sent = self._read = 0
-        self._pending: collections.deque[_Sent] = collections.deque()
-        self._flags: Any = None
-        self._detector: Detector | None = None
+    def __init__(self, policy: NanPolicy, names: Callable[[np.ndarray], list[str]], step_of: Callable[[int], int]):
+        self._policy, self._names, self._step_of = policy, names, step_of
+        self.error: NonFiniteError | None = None
+        self.skipped: list[int] = []
+        self._untold: list[tuple[int, list[str]]] = []
 
-    def restart(self) -> None:
-        """Resets the counters for a new loop."""
-        self._pending.clear()
-        self.steps = self._sent = self._read = 0
+    def inspect(self, columns: dict[str, Any], first: int, examples: list[int]) -> list[int]:
+        """Removes the flags from the columns. Returns the steps' weights: 0 for a skipped step."""
+        flags, weights = columns.pop(FLAGS, None), list(examples)
+        if flags is None:
+            return weights
+        for index in np.flatnonzero(np.any(flags, axis=1)):
+            place, names = first + int(index), self._names(flags[index])
+            if self._policy == "raise":
+                self.error = self.error or NonFiniteError(self._step_of(place), names)
+                continue
+            self.skipped.append(place)
+            weights[index] = 0
+            self._untold.append((self._step_of(place), names))
+        return weights
 
-    def call(self, compiled: Any, carry: Any, batch: Any, form: Any = None, *, fuses: bool = False) -> Any:
-        """Calls `Compiled.call` with a batch (or stacked batches) and the flags, and stores the new flags."""
-        # Without data, there are no leaves, and the length of the stacked batches is the number of steps.
-        num_steps = len((jax.tree.leaves(batch) or [batch])[0]) if fuses else 1
-        if compiled.detector is not self._detector:  # Each detector has its own flags.
-            self._send()
-            self._detector, self._flags = compiled.detector, compiled.detector.no_flags(compiled.leave(carry))
-        elif self.steps - self._sent + num_steps > _ROWS:
-            self._send()
-        carry, (outputs, self._flags) = compiled.call(carry, (batch, self._flags), form)
-        self.steps += num_steps
-        return carry, outputs
+    def check(self) -> None:
+        """Raises the error of the first bad step."""
+        if self.error is not None:
+            raise self.error
 
-    def look(self, state: Any, *, in_step: bool = False) -> list[Found]:
-        """Returns the bad steps found in the flags that have already arrived. Call this after each chunk of steps.
+    def report(self, who: str) -> None:
+        """Warns about the steps that were skipped since the last call."""
+        if self._untold:
+            (step_num, names), number, self._untold = self._untold[0], len(self._untold), []
+            text = "%s skipped %d step%s with values that are not finite, the first of them step %d: %s."
+            logging.warning(text, who, number, "s" if number > 1 else "", step_num, ", ".join(names[:6]))
 
-        Args:
-          state: Any state with the train state's structure.
-          in_step: True if all processes of a job must get the same result after the same step. In that case, the call
-            waits for all flags except the most recent ones.
-        """
-        if self.steps - self._sent >= self._chunk_size:
-            self._send()
-        found = []
-        is_there = lambda sent: len(self._pending) > 1 if in_step else metrics.is_ready(sent.flags)
-        while self._pending and is_there(self._pending[0]):
-            found += self._found_next(state)
-        return found
-
-    def read(self, state: Any) -> list[Found]:
-        """Waits for all remaining flags, and returns the steps that they mark as bad."""
-        self._send()
-        return [found for _ in range(len(self._pending)) for found in self._found_next(state)]
-
-    def _send(self) -> None:
-        if self.steps > self._sent:
-            assert self._detector is not None
-            self._flags.copy_to_host_async()
-            self._pending.append(_Sent(self._flags, self.steps - self._sent, self._detector))
-            self._sent = self.steps
-
-    def _found_next(self, state: Any) -> list[Found]:
-        flags, steps, detector = self._pending[0]
-        rows = metrics.fetch(flags)[-steps:]
-        self._pending.popleft()  # After the read, so that an interrupted read loses nothing.
-        first, self._read = self._read, self._read + steps
-        return [Found(first + int(i), detector.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
-
-
-@final
-class Guard:
-    """Applies a train loop's `nan_policy` to bad steps.
-
-    Args:
-      watch: The `Watch` that finds bad steps; None to disable the checks.
-
-    Attributes:
-      watch: The argument of the same name.
-      bad: With "raise", the error for the first bad step of the call, if there was one.
-      skipped: With "skip", the bad steps of the current loop.
-    """
-
-    def __init__(self, watch: Watch | None):
-        self.watch: Watch | None = watch
-        self.bad: NonFiniteError | None = None
-        self.begin_loop()
-
-    @property
-    def policy(self) -> NanPolicy:
-        """The policy: "raise", "skip" or "ignore"."""
-        return "ignore" if self.watch is None else self.watch.policy
-
-    def begin_loop(self) -> None:
-        """Starts a new loop: resets the step count and the list of skipped steps."""
-        self.skipped: list[Found] = []
-        self._num_returned = 0
-        if self.watch is not None:
-            self.watch.restart()
-
-    def look(self, state: Any, *, in_step: bool) -> Found | None:
-        """Checks the flags that have arrived. With "raise", returns the first bad step, if any; otherwise returns None.
-
-        See `Watch.look` for the arguments.
-        """
-        return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
-
-    def read(self, state: Any) -> Found | None:
-        """Waits for all flags. With "raise", returns the first bad step, if any; otherwise returns None."""
-        return None if self.watch is None else self._sort(self.watch.read(state))
-
-    def _sort(self, found: Sequence[Found]) -> Found | None:
-        if self.policy == "skip":
-            self.skipped += found
-            return None
-        return next(iter(found), None)
-
-    def newly_skipped(self) -> list[Found]:
-        """Returns the steps that were skipped since the last call to this method."""
-        new, self._num_returned = self.skipped[self._num_returned :], len(self.skipped)
-        return new
-
-    def measure(self) -> dict[str, Any]:
-        """Returns a dict with the number of skipped steps as a statistic, or an empty dict if none were skipped."""
-        return {STAT_SKIPPED_STEPS: len(self.skipped)} if self.skipped else {}
-
-    def weights(self, weights: list[int]) -> list[int]:
-        """Returns the weights of the loop's steps, with the weight of each skipped step set to 0."""
-        skipped = {found.index for found in self.skipped}
-        return [0 if index in skipped else weight for index, weight in enumerate(weights)] if skipped else weights
-
-
-class _Sent(NamedTuple):
-    """Flags that are being transferred, with the number of steps that they cover and their detector."""
-
-    flags: jax.Array
-    steps: int
-    detector: Detector
+    def measure(self, start: int) -> dict[str, int]:
+        """Returns the number of steps that were skipped since a position, if there were any."""
+        number = sum(place >= start for place in self.skipped)
+        return {STAT_SKIPPED_STEPS: number} if number else {}

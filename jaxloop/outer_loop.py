@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -29,9 +29,10 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.commands import Commands
 from jaxloop.detours import LeftOut
-from jaxloop.engine.moments import Run
+from jaxloop.engine.agenda import ActionItem, Rank
+from jaxloop.engine.plan import Plan
 from jaxloop.eval_loop import EvalLoop
-from jaxloop.evaluations import Evaluation, Evaluations
+from jaxloop.evaluations import Evaluation, Recorder, evaluate_checkpoints, evaluate_once
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
@@ -42,7 +43,7 @@ from jaxloop.specs import EvalContext as EvalContext
 from jaxloop.text import quiet_orbax, suggests
 from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
-from jaxloop.training import Training, step_num_of
+from jaxloop.training import Training, step_num_of, stopped_by
 from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
 from jaxloop.types import Output as Output
@@ -261,20 +262,22 @@ class OuterLoop:
         log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - logged_before)
         # After SIGTERM, closing `requests` exits the process.
         with requests, quiet_orbax(), self._locked() as places, self._watched(log):
-            training = None
+            training, kept = None, failures.KeptBatches()
             try:
                 saved_in = [os.fspath(action.directory) for action in self._savers]
-                for each in self._loops:
-                    each.engine.moments.stopped_by = None
                 while True:
                     log.start(total_steps=spec.total_steps, notes=self._notes, checkpoints=saved_in)
-                    evaluations, training = self._join_loops(spec, log, training)
-                    with first_loop.engine.progress.stopwatch.counting("dispatch"):
+                    evaluations, training = self._join_loops(spec, log, training, kept)
+                    with first_loop.engine.run.stopwatch.counting("dispatch"):
                         if training is None:
                             self._check_start(spec, state, None)
                             outputs = self._evaluate(state, evaluations)
                         else:
                             state, outputs = training(state, logs_total_steps=log_train_total_steps)
+                            if not requests.requested:
+                                for each in evaluations:
+                                    if each.calls:  # Calls the actions of the eval loop that are due at the last step.
+                                        each.loop.engine.hold_now(state, is_last=True)
                         self._job.any_stops()  # Detects a signal that arrived after the last batch.
                         if training is None or not training.is_interrupted_for_detour:
                             is_over = not requests.requested  # A signal after this point no longer changes that.
@@ -292,7 +295,7 @@ class OuterLoop:
                     self._rescued_state, step_num = training.newest or (first_loop.rescued_state, first_loop.step_num)
                     training.rescue(self._rescued_state, step_num, error)
                 self._close_actions(requests.run_status(error), raise_errors=False)
-                self._record_failure(error)
+                self._record_failure(error, kept)
                 log.end(first_loop.step_num, f"error: {type(error).__name__}: {error}")
                 if self._job.is_shared and isinstance(error, SystemExit):
                     distributed.exit_without_waiting(error)
@@ -303,10 +306,10 @@ class OuterLoop:
                     self._passes = training.run.passes
             self._close_actions(requests.run_status(None), raise_errors=True)
             self._spent = first_loop.spent - spent_before
-            ended = "stopped" if first_loop.engine.moments.stop_requested else "finished"
-            if ended == "stopped":
-                actions = [each.engine.moments.stopped_by for each in self._loops]
-                ended = next((f"stopped by {type(action).__name__}" for action in actions if action), ended)
+            by = stopped_by(self._loops)
+            ended = "stopped" if first_loop.engine.run.agenda.wants_stop else "finished"
+            if ended == "stopped" and by is not None:
+                ended = f"stopped by {type(by).__name__}"
             log.end(first_loop.step_num, requests.outermost.reason or ended)
             logging.info("%s", self._spent)
             if training is not None:
@@ -423,45 +426,56 @@ class OuterLoop:
         if self._watchdog is None:
             return contextlib.nullcontext()
         first, evals = self._loops[0].engine, [loop.engine for loop in self._eval_loops]
-        end = lambda reason: log.end(first.stepper.step_num, reason)
+        end = lambda reason: log.end(first.step_num, reason)
         return self._watchdog.watching(first, evals, self._directory_of_failures, end)
 
     def _join_loops(
-        self, spec: RunSpec, log: run_log.RunLog, before: Training | None
-    ) -> tuple[Evaluations, Training | None]:
+        self, spec: RunSpec, log: run_log.RunLog, before: Training | None, kept: failures.KeptBatches
+    ) -> tuple[Sequence[Evaluation], Training | None]:
         """Joins the loops into one run, whose actions this object closes.
 
         Args:
           spec: The arguments of the call.
           log: The run log.
           before: The previous training, if it returned to an earlier checkpoint; None at the beginning of a call.
+          kept: The most recent batches.
 
         Returns:
           The call's evaluations, and its training (None without a train loop).
         """
         train_loop, specs = self.train_loop, spec.eval_specs
-        training, recorder, run = None, None, Run(self._history, spec.total_steps, stop=spec.stop)
+        whole: WholeRun | None = None
+
+        def context(now: Elapsed) -> Mapping[str, Any]:
+            snapshot = None if whole is None else whole.snapshot
+            known = {"history": self._history, "total_steps": spec.total_steps, "snapshot": snapshot}
+            if whole is None or train_loop is None or self.checkpoint_spec is None:
+                return {**known, "detour": None}
+            updates = train_loop.step.updates_per_step
+            return {**known, "detour": functools.partial(whole.detour, now, updates=updates)}
+
         iterators = {each.name: each.dataset_iterator for each in specs if each.dataset_iterator is not None}
         sources = {name: self.source_of(iterator) for name, iterator in iterators.items()}
-        evaluations = Evaluations(
-            [Evaluation(*each, sources.get(each[1].name)) for each in zip(self._eval_loops, specs, strict=True)],
-            self._job,
-            None if train_loop is None else train_loop.engine.progress.stopwatch,
-        )
+        evaluations = [
+            Evaluation(loop, each, sources.get(each.name), self._history, context)
+            for loop, each in zip(self._eval_loops, specs, strict=True)
+        ]
+        training = None
         if train_loop is not None:
-            parts = {each.spec.name: each.loop.engine for each in evaluations.items}
+            engine = train_loop.engine
+            parts = {each.spec.name: each.loop.engine for each in evaluations}
             keys = train_loop.step.base_prng
             recorder = Recorder(self._history, "train", self.log_interval)
             commands = Commands(
                 self._workdir,
-                train_loop.engine.job,
-                train_loop.engine.moments.agenda,
+                engine.job,
+                engine.run.agenda,
                 list(dict.fromkeys([*_all_actions(self._loops), *self._savers])),
                 recorder,
                 self._history,
             )
             whole = WholeRun(
-                train_loop.engine,
+                engine,
                 parts,
                 sources,
                 self._history,
@@ -486,26 +500,31 @@ class OuterLoop:
                 functools.partial(self._check_start, spec),
                 returns=before is not None,
             )
-            run.snapshot, run.can_resume, run.commands = whole.snapshot, bool(self._savers), commands
-            run.detour = None if self.checkpoint_spec is None else whole.detour
-            run.keeps_batches = self._directory_of_failures is not None and not self._job.is_shared
-        for loop in self._loops:
-            loop.engine.moments.detach_all()
-            loop.engine.moments.run = dataclasses.replace(run)
-        if train_loop is not None and recorder is not None:
-            for action in (*filter(None, [self._own_saver]), recorder):
-                train_loop.engine.moments.attach(action)
-        for each in evaluations.items:
-            each.loop.engine.moments.attach(Recorder(self._history, each.spec.name, 1))
+            if self._directory_of_failures is not None and not self._job.is_shared:
+                engine.observers = [*engine.observers, kept.add]
+            rows = [ActionItem(recorder, context, Rank.ROW)]
+            savers = [ActionItem(each, context) for each in filter(None, [self._own_saver])]
+            engine.set_plan(
+                Plan(
+                    total=spec.total_steps,
+                    loop_steps=spec.loop_steps,
+                    stop=spec.stop,
+                    items=[commands, *rows, *evaluations, *savers],
+                    context=context,
+                    next_data=training.next_epoch,
+                    mark=training.mark,
+                    consumed=whole.note_consumed,
+                )
+            )
         return evaluations, training
 
-    def _evaluate(self, state: Any, evaluations: Evaluations) -> metrics.LoopOutputs | None:
+    def _evaluate(self, state: Any, evaluations: Sequence[Evaluation]) -> metrics.LoopOutputs | None:
         """Runs the evaluations in a call without a train loop."""
         if self.checkpoint_spec is not None:
-            return evaluations.of_checkpoints(state, self.checkpoint_spec, self._history)
+            return evaluate_checkpoints(state, evaluations, self.checkpoint_spec, self._history, self._job)
         step_num = step_num_of(state)
         self._history.resume(step_num - 1)
-        return evaluations.once(state, step_num)
+        return evaluate_once(state, evaluations, step_num)
 
     def source_of(self, dataset: Any) -> PositionedIterator:
         """Returns a `PositionedIterator` over a dataset.
@@ -520,10 +539,10 @@ class OuterLoop:
 
     # The end -------------------------------------------------------------------------------------
 
-    def _record_failure(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException, kept: failures.KeptBatches) -> None:
         """Writes a record of the failed step, after all checkpoints are committed."""
         loop, workdir = self.train_loop, self._directory_of_failures
-        failed_step = None if loop is None else loop.engine.stepper.call.failed_step
+        failed_step = None if loop is None else loop.engine.call.failed_step
         if not isinstance(loop, TrainLoop) or failed_step is None or workdir is None:
             return
         if self._job.is_shared:
@@ -536,7 +555,7 @@ class OuterLoop:
             failed_step,
             error,
             loop.nan_policy,
-            loop.engine.kept_by_step(),
+            kept.by_step(failed_step, loop.step_num, loop.step.updates_per_step),
             state,
             directories_of(loop, self.checkpoint_spec),
         )
@@ -548,7 +567,7 @@ class OuterLoop:
         # The progress bar, often first, times the others.
         for action in dict.fromkeys([*self._savers, *reversed(_all_actions(self._loops))]):
             try:
-                with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
+                with self._loops[0].engine.run.stopwatch.counting(action.time_category):
                     try:
                         if status is not None:
                             action.end_run(status)
@@ -559,8 +578,9 @@ class OuterLoop:
                 logging.exception("%r could not be closed.", action)
                 errors.append(error)
         for loop in self._loops:
-            loop.engine.moments.run = None
-            loop.engine.moments.detach_all()
+            loop.engine.set_plan(None)
+        if self.train_loop is not None:
+            self.train_loop.engine.observers = []
         self._history.close()
         if errors and raise_errors:
             raise errors[0]
@@ -569,35 +589,42 @@ class OuterLoop:
 def _begin_counting(loops: Sequence[ActionLoop]) -> None:
     """Resets the call counts of the loops and their actions."""
     for loop in loops:
-        loop.engine.progress.loops_run = loop.engine.progress.longest_loop = 0
-        for each in loop.action_lists:
+        run = loop.engine.run
+        run.loops_run = run.longest = 0
+        run.agenda.begin_call()
+        for item in run.agenda.all_items:
+            item.calls = 0
+        for each in loop.step.action_lists:
             each.calls = [0] * len(each.actions)
 
 
-def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations, predicted: Collection[Any]) -> None:
+def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Sequence[Evaluation], predicted: Collection[Any]) -> None:
     """Logs a single warning that lists the actions and evaluations that were never called in a run, with reasons.
 
     Leaves out those in `predicted`, which a warning at the start of the run has named.
     """
-    lines, action_lists = [], {}
+    lines, seen = [], set()
     for loop in loops:
-        for each in loop.action_lists if loop.engine.progress.loops_run else ():
-            action_lists.setdefault(id(each), (each, loop))  # Two loops may share a step.
-    for each, loop in action_lists.values():
-        runs, most_steps = loop.engine.progress.loops_run, loop.engine.progress.longest_loop
+        engine, runs = loop.engine, loop.engine.run.loops_run
+        unused = [(item.action, "loops") for item in (*engine.begin_actions, *engine.end_actions) if not item.calls]
+        for each in loop.step.action_lists:
+            if id(each) not in seen:  # Two loops may share a step.
+                seen.add(id(each))
+                unused += [(a, each.unit) for a, calls in zip(each.actions, each.calls, strict=True) if not calls]
         ran = "1 loop ran" if runs == 1 else f"{runs} loops ran"
-        happened = f"only {ran}" if each.unit == "loops" else f"the longest loop had {most_steps}"
-        unused = [action for action, calls in zip(each.actions, each.calls, strict=True) if not calls]
-        for action in [action for action in unused if action not in predicted]:
+        for action, unit in unused if runs else ():
+            happened = f"only {ran}" if unit == "loops" else f"the longest loop had {engine.run.longest}"
             name, interval = f"{type(action).__name__} of {loop!r}", action.interval
+            if action in predicted:
+                continue
             if isinstance(interval, Schedule):
                 lines.append(f"{name}: interval={interval!r} did not fire up to step {loop.step_num}.")
             else:
                 hint = f" Did you mean every(steps={interval})?" if interval > 1 else ""
-                lines.append(f"{name}: interval={interval} means every {interval} {each.unit}, and {happened}.{hint}")
-    train_loops = sum(loop.engine.progress.loops_run for loop in loops[: len(loops) - len(evaluations.items)])
-    for each in evaluations.items:
-        if train_loops and not each.loop.engine.progress.loops_run and each.spec.name not in predicted:
+                lines.append(f"{name}: interval={interval} means every {interval} {unit}, and {happened}.{hint}")
+    train_loops = sum(loop.engine.run.loops_run for loop in loops[: len(loops) - len(evaluations)])
+    for each in evaluations:
+        if train_loops and not each.loop.engine.run.loops_run and each.spec.name not in predicted:
             lines.append(f"{each.loop!r}: {each.spec.when} was never due in {train_loops} train loops.")
     if lines:
         logging.warning("Never called in this run:\n  %s", "\n  ".join(lines))
@@ -640,30 +667,6 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
             error.add_note(f"in {type(action).__name__}.finish of {action!r}")
             raise
     return state
-
-
-@final
-class Recorder(Action):
-    """Adds rows to the history. Runs as a loop's first action, so that a step's row exists before other actions run.
-
-    Attributes:
-      observers: Functions that are called with the run's progress after each row is added.
-    """
-
-    def __init__(self, history: History, name: str, interval: int | Schedule):
-        super().__init__(interval)
-        self._history, self._name = history, name
-        self.observers: list[Callable[[Elapsed], None]] = []
-
-    def __call__(self, state: Any, outputs: types.Output, *, elapsed: Elapsed, **kwargs: Any) -> None:
-        assert outputs is not None
-        for name in [name for name in outputs if name.startswith("jaxloop/")]:
-            del outputs[name]
-        measured = metrics.summarize(outputs)
-        if measured:
-            self._history.commit(elapsed, {self._name: measured})
-        for observe in self.observers:
-            observe(elapsed)
 
 
 def _all_actions(loops: Sequence[ActionLoop]) -> list[Action]:

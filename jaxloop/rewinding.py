@@ -8,10 +8,11 @@ from etils import epath
 
 from jaxloop import checkpoint, checks, files, types
 from jaxloop.detours import Detour, LeftOut
-from jaxloop.engine.moments import Run
-from jaxloop.evaluations import Evaluations
+from jaxloop.engine.agenda import ActionItem, Rank
+from jaxloop.engine.plan import Plan
+from jaxloop.evaluations import Recorder
 from jaxloop.history import HISTORY_FILE, History, Row
-from jaxloop.outer_loop import OuterLoop, Recorder
+from jaxloop.outer_loop import OuterLoop
 from jaxloop.run_log import RunLog
 from jaxloop.schedules import Elapsed
 from jaxloop.specs import CheckpointSpec, RunSpec
@@ -114,22 +115,27 @@ def rewind(
         left_out=LeftOut({*outer_loop.skip, *_batches_of_detours(past)}),
     )
     recorder = Recorder(whole.history, "train", outer_loop.log_interval)
-    evaluations, source_of = Evaluations([], whole.job, None), outer_loop.source_of
+    source_of = outer_loop.source_of
     # Only its `restore_data` matters.
     checkpoints = outer_loop.checkpoint_spec or CheckpointSpec(workdir)
-    training = Training(loop, spec, evaluations, whole, checkpoints, source_of, (), RunLog(None, Spent), returns=True)
-    moments = loop.engine.moments
-    moments.detach_all()
-    moments.run = Run(whole.history, before)
-    moments.attach(recorder)
+    training = Training(loop, spec, [], whole, checkpoints, source_of, (), RunLog(None, Spent), returns=True)
+    context = lambda now: {"history": whole.history, "total_steps": before, "snapshot": None, "detour": None}
+    plan = Plan(
+        total=before,
+        loop_steps=train_loop_steps,
+        items=[row := ActionItem(recorder, context, Rank.ROW)],
+        next_data=training.next_epoch,
+        mark=training.mark,
+        consumed=whole.note_consumed,
+    )
+    loop.engine.set_plan(plan)
     try:
         state, resumed = _restored(workdir, outer_loop, state, before, whole)
-        with _muted(loop, recorder):
+        with _muted(loop, row):
             kept = whole.history.rows
             state, batch = training.repeat(state, resumed)
     finally:
-        moments.run = None
-        moments.detach_all()
+        loop.engine.set_plan(None)
     if batch is None and train_dataset is not None:
         raise ValueError(f"The run has no step {step_num}: its data end at step {step_num_of(state)}.")
     num_verified = _verified(whole.history, past) - _verified(kept, past) if verify else 0
@@ -187,17 +193,18 @@ def _restored(
 
 
 @contextlib.contextmanager
-def _muted(loop: Any, recorder: Recorder) -> Iterator[None]:
-    """Disables all actions of a loop and its step, except the recorder, while the context is open."""
-    loop.engine.moments.agenda.keep_only(recorder)
-    muted = [loop.engine.moments.begin_actions, *loop.step.action_lists]
-    actions = [each.actions for each in muted]
-    for each in muted:
+def _muted(loop: Any, row: ActionItem) -> Iterator[None]:
+    """Disables all actions of a loop and its step, except the one that adds rows, while the context is open."""
+    engine, lists = loop.engine, loop.step.action_lists
+    begin_actions, actions = engine.begin_actions, [each.actions for each in lists]
+    engine.run.agenda.items, engine.begin_actions = [row], ()
+    for each in lists:
         each.actions = ()
     try:
         yield
     finally:
-        for each, before in zip(muted, actions, strict=True):
+        engine.begin_actions = begin_actions
+        for each, before in zip(lists, actions, strict=True):
             each.actions = before
 
 

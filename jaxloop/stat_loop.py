@@ -205,8 +205,8 @@ class StatLoop(Loop):
         max_steps_in_flight: int | None = None,
     ):
         super().__init__(step, max_steps_in_flight=max_steps_in_flight)
-        self._statistics = Statistics(step, self.engine.progress.stopwatch, stat_names, global_batch_size)
-        self.engine.moments.statistics = self._statistics
+        self._statistics = Statistics(step, self.engine.run.stopwatch, stat_names, global_batch_size)
+        self.engine.statistics = self._statistics
 
     @property
     def peak_flops_per_sec(self) -> float | None:
@@ -223,7 +223,7 @@ class StatLoop(Loop):
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # If there are outputs on the host, the devices have finished. Otherwise, wait for the state.
         if not outputs:
-            with self.engine.progress.stopwatch.counting("device"):
+            with self.engine.run.stopwatch.counting("device"):
                 metrics.wait(state)
-        outputs.update(self.engine.moments.measure(state))
+        outputs.update(self.engine.measure(state))
         return super().end(state, outputs)

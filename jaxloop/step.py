@@ -181,7 +181,8 @@ class Step:
         self._end_actions = ActionList(end_actions, unit="steps within the loop")
         self._compiled: dict[Any, Compiled] = {}
         self._jit_kwargs: dict[str, Any] = {}
-        self._watch: nonfinite.Watch | None = None
+        self._policy: nonfinite.NanPolicy = "ignore"
+        self._detectors: dict[str, nonfinite.Detector] = {}
         self._stopwatch: Stopwatch | None = None
         self._new_state: Callable[[], Any] | None = None
         # Weak references to a state that was not donated, and to one of its leaves that the next step will donate.
@@ -452,7 +453,7 @@ class Step:
         usable. Both arguments may be abstract; see `compile`.
         """
         state, batch = self._in_shapes(state, batch)
-        compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
+        compiled = self._compiled_for(evaluates=False, fuses=False)
         self._num_flops = cost.flops_of(compiled.trace(state, self.place(batch, evaluates=True)).jaxpr)
         return self._num_flops
 
@@ -501,7 +502,7 @@ class Step:
         if fused:
             example = stacked([example] * steps_per_dispatch)
         placed = self.place_stacked(example) if fused else self.place(example, evaluates=evaluates)
-        traced = self._compiled_for(evaluates=evaluates, fuses=fused, watch=self._watch).trace(state, placed)
+        traced = self._compiled_for(evaluates=evaluates, fuses=fused, policy=self._policy).trace(state, placed)
         mesh = self._partitioner.mesh
         self._cost = cost.cost_of(traced, num_devices=1 if mesh is None else mesh.size)
         if not fused and not evaluates:
@@ -523,18 +524,23 @@ class Step:
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
         return jax.tree.map(plain, shapes)
 
-    def _compiled_for(self, *, evaluates: bool, fuses: bool, watch: nonfinite.Watch | None) -> Compiled:
-        policy = None if evaluates or watch is None else watch.policy
+    def detector(self, policy: nonfinite.NanPolicy) -> nonfinite.Detector:
+        """Returns the object that adds the flags of a `nan_policy` to the outputs of `run`."""
+        if policy not in self._detectors:
+            self._detectors[policy] = nonfinite.Detector(self._checked_run, policy, self._partitioner.mesh is not None)
+        return self._detectors[policy]
+
+    def _compiled_for(self, *, evaluates: bool, fuses: bool, policy: nonfinite.NanPolicy = "ignore") -> Compiled:
         key = (evaluates, fuses, policy)
         if key not in self._compiled:
             run = self._checked_outputs if evaluates else self._checked_run
+            run = run if evaluates or policy == "ignore" else self.detector(policy).run
             self._compiled[key] = Compiled(
                 type(self).__name__,
                 run,
                 self._partitioner,
                 evaluates=evaluates,
                 fuses=fuses,
-                policy=policy,
                 jit_kwargs=self._jit_kwargs,
                 stopwatch=lambda: self._stopwatch,
                 batch_watch=self.batch_watch,
@@ -548,9 +554,8 @@ class Step:
           evaluates: Whether to dispatch an evaluation, which doesn't donate the state.
           fuses: Whether one dispatch processes several stacked batches; see `place_stacked`.
         """
-        watch = None if evaluates else self._watch
-        compiled = self._compiled_for(evaluates=evaluates, fuses=fuses, watch=watch)
-        return compiled, compiled.call if watch is None else functools.partial(watch.call, compiled, fuses=fuses)
+        compiled = self._compiled_for(evaluates=evaluates, fuses=fuses, policy="ignore" if evaluates else self._policy)
+        return compiled, compiled.call
 
     def trace(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> Traced:
         """Traces `run` and returns the shapes of its results, without computing anything.
@@ -769,25 +774,15 @@ class Step:
         rows = self.batch_watch.look(batches, self)
         return self.count_examples(batches[0]) if rows is None else rows
 
-    @property
-    def watch(self) -> nonfinite.Watch | None:
-        """The current check for non-finite values, set by `watched`; None if nothing is checked."""
-        return self._watch
-
     @contextlib.contextmanager
-    def watched(self, watch: nonfinite.Watch | None, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """A context manager that makes the step use a loop's stopwatch and its check for non-finite values.
-
-        Args:
-          watch: The check for non-finite values, which follows the loop's `nan_policy`. If None, nothing is checked.
-          stopwatch: The loop's stopwatch, which also times compilations. If None, the current stopwatch is kept.
-        """
-        before = self._watch, self._stopwatch
-        self._watch, self._stopwatch = watch, stopwatch or self._stopwatch
+    def watched(self, policy: nonfinite.NanPolicy, stopwatch: Stopwatch | None = None) -> Iterator[None]:
+        """A context manager that makes the step use a loop's `nan_policy` and its stopwatch."""
+        before = self._policy, self._stopwatch
+        self._policy, self._stopwatch = policy, stopwatch or self._stopwatch
         try:
             yield
         finally:
-            self._watch, self._stopwatch = before
+            self._policy, self._stopwatch = before
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
         """Passes one batch through the hooks and donates the state, like `__call__`, but doesn't call any actions.
@@ -892,6 +887,11 @@ class Step:
                 )
 
     def _end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
+        flags = (outputs or {}).get(nonfinite.FLAGS)
+        if flags is not None:  # The hook and the actions see only the step's own outputs.
+            own = {name: value for name, value in (outputs or {}).items() if name != nonfinite.FLAGS}
+            state, outputs = self._end(state, own or None, number, elapsed)
+            return state, {**(outputs or {}), nonfinite.FLAGS: flags}
         if self._has_own("end"):
             with jax.profiler.TraceAnnotation("jaxloop: end"):
                 result = self.end(state, outputs)

@@ -23,7 +23,9 @@ import numpy as np
 
 from jaxloop import checks, metrics
 from jaxloop.checkpoint import CheckpointWriter
-from jaxloop.engine.stepper import Stepper
+from jaxloop.engine.engine import Engine
+from jaxloop.engine.feed import Feed
+from jaxloop.engine.outputs import Outputs, rows_of
 from jaxloop.history import History
 
 
@@ -199,8 +201,8 @@ class _Observed:
       states: Digests of the states after updates, but only of states that were available on the host.
     """
 
-    def __init__(self, stepper: Stepper):
-        self.updates, self._start = stepper.call.updates, stepper.step_num
+    def __init__(self, engine: Engine):
+        self.updates, self._start = engine.call.updates, engine.step_num
         self.batches: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
         self.states: dict[int, Any] = {}
@@ -225,7 +227,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
     belongs to the same dispatch, the process is killed later.
     """
     observed: dict[int, _Observed] = {}
-    feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._receive, CheckpointWriter.save
+    open_feed, run_some, arrive, save = Engine._open, Engine._run_some, Outputs._arrive, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
     def kill_after(number: int) -> None:
@@ -234,10 +236,10 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def observed_feed(self: Stepper, dataset: Any) -> Any:
-        is_new, feed = self._feed.dataset is not dataset, feed_of(self, dataset)
-        if self.call.trains and is_new:
-            seen, read = observed.setdefault(id(self), _Observed(self)), feed._read
+    def observed_open(self: Engine, dataset: Any) -> None:
+        open_feed(self, dataset)
+        if self.call.updates:
+            seen, read = observed.setdefault(id(self.run.outputs), _Observed(self)), self._feed._read
 
             def observed_read() -> Any:
                 batch = read()
@@ -245,25 +247,26 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
                 kill_after(max(seen.batches) - seen.updates)
                 return batch
 
-            feed._read = observed_read
-        return feed
+            self._feed._read = observed_read
 
-    def observed_push(self: Stepper, state: Any, num_steps: int) -> None:
-        push(self, state, num_steps)
-        if self.call.trains:
-            observed[id(self)].states[self.step_num] = _digest(state)
+    def observed_run(self: Engine, feed: Feed, *args: Any) -> int:
+        number = run_some(self, feed, *args)
+        if number and self.call.updates:
+            observed[id(self.run.outputs)].states[self.step_num] = _digest(self.call.state)
             kill_after(self.step_num)
+        return number
 
-    def observed_take(self: Stepper, arrived: Any) -> None:
-        for outputs in arrived.rows() if self.call.trains else ():
+    def observed_arrive(self: Outputs, groups: Any, examples: list[int]) -> None:
+        for outputs in rows_of(groups) if id(self) in observed else ():
             observed[id(self)].add(observed[id(self)].outputs, outputs)
-        take(self, arrived)
+        arrive(self, groups, examples)
 
     def saved(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    Stepper._feed_of, Stepper.push, Stepper._receive = observed_feed, observed_push, observed_take
+    Engine._open, Engine._run_some = observed_open, observed_run  # pyright: ignore[reportAttributeAccessIssue]
+    Outputs._arrive = observed_arrive
     CheckpointWriter.save = saved
     return observed
 

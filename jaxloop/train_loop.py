@@ -7,7 +7,6 @@ from jaxloop import nonfinite
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.nonfinite import STAT_SKIPPED_STEPS as STAT_SKIPPED_STEPS
-from jaxloop.output_queue import chunk_size
 from jaxloop.step import Step
 
 
@@ -90,18 +89,10 @@ class TrainLoop(ActionLoop):
         )
         if nan_policy not in nonfinite.POLICIES:
             raise ValueError(f"nan_policy must be one of 'raise', 'skip' and 'ignore', got {nan_policy!r}.")
-        stepper = self.engine.stepper
-        stepper.checks_count = True
-        stepper.set_steps_per_dispatch(steps_per_dispatch)
-        if nan_policy != "ignore" and (stepper.steps_per_dispatch or 1) > nonfinite.MAX_STEPS:
-            raise ValueError(
-                f"With nan_policy={nan_policy!r}, steps_per_dispatch must be at most {nonfinite.MAX_STEPS}, got "
-                f"{steps_per_dispatch}."
-            )
-        if nan_policy != "ignore":
-            stepper.guard = nonfinite.Guard(nonfinite.Watch(nan_policy, chunk_size(stepper.max_in_flight)))
+        self.engine.options.checks_count, self.engine.options.nan_policy = True, nan_policy
+        self.engine.set_steps_per_dispatch(steps_per_dispatch)
 
     @property
     def nan_policy(self) -> nonfinite.NanPolicy:
         """The policy for NaN and infinity: "raise", "skip" or "ignore"."""
-        return self.engine.stepper.guard.policy
+        return self.engine.options.nan_policy

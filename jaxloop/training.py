@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 from absl import logging
@@ -11,9 +11,11 @@ from etils import epath
 
 from jaxloop import agreement, checkpoint, checks, distributed, interrupt, metrics, types
 from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
-from jaxloop.evaluations import Evaluations
+from jaxloop.engine.agenda import ActionItem
+from jaxloop.evaluations import Evaluation
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.run_log import RunLog
 from jaxloop.schedules import Elapsed
@@ -48,13 +50,12 @@ class Training:
         if unknown), before the first step.
       has_begun: True if the training has reached its first step.
       newest: The latest state and its step; None while the train loop is running, because the loop holds them then.
-      epoch_has_ended: True if the current epoch has ended and has been counted.
       returns: Whether to return to an earlier checkpoint even if the given state is past it.
     """
 
     loop: ActionLoop
     spec: RunSpec
-    evaluations: Evaluations
+    evaluations: Sequence[Evaluation]
     run: WholeRun
     checkpoint_spec: CheckpointSpec | None
     source_of: Callable[[Any], PositionedIterator]
@@ -63,7 +64,6 @@ class Training:
     check_start: Callable[[Any, int | None], None] = lambda state, num_batches: None
     has_begun: bool = False
     newest: tuple[Any, int] | None = None
-    epoch_has_ended: bool = False
     returns: bool = False
 
     def __call__(self, state: Any, *, logs_total_steps: bool) -> tuple[Any, metrics.LoopOutputs | None]:
@@ -73,19 +73,17 @@ class Training:
           state: The state to start from if there is no checkpoint.
           logs_total_steps: Whether to log the first and the last step of the training.
         """
-        loop, spec, run, run_info = self.loop, self.spec, self.run, self.loop.engine.moments.run
-        assert run_info is not None and run.commands is not None
-        with loop.engine.progress.stopwatch.counting("restores"):
+        loop, spec, run, engine = self.loop, self.spec, self.run, self.loop.engine
+        assert run.commands is not None
+        with engine.run.stopwatch.counting("restores"):
             state, step_num, resumed = self._resume(state)
             if spec.total_steps is not None or spec.loop_steps is not None:
                 checks.check_multiple("state.step", step_num, loop.step)
             self._open_data(resumed)
             if resumed is None and step_num == 0:
                 state = loop.step.prepare_state(state)
-        run_info.eval_intervals = [each.spec.when_due for each in self.evaluations.items]
         end = self._end_reached(resumed, step_num)
         if not end:
-            self.check_start(state, self._batches_per_epoch(step_num))
             self._check_first_step()
         # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
         # not fit it.
@@ -99,35 +97,31 @@ class Training:
             action.write_notes(self.log.notes)
         # If the run begins at step 0, it repeats the rows of this step.
         run.resume_history(resumed or Resumed(Elapsed(step_num), history_rows=None if step_num else 0))
-        run_info.evaluate, run_info.end_data = self.evaluations.evaluate, self._end_epoch
-        run_info.loop_steps = spec.loop_steps
-        loop.engine.stepper.set_source(run.source)
         if resumed is not None:
-            self.evaluations.resume(step_num, run.measured_at(step_num))
+            measured = run.measured_at(step_num)
+            for each in self.evaluations:
+                each.called_at = step_num if each.spec.name in measured else each.called_at
             if not self._catch_up(state, resumed, is_last=end is not None):
                 self._announce_stop()
                 return state, None
         if end:
             logging.warning("Nothing is left to train: step %d has reached %s.", step_num, end)
             return state, None
+        self.check_start(state, self._batches_per_epoch(step_num))
         if resumed is None and self.savers:
             announce("The run saves checkpoints in %s.", " and ".join(str(each.directory) for each in self.savers))
         if logs_total_steps:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         # Runs everything that is due before the first step.
-        if resumed is None and step_num == 0 and not loop.engine.moments.run_moment(state):
+        if resumed is None and step_num == 0 and not engine.hold_now(state):
             self._announce_stop()
             return state, None
         if run.job.requests.requested:  # Perhaps during an evaluation of this step, which the next run repeats.
             logging.warning("Stopped by %s before the first step.", run.job.requests.signal_name)
             return state, None
         self.newest, self.has_begun = (state, step_num), True
-        with self.log.beating(step_num, loop.step.updates_per_step, loop.engine.observers), run.commands.polling():
-            state, outputs, has_ended = self._train(state)
-        if has_ended and (loop.step_num > step_num or resumed is not None):
-            # Runs everything that is due at the last step, now that it is known to be the last.
-            loop.engine.moments.run_moment(state, is_last=True)
-        return state, outputs
+        with self.log.beating(step_num, loop.step.updates_per_step, engine.observers), run.commands.polling():
+            return self._train(state)
 
     def repeat(self, state: Any, resumed: Resumed | None) -> tuple[Any, types.Batch]:
         """Trains from a given state to step `spec.total_steps`, without reading or writing checkpoints.
@@ -138,16 +132,14 @@ class Training:
           state: The state.
           resumed: The progress of the run at this state; None for the initial state.
         """
-        run_info, stepper, run = self.loop.engine.moments.run, self.loop.engine.stepper, self.run
-        assert run_info is not None
+        run = self.run
         self._open_data(resumed)
-        run_info.end_data, run_info.loop_steps = self._end_epoch, self.spec.loop_steps
         if self.loop.step_num != self.spec.total_steps:
-            state, _, _ = self._train(state)
+            state, _ = self._train(state)
         for _ in range(2):
             with contextlib.suppress(StopIteration):
-                return state, None if run.source is None else stepper.next_batch(run.source, state)
-            self._end_epoch()
+                return state, None if run.source is None else self.loop.engine.next_batch(run.source)
+            self.next_epoch()
         return state, None
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
@@ -175,7 +167,7 @@ class Training:
         `state` is None if the state was lost.
         """
         if state is None and self.savers:
-            logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
+            logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.call.rescued[1])
         if self.run.left_out.requested or step_num == 0:  # The program makes the state of step 0 again.
             return
         # A save needs all processes. An exception such as KeyboardInterrupt ends the program without a save.
@@ -228,6 +220,11 @@ class Training:
             self.run.source = None
             self.loop.forget_batches()
 
+    def mark(self, *, if_cheap: bool = False) -> None:
+        """Marks the position in the data, before a batch is read ahead."""
+        if self.run.source is not None:
+            self.run.source.mark(if_cheap=if_cheap)
+
     @property
     def _directories(self) -> list[epath.Path]:
         """The directories with checkpoints of this run: those to resume from, and those that it saves to."""
@@ -235,51 +232,36 @@ class Training:
 
     @property
     def _loops(self) -> list[ActionLoop]:
-        return [self.loop, *(each.loop for each in self.evaluations.items)]
+        return [self.loop, *(each.loop for each in self.evaluations)]
 
     # Epochs --------------------------------------------------------------------------------------
 
-    def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None, bool]:
-        """Trains to the end. Returns the state, the last loop's outputs, and whether it ended without a signal."""
-        loop, engine, run, outputs = self.loop, self.loop.engine, self.run, None
-        run_info, progress = engine.moments.run, engine.progress
-        assert run_info is not None
-        while True:
-            loop_count, loops_run = progress.loops, progress.loops_run
-            self.newest, self.epoch_has_ended = None, False
-            engine.stepper.set_source(run.source)
-            run_info.ends_with_data = self._is_last_epoch(run.passes + 1)
-            batches = iter(()) if run.source is None else run.source
-            state, found = engine.train(state, batches, self._steps_of_next_loop)
-            self.newest = (state, loop.step_num)
-            if progress.loops_run > loops_run or progress.loops > loop_count:
-                outputs = found
-            if self.run.job.requests.requested:
-                if loop.was_interrupted and not self.savers:  # The current loop has not reached its end.
-                    loop.loop_count -= 1
-                self._end_by_signal(state, loop.step_num)
-                return state, outputs, False
-            if found.asks_to_stop:
-                found[types.STOP_LOOP] = True
-                self._announce_stop()
-                return state, outputs, True
-            data_ended = engine.stepper.call.data_ended
-            if data_ended and not self.epoch_has_ended:
-                self._end_epoch()
-            continues = self._has_next_epoch(loop.step_num) if data_ended else progress.loops > loop_count
-            if loop.elapsed.is_last or not continues:
-                return state, outputs, True
+    def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None]:
+        """Trains to the end. Returns the state, and the outputs of the last loop that ended."""
+        loop, engine, run, loops = self.loop, self.loop.engine, self.run, self.loop.engine.run.loops
+        self.newest = None
+        data = lambda: iter(()) if run.source is None else run.source
+        state, outputs = engine.loops(state, data, self._steps_of_next_loop)
+        self.newest = (state, loop.step_num)
+        if run.job.requests.requested:
+            self._end_by_signal(state, loop.step_num)
+        elif engine.run.agenda.wants_stop:
+            self._announce_stop()
+        elif engine.call.data_ended:
+            self._tell_end_of_data(loop.step_num)
+        return state, outputs if outputs or engine.run.loops > loops else None
 
     def _announce_stop(self) -> None:
-        by = next((each.engine.moments.stopped_by for each in self._loops if each.engine.moments.stopped_by), None)
+        by = stopped_by(self._loops)
         if not isinstance(by, EarlyStoppingAction):  # It has given its reason.
             announce("Stopped at step %d by %s.", self.loop.step_num, by or f"outputs[{types.STOP_LOOP!r}]")
 
     def _steps_of_next_loop(self) -> int | None:
         step_num = self.loop.step_num
         # A run may have been interrupted between the last step of a loop and its end.
-        only_ends = self.loop.engine.progress.batches_before > 0 and self.spec.ends_loop(step_num)
-        return 0 if only_ends else self.spec.steps_of_next_loop(step_num)
+        engine = self.loop.engine
+        only_ends = engine.run.batches > 0 and self.spec.ends_loop(step_num)
+        return 0 if only_ends else engine.loop_end(step_num)
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
         saves = "; saving its state" if self.savers else ""
@@ -288,37 +270,40 @@ class Training:
         for error in self.save_now(state, step_num):
             raise error
 
-    def _end_epoch(self) -> None:
-        """Counts the epoch that has ended, and begins the next one. Raises an error if the epoch had no batches.
+    def next_epoch(self) -> bool:
+        """Counts the epoch that has ended, and begins the next one. Returns False if there is none.
 
         A checkpoint saved at this moment stores the start of the next epoch, which may have a different order. If the
-        epoch was the last one, a later run can therefore resume and train for more epochs.
+        epoch was the last one, a later run can therefore resume and train for more epochs. An epoch without batches is
+        an error.
         """
-        run, spec, self.epoch_has_ended = self.run, self.spec, True
-        if self.run.job.any_stops(run.source is not None and run.source.num_read == 0):
+        run, spec = self.run, self.spec
+        if run.job.any_stops(run.source is not None and run.source.num_read == 0):
             raise checks.empty_dataset(spec.train_dataset)
         if spec.epochs is None:
-            return
+            return False
         run.passes += 1
         run.left_out.end_epoch(run.source)
         ended, run.source = run.source, None
         if spec.has_iterator:
-            return
+            return False
         if ended is not None:
             ended.close()
         self.loop.forget_batches()
         if run.passes < spec.epochs or self.savers:
             run.source = self._source_of_epoch()
             run.left_out.apply_to(run.source)
+        run.note_consumed(0)
+        return run.passes < spec.epochs
 
     def _check_first_step(self) -> None:
         """Raises an error if the dataset is empty, or if a schedule doesn't return a later step."""
         loop, source, job = self.loop, self.run.source, self.run.job
-        loop.engine.moments.goal()
+        loop.engine.check_schedules()
         if source is None or source.num_read or job.is_shared:  # The processes read their first batches together.
             return
         try:
-            with loop.engine.progress.stopwatch.counting("data"):
+            with loop.engine.run.stopwatch.counting("data"):
                 source.peek()
         except StopIteration:
             raise checks.empty_dataset(self.spec.train_dataset) from None
@@ -336,15 +321,9 @@ class Training:
         updates = self.loop.step.updates_per_step
         return left + (step_num // updates if self.spec.epochs is None else source.num_read)
 
-    def _is_last_epoch(self, number: int) -> bool:
-        """Returns whether, after this many epochs, the dataset can't be read again or isn't needed anymore."""
-        return self.spec.epochs is None or self.spec.has_iterator or number >= self.spec.epochs
-
-    def _has_next_epoch(self, step_num: int) -> bool:
-        """Returns whether there is another epoch. If not, logs the reason."""
+    def _tell_end_of_data(self, step_num: int) -> None:
+        """Logs that the training has ended because the data did."""
         total_steps, epochs = self.spec.total_steps, self.spec.epochs
-        if not self._is_last_epoch(self.run.passes):
-            return True
         if epochs is not None and self.run.passes >= epochs:
             logging.info("The last of %d epochs ended at step %d.", epochs, step_num)
         elif total_steps in (None, step_num):
@@ -356,7 +335,6 @@ class Training:
                 step_num,
                 total_steps,
             )
-        return False
 
     # Resuming ------------------------------------------------------------------------------------
 
@@ -368,7 +346,7 @@ class Training:
         spec, loop, actions = self.spec, self.loop, [action for each in self._loops for action in each.actions]
         if resumed is not None:
             resumed.renew_patience(actions)
-        if loop.engine.progress.batches_before and spec.ends_loop(step_num):
+        if loop.engine.run.batches and spec.ends_loop(step_num):
             return None
         ends = {
             "the end of a run that an evaluation or an action stopped (to train further, give it more patience, steps "
@@ -392,10 +370,11 @@ class Training:
             state, resumed = self._restore(state, spec, saved)
         if resumed is not None:
             step_num = resumed.elapsed.steps
-            for slot in loop.engine.moments.agenda.slots:
-                if isinstance(slot.action, CheckpointAction):  # Its own directory tells whether it saved this step.
-                    path = slot.action.directory / str(step_num)
-                    slot.called_at = step_num if path in saved and path.exists() else None
+            for item in loop.engine.run.agenda.items:
+                # Its own directory tells whether it saved this step.
+                if isinstance(item, ActionItem) and isinstance(item.action, CheckpointAction):
+                    path = item.action.directory / str(step_num)
+                    item.called_at = step_num if path in saved and path.exists() else None
         else:
             step_num = step_num_of(state) if hasattr(state, "step") else loop.elapsed.steps
             if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
@@ -404,7 +383,7 @@ class Training:
                     each.resume(Elapsed(step_num))
         if loop_steps is not None and (resumed is None or not resumed.knows_position):
             loop.loop_count = step_num // loop_steps
-            for each in self.evaluations.items:
+            for each in self.evaluations:
                 if (number := evaluations_in(loop.loop_count, each.spec)) is not None:
                     each.loop.loop_count = number
         if spec is None or (saved and int(saved[-1].name) > step_num):  # Damaged checkpoints have been moved away.
@@ -454,6 +433,7 @@ class Training:
         """Opens the training dataset at the saved position."""
         self._open_source(resumed)
         self.run.left_out.apply_to(self.run.source)
+        self.run.note_consumed(self.loop.engine.batches_ahead(self.run.source))
 
     def _source_of_epoch(self) -> PositionedIterator:
         source = self.source_of(self.spec.data)
@@ -513,12 +493,16 @@ class Training:
         Returns:
           True if the run continues.
         """
-        elapsed = resumed.elapsed
-        if elapsed.previous is None:
+        elapsed, continues = resumed.elapsed, True
+        if elapsed.previous is None or not resumed.knows_position:
             return True
-        loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
+        if resumed.may_be_incomplete:
+            now = dataclasses.replace(elapsed, is_last=is_last)
+            caught = [each.catch_up(state, now) for each in self.evaluations if each.called_at == elapsed.steps]
+            continues = all(caught)
+        at_end = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
         only_saves = not resumed.may_be_incomplete
-        return self.loop.engine.moments.run_moment(state, loop_has_ended, is_last=is_last, only_saves=only_saves)
+        return self.loop.engine.hold_now(state, is_last=is_last, at_end=at_end, only_saves=only_saves) and continues
 
 
 def _check_count(state: Any, saved_step: int, directory: Any) -> None:
@@ -530,6 +514,12 @@ def _check_count(state: Any, saved_step: int, directory: Any) -> None:
             "checkpoint, or give another checkpoint_dir. To begin with its parameters, call "
             "step.restore_model(state, directory)."
         )
+
+
+def stopped_by(loops: Iterable[ActionLoop]) -> Action | None:
+    """Returns the action that asked the run to stop; None if none did."""
+    items = (loop.engine.run.agenda.stopped_by for loop in loops)
+    return next((item.action for item in items if isinstance(item, ActionItem)), None)
 
 
 def _joined(directories: Sequence[epath.Path]) -> str:

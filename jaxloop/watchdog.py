@@ -18,10 +18,10 @@ from etils import epath
 from jaxloop import agreement, distributed, files, metrics
 from jaxloop.actions.action import Action
 from jaxloop.engine.engine import Engine
+from jaxloop.engine.feed import Feed
 from jaxloop.engine.program import Program
 from jaxloop.evaluations import Evaluation
 from jaxloop.failures import FOLDER
-from jaxloop.feed import Feed
 from jaxloop.position import PositionedIterator
 from jaxloop.step import Step
 from jaxloop.text import printable
@@ -135,13 +135,13 @@ class _Watching(threading.Thread):
         The host may be many steps ahead of the devices, so a step counts as progress both when it is dispatched and
         when it has been computed.
         """
-        kind = self._train.progress.stopwatch.kind
+        kind = self._train.run.stopwatch.kind
         return self._limit(kind), kind, *map(_counts, (self._train, *self._evals))
 
     def _steps(self) -> int:
         """Returns the number of train steps that this process has completed."""
-        call = self._train.stepper.call
-        return self._train.progress.stopwatch.steps + call.uncounted * call.updates
+        train = self._train
+        return train.run.stopwatch.steps + train.step_num - train.call.step_num
 
     def _limit(self, kind: str | None) -> float:
         match kind:
@@ -151,13 +151,13 @@ class _Watching(threading.Thread):
                 return self._limits.checkpoint_secs
             case "compiling":
                 return self._limits.startup_secs
-        has_run = self._steps() > self._steps_before and metrics.is_ready(self._train.progress.stopwatch.first_step)
+        has_run = self._steps() > self._steps_before and metrics.is_ready(self._train.run.stopwatch.first_step)
         return self._limits.step_secs if has_run else self._limits.startup_secs
 
     def _end(self, secs: float) -> None:
         """Reports the hang and ends the process."""
         self.is_ending = True
-        step = self._train.stepper.step_num
+        step = self._train.step_num
         frames = sys._current_frames()
         place = place_of(frames.pop(self._watched, None), step)
         if place.startswith("in ") and any(map(_is_at_barrier, frames.values())):
@@ -217,8 +217,8 @@ class _Watching(threading.Thread):
 
 
 def _counts(engine: Engine) -> tuple[int, int, int]:
-    call = engine.stepper.call
-    return engine.progress.loops, len(call.num_examples), 0 if call.queue is None else call.queue.num_computed
+    run, ran = engine.run, engine.call.ran
+    return run.loops, run.batches + (0 if ran is None else len(ran.examples)), run.outputs.num_computed
 
 
 def sentence(places: dict[int, str], count: int) -> str:
@@ -266,8 +266,8 @@ def place_of(frame: FrameType | None, step: int) -> str:
     while frame is not None:
         code, names = frame.f_code, frame.f_locals
         owner: Any = names.get("self")
-        if code is Evaluation.run.__code__:
-            evaluation, count = f" of the evaluation {owner.spec.name!r}", len(owner.loop.num_examples)
+        if code is Evaluation.evaluate.__code__:
+            evaluation, count = f" of the evaluation {owner.spec.name!r}", _counts(owner.loop.engine)[1]
         elif code is agreement.JointReader.__call__.__code__:
             ahead += owner.held
         elif code is agreement.JointReader._send.__code__:  # Not announced to the others yet.
@@ -289,7 +289,7 @@ def _what(code: CodeType, names: Any) -> str | None:
         return "waiting for the other processes"
     if code in _WAITING:
         return "waiting for step {newest}"
-    if code is Program.run_steps.__code__:
+    if code is Program.run.__code__:
         return "running step {next}" if names.get("is_in_step") else "reading batch {batch}"
     if code in _READING:
         return "reading batch {batch}"

@@ -88,20 +88,18 @@ class Part(Protocol):
     `steps_in_loop` and `has_stopped`.
     """
 
-    @property
-    def batches_consumed(self) -> int:
-        """The number of batches that the source had returned by the end of the last completed step."""
+    def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns this part's state as JSON-serializable values, and a dict of the train states that it keeps.
+
+        `in_moment` is True if something that is due at this step may not have been called.
+        """
         ...
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns this part's state as JSON-serializable values, and a dict of the train states that it keeps."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned."""
 
-    def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
-        """Resumes at the given progress without a state dict, `batches_before` batches into the current loop."""
+    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
+        """Resumes at the given progress without a state dict, `batches` batches into the current loop."""
 
     def batches_ahead(self, source: Any) -> int:
         """Returns the number of batches that this part has read from a source but hasn't used yet."""
@@ -122,6 +120,7 @@ class WholeRun:
       job: The processes that train together, each with its own data.
       passes: The number of completed epochs.
       source: The iterator over the current epoch of the training data; None between two epochs.
+      consumed: The number of batches that `source` had returned by the end of the last completed step.
       commands: The commands sent to the run; None if the run doesn't accept commands.
       left_out: The training batches that the run leaves out.
       ends: The number of steps and of epochs after which the run ends; None where there is no such limit.
@@ -136,6 +135,7 @@ class WholeRun:
     job: agreement.Job = dataclasses.field(default_factory=lambda: agreement.Job(False))
     passes: int = 0
     source: PositionedIterator | None = None
+    consumed: int = 0
     commands: Commands | None = None
     left_out: LeftOut = dataclasses.field(default_factory=LeftOut)
     ends: tuple[int | None, int | None] = (None, None)
@@ -144,6 +144,10 @@ class WholeRun:
     def __post_init__(self) -> None:
         self._keys = encoding.encode_keys(self.keys)
         self._parts = {"train": self.main, **self.others}
+
+    def note_consumed(self, ahead: int) -> None:
+        """Notes that all batches of `source` so far have been used, except for the last `ahead` ones."""
+        self.consumed = 0 if self.source is None else self.source.count - ahead
 
     # `load` reads what `snapshot` writes, in the same order -----------------------------------------------
 
@@ -156,7 +160,7 @@ class WholeRun:
         self.history.flush()  # The checkpoint includes all rows up to this point.
         states, trees = {}, {}
         for name, part in self._parts.items():
-            states[name], kept = part.state_dict()
+            states[name], kept = part.state_dict(in_moment=may_be_incomplete)
             trees.update({f"{name}.{key}": state for key, state in kept.items()})
         main, (positions, arrays) = states["train"], self._positions()
         return {
@@ -169,7 +173,7 @@ class WholeRun:
             },
             "run": {
                 "keys": self._keys,
-                "commands": [] if self.commands is None else self.commands.state_dict(),
+                "commands": [] if self.commands is None else self.commands.executed(),
                 "left_out": self.left_out.state_dict(self.newest_batch()),
                 "parts": states,
                 "kept_states": sorted(trees),
@@ -214,7 +218,7 @@ class WholeRun:
             arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
             trees = opened.trees({**dict.fromkeys(run["kept_states"], state), _POSITION_ARRAYS: arrays})
             if self.commands is not None:  # First, because a command may have added an action.
-                self.commands.load_state_dict(run["commands"], opened.step)
+                self.commands.repeat(run["commands"], opened.step)
             for name, part in self._parts.items():
                 if name in run["parts"]:
                     prefix = f"{name}."
@@ -246,7 +250,7 @@ class WholeRun:
 
         `before` is the number of batches to go back. Returns 0 if there is no such batch.
         """
-        return self.left_out.number_at(self.main.batches_consumed, self.source, before=before)
+        return self.left_out.number_at(self.consumed, self.source, before=before)
 
     def record_left_out(self, now: Elapsed) -> None:
         """Adds a history row for each batch that has been left out since the last call to this method."""
@@ -289,7 +293,7 @@ class WholeRun:
         """
         arrays: dict[str, np.ndarray] = {}
         own = {
-            "data": _position_of(self.source, self.main.batches_consumed, None if self.job.is_shared else arrays),
+            "data": _position_of(self.source, self.consumed, None if self.job.is_shared else arrays),
             "eval_data": {
                 name: _position_of(source, source.count - self._parts[name].batches_ahead(source))
                 for name, source in self.eval_sources.items()

@@ -1137,7 +1137,7 @@ def test_checkpoint_of_a_different_format_raises_with_both_versions(finished_run
         (lambda run: run.pop("passes"), change_run),
         (lambda run: run.pop("history_rows"), change_run),
         (lambda run: run.update(parts=3), change_run),
-        (lambda run: run["parts"]["train"].pop("slots"), change_run),
+        (lambda run: run["parts"]["train"].pop("items"), change_run),
         (lambda run: run["positions"][0].pop("data"), change_run),
         (lambda run: run.update(positions=[]), change_run),
         (lambda run: run.update(kept_states=None), change_run),

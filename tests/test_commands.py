@@ -111,7 +111,7 @@ def test_log_every_in_a_single_long_loop_counts_each_step_once(tmp_path):
 
     def give():
         jaxloop.tell(tmp_path, "log_every=30", wait_secs=0)
-        commands_of.append(loop.engine.moments.run.commands)
+        commands_of.extend(each for each in loop.engine.plan.items if isinstance(each, commands.Commands))
 
     losses = []
     plain_step, plain_state, _ = examples.tiny_regression()

@@ -156,7 +156,7 @@ def without_sums(monkeypatch):
     def without(self):
         loaded = load(self)
         nothing = jaxloop.metrics.LoopOutputs().encode()[0]
-        loaded["parts"]["train"]["ledger"] |= {"unread": nothing, "sums": nothing, "parts": []}
+        loaded["parts"]["train"]["outputs"] |= {"open": nothing, "sums": nothing, "segments": []}
         return loaded
 
     monkeypatch.setattr(checkpoint.Checkpoint, "run", without)

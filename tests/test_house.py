@@ -20,15 +20,15 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 ORDER = """types structures flat_state distributed text files encoding compilation_cache checks interrupt agreement
 lock schedules timing run_log accounts layout cost topology partition.partitioner partition.meshes
 partition.single_device partition.mesh_partitioner partition.data_parallel partition.laid_out partition.fsdp
-partition.rules partition.spmd partition.explicit partition.choice partition models metrics output_queue engine
-engine.ledger nonfinite history seal path_patterns optimizers safetensors_file checkpoint
+partition.rules partition.spmd partition.explicit partition.choice partition models metrics engine
+nonfinite history seal path_patterns optimizers safetensors_file checkpoint
 read_ahead fingerprint sources batching position data actions.action
 actions.writer_queue actions.monitor actions.checkpoint_action actions.early_stopping_action actions.spike_guard
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
-actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list actions commands
-compiled step feed
-engine.program loss_step function_step exporting counting engine.progress engine.agenda engine.stepper engine.moments
-engine.engine loop stat_loop action_loop train_loop eval_loop specs forecast detours whole_run evaluations training
+actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list actions
+compiled step engine.outputs engine.feed engine.program engine.auto engine.agenda engine.run engine.plan
+loss_step function_step exporting counting commands engine.engine loop stat_loop action_loop train_loop eval_loop
+specs forecast detours whole_run evaluations training
 preflight.report preflight.experiment preflight.step preflight.data preflight.checkpoints preflight.actions preflight
 failures watchdog outer_loop rewinding functional.log_entries functional.loop_state functional.tools
 functional.callbacks functional.running functional fitting testing examples comparison status

@@ -761,16 +761,18 @@ def test_the_check_at_the_start_reads_no_batch_and_compiles_nothing(logs):
             yield batch
 
     class AtStart(actions.Action):
+        def begin_run(self, step_num, **kwargs):
+            logs.clear()
+
         def __call__(self, state, outputs, **kwargs): ...
 
     step, state, _ = examples.tiny_regression()
-    logs.clear()
     OuterLoop(TrainLoop(step, end_actions=[AtStart(10)]))(state, batches(), train_total_steps=4, train_loop_steps=2)
     found = [text for text in logs.messages if re.match("In AtStart|read a batch|Compiling", text)]
     assert found[0].startswith(
         "In AtStart(interval=10) of the train loop: It would never be called: interval=10 counts"
     )
-    assert found.count("read a batch") == 4 and any(text.startswith("Compiling") for text in found)
+    assert found.count("read a batch") == 3 and any(text.startswith("Compiling") for text in found)
 
 
 @pytest.mark.parametrize("verbosity", [logging.WARNING, logging.INFO])

@@ -117,7 +117,8 @@ def test_a_start_refused_by_its_data_or_a_schedule_changes_no_file(dataset, inte
     run(tmp_path, 12, train_loop_steps=2)
     for step in checkpoint.all_steps(tmp_path):  # So that the next run starts from scratch.
         shutil.rmtree(tmp_path / str(step))
-    contents = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "goodput.jsonl"}
+    others = ("goodput.jsonl", ".trainer.lock")
+    contents = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in others}
     before = contents()
     with pytest.raises(ValueError, match=message):
         run(tmp_path, 20, dataset(), train_actions=[EarlyStoppingAction("loss", 9, interval=interval)])

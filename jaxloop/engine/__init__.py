@@ -1,10 +1,10 @@
 """The engine that runs the loops. Read its modules in this order:
 
+run       `Run` is everything that lasts from call to call: the progress, the outputs, the items.
+agenda    `Agenda` calls items, such as actions, evaluations and history rows, when they are due.
+outputs   `Outputs` holds the outputs of the steps, with a cursor for each reader.
 program   `Program` runs steps. No other code loops over steps.
-ledger    `Ledger` stores the outputs of the steps, with a cursor for each reader.
-agenda    `Agenda` contains the end actions and determines which of them are due.
-progress  `Progress` counts steps, examples, seconds and loops.
-stepper   `Stepper` reads a loop's batches, runs and counts its steps, and collects their outputs.
-moments   `Moments` runs everything that is due between two steps, in a fixed order.
-engine    `Engine` runs one loop after another, and saves and restores its own state.
+feed      `Feed` reads batches, and keeps those that no step needs yet.
+plan      `Plan` is what an experiment adds to a loop.
+engine    `Engine` is the loop over loops, and the loop over steps.
 """

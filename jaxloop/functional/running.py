@@ -15,15 +15,15 @@ from jaxloop import checks, encoding, interrupt, lock, timing
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.counting import Counting, as_stop
-from jaxloop.engine.program import Dispatches, Program
-from jaxloop.feed import Feed, as_iterator
+from jaxloop.engine.feed import Feed, as_iterator
+from jaxloop.engine.outputs import CHUNK_SIZE
+from jaxloop.engine.program import Program, Ran
 from jaxloop.forecast import Course
 from jaxloop.function_step import name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
 from jaxloop.functional.tools import CheckpointTool, Tool, as_kind, kind_on_host
 from jaxloop.history import History
-from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never, planned_steps, skipped_step
 from jaxloop.sources import NO_DATA, num_batches
@@ -178,9 +178,14 @@ def _set_up_checkpoints(
         return Feed(as_iterator(dataset)), lambda: None, lambda: None
     source = PositionedIterator(dataset)
     feed = Feed(source)
-    part = _LoopPart(loop_state, callbacks, source, feed)
-    run = WholeRun(part, {}, {}, loop_state.history, ends=(total_steps, None))
-    run.source, loop_state.snapshot = source, run.snapshot
+    run = WholeRun(_LoopPart(loop_state, callbacks), {}, {}, loop_state.history, ends=(total_steps, None))
+    run.source = source
+
+    def snapshot(**options: bool) -> dict[str, Any]:
+        run.note_consumed(feed.num_ahead)
+        return run.snapshot(**options)
+
+    loop_state.snapshot = snapshot
     tools = [callback.of for callback in callbacks if isinstance(callback.of, CheckpointTool)]
     directories = [tool.action.directory for tool in tools if tool.resume]
     if not directories:
@@ -218,16 +223,10 @@ def _set_up_checkpoints(
 class _LoopPart:
     """The part of a checkpoint that describes a loop and its callbacks."""
 
-    def __init__(
-        self, loop_state: LoopState, callbacks: Sequence["CallbackOf"], source: PositionedIterator, feed: Feed
-    ):
-        self._loop_state, self.callbacks, self._source, self._feed = loop_state, callbacks, source, feed
+    def __init__(self, loop_state: LoopState, callbacks: Sequence["CallbackOf"]):
+        self._loop_state, self.callbacks = loop_state, callbacks
 
-    @property
-    def batches_consumed(self) -> int:
-        return self._source.count - self._feed.num_ahead
-
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         now, leaves = self._loop_state.elapsed, checks.leaves_by_path(self._loop_state.state)
         kept = {str(index): callback.kept_state for index, callback in enumerate(self.callbacks)}
         return {
@@ -240,21 +239,21 @@ class _LoopPart:
             "callbacks": [[each.kind, encoding.encode(each.state_dict())] for each in self.callbacks],
         }, {name: checks.as_arrays(state) for name, state in kept.items() if state is not None}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
-        kinds = state_dict["on_host"]
+    def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+        self._loop_state.metadata.update(encoding.decode(saved["metadata"]))
+        kinds = saved["on_host"]
         leaf_as_saved = lambda path, leaf: as_kind(kinds.get(checks.path_name(path)), leaf)
         as_saved = functools.partial(jax.tree_util.tree_map_with_path, leaf_as_saved)
         self._loop_state.state = as_saved(self._loop_state.state)
-        if [callback.kind for callback in self.callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
+        if [callback.kind for callback in self.callbacks] != [kind for kind, _ in saved["callbacks"]]:
             logging.warning("The tasks differ from those in the checkpoint, so their callbacks start fresh.")
             return
-        for index, (callback, (_, kept)) in enumerate(zip(self.callbacks, state_dict["callbacks"], strict=True)):
-            callback.load_state_dict(encoding.decode(kept))
-            if str(index) in kept_states:
-                callback.kept_state = as_saved(kept_states[str(index)])
+        for index, (callback, (_, own)) in enumerate(zip(self.callbacks, saved["callbacks"], strict=True)):
+            callback.load_state_dict(encoding.decode(own))
+            if str(index) in kept:
+                callback.kept_state = as_saved(kept[str(index)])
 
-    def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
+    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
         pass
 
     def batches_ahead(self, source: Any) -> int:
@@ -442,18 +441,18 @@ class _Plan:
         assert isinstance(feed, Feed)
         feed.begin(None)
         state, step_num = program.step.prepare_state(loop_state.state), loop_state.elapsed.steps
-        dispatches = Dispatches(state, [], [], clock, step_num, interruptible)
+        ran = Ran(state, step_num, [])
         checks.mark_donated(loop_state.state, "jf.loop")
         try:
-            program.run_steps(dispatches, feed, room)
+            program.run(ran, feed, room, interruptible)
         except BaseException as raised:
             error = raised
-        counting.stopwatch.move(dispatches.secs_in_data, "data")
-        loop_state.state = dispatches.state
-        program.step.remember(dispatches.state)
-        if dispatches.outputs:
-            _report(loop_state, counting.count_all(seen[: len(dispatches.outputs)]), dispatches.outputs)
-        if error is not None and dispatches.is_in_step:
+        counting.stopwatch.move(ran.in_data, "data")
+        loop_state.state = ran.state
+        program.step.remember(ran.state)
+        if ran.outputs:
+            _report(loop_state, counting.count_all(seen[: len(ran.outputs)]), ran.outputs)
+        if error is not None and ran.is_in_step:
             end_row(loop_state)
             loop_state.elapsed = counting.count(*seen[-1])
             self._each_step.callbacks[0].add_note(error, loop_state)

@@ -52,7 +52,7 @@ def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Re
 
 def _check_schedules(experiment: Experiment, here: Findings) -> None:
     loops = [] if experiment.train_loop is None else [experiment.train_loop]
-    actions = [a for loop in [*loops, *experiment.eval_loops] for each in loop.action_lists for a in each.actions]
+    actions = [action for loop in [*loops, *experiment.eval_loops] for action in loop.actions]
     evaluations = [spec.when_due for _, _, spec in experiment.evaluations]
     intervals = [*(action.interval for action in actions), *evaluations, experiment.log_interval, experiment.spec.stop]
     for schedule in dict.fromkeys(each for each in intervals if isinstance(each, Schedule)):

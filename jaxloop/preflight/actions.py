@@ -59,13 +59,16 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
 
 def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
     """Yields the actions of all loops. If several loops share a step, the step's actions are yielded once."""
-    told = set()
+    told = []
     for part in parts:
-        for each, at in zip(part.loop.action_lists, ("begin", "end", "step", "step"), strict=True):
-            for action in each.actions if id(each) not in told else ():
+        loop, step = part.loop, part.loop.step
+        of_step = [] if step in told else [*step.begin_actions, *step.end_actions]
+        told.append(step)
+        places: dict[At, Sequence[Action]] = {"begin": loop.begin_actions, "end": loop.end_actions, "step": of_step}
+        for at, actions in places.items():
+            for action in actions:
                 calls, here = _calls_of(action, part, at, course), found.at(f"{action!r} of {part.here.where}")
                 yield CalledAction(action, part, at, calls, here)
-            told.add(id(each))
 
 
 def _calls_of(action: Action, part: Part, at: At, course: Course) -> Calls:

@@ -104,9 +104,9 @@ def _check_checkpoint(
                 fingerprint.check_same(before.get("source"), source.fingerprint)
                 fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
         parts, batches = run["parts"], position["count"] if position else 0
-        train, last_beginning = parts["train"], Elapsed(**parts["train"]["last_beginning"])
+        train, last_beginning = parts["train"], Elapsed(**parts["train"]["began_at"])
         has_stopped = train["has_stopped"] and not whole_run.ends_later(run, ends)
-        evaluations = {name: (part["loop_count"], Elapsed(**part["elapsed"])) for name, part in parts.items()}
+        evaluations = {name: (part["loops"], Elapsed(**part["elapsed"])) for name, part in parts.items()}
         return Begin(elapsed, run["passes"], batches, has_stopped, last_beginning, evaluations)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxloop import checks, types
 from jaxloop.data import is_endless, is_one_pass, num_batches
-from jaxloop.feed import as_iterator
+from jaxloop.engine.feed import as_iterator
 from jaxloop.forecast import Begin, Course
 from jaxloop.position import PositionedIterator
 from jaxloop.preflight.experiment import Experiment, Part

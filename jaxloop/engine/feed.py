@@ -74,7 +74,7 @@ class Feed(Iterator[types.Batch]):
         if self.joint is not None:
             self.joint.begin(limit, len(self.ahead))
 
-    def reader_fn(self) -> Callable[[], types.Batch]:
+    def reader(self) -> Callable[[], types.Batch]:
         """Returns a function that reads the next batch. The function stays valid until another method is called."""
         return self._read if not self.ahead and self._error is None else self._next
 
