@@ -218,7 +218,7 @@ def new_state(workload: Workload, step: jaxloop.Step) -> jaxloop.TrainState:
     state = jaxloop.TrainState.create(
         apply_fn=workload.model.apply, params=workload.new_params(), tx=workload.optimizer
     )
-    return jax.block_until_ready(step.prepare_state(state))
+    return jax.block_until_ready(step.partitioner.place_state(state))
 
 
 def data_parallel(mesh: jax.sharding.Mesh) -> jaxloop.Partitioner:

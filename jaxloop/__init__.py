@@ -142,7 +142,7 @@ __all__ = [
     "tell",
 ]
 
-_PUBLIC_MODULES = """action_loop actions checkpoint data distributed eval_loop functional history loop metrics
+_PUBLIC_MODULES = """action_loop actions check checkpoint data distributed eval_loop functional history loop metrics
 outer_loop partition schedules stat_loop step testing train_loop types""".split()
 
 

@@ -1,9 +1,10 @@
 """Compilation of a step's `run` hook for training or evaluation, with one or more batches per dispatch."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxloop import agreement, checks, partition, types
+from jaxloop import agreement, checks, cost, models, nonfinite, types
 from jaxloop.flat_state import FlatState
 from jaxloop.structures import PerStructure
 from jaxloop.timing import Stopwatch, duration
@@ -29,34 +30,23 @@ class Compiled:
     changed.
 
     Args:
-      name: The name of the step's class.
-      run: A pure function: `(state, batch) -> (state, outputs)` for training, `(state, batch) -> outputs` for
-        evaluation.
-      partitioner: The partitioner that compiles the function.
-      evaluates: True if `run` evaluates, in which case the state isn't donated.
+      programs: The programs of the step.
+      evaluates: True for an evaluation, in which case the state isn't donated, and only the outputs are returned.
       fuses: Whether to run several steps per call by scanning `run` over stacked batches. The outputs are then stacked
         too.
-      jit_kwargs: Arguments for `jax.jit` that override the partitioner's.
-      stopwatch: A function that returns the stopwatch of the loop that is running the step, or None if there isn't one.
-      batch_watch: The watch of the step's batches, which knows whether the processes of a job must compare them.
+      policy: How to handle NaN and infinity. Unless they are ignored, the outputs contain flags for them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        run: Callable[..., Any],
-        partitioner: partition.Partitioner,
-        *,
-        evaluates: bool = False,
-        fuses: bool = False,
-        jit_kwargs: Any = None,
-        stopwatch: Callable[[], Stopwatch | None] = lambda: None,
-        batch_watch: checks.BatchWatch | None = None,
-    ):
-        self._name, self._partitioner, self._evaluates = name, partitioner, evaluates
+    def __init__(self, programs: "Programs", *, evaluates: bool, fuses: bool, policy: nonfinite.NanPolicy):
+        partitioner, jit_kwargs = programs.step.partitioner, programs.jit_kwargs
+        run: Callable[..., Any] = programs.evaluate if evaluates else programs.run
+        if policy != "ignore":
+            run = programs.detector(policy).run
+        self._programs, self._partitioner, self._evaluates = programs, partitioner, evaluates
+        self._name = type(programs.step).__name__
         # The state isn't flattened if there are `jit_kwargs` or per-leaf shardings, which refer to the state's tree.
         self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
-        options, mesh = dict(jit_kwargs or {}), partitioner.mesh
+        options, mesh = dict(jit_kwargs), partitioner.mesh
         if fuses:
             run = _map(run) if evaluates else _scan(run)
         if evaluates:
@@ -67,7 +57,6 @@ class Compiled:
             if mesh is not None:
                 place = partitioner.sharding
                 options["out_shardings"] = (place, (place, partitioner.output_sharding))
-        self._stopwatch, self._batch_watch = stopwatch, batch_watch or checks.BatchWatch()
         self._end_compiling: Callable[[Any], None] | None = None  # None unless it is compiling.
         self._signatures: list[dict[str, str]] = []
         self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
@@ -140,11 +129,11 @@ class Compiled:
 
         compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
         is_shared = agreement.is_shared(self._partitioner.mesh)
-        return _SameInAllProcesses(self._name, compiled, self._batch_watch) if is_shared else compiled
+        return _SameInAllProcesses(self._name, compiled, self._programs.batch_watch) if is_shared else compiled
 
     def _begin_compiling(self) -> None:
         """Logs that compilation begins, and counts the time until the dispatch returns as compile time."""
-        stopwatch = self._stopwatch()
+        stopwatch = self._programs.stopwatch
         if stopwatch is None:
             return
         before, began = stopwatch.switch("compiling"), stopwatch.clock()
@@ -195,6 +184,110 @@ class _SameInAllProcesses:
             agreement.check_same(f"{self._name}.run, with its model, loss and optimizer,", lines)
             self._known.add(form)
         return self._compiled(state, batch)
+
+
+@final
+class Programs:
+    """Compiles a step's `run` for training or evaluation, with one or several batches per dispatch.
+
+    Args:
+      step: The step.
+      batch_watch: The checks of the step's training batches.
+
+    Attributes:
+      step, batch_watch: The arguments of the same names.
+      jit_kwargs: The arguments for `jax.jit` that override the partitioner's.
+      policy: What the loop that is running the step does about NaN and infinity.
+      stopwatch: The stopwatch of the loop that is running the step; None if there is none.
+      cost: The cost of the program that was last compiled ahead of time; None if there is none.
+    """
+
+    def __init__(self, step: Any, batch_watch: checks.BatchWatch):
+        self.step: Any = step
+        self.batch_watch: checks.BatchWatch = batch_watch
+        self._compiled: dict[Any, Compiled] = {}
+        self.jit_kwargs: dict[str, Any] = {}
+        self.stopwatch: Stopwatch | None = None
+        self.policy: nonfinite.NanPolicy = "ignore"
+        self._detectors: dict[str, nonfinite.Detector] = {}
+        self.cost: cost.Cost | None = None
+
+    def restart(self, **jit_kwargs: Any) -> None:
+        """Discards everything compiled so far, and compiles with these arguments of `jax.jit` from now on."""
+        jax.jit(lambda state, batch: None, **jit_kwargs)  # Raises a `TypeError` for an unknown option.
+        self._compiled, self.jit_kwargs = {}, jit_kwargs
+
+    def compiled(self, *, evaluates: bool = False, fuses: bool = False) -> Compiled:
+        """Returns the compiled `run`; see `dispatcher`."""
+        policy = "ignore" if evaluates else self.policy
+        key = (evaluates, fuses, policy)
+        if key not in self._compiled:
+            self._compiled[key] = Compiled(self, evaluates=evaluates, fuses=fuses, policy=policy)
+        return self._compiled[key]
+
+    def dispatcher(self, *, evaluates: bool = False, fuses: bool = False) -> tuple[Compiled, Callable[..., Any]]:
+        """Returns the compiled `run` and a function that dispatches it.
+
+        Args:
+          evaluates: Whether to dispatch an evaluation, which doesn't donate the state.
+          fuses: Whether one dispatch processes several stacked batches.
+        """
+        compiled = self.compiled(evaluates=evaluates, fuses=fuses)
+        return compiled, compiled.call
+
+    def detector(self, policy: nonfinite.NanPolicy) -> nonfinite.Detector:
+        """Returns the object that adds the flags of a policy to the outputs of `run`."""
+        if policy not in self._detectors:
+            is_on_mesh = self.step.partitioner.mesh is not None
+            self._detectors[policy] = nonfinite.Detector(self.run, policy, is_on_mesh)
+        return self._detectors[policy]
+
+    def compile(self, state: Any, batch: types.Batch, *, evaluates: bool, fuses: bool) -> cost.Cost:
+        """Compiles `run` ahead of time for a state and a batch that is ready for it, or their shapes."""
+        traced, mesh = self.compiled(evaluates=evaluates, fuses=fuses).trace(state, batch), self.step.partitioner.mesh
+        self.cost = cost.cost_of(traced, num_devices=1 if mesh is None else mesh.size)
+        return self.cost
+
+    @contextlib.contextmanager
+    def watched(self, policy: nonfinite.NanPolicy, stopwatch: Stopwatch | None = None) -> Iterator[None]:
+        """A context manager that makes the step use a loop's policy for NaN and infinity, and its stopwatch.
+
+        Args:
+          policy: The loop's `nan_policy`.
+          stopwatch: The loop's stopwatch, which also times compilations. If None, the current stopwatch is kept.
+        """
+        before = self.policy, self.stopwatch
+        self.policy, self.stopwatch = policy, stopwatch or self.stopwatch
+        try:
+            yield
+        finally:
+            self.policy, self.stopwatch = before
+
+    # Traced --------------------------------------------------------------------------------------
+
+    def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+        """Calls the step's `run`, and checks its results."""
+        hook = f"{type(self.step).__name__}.run"
+        with models.noting_changes() as changed:
+            result = self.step.run(state, batch)
+        new_state, outputs = checks.check_run(result, hook)
+        checks.check_same_state(state, new_state, hook)
+        trace = lambda: jax.make_jaxpr(lambda *args: self.step.run(*args)[0])(state, batch).jaxpr
+        models.check_updates_kept(state, new_state, changed, repr(self.step), trace)
+        return new_state, self._reported(outputs, batch)
+
+    def evaluate(self, state: Any, batch: types.Batch) -> types.Output:
+        """Calls the step's `run`, and returns only its outputs."""
+        result = checks.check_run(self.step.run(state, batch), f"{type(self.step).__name__}.run")
+        return self._reported(result[1], batch)
+
+    def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
+        """Converts the outputs of `run` to the form in which loops report them."""
+        if not outputs:
+            return outputs
+        is_padded = checks.is_user_defined(self.step, "num_examples")  # The arrays may contain rows that don't count.
+        outputs = types.mean_losses(outputs, None if is_padded else checks.num_examples(batch))
+        return types.nnx_metrics_as_weighted(outputs)
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:

@@ -272,11 +272,7 @@ def replay(
             f"{folder} was recorded in a run whose PRNG keys (base_prng) differ from those of {step!r}. Make the step "
             "with the same seed."
         )
-    if state is None and (state := step.new_state()) is None:
-        raise ValueError(
-            f"replay needs the structure of the state. Call initialize_model(...) of {step!r} first, or use "
-            "replay(..., state=state)."
-        )
+    state = step._runner.states.initial() if state is None else state
     with np.load(folder / _ARRAYS, allow_pickle=False) as file:
         dtypes = {name: (jnp.dtype(dtype), shape) for name, (dtype, shape) in noted["arrays"].items()}
         arrays = {name: np.frombuffer(file[name].tobytes(), d).reshape(s) for name, (d, s) in dtypes.items()}
@@ -285,8 +281,8 @@ def replay(
     policy, failed, outputs = noted["nan_policy"], noted["step_num"], None
     for number in range(begins + step.updates_per_step, failed + 1, step.updates_per_step):
         # This compiles the same program as in the run.
-        with step.watched(policy):
-            state, outputs = step.run_again(state, batches[number], eagerly=eagerly and number == failed)
+        with step._runner.programs.watched(policy):
+            state, outputs = _run_again(step, state, batches[number], eagerly=eagerly and number == failed)
     names = nonfinite.names(state, outputs)
     if names:
         logging.warning(
@@ -296,6 +292,17 @@ def replay(
             ", ".join(map(printable, names)),
         )
     return state, outputs
+
+
+def _run_again(step: Step, state: Any, batch: types.Batch, *, eagerly: bool) -> tuple[Any, types.Output]:
+    """Runs a step with its hooks, but without its actions. If it runs eagerly, it doesn't donate the state."""
+    runner = step._runner
+    state, batch = runner.before_run(runner.states.prepare(state), batch)
+    if eagerly:  # Otherwise, operations between NumPy arrays would run in NumPy instead of JAX.
+        batch = jax.tree.map(jnp.asarray, batch)
+    with jax.disable_jit(eagerly):
+        state, outputs = runner.dispatch(state, batch)
+    return checks.check_result(step.end(state, outputs), f"{type(step).__name__}.end")
 
 
 def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:

@@ -3,17 +3,17 @@
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import logging
 
-from jaxloop import checks, data, metrics, models, partition, structures, types
+from jaxloop import checks, data, metrics, partition, structures, types
 from jaxloop.engine.program import Program
 from jaxloop.step import NumpyStep
+from jaxloop.step_runner import Runner
 
 # If there are more distinct statics than this, they should probably be broadcasts.
 _MANY_STATICS = 16
@@ -49,9 +49,8 @@ class FunctionStep(NumpyStep):
     ):
         if not callable(fn):
             raise TypeError(f"{type(self).__name__} takes a function fn(state, batch) -> (state, outputs), got {fn!r}.")
-        # The key, the model and the optimizer are unused: the function updates the state.
-        no_model = models.AdaptedModel("a function has no model", models.ParamsApply())
-        super().__init__(np.zeros(2, np.uint32), no_model, optax.identity(), partitioner, train)  # pyright: ignore
+        # The key is unused: the function updates the state.
+        super().__init__(np.zeros(2, np.uint32), None, None, partitioner, train)  # pyright: ignore
         self._fn = fn
 
     def __repr__(self) -> str:
@@ -59,10 +58,6 @@ class FunctionStep(NumpyStep):
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         return self._fn(state, batch)
-
-    def initialize_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises a `TypeError`, because a function has no model."""
-        raise TypeError(f"{self!r} has no model. Make the state yourself, for example with TrainState.create(...).")
 
     def compute_num_params(self, state: Any) -> int:
         """Returns the number of parameters in `state.params`, or in all leaves if the state has no `params`."""
@@ -245,6 +240,12 @@ def _with_mean_losses(logs: Mapping[str, Any], rows: int | None) -> Any:
     return type(logs)({**logs, "losses": jax.tree.map(mean_of, losses)}) if losses else logs  # pyright: ignore
 
 
+class _PairRunner(Runner):
+    def explain(self, error: Exception, batch: Any) -> None:
+        if isinstance(error, TypeError | ValueError):
+            checks.check_batch(batch[0])
+
+
 class _NamedStep(FunctionStep):
     """A step with a name, which error messages use."""
 
@@ -255,16 +256,14 @@ class _NamedStep(FunctionStep):
     def __repr__(self) -> str:
         return self._name
 
-    @property
-    def places_batches(self) -> bool:
-        return self.partitioner.places_batches
-
     def shard_batch(self, batch: Any) -> Any:
         return super().shard_batch(batch) if self.train else self.partitioner.shard_short_batch(batch)
 
 
 class _PairStep(_NamedStep):
     """A step whose batch is a pair: the actual batch, which is sharded, and the broadcasts, which are replicated."""
+
+    _runner_class = _PairRunner
 
     def preprocess_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
@@ -273,10 +272,6 @@ class _PairStep(_NamedStep):
     def shard_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
         return super().shard_batch(own), _unbound(broadcasts, self.partitioner.mesh)
-
-    def explain(self, error: Exception, batch: Any) -> None:
-        if isinstance(error, TypeError | ValueError):
-            checks.check_batch(batch[0])
 
 
 def _unbound(broadcasts: Any, mesh: Any) -> Any:

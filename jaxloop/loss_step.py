@@ -14,11 +14,49 @@ from jaxloop import agreement, checks, data, models, optimizers, partition, stru
 from jaxloop.actions.action import Action
 from jaxloop.metrics import fetch, is_metric, merge, value_of
 from jaxloop.step import NO_OPTIMIZER, NumpyStep, Step
+from jaxloop.step_runner import Runner
 
 LossFn = Callable[[Any, types.Batch], Any]
 """`loss(outputs, batch)` returns `losses`, or `(losses, metrics)`."""
 
 _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
+
+
+class _PaddingRunner(Runner):
+    """Runs a `LossStep`, which pads and masks its batches."""
+
+    _full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
+
+    @property
+    def places_batches(self) -> bool:
+        return True  # See `place`.
+
+    def begin_reads_state(self, batch: types.Batch) -> bool:
+        # `LossStep.begin` reads the state only to pad a batch, or if rows are masked.
+        return self.step._always_reads_state or _mask_of(batch) is not None
+
+    def filler(self) -> Callable[[int], None] | None:
+        return self.step._set_padded_size if not self.step.train or self.step._batch_size else None
+
+    def check_batches(self, *batches: types.Batch) -> int:
+        try:
+            return super().check_batches(*(each.batch if isinstance(each, _MaskedBatch) else each for each in batches))
+        except ValueError as error:
+            if self.step._reason_to_remove and "max_batch_shapes" in str(error):
+                error.add_note(
+                    f"Padding can't help: rows whose mask is 0 are removed, because {self.step._reason_to_remove}. "
+                    "Give all batches the same number of unmasked rows."
+                )
+            raise
+
+    def place(self, batch: types.Batch, *, evaluates: bool = False, fuses: bool = False) -> types.Batch:
+        placed = super().place(batch, evaluates=evaluates, fuses=fuses)
+        mask = placed.mask if isinstance(placed, _MaskedBatch) else None
+        if not isinstance(mask, np.ndarray) or mask is not _all_real(len(mask)):
+            return placed
+        if self._full_mask is None or len(self._full_mask) != len(mask):  # Transferred once, not at each step.
+            self._full_mask = jnp.asarray(mask)
+        return placed._replace(mask=self._full_mask)
 
 
 class LossStep(NumpyStep):
@@ -140,6 +178,8 @@ class LossStep(NumpyStep):
         the kind of model isn't supported.
     """
 
+    _runner_class = _PaddingRunner
+
     def __init__(
         self,
         base_prng: types.PRNGType,
@@ -172,7 +212,6 @@ class LossStep(NumpyStep):
             optimizer = optimizers.by_path({**dict.fromkeys(patterns, optimizer), "**": None})
         if ema is not None and not (train and optimizer is NO_OPTIMIZER):
             optimizer = optax.chain(optimizer, optimizers.ema(ema))
-        models.check_model(models.adapt(model), nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
         super().__init__(
             base_prng,
             model,
@@ -186,11 +225,12 @@ class LossStep(NumpyStep):
             **nnx_model_kwargs,
         )
         self._check_functions(loss, metrics or {})
-        self._takes_inputs = not isinstance(getattr(self._adapted, "apply_fn", None), models.ParamsApply)
+        adapted = models.adapt(model)
+        self._takes_inputs = not isinstance(getattr(adapted, "apply_fn", None), models.ParamsApply)
         if not self._takes_inputs and (inputs is not None or compute_dtype is not None):
             raise ValueError(
                 f"{type(self).__name__} got {'inputs' if inputs is not None else 'compute_dtype'}, which is for a "
-                f"forward pass, and {self._adapted.kind}: the loss receives the parameters and the batch unchanged. "
+                f"forward pass, and {adapted.kind}: the loss receives the parameters and the batch unchanged. "
                 "Leave it out."
             )
         if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
@@ -209,7 +249,6 @@ class LossStep(NumpyStep):
             checks.is_user_defined(self, n) for n in ("preprocess_batch", "begin")
         )
         self._eval_rows: int | None = None  # In an evaluation, the number of rows in the loop's first batch.
-        self._full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
         self._forward: _Forward | None = None  # Made by `predict`, and kept with its compiled function.
         self._not_per_example: tuple[str, ...] | None = None  # Names of values; None until `run` is traced.
         self._reads_masked_rows: tuple[str, ...] | None = None  # Names of values; None until rows are first masked.
@@ -289,47 +328,7 @@ class LossStep(NumpyStep):
             )
         return int(np.sum(values, dtype=np.int64))
 
-    def begin_reads_state(self, batch: types.Batch) -> bool:
-        # `LossStep.begin` reads the state only to pad a batch, or if rows are masked.
-        return self._always_reads_state or _mask_of(batch) is not None
-
-    def check_batches(self, *batches: types.Batch) -> int:
-        try:
-            return super().check_batches(*(each.batch if isinstance(each, _MaskedBatch) else each for each in batches))
-        except ValueError as error:
-            if self._reason_to_remove and "max_batch_shapes" in str(error):
-                error.add_note(
-                    f"Padding can't help: rows whose mask is 0 are removed, because {self._reason_to_remove}. Give all "
-                    "batches the same number of unmasked rows."
-                )
-            raise
-
-    def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
-        placed = super().place(batch, evaluates=evaluates)
-        mask = placed.mask if isinstance(placed, _MaskedBatch) else None
-        if not isinstance(mask, np.ndarray) or mask is not _all_real(len(mask)):
-            return placed
-        if self._full_mask is None or len(self._full_mask) != len(mask):  # Transferred once, not at each step.
-            self._full_mask = jnp.asarray(mask)
-        return placed._replace(mask=self._full_mask)
-
     # The model -----------------------------------------------------------------------------------
-
-    def initialize_model(
-        self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any
-    ) -> types.TrainState:
-        """Creates the initial state, like `Step.initialize_model`.
-
-        Args:
-          spec: The spec of the model's inputs, such as `input_spec(batch)`. Not used for an NNX model, an Equinox
-            module or a pytree of parameters.
-          log_num_params: Whether to log the number of parameters.
-          **init_kwargs: Arguments for the function that creates the parameters, if the model has one.
-        """
-        return super().initialize_model(spec, log_num_params, **init_kwargs)
-
-    def _adapt(self, model: Any) -> Any:
-        return models.adapt(model)
 
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
         """Returns the spec of the model's inputs for `initialize_model`, or None for a pytree of parameters.
@@ -345,7 +344,7 @@ class LossStep(NumpyStep):
             shape, dtype = np.shape(leaf), jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
             return jax.ShapeDtypeStruct((1, *shape[1:]) if shape else shape, dtype)
 
-        inputs = self.inputs_of(self.preprocess_batch(batch))
+        inputs = self._inputs_of(self.preprocess_batch(batch))
         return None if inputs is None else jax.tree.map(spec, inputs)
 
     def params_to_evaluate(self, state: Any) -> Any:
@@ -394,9 +393,6 @@ class LossStep(NumpyStep):
         # Forgets earlier loops, so that an evaluation is the same in a resumed run.
         self._eval_rows = None
 
-    def filler(self) -> Callable[[int], None] | None:
-        return self._set_padded_size if not self.train or self._batch_size else None
-
     def _set_padded_size(self, rows: int) -> None:
         if not self.train:
             self._eval_rows = max(rows, self._eval_rows or rows)
@@ -431,7 +427,7 @@ class LossStep(NumpyStep):
 
     def _mean_loss(self, params: Any, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[jax.Array, Any]:
         """Returns the mean loss and `(values, outputs, updates)`."""
-        outputs, updates = self.call_model(state, params, self.inputs_of(batch), train=self.train, keys=keys)
+        outputs, updates = self.call_model(state, params, self._inputs_of(batch), train=self.train, keys=keys)
         values = self._call_loss(outputs, batch)
         self._not_per_example = ()
         means = {name: self._mean(name, value, mask) for name, value in values.items()}
@@ -584,7 +580,7 @@ class LossStep(NumpyStep):
 
         return jax.tree.map(split, tree)
 
-    def inputs_of(self, batch: types.Batch) -> Any:
+    def _inputs_of(self, batch: types.Batch) -> Any:
         """Returns the part of a batch that is passed to the model as its inputs, or None if the model takes none."""
         if not self._takes_inputs:
             return None
@@ -675,8 +671,8 @@ class LossStep(NumpyStep):
         changed = jax.tree.map(change, batch)
         if _mask_of(batch) is not None:
             changed["mask"] = batch["mask"]
-        compiled, call = self.dispatcher(evaluates=True)
-        place = lambda batch: self.place(_MaskedBatch(batch, mask), evaluates=True)
+        compiled, call = self._runner.programs.dispatcher(evaluates=True)
+        place = lambda batch: self._runner.place(_MaskedBatch(batch, mask), evaluates=True)
         one, other = (fetch(call(compiled.enter(state), place(each))[1]) for each in (batch, changed))
         is_image = lambda value: isinstance(value_of(value), types.MetricWithMetadata)
         is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0, equal_nan=True)
@@ -685,9 +681,6 @@ class LossStep(NumpyStep):
         # If the loss is NaN, for example because the parameters are, equal values don't prove anything.
         is_nan = any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one.get("loss")))
         return None if is_nan and not names else names
-
-
-_OPTIONS = models.options_of(LossStep)
 
 
 # Batches with a mask ---------------------------------------------------------------------------------
@@ -713,7 +706,7 @@ class _Forward(Step):
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         params = self._step.params_to_evaluate(state)
-        outputs, _ = self._step.call_model(state, params, self._step.inputs_of(batch), train=False)
+        outputs, _ = self._step.call_model(state, params, self._step._inputs_of(batch), train=False)
         return state, {str(number): leaf for number, leaf in enumerate(self._leaves(outputs))}
 
     def _leaves(self, outputs: Any) -> list[Any]:

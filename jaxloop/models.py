@@ -1,7 +1,7 @@
 """Functions that create the initial `TrainState` for any kind of model and run its forward pass.
 
-A `Step` accepts Linen modules and NNX classes, and its `run` calls `state.apply_fn`. A `LossStep` also accepts other
-kinds of models. `adapt` converts those to an `AdaptedModel`, and `forward` calls every kind of model in the same way.
+`adapt` converts models that are neither Linen modules nor NNX classes to an `AdaptedModel`, and `forward` calls every
+kind of model in the same way.
 """
 
 import abc
@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -24,33 +25,30 @@ from jaxloop import checks, types
 from jaxloop.types import nnx
 
 
-def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], known: list[str]) -> None:
-    """Raises an error if a model and its arguments are incompatible.
+def with_arguments(
+    model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], step_class: type
+) -> Any:
+    """Converts a model as `adapt` does, and binds the arguments of an NNX class.
 
     Args:
-      model: A Linen module, an NNX module class, an `AdaptedModel`, or None.
-      nnx_model_args: The Step's argument of the same name.
-      options: The keyword arguments that the Step doesn't define.
-      known: The names of the arguments that the Step defines.
+      model: A model of any kind, or None.
+      nnx_model_args: The step's argument of the same name.
+      options: The keyword arguments that no constructor of the step defines.
+      step_class: The class of the step.
 
     Raises:
       ValueError: If `nnx_model_args` is missing for an NNX class, or is given for any other kind of model.
-      TypeError: If this kind of model is not supported, or a keyword is unknown and the model is not an NNX class.
+      TypeError: If a keyword is unknown and the model is not an NNX class.
     """
-    is_nnx_class = types.is_nnx_class(model)
-    if is_nnx_class:
+    if types.is_nnx_class(model):
         if nnx_model_args is None:
             raise ValueError(
                 f"{model.__name__} is an NNX module class, so the Step needs nnx_model_args, the positional arguments "
                 "of its constructor (nnx_model_args=() for none). The Step constructs the model, with "
                 "rngs=nnx.Rngs(...) from base_prng."
             )
-        return
-    if not isinstance(model, nn.Module | AdaptedModel | None):
-        raise TypeError(
-            "model must be a Linen module, an NNX module class or instance, or None for a step whose make_state needs "
-            f"no model, got {model!r}."
-        )
+        return functools.partial(model, *nnx_model_args, **options)
+    model = None if model is None else adapt(model)
     if nnx_model_args is not None:
         what = model.kind if isinstance(model, AdaptedModel) else f"the model is a {type(model).__name__}"
         raise ValueError(
@@ -58,15 +56,17 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
             "class of an NNX module."
         )
     for name in options:
+        known = _options_of(step_class)
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
         raise TypeError(f"Step got an unexpected keyword {name!r}.{hint}")
+    return model
 
 
-def options_of(step_class: type) -> list[str]:
-    """Returns the names of a `Step` class's arguments, except those that it passes on to its model."""
-    parameters = inspect.signature(step_class).parameters.values()
-    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+def _options_of(step_class: type) -> list[str]:
+    """Returns the names of the arguments that a class and its base classes define."""
+    parameters = (each for base in step_class.__mro__ for each in _parameters(base).values())
+    return list(dict.fromkeys(each.name for each in parameters if each.kind not in _VARIADIC))
 
 
 def init_fn(
@@ -74,28 +74,26 @@ def init_fn(
     optimizer: optax.GradientTransformation,
     base_prng: types.PRNGType,
     spec: types.BatchSpec,
-    nnx_model_args: Sequence[Any],
-    nnx_model_kwargs: Mapping[str, Any],
     init_kwargs: Mapping[str, Any],
-) -> Callable[..., types.TrainState]:
-    """Returns a pure function that creates the initial state, to be compiled by a partitioner.
+) -> tuple[Callable[..., types.TrainState], Sequence[Any]]:
+    """Returns a pure function that creates the initial state, to be compiled by a partitioner, and its arguments.
 
-    The function takes the arrays of an `AdaptedModel` as arguments, because constants would slow down compilation.
+    The arguments are the arrays of an `AdaptedModel`, because constants would slow down compilation.
     """
 
     def initialize(*arrays: Any) -> types.TrainState:
         if model is None:
             raise TypeError(
-                "This step has model=None, so there is nothing to initialize. Override make_state(self, spec=None), "
-                "which returns the initial state, or give the Step a model."
+                "This step has no model to initialize. Make the state yourself, for example with "
+                "TrainState.create(...), in an override of make_state(self, spec=None), or give the Step a model."
             )
         if isinstance(model, nn.Module):
             return _init_linen(model, optimizer, base_prng, example_inputs(spec), init_kwargs)
         if isinstance(model, AdaptedModel):
-            return _init_adapted(model, optimizer, base_prng, spec, arrays or model.arrays, init_kwargs)
-        return _init_nnx(model, optimizer, base_prng, nnx_model_args, {**nnx_model_kwargs, **init_kwargs})
+            return _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs)
+        return _init_nnx(model, optimizer, base_prng, init_kwargs)
 
-    return initialize
+    return initialize, model.arrays if isinstance(model, AdaptedModel) else ()
 
 
 def _init_linen(model, optimizer, base_prng, inputs, init_kwargs) -> types.TrainState:
@@ -113,9 +111,9 @@ def _init_linen(model, optimizer, base_prng, inputs, init_kwargs) -> types.Train
     )
 
 
-def _init_nnx(model_class, optimizer, base_prng, args, kwargs) -> types.TrainState:
+def _init_nnx(new_model, optimizer, base_prng, init_kwargs) -> types.TrainState:
     rngs = nnx.Rngs(**base_prng) if isinstance(base_prng, Mapping) else nnx.Rngs(base_prng)
-    model = model_class(*args, rngs=rngs, **kwargs)
+    model = new_model(rngs=rngs, **init_kwargs)
     graphdef, params, batch_stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     return types.TrainState.create(
         apply_fn=NNXApply(graphdef), params=params, tx=optimizer, batch_stats=batch_stats, collections=rest
@@ -322,6 +320,8 @@ def _forward_linen(module, variables, inputs, train, rngs) -> tuple[Any, Any]:
 # The arguments through which models receive the training mode, with their values in training.
 _MODE_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
@@ -354,9 +354,8 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
       TypeError: If the method takes several arguments, and the inputs are not a matching list or dict.
     """
     ignored = {"self", "rngs", *_MODE_FLAGS, *given}
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = {
-        name: each for name, each in _parameters(method).items() if name not in ignored and each.kind not in several
+        name: each for name, each in _parameters(method).items() if name not in ignored and each.kind not in _VARIADIC
     }
     required = [name for name, each in parameters.items() if each.default is inspect.Parameter.empty]
     if isinstance(inputs, Mapping) and len(inputs) > 1 and {*required} <= {*inputs} <= {*parameters}:

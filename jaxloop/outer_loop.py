@@ -594,7 +594,7 @@ def _begin_counting(loops: Sequence[ActionLoop]) -> None:
         run.agenda.begin_call()
         for item in run.agenda.all_items:
             item.calls = 0
-        for each in loop.step.action_lists:
+        for each in loop.step._runner.action_lists:
             each.calls = [0] * len(each.actions)
 
 
@@ -607,7 +607,7 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Sequence[Evaluatio
     for loop in loops:
         engine, runs = loop.engine, loop.engine.run.loops_run
         unused = [(item.action, "loops") for item in (*engine.begin_actions, *engine.end_actions) if not item.calls]
-        for each in loop.step.action_lists:
+        for each in loop.step._runner.action_lists:
             if id(each) not in seen:  # Two loops may share a step.
                 seen.add(id(each))
                 unused += [(a, each.unit) for a, calls in zip(each.actions, each.calls, strict=True) if not calls]

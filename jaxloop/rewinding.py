@@ -53,9 +53,9 @@ def rewind(
     """Reproduces, bit for bit, the state, the batch and the PRNG keys that a run used for a given step.
 
     Restores the last checkpoint before the step and repeats the steps from there, without evaluations or actions. The
-    work directory isn't changed. You can then run the step again eagerly, in a debugger, or after changing it:
+    work directory isn't changed. You can then run the step again, eagerly in a debugger or after changing it:
 
-    >>> import tempfile, jaxloop
+    >>> import tempfile, jax, jaxloop
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
     >>> workdir = tempfile.mkdtemp()
@@ -65,7 +65,8 @@ def rewind(
     >>> before = jaxloop.rewind(workdir, outer_loop, 97, train_dataset=batches, train_loop_steps=10)
     >>> int(before.state.step), before.num_verified
     (96, 1)
-    >>> after, outputs = step.run_again(before.state, before.batch, eagerly=True)
+    >>> with jax.disable_jit():
+    ...     after, outputs = step(before.state, before.batch)
     >>> int(after.step)
     97
 
@@ -96,11 +97,7 @@ def rewind(
     loop = outer_loop.train_loop
     if loop is None:
         raise ValueError("rewind needs an OuterLoop with a train loop.")
-    if state is None and (state := loop.step.new_state()) is None:
-        raise ValueError(
-            f"rewind needs the structure of the state. Call initialize_model(...) of {loop.step!r} first, or use "
-            "rewind(..., state=state)."
-        )
+    state = loop.step._runner.states.initial() if state is None else state
     if train_total_steps is not None and step_num > train_total_steps:
         raise ValueError(f"The run has no step {step_num}: it ends at train_total_steps={train_total_steps}.")
     before = step_num - loop.step.updates_per_step
@@ -195,7 +192,7 @@ def _restored(
 @contextlib.contextmanager
 def _muted(loop: Any, row: ActionItem) -> Iterator[None]:
     """Disables all actions of a loop and its step, except the one that adds rows, while the context is open."""
-    engine, lists = loop.engine, loop.step.action_lists
+    engine, lists = loop.engine, loop.step._runner.action_lists
     begin_actions, actions = engine.begin_actions, [each.actions for each in lists]
     engine.run.agenda.items, engine.begin_actions = [row], ()
     for each in lists:

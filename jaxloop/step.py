@@ -1,13 +1,9 @@
 """`Step`, the base class of all steps. A step processes one batch."""
 
-import contextlib
-import copy
-import dataclasses
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self, final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +11,14 @@ import numpy as np
 import optax
 from absl import logging
 from etils import epath
-from jax.extend import core as jax_core
-from jax.interpreters import partial_eval
 
-from jaxloop import checkpoint, checks, cost, data, metrics, models, nonfinite, partition, types
-from jaxloop import topology as topologies
+from jaxloop import checkpoint, checks, data, models, partition, types
 from jaxloop.actions.action import Action
-from jaxloop.actions.action_list import ActionList
-from jaxloop.compiled import Compiled, stacked
+from jaxloop.compiled import stacked
+from jaxloop.cost import flops_of
 from jaxloop.layout import readable
 from jaxloop.schedules import Elapsed
-from jaxloop.timing import Stopwatch
+from jaxloop.step_runner import Runner, shapes_for_run
 from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
 from jaxloop.types import Output as Output
@@ -33,25 +26,6 @@ from jaxloop.types import State as State
 
 NO_OPTIMIZER = optax.identity()
 """The default for `Step(optimizer=)`: no optimizer. A step with `train=True` and this optimizer logs a warning."""
-
-
-@final
-class Traced(NamedTuple):
-    """The shapes of the values that `run` would return.
-
-    Attributes:
-      state: The new state.
-      outputs: The outputs.
-      updates: The number that `run` adds to `state.step`. None if it depends on the data or if there is no
-        `state.step`.
-    """
-
-    state: Any
-    outputs: types.Output
-    updates: int | None
-
-
-_NOTHING = lambda: None
 
 
 class FusingError(ValueError):
@@ -106,10 +80,10 @@ class Step:
     Args:
       base_prng: A PRNG key or a dict of PRNG keys, old-style or typed, from which all other keys are derived.
         `initialize_model` uses it unchanged, and `prng_key(step)` folds in the step.
-      model: An NNX module or class, or a Linen module. The variables of an NNX module are copied into each initial
-        state; the module itself never changes. If a class is passed, the step constructs the module with
-        `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)` (`nnx.Rngs(**base_prng)` for a dict). Pass
-        None if your override of `make_state` doesn't need a model.
+      model: A Linen module, an NNX module or class, or a model of another kind that `LossStep` lists. The variables of
+        an NNX module are copied into each initial state; the module itself never changes. If an NNX class is passed,
+        the step constructs the module with `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`
+        (`nnx.Rngs(**base_prng)` for a dict). Pass None if your override of `make_state` doesn't need a model.
       optimizer: An Optax transformation, which becomes `state.tx`. None means no optimizer.
       partitioner: The `Partitioner` that decides where the state and the batches live.
       train: Whether this step trains. If so, it also needs an optimizer. `run` can read this flag as `self.train`.
@@ -136,6 +110,8 @@ class Step:
     `updates_per_step = 16`, each batch advances the count by 16, and totals must be multiples of 16.
     """
 
+    _runner_class: type[Runner] = Runner
+
     def __init__(
         self,
         base_prng: types.PRNGType,
@@ -151,8 +127,7 @@ class Step:
     ):
         optimizer = NO_OPTIMIZER if optimizer is None else optimizer
         _check_key(base_prng)
-        adapted = self._adapt(model)
-        models.check_model(adapted, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
+        adapted = models.with_arguments(model, nnx_model_args, nnx_model_kwargs, type(self))
         if not isinstance(partitioner, partition.Partitioner):
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
         if types.is_nnx(optimizer, "Optimizer"):
@@ -170,31 +145,15 @@ class Step:
                 type(self).__name__,
             )
         self._base_prng = base_prng
-        self._model, self._adapted = model, adapted
+        self._model = model
         self._optimizer = optimizer
         self._partitioner = partitioner
         self._train = train
         self._should_shard_batch = should_shard_batch
-        self._nnx_model_args = tuple(nnx_model_args or ())
-        self._nnx_model_kwargs = nnx_model_kwargs
-        self._begin_actions = ActionList(begin_actions, unit="steps within the loop")
-        self._end_actions = ActionList(end_actions, unit="steps within the loop")
-        self._compiled: dict[Any, Compiled] = {}
-        self._jit_kwargs: dict[str, Any] = {}
-        self._policy: nonfinite.NanPolicy = "ignore"
-        self._detectors: dict[str, nonfinite.Detector] = {}
-        self._stopwatch: Stopwatch | None = None
-        self._new_state: Callable[[], Any] | None = None
-        # Weak references to a state that was not donated, and to one of its leaves that the next step will donate.
-        self._known_state: Callable[[], Any] = _NOTHING
-        self._known_leaf: Callable[[], Any] = _NOTHING
-        self._rescued_state: Any = None
-        self._has_logged_count = False
-        self.batch_watch: checks.BatchWatch = checks.BatchWatch()
+        self._init_fn = functools.partial(models.init_fn, adapted, optimizer, base_prng)
         self._num_params: int | None = None
         self._num_flops: float | None = None
-        self._cost: cost.Cost | None = None
-        self._is_moved = False
+        self._runner = self._runner_class(self, Step, begin_actions, end_actions)
 
     def __repr__(self) -> str:
         named = self._model if inspect.isclass(self._model) else type(self._model)
@@ -232,29 +191,7 @@ class Step:
         element.
         """
         count = checks.num_examples(batch)
-        if count is None and not self._has_logged_count:
-            self._has_logged_count = True
-            logging.warning(
-                "%r counts each batch as one example, because its leaves don't share a leading axis. Override "
-                "Step.num_examples(batch) for weighted means.",
-                self,
-            )
         return 1 if count is None else count
-
-    def count_examples(self, batch: types.Batch) -> int:
-        """Returns the result of `num_examples` as an int.
-
-        Raises:
-          ValueError: If the result is negative or not a whole number.
-        """
-        value = self.num_examples(batch)
-        count = checks.whole_number(value)
-        if count is None:
-            raise ValueError(
-                f"{type(self).__name__}.num_examples must return the number of examples in the batch, a whole number, "
-                f"got {value!r} for {checks.batch_in_words(batch)}."
-            )
-        return count
 
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
         """Makes the initial state, at step 0. This method must be pure, because `initialize_model` compiles it.
@@ -276,23 +213,10 @@ class Step:
           spec: See `initialize_model`.
           **init_kwargs: See `initialize_model`.
         """
-        return self._init_fn(spec, init_kwargs)()
+        init, arrays = self._init_fn(spec, init_kwargs)
+        return init(*arrays)
 
     # The model -----------------------------------------------------------------------------------
-
-    def _adapt(self, model: Any) -> Any:
-        return models.adapt(model) if types.is_nnx(model, "Module") else model
-
-    def _init_fn(self, spec: types.BatchSpec, init_kwargs: dict[str, Any]) -> Callable[..., Any]:
-        return models.init_fn(
-            self._adapted,
-            self._optimizer,
-            self._base_prng,
-            spec,
-            self._nnx_model_args,
-            self._nnx_model_kwargs,
-            init_kwargs,
-        )
 
     def initialize_model(self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any) -> Any:
         """Makes the initial state and places it on the devices, using the partitioner.
@@ -302,20 +226,22 @@ class Step:
             pair, or a dict, list or named tuple of these. The model is initialized with arrays of ones, but arrays and
             keys in the spec are passed to it unchanged. For a model with several inputs, pass their specs either by
             position, as a list (`[[1, 64], key]`), or by name, as a dict (`{"x": [1, 64], "key": key}`). The spec is
-            ignored if the model is an NNX module or None.
+            ignored if the model contains its parameters, as an NNX module, an Equinox module or a pytree of parameters.
+            `LossStep.input_spec` returns the spec for a batch.
           log_num_params: Whether to log the number of parameters.
-          **init_kwargs: Arguments for `model.init` (Linen) or for the constructor (NNX).
+          **init_kwargs: Arguments for the function that creates the parameters, such as `model.init` (Linen) or the
+            constructor (NNX).
 
         Returns:
           A `TrainState` at step 0. Linen variables other than `params` and `batch_stats` are in `state.collections`.
         """
-        init, model = self._init_fn(spec, init_kwargs), self._adapted
-        arrays = model.arrays if isinstance(model, models.AdaptedModel) else ()
-        if self._has_own("make_state"):
+        if self._runner.has_own("make_state"):
             init, arrays = lambda: self.make_state(spec, **init_kwargs), ()
+        else:
+            init, arrays = self._init_fn(spec, init_kwargs)
         compiled = self._partitioner.shard_init_fn(init)
-        self._new_state = lambda: compiled(*arrays)
-        state = self._new_state()
+        self._runner.states.initialize = lambda: compiled(*arrays)
+        state = compiled(*arrays)
         self._num_params = self.compute_num_params(state)
         if log_num_params:
             logging.info("%r has %s parameters.", self, f"{self._num_params:,}")
@@ -407,7 +333,8 @@ class Step:
         layout = self._partitioner.report(state)
         lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
         if batch is not None:
-            lines.append(f"a step: {self.cost_analysis(state, batch)}")
+            self.compile(state, batch)
+            lines.append(f"a step: {self._runner.programs.cost}")
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
@@ -452,9 +379,11 @@ class Step:
         The batch passes through the hooks that precede `run`, and `run` is traced but not executed. The state remains
         usable. Both arguments may be abstract; see `compile`.
         """
-        state, batch = self._in_shapes(state, batch)
-        compiled = self._compiled_for(evaluates=False, fuses=False)
-        self._num_flops = cost.flops_of(compiled.trace(state, self.place(batch, evaluates=True)).jaxpr)
+        runner = self._runner
+        state, batch = shapes_for_run(self, state, batch)
+        with runner.programs.watched("ignore"):
+            traced = runner.programs.compiled().trace(state, runner.place(batch, evaluates=True))
+        self._num_flops = flops_of(traced.jaxpr)
         return self._num_flops
 
     # Running -------------------------------------------------------------------------------------
@@ -475,7 +404,7 @@ class Step:
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
         >>> step.compile(state, batches[0])
-        >>> step.cost_analysis().flops > 0
+        >>> step.num_flops > 0
         True
 
         Args:
@@ -492,177 +421,17 @@ class Step:
         Raises:
           TypeError: If `jax.jit` doesn't take one of the arguments.
         """
+        runner, fuses = self._runner, steps_per_dispatch > 1
         if jit_kwargs or state is None:
-            jax.jit(lambda state, batch: None, **jit_kwargs)  # Raises a `TypeError` for an unknown option.
-            self._compiled, self._jit_kwargs = {}, jit_kwargs
+            runner.programs.restart(**jit_kwargs)
         if state is None:
             return
-        state, example = self._in_shapes(state, batch)
-        fused = steps_per_dispatch > 1
-        if fused:
-            example = stacked([example] * steps_per_dispatch)
-        placed = self.place_stacked(example) if fused else self.place(example, evaluates=evaluates)
-        traced = self._compiled_for(evaluates=evaluates, fuses=fused, policy=self._policy).trace(state, placed)
-        mesh = self._partitioner.mesh
-        self._cost = cost.cost_of(traced, num_devices=1 if mesh is None else mesh.size)
-        if not fused and not evaluates:
-            self._num_flops = self._cost.flops
-
-    def _in_shapes(self, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
-        """Passes a batch through the hooks that precede `run`. Returns the state (or its shapes) and batch shapes."""
-        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
-        state = self._as_after_first_step(state) if is_abstract else self.prepare_state(state)
-        state, batch = self.before_run(state, models.example_batch(batch))
-        if checks.is_user_defined(self, "shard_batch") or checks.is_user_defined(self._partitioner, "shard_batch"):
-            return state, batch  # A custom `shard_batch` may accept only arrays.
-        return state, jax.tree.map(models.shape_of_array, batch)
-
-    def _as_after_first_step(self, shapes: Any) -> Any:
-        """Returns the shapes with the layout that states have in a run, so that jit reuses the compiled function."""
-        if self._partitioner.mesh is not None or self._is_moved:
-            return shapes
-        plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
-        return jax.tree.map(plain, shapes)
-
-    def detector(self, policy: nonfinite.NanPolicy) -> nonfinite.Detector:
-        """Returns the object that adds the flags of a `nan_policy` to the outputs of `run`."""
-        if policy not in self._detectors:
-            self._detectors[policy] = nonfinite.Detector(self._checked_run, policy, self._partitioner.mesh is not None)
-        return self._detectors[policy]
-
-    def _compiled_for(self, *, evaluates: bool, fuses: bool, policy: nonfinite.NanPolicy = "ignore") -> Compiled:
-        key = (evaluates, fuses, policy)
-        if key not in self._compiled:
-            run = self._checked_outputs if evaluates else self._checked_run
-            run = run if evaluates or policy == "ignore" else self.detector(policy).run
-            self._compiled[key] = Compiled(
-                type(self).__name__,
-                run,
-                self._partitioner,
-                evaluates=evaluates,
-                fuses=fuses,
-                jit_kwargs=self._jit_kwargs,
-                stopwatch=lambda: self._stopwatch,
-                batch_watch=self.batch_watch,
-            )
-        return self._compiled[key]
-
-    def dispatcher(self, *, evaluates: bool = False, fuses: bool = False) -> tuple[Compiled, Callable[..., Any]]:
-        """Returns the compiled `run` and a function that dispatches it.
-
-        Args:
-          evaluates: Whether to dispatch an evaluation, which doesn't donate the state.
-          fuses: Whether one dispatch processes several stacked batches; see `place_stacked`.
-        """
-        compiled = self._compiled_for(evaluates=evaluates, fuses=fuses, policy="ignore" if evaluates else self._policy)
-        return compiled, compiled.call
-
-    def trace(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> Traced:
-        """Traces `run` and returns the shapes of its results, without computing anything.
-
-        >>> from jaxloop import examples
-        >>> step, state, batches = examples.tiny_regression()
-        >>> step.trace(step.abstract_state([1, 3]), batches[0]).outputs["loss"].dtype
-        dtype('float32')
-
-        Args:
-          state: A state, or its shapes from `abstract_state`.
-          batch: A batch returned by `before_run`.
-          evaluates: Whether to trace `run` for `evaluate`, which ignores the new state.
-
-        Raises:
-          Exception: A `TypeError` or a `ValueError` if `run` doesn't return `(state, outputs)` or changes the structure
-            of the state. Errors raised by `run` itself are propagated.
-        """
-        if evaluates:
-            evaluate = functools.wraps(self.run)(lambda state, batch: self._checked_outputs(state, batch))
-            with partition.mesh_for_tracing(self._partitioner.mesh):
-                return Traced(state, jax.eval_shape(evaluate, state, batch), 0)
-        run = functools.wraps(self.run)(lambda state, batch: self._checked_run(state, batch))
-        with partition.mesh_for_tracing(self._partitioner.mesh):
-            jaxpr, (new_state, outputs) = jax.make_jaxpr(run, return_shape=True)(state, batch)
-        step = getattr(new_state, "step", None)
-        place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is step), None)
-        mesh = self._partitioner.mesh
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # `_added_to_leaf` runs the program.
-            return Traced(new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place))
-
-    def cost_analysis(
-        self, state: Any = None, batch: types.BatchSpec = None, *, topology: str | None = None
-    ) -> cost.Cost:
-        """Returns the FLOPs and the memory usage of a compiled step.
-
-        If you pass a state and a batch, the step is compiled for them. Otherwise, the result describes the most recent
-        call to `compile`.
-
-        Args:
-          state: See `compile`.
-          batch: See `compile`. If a topology is given, this is the global batch for all of its devices.
-          topology: The TPUs to compile for, such as "v5e:16x16". This machine doesn't need to have them. The
-            partitioner's data axis is resized to use all of them. If None, the devices of the step's partitioner are
-            used.
-
-        Raises:
-          jaxloop.cost.DeviceMemoryError: If the step needs more memory than a device in the topology has.
-          ImportError: If a topology is given but libtpu is not installed.
-          ValueError: If no state is given and `compile` hasn't been called, or if the topology doesn't exist.
-        """
-        if topology is not None:
-            there = self.moved_to(topologies.devices_of(topology))
-            return there.cost_analysis(there.partitioner.layout_of(jax.tree.map(checks.shape_of, state)), batch)
-        if state is not None:
-            self.compile(state, batch)
-        if self._cost is None:
-            raise ValueError(f"{self!r} is not compiled yet. Call step.cost_analysis(state, batch).")
-        return self._cost
-
-    def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a copy of this step that can be compiled for other devices; see `Partitioner.moved_to`."""
-        moved = copy.copy(self)
-        moved._partitioner, moved._compiled, moved._cost = self._partitioner.moved_to(devices), {}, None
-        moved._known_state, moved._known_leaf, moved._is_moved = _NOTHING, _NOTHING, True
-        return moved
-
-    def largest_batch(self, state: Any, batch: types.BatchSpec, topology: str | None = None) -> int:
-        """Returns the largest per-device batch size (in rows) for which a training step fits in device memory.
-
-        Searches by bisection, compiling the step for each batch size that it tries. Nothing is allocated on the
-        devices.
-
-        Args:
-          state: The state, or its shapes from `abstract_state`.
-          batch: A batch or its shapes; see `compile`. The size of its leading axis doesn't matter.
-          topology: See `cost_analysis`. If None, the devices of the step's partitioner are used. They must report how
-            much memory they have.
-
-        Returns:
-          The number of rows per device, at most 2**20. It is 0 if not even one row fits.
-
-        Raises:
-          ValueError: If the memory of the devices is unknown.
-        """
-        step = self if topology is None else self.moved_to(topologies.devices_of(topology))
-        state = jax.tree.map(checks.shape_of, state)
-        state = state if topology is None else step.partitioner.layout_of(state)
-        mesh = step.partitioner.mesh
-        device = mesh.devices.flat[0] if mesh is not None else next(iter(step.partitioner.sharding.device_set))
-        memory = partition.memory_of(device) if topology is None else topologies.memory_of(device)
-        if memory is None:
-            raise ValueError(
-                f"The memory of {device.device_kind} is unknown, so the largest batch is, too. Give a topology, "
-                'such as "v5e:2x4".'
-            )
-        example = models.example_batch(batch)
-
-        def fits(rows: int) -> bool:
-            resize = lambda leaf: np.broadcast_to(leaf[:1], (rows * step.partitioner.shards, *leaf.shape[1:]))
-            resized = jax.tree.map(lambda leaf: resize(leaf) if np.ndim(leaf) else leaf, example)
-            try:
-                return step.cost_analysis(state, resized).peak_bytes <= memory
-            except cost.DeviceMemoryError:
-                return False
-
-        return _largest(fits, 2**20)
+        state, example = shapes_for_run(self, state, batch)
+        example = stacked([example] * steps_per_dispatch) if fuses else example
+        placed = runner.place(example, evaluates=evaluates, fuses=fuses)
+        cost = runner.programs.compile(state, placed, evaluates=evaluates, fuses=fuses)
+        if not fuses and not evaluates:
+            self._num_flops = cost.flops
 
     def prng_key(self, step: Any) -> Any:
         """Derives a step's PRNG key from `base_prng` and `step`. If `base_prng` is a dict, returns a dict of keys.
@@ -677,23 +446,6 @@ class Step:
     def shard_batch(self, batch: types.Batch) -> types.Batch:
         """Places a batch on the devices, unless `should_shard_batch` is False."""
         return self._partitioner.shard_batch(batch) if self._should_shard_batch else batch
-
-    def prepare_state(self, state: Any) -> Any:
-        """Converts a state to the form that `run` needs, with all leaves as arrays on the partitioner's devices.
-
-        If the state is the one that this step last returned or prepared, it isn't checked again.
-
-        Raises:
-          ValueError: If the state was donated to an earlier call. (With several CPU devices, using such a state would
-            crash the process.)
-        """
-        self._rescued_state = None
-        if self._is_known(state):
-            return state
-        checks.check_alive(state, repr(self))
-        state = self._partitioner.place_state(checks.adopt(state))
-        self.remember(state)
-        return state
 
     def __call__(
         self,
@@ -720,85 +472,21 @@ class Step:
         Returns:
           `(state, outputs)`. The outputs are still on the devices.
         """
-        given = state
-        state = self.prepare_state(state)
+        runner, given = self._runner, state
+        state = runner.states.prepare(state)
         if log_num_flops and self._num_flops is None:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
-        state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
-        self.check_batches(batch)
-        state, outputs = self._dispatch(state, batch)
+        state, batch = runner.begin(state, batch, per_loop_step_number, elapsed)
+        runner.check_batches(batch)
+        state, outputs = runner.dispatch(state, batch)
         checks.mark_donated(given, repr(self))
-        self.remember(state)  # Before `end`: if that returns another state, the next step prepares it.
+        runner.states.remember(state)  # Before `end`: if that returns another state, the next step prepares it.
         try:
-            return self._end(state, outputs, per_loop_step_number, elapsed)
+            return runner.end(state, outputs, per_loop_step_number, elapsed)
         except BaseException:
-            self._rescued_state = state
+            runner.states.rescued = state
             raise
-
-    def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Describes any host code that must run at each step and therefore prevents a loop from fusing its steps.
-
-        Returns None if there isn't any such code.
-
-        Args:
-          evaluates: Whether to describe the code for evaluations rather than for training.
-        """
-        for name in ("evaluate" if evaluates else "__call__", "end"):
-            if self._has_own(name):
-                return f"it has its own `{name}`, which is called after each step"
-        if checks.is_user_defined(self, "shard_batch"):
-            return "it has its own `shard_batch`, which places one batch"
-        if self._begin_actions.actions or self._end_actions.actions:
-            return "it has actions, which are called for each step; move them to the loop, with a schedule"
-        return None
-
-    def _has_own(self, name: str) -> bool:
-        return checks.is_overridden(self, name, Step)
-
-    @property
-    def places_batches(self) -> bool:
-        """True if a batch must be placed on the devices before `run`."""
-        return self._has_own("shard_batch") or (self._should_shard_batch and self._partitioner.places_batches)
-
-    def begin_reads_state(self, batch: types.Batch) -> bool:
-        """Returns True if an overridden `begin` reads the state, which the loop must then assemble before the step."""
-        return True
-
-    def check_batches(self, *batches: types.Batch) -> int:
-        """Checks the shapes of training batches that are ready for `run`, and returns the number of rows per batch.
-
-        Args:
-          *batches: One or more batches, all with the same structure, shapes and dtypes.
-        """
-        rows = self.batch_watch.look(batches, self)
-        return self.count_examples(batches[0]) if rows is None else rows
-
-    @contextlib.contextmanager
-    def watched(self, policy: nonfinite.NanPolicy, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """A context manager that makes the step use a loop's `nan_policy` and its stopwatch."""
-        before = self._policy, self._stopwatch
-        self._policy, self._stopwatch = policy, stopwatch or self._stopwatch
-        try:
-            yield
-        finally:
-            self._policy, self._stopwatch = before
-
-    def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
-        """Passes one batch through the hooks and donates the state, like `__call__`, but doesn't call any actions.
-
-        With `eagerly=True`, `run` is not compiled, and the state remains usable.
-        """
-        state, batch = self.before_run(self.prepare_state(state), batch)
-        if eagerly:  # Otherwise, operations between NumPy arrays would run in NumPy instead of JAX.
-            batch = jax.tree.map(jnp.asarray, batch)
-        with jax.disable_jit(eagerly):
-            state, outputs = self._dispatch(state, batch)
-        return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
-
-    def new_state(self) -> Any:
-        """Recreates the state that `initialize_model` last returned. Returns None if that method was never called."""
-        return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
         """Passes one batch through the hooks and returns only the outputs. The state doesn't change and remains usable.
@@ -807,127 +495,13 @@ class Step:
         """
         if per_loop_step_number == 0:
             self.begin_evaluation()
-        elapsed = Elapsed(per_loop_step_number + 1)
-        state, batch = self._begin(self.prepare_state(state), batch, per_loop_step_number, elapsed)
-        _, outputs = self._dispatch(state, batch, evaluates=True)
-        return self._end(state, outputs, per_loop_step_number, elapsed)[1]
+        runner, elapsed = self._runner, Elapsed(per_loop_step_number + 1)
+        state, batch = runner.begin(runner.states.prepare(state), batch, per_loop_step_number, elapsed)
+        _, outputs = runner.dispatch(state, batch, evaluates=True)
+        return runner.end(state, outputs, per_loop_step_number, elapsed)[1]
 
     def begin_evaluation(self) -> None:
         """Prepares the step for an evaluation. Called before the first batch."""
-
-    def filler(self) -> Callable[[int], None] | None:
-        """Returns a function that sets the size to which short batches are padded, or None if the step can't pad."""
-        return None
-
-    def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
-        """Places a batch on the devices with `shard_batch`.
-
-        In an evaluation, a batch that can't be divided evenly among the devices is replicated, unless `shard_batch` is
-        overridden.
-        """
-        if evaluates and self._should_shard_batch and not self._has_own("shard_batch"):
-            return self._partitioner.shard_short_batch(batch)
-        return self.shard_batch(batch)
-
-    def place_stacked(self, batches: types.Batch) -> types.Batch:
-        """Places several batches on the devices. They must already be stacked along a new leading axis."""
-        return self._partitioner.shard_stacked_batches(batches) if self._should_shard_batch else batches
-
-    def _is_known(self, state: Any) -> bool:
-        if self._known_state() is not state:
-            return False
-        leaf = self._known_leaf()  # Another step may have donated it since.
-        return leaf is not None and not leaf.is_deleted()
-
-    def remember(self, state: Any) -> None:
-        """Records the last state that this step returned, so that `prepare_state` doesn't check it again."""
-        # Compares by identity: `state.replace(...)` makes a new object, which may contain a donated leaf.
-        leaf = checks.donated_leaf(state) if hasattr(state, "step") else None
-        self._known_state, self._known_leaf = (_NOTHING, _NOTHING) if leaf is None else map(weakref.ref, (state, leaf))
-
-    def _begin(self, state: Any, batch: types.Batch, number: int, elapsed: Elapsed) -> tuple[Any, types.Batch]:
-        state, batch = self.before_run(state, batch)
-        self._call_actions(self._begin_actions, state, None, number, elapsed)
-        return state, batch
-
-    def before_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Passes a prepared state and a batch from the dataset through the hooks that precede `run`."""
-        result = self.begin(state, self.preprocessed(batch))
-        new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
-        return state if new_state is state else self.prepare_state(new_state), batch
-
-    def preprocessed(self, batch: types.Batch) -> types.Batch:
-        """Calls `preprocess_batch` and returns its result. Raises a `TypeError` if the result is None."""
-        ready = self.preprocess_batch(batch)
-        if ready is None and batch is not None:
-            raise TypeError(f"{type(self).__name__}.preprocess_batch returned None. Return the batch.")
-        return ready
-
-    def _dispatch(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> tuple[Any, types.Output]:
-        compiled, call = self.dispatcher(evaluates=evaluates)
-        try:
-            carry, outputs = call(compiled.enter(state), self.place(batch, evaluates=evaluates))
-        except Exception as error:
-            self.explain(error, batch)
-            raise
-        return compiled.leave(carry), outputs
-
-    def explain(self, error: Exception, batch: types.Batch) -> None:
-        """Adds a note about the batch to a step's error. If the batch is invalid, raises a different error instead."""
-        if isinstance(error, TypeError | ValueError):
-            checks.check_batch(batch)
-        if batch is None:
-            error.add_note("without a batch, because the dataset is None. If the step needs data, give a dataset.")
-        else:
-            error.add_note(f"with {checks.batch_in_words(batch)}")
-            if any(np.ndim(leaf) == 0 for leaf in checks.batch_leaves(batch).values() if not isinstance(leaf, str)):
-                error.add_note(
-                    "Some of its leaves have no axis. If the dataset yields examples instead of batches, write "
-                    "jaxloop.data.batched(dataset, 64, seed=0)."
-                )
-
-    def _end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
-        flags = (outputs or {}).get(nonfinite.FLAGS)
-        if flags is not None:  # The hook and the actions see only the step's own outputs.
-            own = {name: value for name, value in (outputs or {}).items() if name != nonfinite.FLAGS}
-            state, outputs = self._end(state, own or None, number, elapsed)
-            return state, {**(outputs or {}), nonfinite.FLAGS: flags}
-        if self._has_own("end"):
-            with jax.profiler.TraceAnnotation("jaxloop: end"):
-                result = self.end(state, outputs)
-            state, outputs = checks.check_result(result, f"{type(self).__name__}.end")
-            outputs = _copy_donated(outputs, state)
-        self._call_actions(self._end_actions, state, outputs, number, elapsed)
-        return state, outputs
-
-    def _call_actions(
-        self, actions: ActionList, state: Any, outputs: types.Output, number: int, elapsed: Elapsed
-    ) -> None:
-        for index in range(len(actions.actions)):
-            if actions.is_due(index, number + 1, elapsed):
-                step_num = int(metrics.fetch(getattr(state, "step", 0)))
-                actions.call(index, state, outputs, dataclasses.replace(elapsed, steps=step_num))
-
-    def _checked_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        hook = f"{type(self).__name__}.run"
-        with models.noting_changes() as changed:
-            result = self.run(state, batch)
-        new_state, outputs = checks.check_run(result, hook)
-        checks.check_same_state(state, new_state, hook)
-        trace = lambda: jax.make_jaxpr(lambda *args: self.run(*args)[0])(state, batch).jaxpr
-        models.check_updates_kept(state, new_state, changed, repr(self), trace)
-        return new_state, self._reported(outputs, batch)
-
-    def _checked_outputs(self, state: Any, batch: types.Batch) -> types.Output:
-        return self._reported(checks.check_run(self.run(state, batch), f"{type(self).__name__}.run")[1], batch)
-
-    def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
-        """Converts the outputs of `run` to the form in which loops report them."""
-        if not outputs:
-            return outputs
-        is_padded = checks.is_user_defined(self, "num_examples")  # The arrays may contain rows that don't count.
-        outputs = types.mean_losses(outputs, None if is_padded else checks.num_examples(batch))
-        return types.nnx_metrics_as_weighted(outputs)
 
     # Properties ----------------------------------------------------------------------------------
 
@@ -959,7 +533,7 @@ class Step:
     @property
     def rescued_state(self) -> Any:
         """The state that `run` returned, if `end` or an end action raised an error in the last step; otherwise None."""
-        return self._rescued_state
+        return self._runner.states.rescued
 
     @property
     def num_params(self) -> int | None:
@@ -974,22 +548,12 @@ class Step:
     @property
     def begin_actions(self) -> Sequence[Action]:
         """The actions that are called before `run`."""
-        return self._begin_actions.actions
+        return self._runner.action_lists[0].actions
 
     @property
     def end_actions(self) -> Sequence[Action]:
         """The actions that are called after `end`."""
-        return self._end_actions.actions
-
-    @property
-    def has_schedules(self) -> bool:
-        """True if the interval of any of the step's actions is a schedule."""
-        return self._begin_actions.has_schedules or self._end_actions.has_schedules
-
-    @property
-    def action_lists(self) -> Sequence[ActionList]:
-        """The step's lists of begin actions and end actions. Each list counts how often its actions were called."""
-        return (self._begin_actions, self._end_actions)
+        return self._runner.action_lists[1].actions
 
 
 class NumpyStep(Step):
@@ -1006,9 +570,6 @@ class NumpyStep(Step):
         return data.numpy_batch(batch)
 
 
-_OPTIONS = models.options_of(Step)
-
-
 def _check_key(base_prng: Any) -> None:
     for key in base_prng.values() if isinstance(base_prng, Mapping) else [base_prng]:
         dtype: Any = getattr(key, "dtype", np.dtype(object))
@@ -1017,36 +578,3 @@ def _check_key(base_prng: Any) -> None:
             raise TypeError(
                 f"base_prng must be a PRNG key or a dict of PRNG keys, got {base_prng!r}. Write jax.random.key({seed})."
             )
-
-
-def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
-    """Returns the number that a traced program adds to the integer leaf at `place`; None if it depends on the data."""
-    is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
-    needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
-    if any(needs_it and number != place for number, needs_it in enumerate(needs)):
-        return None
-    before = jnp.asarray(41, jaxpr.in_avals[place].dtype)  # An arbitrary number that fits in an int8.
-    closed = jax_core.ClosedJaxpr(needed, jaxpr.consts)  # pyright: ignore[reportPrivateImportUsage]
-    (after,) = jax_core.jaxpr_as_fun(closed)(*[before] * any(needs))
-    return int(metrics.fetch(after)) - 41
-
-
-def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
-    """Copies outputs that are leaves of the state, because the next step would donate them before they are read."""
-    donated = {id(leaf) for leaf in jax.tree.leaves(state)}
-    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in donated else leaf, outputs)
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Returns the largest number from 1 to `most` that fits, assuming that all smaller ones fit too; 0 if none fits.
-
-    >>> _largest(lambda number: number <= 11, 100)
-    11
-    """
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if middle <= most and fits(middle) else (low, middle)
-    return low

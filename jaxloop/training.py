@@ -81,7 +81,7 @@ class Training:
                 checks.check_multiple("state.step", step_num, loop.step)
             self._open_data(resumed)
             if resumed is None and step_num == 0:
-                state = loop.step.prepare_state(state)
+                state = loop.step._runner.states.prepare(state)
         end = self._end_reached(resumed, step_num)
         if not end:
             self._check_first_step()

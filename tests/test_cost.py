@@ -6,7 +6,7 @@ import pytest
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import checks, cost, partition
+from jaxloop import check, checks, cost, partition
 
 PROGRAM = """
 HloModule jit_step
@@ -88,15 +88,13 @@ def test_flops_of_a_loop_body_are_counted_per_iteration(data_parallel):
     assert flops(lambda x: x.astype(int) + 1, SQUARE) == SQUARE.size  # Not 0, which would mean "not counted".
 
 
-def test_accumulation_keeps_the_flops_and_fusing_multiplies_them():
+def test_accumulation_keeps_the_flops():
     batch = {"x": np.zeros([16, 128], np.float32), "y": np.zeros([16, 64], np.float32)}
     found = {}
     for accumulate in (1, 4):
         step = make_step(jaxloop.SingleDevicePartitioner(), accumulate=accumulate)
         found[accumulate] = step.compute_num_flops(step.initialize_model([1, 128]), batch)
     assert found[4] == pytest.approx(found[1], rel=0.2)  # Adding the gradients takes a few more.
-    step.compile(step.abstract_state([1, 128]), batch, steps_per_dispatch=3)
-    assert step.cost_analysis().flops == pytest.approx(3 * found[4], rel=0.01)
 
 
 # Whole steps ------------------------------------------------------------------------------------------------
@@ -116,20 +114,20 @@ def test_cost_of_a_step_can_be_computed_from_abstract_values():
     for partitioner in (jaxloop.DataParallelPartitioner(mesh, "data"), jaxloop.FSDPPartitioner(mesh, min_size=1)):
         step = make_step(partitioner)
         abstract = step.abstract_state([1, 128])
-        costs[type(partitioner)] = step.cost_analysis(abstract, spec)
+        costs[type(partitioner)] = check.cost_analysis(step, abstract, spec)
         state = step.initialize_model([1, 128])
         leaves, expected = checks.leaves_by_path(abstract), checks.leaves_by_path(state)
         assert {path: (leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in leaves.items()} == {
             path: (leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in expected.items()
         }
-        assert step.cost_analysis(state, batch) == costs[type(partitioner)]
+        assert check.cost_analysis(step, state, batch) == costs[type(partitioner)]
         assert partitioner.report(abstract).bytes_per_device == partitioner.report(state).bytes_per_device
     # The devices all-reduce the gradients of the parameters and the loss.
     reduced = costs[jaxloop.DataParallelPartitioner].collectives[0]
     assert reduced.kind == "all-reduce" and reduced.bytes >= (128 * 64 + 64) * 4
     assert "all-gather" in {each.kind for each in costs[jaxloop.FSDPPartitioner].collectives}
     single = make_step(jaxloop.SingleDevicePartitioner())
-    assert single.cost_analysis(single.abstract_state([1, 128]), spec).collectives == ()
+    assert check.cost_analysis(single, single.abstract_state([1, 128]), spec).collectives == ()
 
 
 ROWS = 2**31  # 34 GB in total. XLA fails on larger axes in JAX 0.9.
@@ -160,5 +158,5 @@ def test_compiling_for_a_batch_spec_allocates_no_batch(as_batch, devices, data_p
     jaxloop.TrainLoop(step, steps_per_dispatch=2).compile(state, batch)
     step.compile(state, batch, evaluates=True)
     assert step.compute_num_flops(step.abstract_state([1, 3]), batch) > ROWS
-    needed = step.cost_analysis(step.abstract_state([1, 3]), batch).argument_bytes
+    needed = check.cost_analysis(step, step.abstract_state([1, 3]), batch).argument_bytes
     assert needed > 4 * 4 * ROWS // (devices or 1)

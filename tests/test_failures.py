@@ -53,7 +53,7 @@ def test_replay_matches_the_run(devices, data_parallel, tmp_path, assert_same):
     data[4]["divisor"][:] = 0  # An infinite loss, but finite parameters.
     seen, _ = jaxloop.TrainLoop(step, nan_policy="ignore")(step.initialize_model([1, 3]), data, num_steps=5)
     loop = jaxloop.TrainLoop(step, nan_policy="raise")
-    fail(jaxloop.OuterLoop(loop, workdir=tmp_path), step.new_state(), data)
+    fail(jaxloop.OuterLoop(loop, workdir=tmp_path), step.initialize_model([1, 3]), data)
     after, outputs = jaxloop.replay(tmp_path, step)
     assert_same(after.params, seen.params)
     assert np.isinf((outputs or {})["loss"])
@@ -78,7 +78,7 @@ def test_error_in_a_step_is_recorded_with_its_state(data_parallel, tmp_path, ass
     error = fail(outer_loop, step.initialize_model([1, 3]), data, RuntimeError)
     folder = tmp_path / "failures" / "4"
     assert str(error) == "what is this?" and any("jaxloop.replay" in note for note in error.__notes__)
-    restored = checkpoint.restore(folder / "state", 3, step.new_state())
+    restored = checkpoint.restore(folder / "state", 3, step.initialize_model([1, 3]))
     assert_same(restored.params, outer_loop.rescued_state.params)
     assert list(json.loads((folder / "failure.json").read_text())["batches"]) == ["4"]
     with pytest.raises(RuntimeError, match="what is this"):
@@ -114,7 +114,7 @@ def test_at_most_five_failures_are_kept(data_parallel, tmp_path):
     for bad in range(1, 7):
         fail(
             jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path),
-            step.new_state(),
+            step.initialize_model([1, 3]),
             batches(8, {bad}),
         )
     assert sorted(path.name for path in (tmp_path / "failures").iterdir()) == ["2", "3", "4", "5", "6"]
@@ -136,7 +136,7 @@ def test_replay_error_names_what_is_missing(data_parallel, tmp_path):
     fail(jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path), state, batches(80, {70}))
     with pytest.raises(ValueError, match="the state of step .* is not available; the given one is of step 0"):
         jaxloop.replay(tmp_path, step)
-    state, _ = jaxloop.TrainLoop(step, nan_policy="raise")(step.new_state(), batches(80), num_steps=69)
+    state, _ = jaxloop.TrainLoop(step, nan_policy="raise")(step.initialize_model([1, 3]), batches(80), num_steps=69)
     after, _ = jaxloop.replay(tmp_path, step, state=state)
     assert int(after.step) == 70 and int(state.step) == 69
     other = RegressionStep(jax.random.key(1), nn.Dense(2), optax.sgd(0.1), train=True)

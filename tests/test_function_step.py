@@ -67,7 +67,7 @@ def test_function_step_runs_in_any_loop_with_any_state():
 
 def test_function_step_has_no_model():
     step = FunctionStep(lambda state, batch: (state, None), train=True)
-    with pytest.raises(TypeError, match="has no model. Make the state yourself"):
+    with pytest.raises(TypeError, match="has no model to initialize. Make the state yourself"):
         step.initialize_model([1, 3])
     with pytest.raises(TypeError, match="takes a function"):
         FunctionStep(BATCH)  # type: ignore

@@ -26,9 +26,9 @@ read_ahead fingerprint sources batching position data actions.action
 actions.writer_queue actions.monitor actions.checkpoint_action actions.early_stopping_action actions.spike_guard
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
 actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list actions
-compiled step engine.outputs engine.feed engine.program engine.auto engine.agenda engine.run engine.plan
+compiled step_runner step engine.outputs engine.feed engine.program engine.auto engine.agenda engine.run engine.plan
 loss_step function_step exporting counting commands engine.engine loop stat_loop action_loop train_loop eval_loop
-specs forecast detours whole_run evaluations training
+specs check.costs check forecast detours whole_run evaluations training
 preflight.report preflight.experiment preflight.step preflight.data preflight.checkpoints preflight.actions preflight
 failures watchdog outer_loop rewinding functional.log_entries functional.loop_state functional.tools
 functional.callbacks functional.running functional fitting testing examples comparison status

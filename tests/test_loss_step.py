@@ -814,7 +814,7 @@ def test_make_state_can_extend_the_initial_state(model, assert_same):
     assert_same(state.average, state.params)
     assert isinstance(step.abstract_state([1, 3]), Averaged)
     step = LossStep(jax.random.key(0), model, optax.sgd(0.1), **options)
-    assert_same(step.initialize_model([1, 3]), step.new_state())
+    assert_same(step.initialize_model([1, 3]), step.make_state([1, 3]))
 
 
 # Complex parameters, sown losses, and optimizers that need the loss --------------------------------------------

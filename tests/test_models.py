@@ -333,6 +333,14 @@ def test_a_model_with_parameters_takes_no_init_arguments():
         step.initialize_model(rate=0.5)
 
 
-def test_a_plain_step_accepts_only_flax_modules():
-    with pytest.raises(TypeError, match="must be a Linen module, an NNX module class or instance"):
-        Step(KEY, {"w": np.ones(3)})
+def test_a_plain_step_accepts_any_kind_of_model():
+    class Mean(Step):
+        def run(self, state, batch):
+            outputs, _ = self.call_model(state, state.params, batch)
+            return state, {"mean": jnp.mean(outputs)}
+
+    apply = (lambda key, x: jnp.ones([3, 1]), lambda params, x: x @ params)
+    for model in (nn.Dense(1, kernel_init=nn.initializers.ones), apply):
+        step = Mean(KEY, model)
+        assert step.model is model
+        assert float(step.evaluate(step.initialize_model([1, 3]), X)["mean"]) == X.sum() / 4

@@ -66,7 +66,7 @@ def test_raise_names_the_first_bad_step_and_its_bad_values(devices, bad, data_pa
     loop = jaxloop.TrainLoop(step, nan_policy="raise")
     message = rf"Step {bad} is the first.*outputs/loss.*nan_policy='skip'"
     with pytest.raises(nonfinite.NonFiniteError, match=message) as e:
-        loop(step.new_state(), iter(batches(75, {bad, bad + 3})), num_steps=75)
+        loop(step.initialize_model([1, 3]), iter(batches(75, {bad, bad + 3})), num_steps=75)
     assert (e.value.step_num, e.value.names) == (bad, NAMES)
     assert isinstance(e.value, FloatingPointError) and loop.rescued_state is None
 
@@ -104,7 +104,7 @@ def test_skip_discards_the_update_and_counts_it(devices, data_parallel, assert_s
     assert len(told) == 1 and "skipped 3 steps" in told[0] and "step 3: outputs/loss" in told[0]
     assert [i + 1 for i, n in enumerate(outputs.num_examples) if n == 0] == sorted(bad)
     good = [batch for number, batch in enumerate(data, 1) if number not in bad]
-    other_state = step.new_state()
+    other_state = step.initialize_model([1, 3])
     other_state, others = jaxloop.TrainLoop(step, nan_policy="skip")(other_state, iter(good), num_steps=42)
     assert_same((state.params, state.opt_state), (other_state.params, other_state.opt_state))
     assert "jaxloop/skipped_steps" not in others
@@ -139,7 +139,7 @@ def test_loops_with_different_policies_can_share_a_step(data_parallel):
         state, _ = jaxloop.TrainLoop(step, nan_policy=policy)(state, batches(2), num_steps=2)
     with pytest.raises(FloatingPointError):
         jaxloop.TrainLoop(step, nan_policy="raise")(state, batches(2, {2}), num_steps=2)
-    _, outputs = step(step.new_state(), batches(1, {1})[0])
+    _, outputs = step(step.initialize_model([1, 3]), batches(1, {1})[0])
     assert sorted(outputs or {}) == ["loss", "ratio"]
 
 
@@ -225,7 +225,7 @@ def run_whole(step, directory, policy, data, total=12, actions=()):
     train_loop = jaxloop.TrainLoop(step, end_actions=actions, nan_policy=policy)
     outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(directory))
     try:
-        state, outputs = outer_loop(step.new_state(), data, total, train_loop_steps=6)
+        state, outputs = outer_loop(step.initialize_model([1, 3]), data, total, train_loop_steps=6)
     except nonfinite.NonFiniteError as error:
         return None, error
     return state, outputs
@@ -242,10 +242,12 @@ def test_each_policy_at_three_moments_of_a_run(bad, policy, tmp_path, data_paral
         assert (came.step_num, came.names) == (bad, NAMES)
         assert saved == [5, 10][: (bad - 1) // 5]
         for number in saved:
-            assert np.isfinite(checkpoint.restore(tmp_path, number, step.new_state()).params["kernel"]).all()
+            assert np.isfinite(
+                checkpoint.restore(tmp_path, number, step.initialize_model([1, 3])).params["kernel"]
+            ).all()
     elif policy == "skip":
         assert int(state.step) == 12 and came.get("jaxloop/skipped_steps", 0) == (bad > 6)
-        others, _ = jaxloop.TrainLoop(step)(step.new_state(), data[: bad - 1] + data[bad:], num_steps=11)
+        others, _ = jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), data[: bad - 1] + data[bad:], num_steps=11)
         assert_same((state.params, state.opt_state), (others.params, others.opt_state))
     else:
         assert int(state.step) == 12 and np.isnan(state.params["kernel"]).all()

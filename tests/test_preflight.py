@@ -754,8 +754,8 @@ def test_check_allocates_no_state_and_the_run_reuses_its_compilation(plan, caplo
     with caplog.at_level(logging.WARNING), jax.log_compiles():
         outer_loop(a_plan.initial_state(), data, **options)
     compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling jit(")]
-    assert any("_checked_outputs" in each for each in compiled)  # The evaluation step,
-    assert not any("_checked_run" in each for each in compiled)  # but not the train step.
+    assert any("jit(evaluate)" in each for each in compiled)  # The evaluation step,
+    assert not any("jit(run)" in each for each in compiled)  # but not the train step.
     assert traces == [True, False, True, False, False]  # The evaluation's batches have 8 or 5 rows.
 
 

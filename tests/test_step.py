@@ -1,4 +1,5 @@
 import collections
+import pathlib
 import re
 
 import jax
@@ -361,7 +362,7 @@ def test_two_initializations_of_an_nnx_model_share_one_compilation():
         (nn.Dense(1), {"nnx_model_args": (3,)}, ValueError, "the model is a Dense"),
         (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
         (nn.Dense(1), {"xyz": 1}, TypeError, "'xyz'. It takes base_prng, model"),
-        (nn.Dense, {}, TypeError, "must be a Linen module, an NNX module class or instance"),
+        (nn.Dense, {}, TypeError, "got the class Dense. Give an instance"),
         (NNXNet(4, rngs=nnx.Rngs(0)), {"nnx_model_args": (4,)}, ValueError, "is an instance of an NNX module"),
         (NNXNet(4, rngs=nnx.Rngs(0)), {"rate": 0.1}, TypeError, "'rate'. It takes base_prng, model"),
         (nn.Dense(1), {"partitioner": "mesh"}, TypeError, "partitioner must be a jaxloop Partitioner, got 'mesh'"),
@@ -810,6 +811,15 @@ def test_an_invalid_num_examples_raises_at_the_first_batch(count):
         TrainLoop(step)(state, batches, num_steps=2)
 
 
+def test_leaves_without_a_common_axis_count_as_one_example_with_one_warning(warnings_logged):
+    step = make_step(lambda self, state, batch: (state.replace(step=state.step + 1), {}), train=True)
+    loop = TrainLoop(step)
+    loop(step.initialize_model([1, 3]), [{"x": np.ones([8, 3], np.float32), "y": np.ones(3, np.float32)}] * 3)
+    assert loop.num_examples == [1, 1, 1]
+    (warning,) = warnings_logged()
+    assert warning.startswith("MadeStep") and "counts each batch as one example" in warning
+
+
 class Scaled(Step):
     """A step whose `shard_batch` adds a second part to the batch."""
 
@@ -834,3 +844,74 @@ def test_a_custom_shard_batch_cannot_be_fused(loop_class):
     step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=loop_class == "TrainLoop")
     with pytest.raises(ValueError, match="its own `shard_batch`, which places one batch"):
         getattr(jaxloop, loop_class)(step, steps_per_dispatch=2)
+
+
+# Names ---------------------------------------------------------------------------------------------------
+
+# Names of helper methods and attributes that a user might give to a step.
+HELPERS = """
+    accuracy action_lists add apply augment backward batch batch_watch before_run call check check_batches checkpoint
+    clip_gradients close collate compiled config cost cost_analysis count count_examples criterion data dataset decode
+    device dispatch dispatcher encode epoch eval_step explain filler fit forward gradients has_own has_schedules init
+    inputs inputs_of key largest_batch launch load log log_num_flops loop losses loss_fn lr metrics moved_to name
+    new_state next_batch normalize optimizer_step outputs params place place_stacked places_batches plot predictions
+    prepare prepare_state preprocessed print profile programs remember report reset restore rng run_again runner sample
+    save schedule seed shapes split state states step stop targets trace train_step update updates validate watch
+    watched weights work_for_each_step
+""".split()
+
+
+class Plain(Step):
+    def run(self, state, batch):
+        loss = lambda params: jnp.mean((self.call_model(state, params, batch["x"])[0] - batch["y"]) ** 2)
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return (state.apply_gradients(grads=grads) if self.train else state), {"loss": value}
+
+
+class WithLoss(jaxloop.LossStep):
+    def loss(self, outputs, batch):
+        return jnp.mean((outputs - batch["y"]) ** 2, axis=-1)
+
+
+def forbidden(*args, **kwargs):
+    raise AssertionError("The library used a helper of the step.")
+
+
+@pytest.mark.parametrize("base", [Plain, WithLoss, jaxloop.step.NumpyStep])
+def test_a_helper_of_a_step_may_have_any_name_that_is_not_documented(base, tmp_path):
+    run = {} if base is not jaxloop.step.NumpyStep else {"run": Plain.run}
+    helping = type("Helping", (base,), {**dict.fromkeys(HELPERS, forbidden), **run})
+    class_of_properties = type("Helping", (base,), {**dict.fromkeys(HELPERS, property(forbidden)), **run})
+    short = {name: leaf[:5] for name, leaf in BATCH.items()}
+    for kind in (helping, class_of_properties):
+        train_step, eval_step = (kind(KEY, nn.Dense(1), optax.sgd(0.1), train=train) for train in (True, False))
+        state = train_step.initialize_model([1, 3])
+        train_step.compile(state, BATCH)
+        assert "FLOPs" in train_step.summary(state, BATCH) and train_step.compute_num_flops(state, BATCH) > 0
+        state, _ = train_step(state, BATCH)
+        for steps_per_dispatch in (1, 2):
+            loop = TrainLoop(train_step, steps_per_dispatch=steps_per_dispatch, nan_policy="raise")
+            loop.compile(state, BATCH)
+            state, _ = loop(state, [BATCH] * 4)
+            jaxloop.EvalLoop(eval_step, steps_per_dispatch=steps_per_dispatch)(state, [BATCH, BATCH, short])
+        train_step = kind(KEY, nn.Dense(1), optax.sgd(0.1), train=True, end_actions=[jaxloop.SummaryAction(Writer())])
+        saving = jaxloop.CheckpointAction(tmp_path / kind.__name__ / str(kind is helping), 2)
+        outer_loop = jaxloop.OuterLoop(TrainLoop(train_step, end_actions=[saving]), [jaxloop.EvalLoop(eval_step)])
+        specs, state = [jaxloop.EvalSpec([BATCH, short])], train_step.initialize_model([1, 3])
+        assert outer_loop.check(state, [BATCH] * 8, 8, 4, eval_specs=specs).ok
+        state, _ = outer_loop(state, [BATCH] * 8, 8, 4, eval_specs=specs)
+        assert int(state.step) == 8
+
+
+class Writer:
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+def test_every_public_name_of_a_step_is_documented():
+    page = (pathlib.Path(__file__).parents[1] / "docs/api/steps.md").read_text()
+    documented = set(re.findall(r"^\.\. auto(?:method|attribute|property):: jaxloop\.Step\.(\w+)$", page, re.MULTILINE))
+    assert documented - {"__call__"} == {name for name in dir(Step) if not name.startswith("_")}
+    loss_step = re.search(r"jaxloop\.LossStep\n   :members: (.*)", page)[1].split(", ")
+    more = {name for name in dir(jaxloop.LossStep) if not name.startswith("_")} - documented
+    assert more <= set(loss_step)

@@ -10,7 +10,8 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxloop
-from jaxloop import cost, partition, topology
+from jaxloop import check, cost, partition, topology
+from jaxloop.check.costs import moved_to
 from jaxloop.partition import create_mesh
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -66,14 +67,14 @@ def test_a_moved_partitioner_keeps_its_layout(name):
     step = new_step(partitioner, annotated=name == "spmd")
     shapes = step.abstract_state([1, 256])
     devices = jax.devices()[:4]
-    moved = step.moved_to(devices)
+    moved = moved_to(step, devices)
     layout = moved.partitioner.layout_of(shapes)
     kernel = layout.params["hidden"]["kernel"]
     assert kernel.sharding.device_set <= set(devices)
     split = {"fsdp": 4, "spmd": 4, "rules": 2}.get(name, 1)
     assert np.prod(kernel.sharding.shard_shape(kernel.shape)) == 256 * 512 // split
     assert moved.partitioner.shards == {"single": 1, "rules": 2}.get(name, 4)
-    found = moved.cost_analysis(layout, BATCH)
+    found = check.cost_analysis(moved, layout, BATCH)
     assert found.argument_bytes > 0
     assert step.partitioner is partitioner and step.abstract_state([1, 256]).params.keys() == shapes.params.keys()
 
@@ -145,7 +146,7 @@ def test_costs_match_xlas_memory_analysis():
     optimizer = optax.sgd(1e-3, momentum=0.9)
     step = PlainStep(jax.random.key(0), Network(), optimizer, PARTITIONERS["data"](), train=True)
     shapes = step.abstract_state([1, 256])
-    found = step.cost_analysis(shapes, BATCH, topology="v5e:2x4")
+    found = check.cost_analysis(step, shapes, BATCH, topology="v5e:2x4")
 
     mesh = create_mesh(devices=topology.devices_of("v5e:2x4"), data=8)
     place = lambda tree, spec: jax.tree.map(
@@ -166,7 +167,7 @@ def test_costs_match_xlas_memory_analysis():
 @pytest.mark.parametrize("name", PARTITIONERS)
 def test_each_partitioner_compiles_for_tpus(name):
     step = new_step(PARTITIONERS[name](), annotated=name == "spmd")
-    found = step.cost_analysis(step.abstract_state([1, 256]), BATCH, topology="v5e:2x4")
+    found = check.cost_analysis(step, step.abstract_state([1, 256]), BATCH, topology="v5e:2x4")
     assert found.peak_bytes > 0
 
 
@@ -175,29 +176,33 @@ def test_largest_batch_is_the_largest_that_fits():
     step = new_step(width=2**22)  # A row takes 16 MiB for each activation.
     shapes = step.abstract_state([1, 2])
     batch = lambda rows: {"x": ((rows, 2), np.float32), "y": ((rows, 1), np.float32)}
-    most = step.largest_batch(shapes, batch(1), topology="v5e:1x1")
+    most = check.largest_batch(step, shapes, batch(1), topology="v5e:1x1")
 
     def fits(rows):
         try:
-            found = step.cost_analysis(shapes, batch(rows), topology="v5e:1x1")
+            found = check.cost_analysis(step, shapes, batch(rows), topology="v5e:1x1")
             return found.peak_bytes <= topology.memory_of(topology.devices_of("v5e:1x1")[0])
         except cost.DeviceMemoryError:
             return False
 
     assert most > 8 and all(map(fits, (1, most // 2, most - 1))) and not any(map(fits, (most + 2, 2 * most)))
 
-    check = lambda rows: jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(
+    run_check = lambda rows: jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(
         shapes,
         jaxloop.from_index(lambda number: {"x": np.zeros([rows, 2], np.float32), "y": np.zeros([rows, 1], np.float32)}),
         10,
         topology="v5e:1x1",
     )
-    assert check(most).ok
-    (problem,) = check(most + 1).problems
-    assert problem.is_error and "of 15.8 GiB per device" in problem.text and "largest_batch" in problem.text
+    assert run_check(most).ok
+    (problem,) = run_check(most + 1).problems
+    assert (
+        problem.is_error
+        and "of 15.8 GiB per device" in problem.text
+        and "jaxloop.check.largest_batch(step, state, batch, 'v5e:1x1')" in problem.text
+    )
 
 
 def test_largest_batch_raises_if_the_memory_is_unknown():
     step = new_step()
     with pytest.raises(ValueError, match="The memory of cpu is unknown"):
-        step.largest_batch(step.abstract_state([1, 256]), BATCH)
+        check.largest_batch(step, step.abstract_state([1, 256]), BATCH)

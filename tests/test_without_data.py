@@ -148,5 +148,5 @@ def test_an_endless_run_without_data_raises(run, match):
 
 
 def test_a_step_without_a_model_must_override_make_state():
-    with pytest.raises(TypeError, match=r"model=None.*Override make_state"):
+    with pytest.raises(TypeError, match=r"no model to initialize.*override of make_state"):
         jaxloop.Step(jax.random.key(0), None).initialize_model()

@@ -36,7 +36,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxloop
-from jaxloop import data, distributed, partition, stat_loop
+from jaxloop import check, data, distributed, partition, stat_loop
 from jaxloop.distributed import is_first_process
 from jaxloop.layout import readable
 
@@ -311,7 +311,7 @@ def print_step_cost(options) -> None:
     step = make_step(size, partitioner, size.train_steps, options.accumulate, options.seed, train=True)
     state, batch = step.abstract_state(), {"tokens": jax.ShapeDtypeStruct([batch_size, size.length + 1], np.uint8)}
     layout, began = partitioner.report(state), time.perf_counter()
-    cost = step.cost_analysis(state, batch)
+    cost = check.cost_analysis(step, state, batch)
     memory = f"{readable(cost.peak_bytes)}, including {readable(cost.temp_bytes)} of temporaries (on a CPU)"
     num_tokens = batch_size * size.length
     micro_batches = "1 micro-batch" if options.accumulate == 1 else f"{options.accumulate} micro-batches"

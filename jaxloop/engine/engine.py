@@ -102,7 +102,7 @@ class Engine:
     """
 
     def __init__(self, loop: Any, max_in_flight: int | None):
-        self._loop = loop
+        self._loop, self._runner = loop, loop.step._runner
         self.options: Options = Options(max_in_flight=max_in_flight)
         self.job: agreement.Job = agreement.Job(agreement.is_shared(loop.step.partitioner.mesh))
         self.run: Run = Run(self.job, self.measure)
@@ -136,7 +136,7 @@ class Engine:
                 item.reset(self.run.stopwatch.spent(), self.run.outputs.position)
         agenda.items = sorted([*self.plan.items, *self.end_actions], key=lambda item: item.rank)
         no_context = lambda now: {}
-        of_step = (action for each in self._loop.step.action_lists for action in each.actions)
+        of_step = (action for each in self._runner.action_lists for action in each.actions)
         agenda.others = [*self.begin_actions, *(ActionItem(action, no_context) for action in of_step)]
 
     def description(self) -> list[str]:
@@ -162,7 +162,7 @@ class Engine:
         """
         loop, run, requests, outputs = self._loop, self.run, self.requests, LoopOutputs()
         policy = self.options.nan_policy if trains else "ignore"
-        with loop.step.watched(policy, run.stopwatch):
+        with self._runner.programs.watched(policy, run.stopwatch):
             call = self._begin_call(state, trains)
             try:
                 with requests, run.stopwatch.counting("dispatch"):
@@ -200,7 +200,7 @@ class Engine:
 
     def _begin_call(self, state: Any, trains: bool) -> Call:
         run, step, plan, options = self.run, self._loop.step, self.plan, self.options
-        state = step.prepare_state(state)
+        state = self._runner.states.prepare(state)
         step_num = self.step_num_of(state)
         if trains:
             if step_num != run.now.steps:  # Not the state that the last call returned.
@@ -215,7 +215,8 @@ class Engine:
         run.agenda.begin_call()
         updates, place, guard = step.updates_per_step if trains else 0, run.outputs.position, None
         if trains and options.nan_policy != "ignore":
-            names, number_of = step.detector(options.nan_policy).names, lambda at: step_num + (at - place + 1) * updates
+            names = self._runner.programs.detector(options.nan_policy).names
+            number_of = lambda at: step_num + (at - place + 1) * updates
             guard = nonfinite.Guard(options.nan_policy, names, number_of)
         observers = [*self.observers, *(self.statistics.observers() if self.statistics else ())]
         custom = self._run_custom if self._calls_step(trains) else None
@@ -321,7 +322,7 @@ class Engine:
         call, run, plan, step = self.call, self.run, self.plan, self._loop.step
         limit = None if num_steps is None else num_steps // max(call.updates, 1)
         feed, goal = self._feed_of(dataset, limit), self._goal()
-        call.state = step.prepare_state(state)
+        call.state = self._runner.states.prepare(state)
         call.place, left = "the dataset", NEVER[0] if limit is None else limit
         until = run.now.steps + left * call.updates
         try:
@@ -367,7 +368,7 @@ class Engine:
             raise
         finally:
             if call.program is not None and call.program.custom is None and call.state is not None:
-                step.remember(call.state)  # An `end` hook may return any state.
+                self._runner.states.remember(call.state)  # An `end` hook may return any state.
 
     def check_schedules(self) -> None:
         """Raises an error if a schedule doesn't return a later step."""
@@ -509,7 +510,7 @@ class Engine:
     # Steps -----------------------------------------------------------------------------------------------
 
     def _calls_step(self, trains: bool) -> bool:
-        has_work = self._loop.step.work_for_each_step(evaluates=not trains) is not None
+        has_work = self._runner.work_for_each_step(evaluates=not trains) is not None
         return has_work or checks.is_user_defined(self._loop, "_run_one_step")
 
     def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output]:
@@ -520,8 +521,8 @@ class Engine:
         step, run, elapsed, joint = self._loop.step, self.run, None, self._feed.joint
         if not self.call.updates:
             return state, step.evaluate(state, batch, number)
-        if step.has_schedules:
-            samples = step.count_examples(batch) if joint is None else joint.next_examples
+        if self._runner.has_schedules:
+            samples = self._runner.count_examples(batch) if joint is None else joint.next_examples
             elapsed = run.now.advance(samples=samples, time=run.time(), steps=self.call.updates)
         return step(state, batch, number, elapsed=elapsed)
 
@@ -571,7 +572,7 @@ class Engine:
         options, dataset = self.options, indexed(batch)
         batches = [batch] if dataset is None else dataset.first_of_each_size()
         numbers = sorted({options.steps_per_dispatch or STEPS_TRIED, 1}, reverse=True)
-        with self._loop.step.watched(options.nan_policy):
+        with self._runner.programs.watched(options.nan_policy):
             for each, number in itertools.product(batches, numbers):
                 self._loop.step.compile(state, each, evaluates=options.evaluates, steps_per_dispatch=number)
 
@@ -594,11 +595,11 @@ class Engine:
         self._feed = Feed(dataset, read, self._join if self.job.is_shared else None)
         if not self.options.evaluates:
             found = indexed(dataset)
-            self._loop.step.batch_watch.declared_sizes = () if found is None else found.batch_sizes
+            self._runner.batch_watch.declared_sizes = () if found is None else found.batch_sizes
 
     def _join(self, read: Callable[[], types.Batch]) -> agreement.JointReader:
         """Returns a reader that reads batches jointly with the other processes."""
-        step, stopwatch = self._loop.step, self.run.stopwatch
+        runner, stopwatch = self._runner, self.run.stopwatch
 
         def timed() -> types.Batch:
             began = timing.clock()
@@ -611,11 +612,11 @@ class Engine:
             repr(self._loop),
             timed,
             before_reading=lambda: self.plan.mark(if_cheap=True),
-            count=step.count_examples,
+            count=runner.count_examples,
             requests=self.requests,
             secs=stopwatch.training_secs,
-            on_difference=step.batch_watch.expect_differences,
-            fill_to=step.filler(),
+            on_difference=runner.batch_watch.expect_differences,
+            fill_to=runner.filler(),
             until_all_processes_end=not self.call.updates,
         )
 

@@ -66,12 +66,12 @@ class Program:
         self.custom: Custom | None = custom
         self.observers: Sequence[Callable[[types.Batch], None]] = observers
         self._evaluates = evaluates
-        self._compiled, self._call = step.dispatcher(evaluates=evaluates)
-        has_own = lambda name: checks.is_overridden(step, name, Step)
-        self._begins, self._preprocesses = has_own("begin"), has_own("preprocess_batch")
-        self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
-        self._places = evaluates or step.places_batches or has_own("place")
-        self._batch_watch = step.batch_watch
+        runner = self._runner = step._runner
+        self._compiled, self._call = runner.programs.dispatcher(evaluates=evaluates)
+        self._begins, self._preprocesses = runner.has_own("begin"), runner.has_own("preprocess_batch")
+        self._counts = evaluates or self._begins or self._preprocesses or runner.has_own("num_examples")
+        self._places = evaluates or runner.places_batches
+        self._batch_watch = runner.batch_watch
         self._has_failed = False  # True if a dispatch of several steps failed.
         self._num_examples = 0  # In the current batch of a `custom` function.
 
@@ -138,31 +138,32 @@ class Program:
 
     def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output, int]:
         assert self.custom is not None
-        self._num_examples = self.step.count_examples(batch)
+        self._num_examples = self._runner.count_examples(batch)
         return *self.custom(state, batch, number), self._num_examples
 
     def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         carry, batch, num_examples = self._prepare(carry, batch)
-        rows = 0 if self._evaluates else self.step.check_batches(batch)
+        rows = 0 if self._evaluates else self._runner.check_batches(batch)
         try:
-            placed = self.step.place(batch, evaluates=self._evaluates) if self._places else batch
+            placed = self._runner.place(batch, evaluates=self._evaluates) if self._places else batch
             carry, outputs = self._call(carry, placed, self._batch_watch.form)
         except Exception as error:
-            self.step.explain(error, batch)
+            self._runner.explain(error, batch)
             raise
         return carry, outputs, rows if num_examples is None else num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
         """Passes a batch through the hooks before `run`."""
-        step, num_examples = self.step, self.step.count_examples(batch) if self._counts else None
+        runner = self._runner
+        num_examples = runner.count_examples(batch) if self._counts else None
         if self._begins:
-            state = self._compiled.leave(carry) if step.begin_reads_state(batch) else None
+            state = self._compiled.leave(carry) if runner.begin_reads_state(batch) else None
             with jax.profiler.TraceAnnotation("jaxloop: begin"):
-                new_state, batch = step.before_run(state, batch)
+                new_state, batch = runner.before_run(state, batch)
             carry = carry if new_state is state else self._compiled.enter(new_state)
         elif self._preprocesses:
             with jax.profiler.TraceAnnotation("jaxloop: preprocess_batch"):
-                batch = step.preprocessed(batch)
+                batch = runner.preprocessed(batch)
         return carry, batch, num_examples
 
     def run_fused(self, ran: Ran, feed: Feed, size: int) -> bool:
@@ -213,11 +214,13 @@ class Program:
         whole = stacked(prepared)
         if whole is None:
             return None
-        rows = 0 if self._evaluates else self.step.check_batches(*prepared)
+        rows = 0 if self._evaluates else self._runner.check_batches(*prepared)
         try:
-            carry, outputs = call(carry, self.step.place_stacked(whole), self._batch_watch.form)
+            carry, outputs = call(
+                carry, self._runner.place(whole, evaluates=self._evaluates, fuses=True), self._batch_watch.form
+            )
         except Exception as error:
-            self.step.explain(error, prepared[0])
+            self._runner.explain(error, prepared[0])
             raise
         return compiled.leave(carry), Block(outputs, len(batches)), [rows if n is None else n for n in numbers]
 
@@ -227,9 +230,9 @@ class Program:
 
     @functools.cached_property
     def _fused(self) -> Any:
-        if work := self.step.work_for_each_step(evaluates=self._evaluates):
+        if work := self._runner.work_for_each_step(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
-        return self.step.dispatcher(evaluates=self._evaluates, fuses=True)
+        return self._runner.programs.dispatcher(evaluates=self._evaluates, fuses=True)
 
 
 def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:

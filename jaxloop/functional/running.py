@@ -440,7 +440,7 @@ class _Plan:
         feed, error = counting.iterator, None
         assert isinstance(feed, Feed)
         feed.begin(None)
-        state, step_num = program.step.prepare_state(loop_state.state), loop_state.elapsed.steps
+        state, step_num = program.step._runner.states.prepare(loop_state.state), loop_state.elapsed.steps
         ran = Ran(state, step_num, [])
         checks.mark_donated(loop_state.state, "jf.loop")
         try:
@@ -449,7 +449,7 @@ class _Plan:
             error = raised
         counting.stopwatch.move(ran.in_data, "data")
         loop_state.state = ran.state
-        program.step.remember(ran.state)
+        program.step._runner.states.remember(ran.state)
         if ran.outputs:
             _report(loop_state, counting.count_all(seen[: len(ran.outputs)]), ran.outputs)
         if error is not None and ran.is_in_step:

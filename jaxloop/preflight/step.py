@@ -1,22 +1,28 @@
 """Checks of a step: its state, its hooks, `run`, and the memory that it needs."""
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.extend import core as jax_core
+from jax.interpreters import partial_eval
 
 from jaxloop import checks, metrics, partition, types
 from jaxloop import topology as topologies
+from jaxloop.check.costs import cost_analysis, moved_to
 from jaxloop.cost import DeviceMemoryError
 from jaxloop.layout import Layout, bytes_of, readable
 from jaxloop.preflight.experiment import Part, State
 from jaxloop.preflight.report import Findings
-from jaxloop.step import NO_OPTIMIZER, Step, Traced
+from jaxloop.step import NO_OPTIMIZER, Step
 
 # The largest size of outputs that may be kept until the end of a loop without a warning.
 _MOST_OUTPUT_BYTES = 2**30
@@ -77,13 +83,13 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
         if part.trains:
             with here:
                 step.shard_batch(ready)
-        traced = step.trace(state.shapes, ready, evaluates=not part.trains)
+        new_state, outputs, updates = _trace(step, state.shapes, ready, evaluates=not part.trains)
         if part.trains:
-            _check_new_state(here, step, state.shapes, traced)
+            _check_new_state(here, step, state.shapes, new_state, updates)
         hooks = ((step, "end"), (part.loop, "end"), (part.loop, "update_outputs"))
         if any(checks.is_user_defined(thing, name) for thing, name in hooks):
             return part
-        outputs = traced.outputs or {}
+        outputs = outputs or {}
         _check_size(here, outputs, longest_loop)
         _check_for_losses_per_example(here, outputs)
         # Not zeros, because a metric may divide by them.
@@ -104,7 +110,7 @@ def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.
     if any(checks.is_user_defined(thing, name) for thing, names in ways.items() for name in names):
         return None
     given = _state_for_begin(state, step)
-    ready = step.preprocessed(batch)
+    ready = step._runner.preprocessed(batch)
     try:
         result = step.begin(given, ready)
     except Exception:
@@ -133,13 +139,45 @@ def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.
     return True
 
 
-def _check_new_state(here: Findings, step: Step, state: Any, traced: Traced) -> None:
+def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tuple[Any, types.Output, int | None]:
+    """Traces `run` for a state, or its shapes, and a batch that is ready for it.
+
+    Returns the shapes of the new state and the outputs, and the number that `run` adds to `state.step` (None if it
+    depends on the data).
+    """
+    programs, mesh = step._runner.programs, step.partitioner.mesh
+    checked = programs.evaluate if evaluates else programs.run
+    run = functools.wraps(step.run)(lambda state, batch: checked(state, batch))
+    with partition.mesh_for_tracing(mesh):
+        jaxpr, result = jax.make_jaxpr(run, return_shape=True)(state, batch)
+    if evaluates:
+        return state, result, 0
+    new_state, outputs = result
+    count = getattr(new_state, "step", None)
+    place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is count), None)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # `_added_to_leaf` runs the program.
+        return new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place)
+
+
+def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
+    """Returns the number that a traced program adds to the integer leaf at `place`; None if it depends on the data."""
+    is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
+    needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
+    if any(needs_it and number != place for number, needs_it in enumerate(needs)):
+        return None
+    before = jnp.asarray(41, jaxpr.in_avals[place].dtype)  # An arbitrary number that fits in an int8.
+    closed = jax_core.ClosedJaxpr(needed, jaxpr.consts)  # pyright: ignore[reportPrivateImportUsage]
+    (after,) = jax_core.jaxpr_as_fun(closed)(*[before] * any(needs))
+    return int(metrics.fetch(after)) - 41
+
+
+def _check_new_state(here: Findings, step: Step, state: Any, new_state: Any, updates: int | None) -> None:
     """Checks that a training step counts its updates, and that its new state doesn't cause a recompilation."""
     kind = type(step).__name__
-    if hasattr(state, "step") and traced.updates not in (None, step.updates_per_step):
-        adds = f"adds {traced.updates} to state.step" if traced.updates else "returns state.step unchanged"
+    if hasattr(state, "step") and updates not in (None, step.updates_per_step):
+        adds = f"adds {updates} to state.step" if updates else "returns state.step unchanged"
         here.error(f"{kind}.run {adds}. {checks.counting_hint(step)}")
-    before, after = checks.leaves_by_path(state), checks.leaves_by_path(traced.state)
+    before, after = checks.leaves_by_path(state), checks.leaves_by_path(new_state)
     both = ((f"{kind}.run returns", after, before), ("The state that is given has", before, after))
     for what, one, other in both:
         weak = [path for path, leaf in one.items() if _is_weak(leaf) and not _is_weak(other[path])]
@@ -240,7 +278,8 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
     with here:
         for batch in first:
             part.loop.compile(_state_for_begin(state, step), batch)
-        cost = step.cost_analysis()
+        cost = step._runner.programs.cost
+        assert cost is not None
         memory = partition.memory_of(jax.local_devices()[0])
         there = "" if memory is None else f" of {readable(memory)}"
         here.plan["step"] = (
@@ -266,7 +305,7 @@ def _listed(sizes: Mapping[str, int]) -> str:
 def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch, topology: str) -> None:
     """Compiles a step for TPUs, which don't have to be attached, and checks that the step fits into their memory."""
     devices = topologies.devices_of(topology)
-    there = step.moved_to(devices)
+    there = moved_to(step, devices)
     state = there.partitioner.layout_of(shapes)
     layout = there.partitioner.report(state)
     rows, shards = checks.num_examples(batch) or 0, there.partitioner.shards
@@ -274,7 +313,7 @@ def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch,
     sizes = _parts_of(layout) | {"batch": bytes_of(batch) * padded // max(rows, 1) // shards}
     memory, cost = topologies.memory_of(devices[0]), None
     try:
-        cost = there.cost_analysis(state, batch)
+        cost = cost_analysis(there, state, batch)
         needed = cost.peak_bytes
     except DeviceMemoryError as error:
         needed, memory = error.needed_bytes, error.available_bytes
@@ -295,7 +334,7 @@ def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch,
                 f"batches of {padded} rows, or of another multiple of {shards}."
             )
     if memory is not None and needed > memory:
-        advice = f"step.largest_batch(state, batch, topology={topology!r}) returns the largest batch that fits"
+        advice = f"jaxloop.check.largest_batch(step, state, batch, {topology!r}) returns the largest batch that fits"
         fsdp = partition.FSDPPartitioner(partition.create_mesh(devices=devices, data=-1))
         split = fsdp.report(fsdp.moved_to(devices).layout_of(shapes)).bytes_per_device
         if split < layout.bytes_per_device:

@@ -8,7 +8,8 @@ import optax
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import cost, topology
+from jaxloop import check, cost, topology
+from jaxloop.check.costs import moved_to
 from jaxloop.partition import create_mesh
 
 NAMES = ("v5e:1x1", "v5e:2x4", "v6e:2x4", "v5p:2x2x1", "v5e:16x16")
@@ -36,20 +37,20 @@ def problems_of(seed):
     state = step.abstract_state([1, 2])
     batch = lambda rows: {"x": ((rows, 2), np.float32), "y": ((rows, 1), np.float32)}
     devices = topology.devices_of(name)
-    largest, memory = step.largest_batch(state, batch(1), topology=name), topology.memory_of(devices[0])
+    largest, memory = check.largest_batch(step, state, batch(1), topology=name), topology.memory_of(devices[0])
 
     def fits(rows):
         try:
-            return step.cost_analysis(state, batch(rows * len(devices)), topology=name).peak_bytes <= memory
+            return check.cost_analysis(step, state, batch(rows * len(devices)), topology=name).peak_bytes <= memory
         except cost.DeviceMemoryError:
             return False
 
     for rows in {1, largest // 2, largest, largest + 1, 2 * largest} - {0}:
         if fits(rows) != (rows <= largest):
             problems.append(f"{name}: largest_batch is {largest}, but {rows} rows fit: {fits(rows)}")
-    moved_step = step.moved_to(devices)
+    moved_step = moved_to(step, devices)
     placed = moved_step.partitioner.layout_of(state)
-    found = step.cost_analysis(state, batch(len(devices)), topology=name)
+    found = check.cost_analysis(step, state, batch(len(devices)), topology=name)
     if found.argument_bytes < moved_step.partitioner.report(placed).bytes_per_device:
         problems.append(f"{name}: {found} has less memory than the state, {moved_step.partitioner.report(placed)}")
     return problems

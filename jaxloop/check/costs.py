@@ -1,0 +1,106 @@
+"""The cost of a step on this machine's devices, or on the TPUs of a topology."""
+
+import bisect
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxloop import checks, models, partition, types
+from jaxloop import topology as topologies
+from jaxloop.cost import Cost, DeviceMemoryError
+from jaxloop.step import Step
+
+_MOST_ROWS = 2**20
+
+
+def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str | None = None) -> Cost:
+    """Compiles a training step, and returns its FLOPs, its memory and its communication.
+
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> cost_analysis(step, state, batches[0]).flops > 0
+    True
+
+    Args:
+      step: The step.
+      state: A state (which remains usable) or the result of `step.abstract_state`.
+      batch: A batch or its shapes; see `Step.compile`. If a topology is given, this is the global batch for all of its
+        devices.
+      topology: The TPUs to compile for, such as "v5e:16x16". This machine doesn't need to have them. The partitioner's
+        data axis is resized to use all of them. If None, the devices of the step's partitioner are used.
+
+    Raises:
+      jaxloop.cost.DeviceMemoryError: If the step needs more memory than a device in the topology has.
+      ImportError: If a topology is given but libtpu is not installed.
+      ValueError: If the topology doesn't exist.
+    """
+    if topology is not None:
+        step, state = _on_topology(step, state, topology)
+    step.compile(state, batch)
+    cost = step._runner.programs.cost
+    assert cost is not None
+    return cost
+
+
+def largest_batch(step: Step, state: Any, batch: types.BatchSpec, topology: str | None = None) -> int:
+    """Returns the largest per-device batch size (in rows) for which a training step fits in device memory.
+
+    Searches by bisection, compiling the step for each batch size that it tries. Nothing is allocated on the devices.
+
+    Args:
+      step: The step.
+      state: The state, or its shapes from `step.abstract_state`.
+      batch: A batch or its shapes; see `Step.compile`. The size of its leading axis doesn't matter.
+      topology: See `cost_analysis`. If None, the devices of the step's partitioner are used. They must report how much
+        memory they have.
+
+    Returns:
+      The number of rows per device, at most 2**20. It is 0 if not even one row fits.
+
+    Raises:
+      ValueError: If the memory of the devices is unknown.
+    """
+    state = jax.tree.map(checks.shape_of, state)
+    if topology is not None:
+        step, state = _on_topology(step, state, topology)
+    partitioner, mesh = step.partitioner, step.partitioner.mesh
+    device = mesh.devices.flat[0] if mesh is not None else next(iter(partitioner.sharding.device_set))
+    memory = partition.memory_of(device) if topology is None else topologies.memory_of(device)
+    if memory is None:
+        raise ValueError(
+            f"The memory of {device.device_kind} is unknown, so the largest batch is, too. Give a topology, "
+            'such as "v5e:2x4".'
+        )
+    example = models.example_batch(batch)
+
+    def fits(rows: int) -> bool:
+        resize = lambda leaf: np.broadcast_to(leaf[:1], (rows * partitioner.shards, *leaf.shape[1:]))
+        resized = jax.tree.map(lambda leaf: resize(leaf) if np.ndim(leaf) else leaf, example)
+        try:
+            return cost_analysis(step, state, resized).peak_bytes <= memory
+        except DeviceMemoryError:
+            return False
+
+    high = 1
+    while high <= _MOST_ROWS and fits(high):
+        high *= 2
+    sizes = range(high // 2 + 1, min(high, _MOST_ROWS + 1))
+    return high // 2 + bisect.bisect(sizes, False, key=lambda rows: not fits(rows))
+
+
+def moved_to(step: Step, devices: Sequence[Any]) -> Step:
+    """Returns a copy of a step that can be compiled for other devices; see `Partitioner.moved_to`."""
+    moved, runner = copy.copy(step), step._runner
+    moved._partitioner = step.partitioner.moved_to(devices)
+    moved._runner = type(runner)(moved, Step, *(each.actions for each in runner.action_lists))
+    moved._runner.programs.jit_kwargs = runner.programs.jit_kwargs
+    return moved
+
+
+def _on_topology(step: Step, state: Any, topology: str) -> tuple[Step, Any]:
+    """Returns the step for the devices of a topology, and the shapes of its state there."""
+    moved = moved_to(step, topologies.devices_of(topology))
+    return moved, moved.partitioner.layout_of(jax.tree.map(checks.shape_of, state))
