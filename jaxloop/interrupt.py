@@ -4,7 +4,6 @@ Other threads can also pause a run between two steps, or end it.
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import select
@@ -19,8 +18,8 @@ from absl import logging
 
 # A Ctrl-C this soon after one that ended an earlier run is meant to stop the program, which keeps starting runs.
 _SECOND_WITHIN_SECS = 2.0
-# A second SIGTERM this soon after the first counts as the same one: systemd sends SIGTERM to a launcher and to its
-# child, and the launcher also forwards it to the child.
+# A second SIGTERM this soon after the first counts as the same one: `timeout` sends it to its child twice, and under
+# systemd, a launcher may forward a signal that its child has already received.
 _SAME_WITHIN_SECS = 0.1
 # Python's default handlers. jaxloop handles a signal only if the program has not replaced its default handler.
 _DEFAULTS: tuple[tuple[signal.Signals, Any], ...] = (
@@ -35,9 +34,7 @@ STOP = -1
 DETOUR = -2
 """The number to pass to `Interruptible.confirm` to interrupt a run so that it can return to an earlier checkpoint."""
 _NO_SIGNALS = (None, STOP, DETOUR)
-# The time for cleanup after the second signal, and the time within which a job must agree on the first one.
-_CLEANUP_SECS = 5.0
-_AGREEMENT_SECS = 15.0
+_AGREEMENT_SECS = 15.0  # The time within which the processes of a job must agree on the first signal.
 _CLOSED = 0  # Sent to the watch thread. No signal has this number.
 
 
@@ -49,12 +46,11 @@ class Interruptible:
     everything inside the context. If it is Ctrl-C, the program continues. Exceptions propagate; after SIGTERM, a note
     is added to them. From the first signal on, a SIGCHLD handler of the program isn't called.
 
-    A second Ctrl-C raises `KeyboardInterrupt`, even if the first one ended an earlier run a moment ago. If at least one
-    of the two signals is SIGTERM, the second one ends the process by its default action: no `finally` blocks run, and
-    the child processes of `multiprocessing` are killed. However, Python handles signals only between bytecode
-    instructions, and a program may swallow `KeyboardInterrupt`. Therefore, a thread also watches for signals: 5 s after
-    the second signal, or at the third, it ends the process with exit code 128 + the signal's number. Interactive
-    sessions don't start this thread.
+    The second signal ends the process at once, with exit code 128 + the signal's number, even if the main thread hangs
+    in native code: a thread watches for signals. No `finally` blocks run, and the child processes of `multiprocessing`
+    are killed. Interactive sessions, and programs that use `signal.set_wakeup_fd`, have no such thread. There, the
+    second signal has Python's default effect, so that Ctrl-C raises `KeyboardInterrupt`. A Ctrl-C up to 2 s after one
+    that ended an earlier run also raises it.
 
     If the processes of a job have not agreed on the first signal after 15 s, because one of them hangs, the process
     exits in the same way. Saved checkpoints stay intact in all cases.
@@ -75,15 +71,12 @@ class Interruptible:
     def __init__(self, *, defers: bool = False):
         self._defers = defers
         self._outer: Interruptible | None = None
-        self._pid = 0
         self.signum: int | None = None  # The first signal.
         self.unconfirmed: int | None = None  # A signal that has no effect yet.
-        self._confirmed_elsewhere: int | None = None  # A confirmed signal that this process has not received.
         self.pauses: bool = False  # True if the run pauses after the current dispatch.
         self._pause_is_unconfirmed = False
-        self._times: dict[int, float] = {}  # When each signal last arrived, in this run or an earlier one.
-        self._before: dict[int, tuple[Any, Any]] = {}  # The replaced handlers of Python and of the C library.
-        self._child_handler: Any = None  # The program's SIGCHLD handler, while it isn't called.
+        self._last_ctrl_c = float("-inf")  # When the last Ctrl-C ended a run: this one or an earlier one.
+        self._replaced: dict[int, tuple[Any, Any]] = {}  # The handlers of the program, and those in their place.
         self._watch: _Watch | None = None
 
     @property
@@ -163,8 +156,6 @@ class Interruptible:
             self.signum = self.signum or signum
             return
         if self.signum in _NO_SIGNALS:
-            if self.unconfirmed != signum:
-                self._confirmed_elsewhere = signum
             self.signum = signum
         self.unconfirmed = None
 
@@ -174,17 +165,15 @@ class Interruptible:
             self.signum = None
 
     def __enter__(self) -> "Interruptible":
-        self.signum = self.unconfirmed = self._confirmed_elsewhere = None
+        self.signum = self.unconfirmed = None
         self.end_pause()
         self._outer = _find_open()
         if self._outer is None and threading.current_thread() is threading.main_thread():
-            self._pid = os.getpid()
             for signum, default in _DEFAULTS:
                 if signal.getsignal(signum) is default:
-                    self._before[signum] = (default, _native_action(signum))
-                    signal.signal(signum, self._on_signal)
-            if self._before and not hasattr(sys, "ps1"):
-                self._watch = _Watch.begin(self)
+                    self._replace_handler(signum, self._on_signal)
+            if self._replaced and not hasattr(sys, "ps1"):
+                self._watch = _Watch.begin(self, frozenset(self._replaced))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -200,33 +189,25 @@ class Interruptible:
             )
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        is_worker = os.getpid() != self._pid  # Forked during the run; `Process.terminate()` must end it.
-        if is_worker and signum == signal.SIGTERM:
-            _end_at_once(signum)
-        first, now = (None if self.signum in _NO_SIGNALS else self.signum) or self.unconfirmed, time.monotonic()
-        since = now - self._times.get(signum, float("-inf"))
-        if first == signum == signal.SIGTERM and since < _SAME_WITHIN_SECS:
-            return
-        if signum == self._confirmed_elsewhere:
-            self._confirmed_elsewhere, self._times[signum] = None, now
-            return
-        # A program may start one short run after another, and each would swallow one Ctrl-C.
-        is_repeated = signum == signal.SIGINT and since < _SECOND_WITHIN_SECS
-        self._times[signum] = now
-        if self._defers and self.signum in _NO_SIGNALS:
-            self.unconfirmed = first or signum
-        else:
-            self.signum = first or signum
-        # If `_before` is empty, the context is closed, and other code installed this handler again.
-        if first is not None or is_repeated or not self._before:
-            self._restore_handlers()  # Here, because `KeyboardInterrupt` may be raised before `__exit__` begins.
-            if signum == signal.SIGINT and first != signal.SIGTERM:
+        is_first, is_repeated = self.signum in _NO_SIGNALS and self.unconfirmed is None, False
+        if is_first and signum == signal.SIGINT:
+            # A program may start one short run after another, and each would swallow one Ctrl-C.
+            now = time.monotonic()
+            is_repeated, self._last_ctrl_c = now - self._last_ctrl_c < _SECOND_WITHIN_SECS, now
+        if is_repeated or not (is_first or self._watch):
+            self._restore_handlers()
+            if signum == signal.SIGINT:
                 raise KeyboardInterrupt
-            _kill_workers()
-            _end_at_once(signum)
-        if not is_worker:
+            signal.raise_signal(signum)
+        elif is_first:
+            if self._defers:
+                self.unconfirmed = signum
+            else:
+                self.signum = signum
             self._log(signum)
-            self._ignore_children()
+            # PyTorch's handler raises in the main thread if a worker has ended, and the signal may have ended workers.
+            if callable(signal.getsignal(signal.SIGCHLD)):
+                self._replace_handler(signal.SIGCHLD, signal.SIG_DFL)
 
     def _log(self, signum: int) -> None:
         with contextlib.suppress(RuntimeError):  # "reentrant call": the signal interrupted a write to the same stream.
@@ -238,42 +219,33 @@ class Interruptible:
                     _EXIT_CODE,
                 )
 
-    def _ignore_children(self) -> None:
-        """Replaces a SIGCHLD handler, such as that of PyTorch, which raises in the main thread if a worker has ended.
-
-        The signal that ends the run may also have ended the workers.
-        """
-        if callable(handler := signal.getsignal(signal.SIGCHLD)):
-            self._child_handler = handler
-            with contextlib.suppress(Exception):  # `signal.signal` first calls the handlers of pending signals.
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    def _replace_handler(self, signum: int, handler: Any) -> None:
+        self._replaced[signum] = signal.getsignal(signum), handler
+        with contextlib.suppress(Exception):  # `signal.signal` first calls the handlers of pending signals.
+            signal.signal(signum, handler)
+        signal.signal(signum, handler)
 
     def _restore_handlers(self) -> None:
-        if self._child_handler is not None:
-            signal.signal(signal.SIGCHLD, self._child_handler)
-            self._child_handler = None
-        for signum, (handler, action) in list(self._before.items()):
-            # `signal.signal` first runs the handlers of pending signals, which may call this method again.
-            if signal.getsignal(signum) == self._on_signal:  # Otherwise, other code replaced the handler.
-                signal.signal(signum, handler)
-                _set_native_action(signum, action)
-            self._before.pop(signum, None)
+        for signum, (theirs, ours) in list(self._replaced.items()):
+            # `signal.signal` first calls the handlers of pending signals, which may call this method again.
+            if signal.getsignal(signum) == ours:  # Otherwise, other code replaced the handler.
+                signal.signal(signum, theirs)
+            self._replaced.pop(signum, None)
 
 
 @final
 class _Watch:
-    """A thread that ends the process if signals don't end the run, even if the main thread hangs."""
+    """A thread that ends the process at the second signal, even if the main thread hangs."""
 
-    def __init__(self, interruptible: Interruptible):
-        self._interruptible, self._pid = interruptible, os.getpid()
+    def __init__(self, interruptible: Interruptible, signums: frozenset[int]):
+        self._interruptible, self._signums = interruptible, signums
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
 
     @classmethod
-    def begin(cls, interruptible: Interruptible) -> "_Watch | None":
+    def begin(cls, interruptible: Interruptible, signums: frozenset[int]) -> "_Watch | None":
         """Starts the thread. Returns None if the program already uses the wakeup file descriptor, as asyncio does."""
-        watch = cls(interruptible)
+        watch = cls(interruptible, signums)
         # Python writes the number of each signal to the pipe when the signal arrives, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
         if before != -1:
@@ -285,10 +257,7 @@ class _Watch:
 
     def end(self) -> None:
         """Stops the thread."""
-        if os.getpid() != self._pid:  # This process was forked, and the thread belongs to its parent.
-            return
-        if signal.set_wakeup_fd(-1) not in (-1, self._writer):
-            logging.warning("The program called signal.set_wakeup_fd during the run, and jaxloop reset it to -1.")
+        signal.set_wakeup_fd(-1)
         os.write(self._writer, bytes([_CLOSED]))  # The thread then closes the pipe.
 
     def _close(self) -> None:
@@ -296,87 +265,55 @@ class _Watch:
         os.close(self._writer)
 
     def _run(self) -> None:
-        number, last, deadline = 0, (0, 0.0), float("inf")
+        first, arrived = 0, 0.0
         while True:
-            left = deadline - time.monotonic()
-            ready = left > 0 and select.select([self._reader], [], [], None if left == float("inf") else left)[0]
-            if not ready:
-                if number > 1 or self._interruptible.awaits_agreement:
-                    _exit_now(last[0])
-                deadline = float("inf")
+            left = None  # The seconds until the job must have agreed on the first signal.
+            if first and self._interruptible.awaits_agreement:
+                left = arrived + _AGREEMENT_SECS - time.monotonic()
+                if left <= 0:
+                    _exit_now(first)
+            if not select.select([self._reader], [], [], left)[0]:
                 continue
-            for signum in os.read(self._reader, 1024):
-                if signum == _CLOSED:
-                    self._close()
-                    return
-                now = time.monotonic()
-                is_same = signum == last[0] == signal.SIGTERM and now - last[1] < _SAME_WITHIN_SECS
-                if signum not in (signal.SIGINT, signal.SIGTERM) or is_same:
-                    continue
-                number, last = number + 1, (signum, now)
-                deadline = min(deadline, now + (_AGREEMENT_SECS if number == 1 else _CLEANUP_SECS))
-                if number > 2:
+            signum, now = os.read(self._reader, 1)[0], time.monotonic()
+            if signum == _CLOSED:
+                self._close()
+                return
+            is_same = signum == first == signal.SIGTERM and now - arrived < _SAME_WITHIN_SECS
+            if signum in self._signums and not is_same:
+                if first:
                     _exit_now(signum)
+                first, arrived = signum, now
 
 
 def _exit_now(signum: int) -> None:
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    text = "jaxloop: the run did not end after Ctrl-C or SIGTERM. The process exits now.\n"
     with contextlib.suppress(OSError):
-        os.write(2, ("\x1b[?25h\n" * is_terminal + text).encode())  # Shows the cursor, which a progress bar may hide.
-    _kill_workers()
-    os._exit(128 + signum)
-
-
-def _kill_workers() -> None:
-    """Kills the child processes of `multiprocessing`, which may ignore signals and may outlive this process."""
+        os.write(2, b"jaxloop: the run did not end after Ctrl-C or SIGTERM. The process exits now.\n")
     with contextlib.suppress(Exception):
-        for worker in multiprocessing.active_children():
+        for worker in multiprocessing.active_children():  # They may ignore signals and outlive this process.
             worker.kill()
-
-
-def _forget_watch() -> None:
-    """Detaches a forked child from its parent's watch thread, which would otherwise receive the child's signals."""
-    open_ = _find_open()
-    if open_ is not None and open_._watch is not None:
-        signal.set_wakeup_fd(-1)
-
-
-os.register_at_fork(after_in_child=_forget_watch)
+    os._exit(128 + signum)
 
 
 def _find_open() -> Interruptible | None:
     """Returns the outermost open context, whose handlers are installed; None if there is none."""
     for signum, _ in _DEFAULTS:
         owner = getattr(signal.getsignal(signum), "__self__", None)
-        if isinstance(owner, Interruptible) and owner._before:
+        if isinstance(owner, Interruptible) and owner._replaced:
             return owner
     return None
 
 
-def _end_at_once(signum: int) -> None:
-    """Ends the process with the signal's default action, which can't be swallowed or delayed."""
-    signal.signal(signum, signal.SIG_DFL)
-    signal.raise_signal(signum)
-    os._exit(128 + signum)  # The default action doesn't end the first process of a container.
+def _detach_worker() -> None:
+    """Lets `terminate` end a forked worker, whose signals would otherwise reach its parent's watch thread."""
+    parent = _find_open()
+    if parent is not None:
+        if parent._watch is not None:
+            signal.set_wakeup_fd(-1)
+            parent._watch = None
+        # The parent still needs its workers until the run ends, and Ctrl-C reaches the workers, too.
+        for signum, handler in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
+            if signum in parent._replaced:
+                signal.signal(signum, handler)
 
 
-# Native code may install a handler that Python doesn't report, as `jax.distributed.initialize` does for SIGTERM.
-
-
-def _sigaction() -> Any:
-    try:
-        return ctypes.CDLL(None).sigaction
-    except (TypeError, OSError, AttributeError):  # Windows.
-        return None
-
-
-def _native_action(signum: int) -> Any:
-    """Returns the C library's current `struct sigaction` for a signal."""
-    sigaction, action = _sigaction(), ctypes.create_string_buffer(1024)
-    return action if sigaction is not None and sigaction(signum, None, action) == 0 else None
-
-
-def _set_native_action(signum: int, action: Any) -> None:
-    if action is not None:
-        _sigaction()(signum, action, None)
+os.register_at_fork(after_in_child=_detach_worker)

@@ -340,7 +340,7 @@ def main(argv: list[str]) -> None:
     distributed.initialize()  # Joins the other processes, if there are any.
     try:
         run(options)
-    except KeyboardInterrupt:  # Ctrl-C before the first step, or pressed twice.
+    except KeyboardInterrupt:  # Ctrl-C before the first step.
         if is_first_process():
             print("Interrupted. Run the same command again to resume from the newest checkpoint.")
         sys.exit(130)

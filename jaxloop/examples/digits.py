@@ -217,7 +217,7 @@ def main(argv: list[str]) -> None:
     names = ("dataset", "train_steps", "batch_size", "learning_rate", "seed", "check", "topology")
     try:
         run(workdir, **{name: getattr(options, name) for name in names})
-    except KeyboardInterrupt:  # Ctrl-C before the first step, or pressed twice.
+    except KeyboardInterrupt:  # Ctrl-C before the first step.
         print("Interrupted. Run the same command again to resume from the newest checkpoint.")
         sys.exit(130)
 

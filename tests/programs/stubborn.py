@@ -11,7 +11,7 @@ import threading
 import time
 
 KINDS = ["writer", "iterator", "native", "workers"]
-MAX_SECS = 30  # 5 s are for cleanup. The rest is slack for a busy machine.
+MAX_SECS = 30  # Slack for a busy machine.
 
 
 def print_word(word):
