@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
@@ -385,6 +386,9 @@ def test_a_writer_that_is_never_closed_ends_its_tracked_run_at_exit(status, has_
         action(None, {"loss": 0.5}, step_num=step)
         if step == 1 and has_written:
             action.flush()
+    for thread in threading.enumerate():  # As Python does.
+        if thread.name == "jaxloop-writer":
+            thread.join()
     for function in reversed(list(at_exit)):  # Python doesn't call those that these register.
         function()
     assert mlflow.statuses == [status.upper()] and len(mlflow.losses) == 2

@@ -1,19 +1,18 @@
 """The queue in front of a writer, and the base class of the actions that use it."""
 
-import atexit
+import collections
 import copy
 import dataclasses
-import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
 from absl import logging
 
-from jaxloop import distributed, encoding
+from jaxloop import distributed
 from jaxloop.actions.action import Action
 from jaxloop.schedules import Schedule
 from jaxloop.text import printable
@@ -24,23 +23,6 @@ MOST_PENDING = 64
 PAUSE_SECS = 0.1
 """The time, in seconds, for which a new thread collects calls, unless an action is waiting for them."""
 
-_METHODS = frozenset(
-    f"write_{kind}"
-    for kind in (
-        "scalars",
-        "texts",
-        "images",
-        "videos",
-        "audios",
-        "histograms",
-        "summaries",
-        "hparams",
-        "notes",
-        "status",
-    )
-) | {"flush", "resume"}
-"""The writer methods that the calls in a checkpoint may use."""
-
 
 @final
 @dataclasses.dataclass(eq=False)
@@ -48,14 +30,11 @@ class Call:
     """A pending call to a writer's method, such as `write_scalars`, `flush` or `resume`.
 
     Attributes:
-      action: The action that requested the call.
+      action: The action that requested the call, or its description from a checkpoint.
       step: The step to which the values belong.
       method: The name of the method.
       values: The values to write, by name.
       options: Further keyword arguments.
-      number: The position of this call among all calls to the writer. Calls with number 0 come first.
-      is_in_checkpoint: True if a checkpoint saved by this process contains the call, so that a resumed run will make
-        it.
     """
 
     action: Any
@@ -63,8 +42,6 @@ class Call:
     method: str
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    number: int = 0
-    is_in_checkpoint: bool = False
 
     def make(self, writer: Any) -> None:
         """Calls the writer's method, and adds a note with the action, the step and the names to any error."""
@@ -76,20 +53,8 @@ class Call:
                 getattr(writer, self.method)(*arguments, **self.options)
         except BaseException as error:
             names = f" of {', '.join(map(printable, self.values))}" if self.values else ""
-            error.add_note(f"in {self.action!r}, after step {self.step}: {self.method}{names}")
+            error.add_note(f"in {self.action}, after step {self.step}: {self.method}{names}")
             raise
-
-    def keep(self) -> dict[str, Any] | None:
-        """Returns the call in the form stored in checkpoints. If it can't be stored, logs an error and returns None."""
-        kept = {name: getattr(self, name) for name in ("number", "step", "method", "values", "options")}
-        try:
-            encoding.encode(kept)
-        except TypeError as error:
-            text = "The values that %r could not write for step %d can't be saved in a checkpoint: %s"
-            logging.error(text, self.action, self.step, error)
-            return None
-        self.is_in_checkpoint = True
-        return kept
 
 
 @final
@@ -106,8 +71,8 @@ class WriterQueue:
     All actions with the same writer share its queue. The first request starts the thread, which waits a tenth of a
     second for more requests, makes all calls, and ends. If the process is killed, calls requested in that tenth of a
     second can be lost. Calls from before a checkpoint are never lost, because `state_dict` waits until everything is
-    written and flushed. All pending calls are made before the program exits, but not in forked processes. In a
-    multi-process job, only the first process calls the writer.
+    written and flushed. The program doesn't exit before the thread has ended. In a multi-process job, only the first
+    process calls the writer.
 
     If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue, and the
     thread ends. The next request or flush raises the error, and the request after that retries the calls. A checkpoint
@@ -132,19 +97,17 @@ class WriterQueue:
     def __init__(self, writer: Any):
         self._writer = writer
         self.last_steps: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._pending: list[Call] = []
-        self._count = 0  # The number of the last call.
+        self._calls: collections.deque[Call] = collections.deque()
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._hurry, self._has_ended = threading.Event(), threading.Event()  # An action waits; the thread has ended.
-        self._errors: list[BaseException] = []  # Still to be raised; at most one.
-        self._is_halted = False  # True after an error, until the next request.
+        self._is_awaited = False  # True if an action waits for the thread.
+        self._error: BaseException | None = None  # Still to be raised.
+        self._is_halted = False  # True after an error or a restore, until the next request or run.
         self._unflushed_step: int | None = None  # The newest step that was written since the last flush.
         self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once anything was written.
-        self._process = os.getpid()
 
     def put(self, *calls: Call) -> None:
-        """Appends either all or none of the calls to the queue. If the queue is full, first waits until it is empty.
+        """Appends either all or none of the calls to the queue. If the queue is full, first waits for space.
 
         Args:
           calls: The calls to append. Their values are copied.
@@ -154,27 +117,30 @@ class WriterQueue:
         """
         if not calls or not distributed.is_first_process():
             return
-        with self._lock:
-            self._raise_error()
-            self._is_halted = False
-        if len(self._pending) + len(calls) > MOST_PENDING:
-            self._drain()
-            self._raise_error()
-        self._unflushed_step, self._begins_from = calls[-1].step, None
         for call in calls:
             if call.method != "write_scalars":  # Numbers are immutable.
                 call.values = copy.deepcopy(call.values)
-        with self._lock:
-            self._add(calls)
+        with self._changed:
+            self._raise_error()
+            self._is_halted = False
+            has_space = lambda: len(self._calls) <= max(MOST_PENDING - len(calls), 0)
+            if not has_space():
+                self._start()
+                self._wait(has_space)
+                self._raise_error()
+            self._unflushed_step, self._begins_from = calls[-1].step, None
+            self._calls.extend(calls)
             self._start()
 
     def flush(self) -> None:
-        """Waits until all calls have been made and the thread has ended, and flushes the writer.
+        """Waits until all calls have been made, and flushes the writer.
 
         Raises:
           BaseException: If an earlier call raised it. Each error is raised only once.
         """
-        self._drain()
+        with self._changed:
+            self._start()
+            self._wait()
         try:
             self._raise_error()
         finally:
@@ -182,33 +148,30 @@ class WriterQueue:
             self._unflushed_step = None
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """Flushes everything. Returns an action's failed calls and the writer's position, to be stored in a checkpoint.
+        """Flushes everything. Returns the failed calls and the writer's position, to be stored in a checkpoint.
 
         Errors are raised later, not here, so that the checkpoint can be saved.
         """
         if not distributed.is_first_process():
             return {}
-        if self._unflushed_step is not None:
-            with self._lock:
-                self._add([Call(action, self._unflushed_step, "flush")])
-            self._unflushed_step = None
-        self._drain()
-        kept = [call.keep() for call in self._pending if call.action is action]
-        unwritten = {"unwritten": [each for each in kept if each is not None]} if any(kept) else {}
-        return unwritten | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
+        with self._changed:
+            if self._unflushed_step is not None:
+                self._calls.append(Call(action, self._unflushed_step, "flush"))
+                self._unflushed_step = None
+            self._start()
+            self._wait()
+            unwritten = [vars(call) | {"action": str(call.action)} for call in self._calls]
+        kept = {"unwritten": unwritten} if unwritten else {}
+        return kept | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
-    def load_state_dict(self, action: Any, state_dict: Mapping[str, Any]) -> None:
-        """Puts the failed calls from a checkpoint at the front of the queue."""
-        calls = list(_calls_in(action, state_dict)) if distributed.is_first_process() else []
-        self._join()
-        with self._lock:
-            # Drops the calls of this action and those in a checkpoint (of the corresponding action in an earlier run),
-            # because the state contains all that still have to be made.
-            others = [each for each in self._pending if each.action is not action and not each.is_in_checkpoint]
-            # Other actions may insert their calls between these, so the thread starts later.
-            self._pending = sorted([*others, *calls], key=lambda call: call.number)
-            self._count = max([self._count, *(call.number for call in calls)])
-            self._is_halted, self._begins_from = False, state_dict
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replaces the queue's failed calls with those from a checkpoint, which the next request or run makes."""
+        calls = state_dict.get("unwritten", ()) if distributed.is_first_process() else ()
+        with self._changed:
+            self._wait()
+            # All actions that share the writer store the same calls.
+            self._calls = collections.deque(Call(**call) for call in calls)
+            self._is_halted, self._begins_from = True, state_dict
 
     def begin_run(self, action: Any, step: int) -> None:
         """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
@@ -221,80 +184,57 @@ class WriterQueue:
           action: The action that makes the request.
           step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
-        with self._lock:
-            state_dict, self._begins_from = self._begins_from, None
+        with self._changed:
+            state_dict, self._begins_from, self._is_halted = self._begins_from, None, False
             if state_dict is not None and distributed.is_first_process():
                 position = {"position": state_dict.get("position")}
-                self._pending.insert(0, Call(action, step, "resume", options=position))
-
-    def _add(self, calls: Sequence[Call]) -> None:
-        for call in calls:
-            self._count += 1
-            call.number = self._count
-        self._pending += calls
+                self._calls.appendleft(Call(action, step, "resume", options=position))
 
     def _start(self) -> None:
         """Starts the thread if there are pending calls."""
-        if self._pending and not self._is_halted and self._thread is None:
-            self._hurry.clear()
-            # Registered after the writer's own exit handler, if any, and thus called first, while the writer is open.
-            atexit.register(self._finish)
-            thread = threading.Thread(target=self._work, name="jaxloop-writer", daemon=True)
-            self._has_ended.clear()
-            thread.start()
-            self._thread = thread
+        if self._calls and not self._is_halted and self._thread is None:
+            # Not a daemon, so that the program makes all calls before it exits.
+            self._thread = threading.Thread(target=self._work, name="jaxloop-writer", daemon=False)
+            self._thread.start()
 
-    def _drain(self) -> None:
-        """Makes calls until one raises an error or none are left, and then ends the thread."""
-        with self._lock:
-            self._start()
-        self._join()
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._hurry.set()
-            # In Python 3.11 a thread counts as ended once Ctrl-C has interrupted its `join`.
-            self._has_ended.wait()
+    def _wait(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Waits until the thread has ended or a condition holds."""
+        self._is_awaited = True
+        self._changed.notify_all()
+        try:
+            self._changed.wait_for(lambda: self._thread is None or is_enough())
+        finally:
+            self._is_awaited = False
 
     def _work(self) -> None:
-        self._hurry.wait(PAUSE_SECS)
-        self._make_calls()
-
-    def _make_calls(self) -> None:
-        while True:
-            with self._lock:
-                if not self._pending or self._is_halted:
-                    if not self._pending and self._thread is not None:
-                        atexit.unregister(self._finish)
-                    self._thread = None
-                    self._has_ended.set()
-                    return
-                call = self._pending[0]
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_awaited, PAUSE_SECS)
+        while call := self._next_call():
             try:
                 call.make(self._writer)
             except BaseException as error:
                 error.add_note("The call ran in the background; its error is raised when the writer is next used.")
-                with self._lock:
-                    self._errors, self._is_halted = [error], True
+                logging.error("Summaries could not be written. The next use of the writer raises the error: %r", error)
+                with self._changed:
+                    self._error, self._is_halted = error, True
             else:
-                with self._lock:
-                    self._pending.remove(call)
+                with self._changed:
+                    self._calls.popleft()
+                    self._changed.notify_all()
+
+    def _next_call(self) -> Call | None:
+        """Returns the first pending call, or None if the thread ends because none is left or one has failed."""
+        with self._changed:
+            if self._calls and not self._is_halted:
+                return self._calls[0]
+            self._thread = None
+            self._changed.notify_all()
+            return None
 
     def _raise_error(self) -> None:
-        if self._errors:
-            raise self._errors.pop()
-
-    def _finish(self) -> None:
-        """Makes the pending calls when the program exits, and logs errors."""
-        if os.getpid() != self._process:  # The thread belongs to the parent process.
-            return
-        self._join()
-        self._pending = [call for call in self._pending if not call.is_in_checkpoint]
-        if self._pending:
-            self._errors, self._is_halted = [], False
-            self._make_calls()  # Not in a thread, because an exiting program can't start one.
-        for error in self._errors:
-            logging.error("Summaries could not be written.", exc_info=error)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 class WriterAction(Action):
@@ -340,7 +280,8 @@ class WriterAction(Action):
         return self._queue.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._queue.load_state_dict(self, state_dict)
+        self._check_state_dict_names({"unwritten", "position"} & state_dict.keys(), state_dict)
+        self._queue.load_state_dict(state_dict)
 
     def flush(self) -> None:
         self._queue.flush()
@@ -362,19 +303,3 @@ def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
         for inner in getattr(writer, "_writers", [getattr(writer, "_writer", None)]):
             if inner is not None:
                 _resume(inner, step, position)
-
-
-def _calls_in(action: Any, state_dict: Mapping[str, Any]) -> Iterable[Call]:
-    """Yields the calls that are stored in an action's state."""
-    if set(state_dict) - {"unwritten", "position"}:
-        raise ValueError(
-            f"{action!r} expects only 'unwritten' and 'position' in its state_dict, got {sorted(state_dict)}. Was it "
-            "saved by a different action?"
-        )
-    for kept in state_dict.get("unwritten", ()):
-        if kept["method"] not in _METHODS:
-            raise ValueError(
-                f"The state of {action!r} has a call of {kept['method']!r}, which is not a method of a writer. Was it "
-                "saved by a different action?"
-            )
-        yield Call(action, **kept)
