@@ -20,11 +20,12 @@ _PARTS = {
     "checkpoints": ("checkpoints", "Save checkpoints less often."),
     "restores": ("restores", "Restores take long: keep checkpoints on a faster disk."),
     "startup": ("start-up", "Import and build less before the run starts."),
-    "downtime": ("between processes", "Restart the program sooner after it ends."),
-    "unknown": ("unknown", "Lower log_interval, so that less time is unknown if a run is killed."),
+    "downtime": (
+        "between processes",
+        "Restart the program sooner after it ends. If it is often killed, lower log_interval.",
+    ),
+    "unknown": ("unknown", ""),
 }
-
-_OF_STEPS = ("dispatch", "device", "data", "actions")
 
 
 @final
@@ -52,11 +53,11 @@ class Goodput:
       checkpoints: Seconds that the loop was blocked by saving checkpoints.
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
-      downtime: Seconds between the end of a process and the start of the next one.
-      unknown: Seconds not covered above. For example, if a process is killed after a log point but before the next step
-        begins, the time in between is unknown.
-      steps: The number of updates that were started, not counting repeats.
-      repeated_steps: The number of updates that were repeated.
+      downtime: Seconds between the last log line of a process and the start of the next one. If a process is killed,
+        this includes its time since its last log point.
+      unknown: Seconds not covered above.
+      steps: The number of updates up to the last log line, not counting repeats.
+      repeated_steps: The number of updates that were logged, and then repeated.
       starts: The number of calls to the `OuterLoop`.
     """
 
@@ -154,25 +155,16 @@ def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
         started = max(attempt.started, since)
         parts["downtime"] += 0.0 if end is None else since - end
         parts["startup"] += started - since
-        when, at, before, pace = started, None, {}, {}
+        when, at, before = started, None, {}
         reached = most
-        for now, step, spent in [*attempt.points, (*attempt.last, None)] if attempt.points else ():
+        for now, step, spent in attempt.points:
             now = max(now, when)
             at = step if at is None else at
             first = step if first is None else first
             count = max(step - at, 0)
             again = min(max(min(step, most) - at, 0), count)
-            if spent is not None:
-                seconds = {kind: spent[kind] - before.get(kind, 0.0) for kind in spent}
-                before, pace = spent, {kind: seconds[kind] for kind in _OF_STEPS} if count else pace
-            elif count:  # Steps after a killed process's last line. Assumes that time was spent as before.
-                known = sum(pace.values())
-                seconds = (
-                    {kind: (now - when) * pace[kind] / known for kind in pace} if known else {"dispatch": now - when}
-                )
-            else:
-                seconds = {}
-            in_steps = seconds.pop("device", 0.0) + seconds.pop("dispatch", 0.0)
+            seconds, before = {kind: spent[kind] - before.get(kind, 0.0) for kind in spent}, spent
+            in_steps = seconds.pop("device") + seconds.pop("dispatch")
             share = again / count if count else 0.0
             parts["repeated"] += share * in_steps
             parts["productive"] += (1.0 - share) * in_steps

@@ -4,17 +4,14 @@ import contextlib
 import dataclasses
 import json
 import math
-import mmap
 import os
 import platform
 import re
 import secrets
 import shlex
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
@@ -32,7 +29,6 @@ FILE = "goodput.jsonl"
 
 _LINE_SECS = 1.0  # At most one log line per second, however short the loops are.
 _MAX_LINE_BYTES = 100_000
-_PULSE = struct.Struct("<qd")  # The number of updates begun, and the time of the last one.
 _ID = re.compile(r"[0-9a-f]{16}")
 _KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
 _has_claimed_start = False  # True once a run has counted the time since this process started.
@@ -43,9 +39,7 @@ class RunLog:
     """Writes the run log of one call to an `OuterLoop`.
 
     A line is appended when the run starts, when its first step is known, at log points (at most once per second), and
-    when it ends. In between, the step and the time of each batch are stored in shared memory (the pulse), which
-    survives SIGKILL. If the next run in the directory is on the same machine, it copies a killed run's pulse to the
-    log. Otherwise, the killed run's last line shows its last known progress.
+    when it ends. A killed run's last line shows its last known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
@@ -61,7 +55,6 @@ class RunLog:
         self._run = ""
         self.notes: dict[str, Any] = {}
         self._descriptor: int | None = None
-        self._pulse: Any = None
         self._newest_line = -math.inf
 
     def start(self, **described: Any) -> None:
@@ -75,14 +68,8 @@ class RunLog:
             return
         self._run = secrets.token_hex(8)
         with self._writing():
-            earlier = read(os.path.dirname(self._path))
             self._descriptor = files.open_descriptor(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             _end_torn_line(self._descriptor)
-            if earlier and earlier[-1].pulse is not None:
-                then, step = earlier[-1].pulse
-                self._write("killed", then, run=earlier[-1].run, step=step)
-                with contextlib.suppress(OSError):
-                    os.unlink(_pulse_path(earlier[-1].run))
             now = time.time()
             process = {"since": _started_at(now), "pid": os.getpid(), "host": socket.gethostname()}
             self.notes = _commit() | self.notes
@@ -92,42 +79,13 @@ class RunLog:
         """Writes the line that records the step at which the run begins or resumes."""
         self._line("begin", step)
 
-    @contextlib.contextmanager
-    def beating(self, step: int, updates_per_step: int, observers: list[Callable[[Any], None]]) -> Iterator[None]:
-        """Records the step and time of each batch while the context is open.
-
-        Args:
-          step: The number of completed updates.
-          updates_per_step: The number of optimizer updates per batch.
-          observers: The list of functions called for each batch, to which this method temporarily adds one.
-        """
-        if self._descriptor is None:
-            yield
-            return
-        with contextlib.suppress(OSError, ValueError):  # Without a pulse, the lines show how far the run got.
-            self._pulse = _new_pulse(self._run, step, time.time())
-        pulse, clock, pack_into = self._pulse, time.time, _PULSE.pack_into
-
-        def beat(_: Any) -> None:
-            nonlocal step
-            step += updates_per_step
-            pack_into(pulse, 0, step, clock())
-
-        mine = [] if pulse is None else [beat]
-        observers += mine
-        try:
-            yield
-        finally:
-            for each in mine:
-                observers.remove(each)
-
     def log(self, step: int) -> None:
         """Writes the line for a log point, unless the last line is less than a second old."""
         if self._descriptor is not None and time.time() - self._newest_line >= _LINE_SECS:
             self._line("log", step)
 
     def end(self, step: int, reason: str) -> None:
-        """Writes the last line, and removes the pulse.
+        """Writes the last line.
 
         Args:
           step: The number of completed updates.
@@ -154,7 +112,7 @@ class RunLog:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:
+        except OSError as error:
             logging.warning("The run continues without its log, which can't be written: %s", error)
             self._close()
 
@@ -162,9 +120,7 @@ class RunLog:
         with contextlib.suppress(OSError):
             if self._descriptor is not None:
                 os.close(self._descriptor)
-            if self._pulse is not None:
-                os.unlink(_pulse_path(self._run))
-        self._descriptor = self._pulse = None
+        self._descriptor = None
 
 
 @final
@@ -181,7 +137,6 @@ class Attempt:
       points: The later lines, each as `(time, step, seconds by kind)`. The first line records the first step.
       reason: How the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or another signal,
         or `"error: ..."`. None if it was killed or is still running.
-      killed: For a killed run, the time and step of its last sign of life; None if unknown.
     """
 
     run: str
@@ -190,14 +145,6 @@ class Attempt:
     described: dict[str, Any]
     points: list[tuple[float, int, dict[str, float]]] = dataclasses.field(default_factory=list)
     reason: str | None = None
-    killed: tuple[float, int] | None = None
-
-    @property
-    def pulse(self) -> tuple[float, int] | None:
-        """The time and step of the last sign of life, from shared memory; None if the run has ended."""
-        if self.reason is not None or self.killed is not None:
-            return None
-        return _read_pulse(self.run)
 
     def is_alive(self) -> bool:
         """Returns whether the process of this attempt is still running on this machine."""
@@ -215,10 +162,9 @@ class Attempt:
 
     @property
     def last(self) -> tuple[float, int]:
-        """The time and step of the last sign of life."""
-        known = [(when, step) for when, step, _ in self.points[-1:]]
-        newer = self.killed or self.pulse
-        return max([(self.started, 0), *known, *([newer] if newer else [])])
+        """The time and step of the last line."""
+        when, step, _ = self.points[-1] if self.points else (self.started, 0, {})
+        return when, step
 
 
 def read(workdir: epath.PathLike) -> list[Attempt]:
@@ -250,9 +196,7 @@ def _take(line: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
     attempt, step = attempts[run], line["step"]
     if type(step) is not int or not 0 <= step < 2**63:
         raise ValueError("step is no step number")
-    if event == "killed":
-        attempt.killed = when, step
-    elif event in ("begin", "log", "end"):
+    if event in ("begin", "log", "end"):
         attempt.points.append((when, step, {kind: _seconds(line["spent"].get(kind, 0.0)) for kind in _KINDS}))
         if event == "end":
             attempt.reason = str(line["reason"])
@@ -322,31 +266,6 @@ def _environment() -> dict[str, str]:
         "jax": jax.__version__,
         "command": shlex.join(sys.orig_argv)[:200],
     }
-
-
-# The pulse -----------------------------------------------------------------------------------------------
-
-
-def _pulse_path(run: str) -> str:
-    directory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    return os.path.join(directory, f"jaxloop-{run}.pulse")
-
-
-def _new_pulse(run: str, step: int, now: float) -> mmap.mmap:
-    descriptor = os.open(_pulse_path(run), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(descriptor, _PULSE.pack(step, now))
-        return mmap.mmap(descriptor, _PULSE.size)
-    finally:
-        os.close(descriptor)
-
-
-def _read_pulse(run: str) -> tuple[float, int] | None:
-    try:
-        step, when = _PULSE.unpack(files.read_bytes(_pulse_path(run), _PULSE.size))
-    except (OSError, ValueError, struct.error):
-        return None
-    return (when, step) if math.isfinite(when) and step >= 0 else None
 
 
 def _started_at(now: float) -> float:

@@ -108,8 +108,6 @@ def _state(attempt: run_log.Attempt, total_steps: int | None) -> str:
         steps = [step for _, step, _ in attempt.points]
         took_none = bool(steps) and steps[0] == steps[-1] != total_steps
         return "no step was taken" if took_none and attempt.reason == "finished" else attempt.reason
-    if attempt.killed is not None:
-        return "killed"
     if attempt.described.get("host") != socket.gethostname():
         return "silent"
     return "running" if attempt.is_alive() else "killed"

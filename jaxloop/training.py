@@ -120,7 +120,7 @@ class Training:
             logging.warning("Stopped by %s before the first step.", run.job.requests.signal_name)
             return state, None
         self.newest, self.has_begun = (state, step_num), True
-        with self.log.beating(step_num, loop.step.updates_per_step, engine.observers), run.commands.polling():
+        with run.commands.polling():
             return self._train(state)
 
     def repeat(self, state: Any, resumed: Resumed | None) -> tuple[Any, types.Batch]:
