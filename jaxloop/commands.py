@@ -15,7 +15,7 @@ from typing import Any, final
 from absl import logging
 from etils import epath
 
-from jaxloop import agreement, files, interrupt, run_log
+from jaxloop import accounts, agreement, files, interrupt
 from jaxloop.actions.action import Action
 from jaxloop.actions.profile_action import ProfileAction
 from jaxloop.engine.agenda import ActionItem, Agenda, Item, Moment, Rank
@@ -92,10 +92,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
       ValueError: If the command is malformed, or the run has ended.
     """
     parse(command)
-    attempts = run_log.read(workdir)
-    if not attempts:
-        raise FileNotFoundError(f"{workdir} has no {run_log.FILE}, so no OuterLoop has run there.")
-    newest = attempts[-1]
+    newest = accounts.read_attempts(workdir)[-1]
     if newest.reason is not None:
         raise ValueError(f"The run in {workdir} has ended: {newest.reason}.")
     if newest.described.get("host") == socket.gethostname() and not newest.is_alive():

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from etils import epath
 
-from jaxloop import checkpoint, files, run_log
+from jaxloop import accounts, checkpoint, files, run_log
 from jaxloop.history import HISTORY_FILE
 from jaxloop.text import printable
 from jaxloop.timing import duration
@@ -77,11 +77,7 @@ def status(workdir: epath.PathLike) -> Status:
     Raises:
       FileNotFoundError: If the directory has no run log.
     """
-    attempts = run_log.read(workdir)
-    if not attempts:
-        raise FileNotFoundError(
-            f"{printable(workdir)} has no run log ({run_log.FILE}). Give the work directory of an OuterLoop."
-        )
+    attempts = accounts.read_attempts(workdir)
     newest, now = attempts[-1], time.time()
     seen_at, step = newest.last
     total = newest.described.get("total_steps")

@@ -231,7 +231,7 @@ def test_finished_run_rejects_commands(tmp_path, capsys):
     train(tmp_path, total=20)
     assert command_line.main(["tell", os.fspath(tmp_path), "save"]) == 1
     assert "has ended: finished" in capsys.readouterr().err
-    with pytest.raises(FileNotFoundError, match="no OuterLoop has run there"):
+    with pytest.raises(FileNotFoundError, match="has no run log"):
         jaxloop.tell(tmp_path / "nothing", "save")
     with pytest.raises(ValueError, match="A command is a name"):
         jaxloop.tell(tmp_path, "save now")
