@@ -38,12 +38,12 @@ class Compiled:
     """
 
     def __init__(self, programs: "Programs", *, evaluates: bool, fuses: bool, policy: nonfinite.NanPolicy):
-        partitioner, jit_kwargs = programs.step.partitioner, programs.jit_kwargs
+        step, jit_kwargs = programs.step, programs.jit_kwargs
+        partitioner, self._name = step.partitioner, type(step).__name__
         run: Callable[..., Any] = programs.evaluate if evaluates else programs.run
         if policy != "ignore":
             run = programs.detector(policy).run
         self._programs, self._partitioner, self._evaluates = programs, partitioner, evaluates
-        self._name = type(programs.step).__name__
         # The state isn't flattened if there are `jit_kwargs` or per-leaf shardings, which refer to the state's tree.
         self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
         options, mesh = dict(jit_kwargs), partitioner.mesh
@@ -199,7 +199,7 @@ class Programs:
       jit_kwargs: The arguments for `jax.jit` that override the partitioner's.
       policy: What the loop that is running the step does about NaN and infinity.
       stopwatch: The stopwatch of the loop that is running the step; None if there is none.
-      cost: The cost of the program that was last compiled ahead of time; None if there is none.
+      cost: The `Cost` of the program that was last compiled ahead of time; None if there is none.
     """
 
     def __init__(self, step: Any, batch_watch: checks.BatchWatch):
@@ -210,7 +210,7 @@ class Programs:
         self.stopwatch: Stopwatch | None = None
         self.policy: nonfinite.NanPolicy = "ignore"
         self._detectors: dict[str, nonfinite.Detector] = {}
-        self.cost: cost.Cost | None = None
+        self.cost: Any = None
 
     def restart(self, **jit_kwargs: Any) -> None:
         """Discards everything compiled so far, and compiles with these arguments of `jax.jit` from now on."""

@@ -27,10 +27,6 @@ class _PaddingRunner(Runner):
 
     _full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
 
-    @property
-    def places_batches(self) -> bool:
-        return True  # See `place`.
-
     def begin_reads_state(self, batch: types.Batch) -> bool:
         # `LossStep.begin` reads the state only to pad a batch, or if rows are masked.
         return self.step._always_reads_state or _mask_of(batch) is not None

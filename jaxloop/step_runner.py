@@ -98,14 +98,14 @@ class Runner:
                 f"{type(step).__name__}.num_examples must return the number of examples in the batch, a whole number, "
                 f"got {value!r} for {checks.batch_in_words(batch)}."
             )
-        if count == 1 and not self._has_warned_of_count and checks.num_examples(batch) is None:
+        is_default = count == 1 and not self._has_warned_of_count and not checks.is_user_defined(step, "num_examples")
+        if is_default and checks.num_examples(batch) is None:
             self._has_warned_of_count = True
-            if not checks.is_user_defined(step, "num_examples"):
-                logging.warning(
-                    "%r counts each batch as one example, because its leaves don't share a leading axis. Override "
-                    "Step.num_examples(batch) for weighted means.",
-                    step,
-                )
+            logging.warning(
+                "%r counts each batch as one example, because its leaves don't share a leading axis. Override "
+                "Step.num_examples(batch) for weighted means.",
+                step,
+            )
         return count
 
     def check_batches(self, *batches: types.Batch) -> int:
@@ -148,9 +148,9 @@ class Runner:
 
     @property
     def places_batches(self) -> bool:
-        """True if a batch must be placed on the devices before `run`."""
-        step = self.step
-        is_own = checks.is_user_defined(step, "shard_batch")
+        """True if each training batch must be passed to `place` before `run`."""
+        step, places = self.step, type(self).place is not Runner.place
+        is_own = places or checks.is_user_defined(step, "shard_batch")
         return is_own or (step._should_shard_batch and step.partitioner.places_batches)
 
     def place(self, batch: types.Batch, *, evaluates: bool = False, fuses: bool = False) -> types.Batch:

@@ -40,9 +40,7 @@ def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str 
     if topology is not None:
         step, state = _on_topology(step, state, topology)
     step.compile(state, batch)
-    cost = step._runner.programs.cost
-    assert cost is not None
-    return cost
+    return step._runner.programs.cost
 
 
 def largest_batch(step: Step, state: Any, batch: types.BatchSpec, topology: str | None = None) -> int:

@@ -38,6 +38,7 @@ class _Chunk(NamedTuple):
 
     groups: list[tuple[dict[str, Any] | None, int]]
     examples: list[int]
+    dispatches: int
 
 
 @final
@@ -118,7 +119,8 @@ class Outputs:
             return
         self._send()
         *earlier, newest = self._queue
-        if self._is_on_host and self._held > self._chunk_size and all(map(_is_computed, earlier)):
+        dispatches = sum(each.dispatches for each in earlier if isinstance(each, _Chunk))
+        if self._is_on_host and dispatches >= self._chunk_size and all(map(_is_computed, earlier)):
             self._read(earlier, metrics.view)
         limit = self._most_kept if _has_only_scalars(newest) else 0
         if self._held > max(limit, self._max_in_flight):
@@ -170,7 +172,7 @@ class Outputs:
                 rest = _stack(rest)  # One transfer per name.
             self.may_stop |= types.STOP_LOOP in rest
             groups.append((columns and rest, number))
-        chunk = _Chunk(groups, self._examples)
+        chunk = _Chunk(groups, self._examples, len(self.newest))
         if not self._is_on_host:
             for leaf in jax.tree.leaves(groups):
                 if isinstance(leaf, jax.Array):
