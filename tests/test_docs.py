@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,9 +10,11 @@ import sys
 
 import jax
 import pytest
-from programs import traces
+
+import jaxloop
 
 ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = pathlib.Path(jaxloop.__file__).parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -86,9 +87,10 @@ def test_files_and_flags_that_a_page_names_are_there(page):
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
-def test_documented_call_traces_are_up_to_date(tmp_path):
-    page = shutil.copy(traces.PAGE, tmp_path)
-    # In a new process, without anything cached by other runs.
-    subprocess.run([sys.executable, traces.__file__, "--write", page], check=True)
-    written = pathlib.Path(page).read_text()
-    assert written == traces.PAGE.read_text(), "Run `python tests/programs/traces.py --write`."
+def test_quoted_code_is_in_the_package():
+    excerpts = re.findall(r"```py\n# (\S+)\n(.*?)```", (ROOT / "docs/inside.md").read_text(), flags=re.DOTALL)
+    assert len(excerpts) == 3
+    for path, text in excerpts:
+        lines = iter([line.strip() for line in (PACKAGE.parent / path).read_text().splitlines()])
+        for line in map(str.strip, text.splitlines()):
+            assert line == "..." or line in lines, f"{path} has no such line after those before it: {line}"

@@ -67,8 +67,8 @@ def modules():
         [("APIs and tools", "functional · fitting · testing · examples", width, VIOLET)],
         [("The experiment", "outer_loop · training · evaluations · whole_run · specs · preflight", width, BLUE)],
         [("Loops", "loop · stat_loop · action_loop · train_loop · eval_loop", width, BLUE)],
-        [("The engine", "engine/: engine · moments · stepper · progress · agenda · ledger · program", width, BLUE)],
-        [("Steps", "step · loss_step · function_step · compiled · feed · models", width, BLUE)],
+        [("The engine", "engine/: engine · plan · feed · program · outputs · agenda · run", width, BLUE)],
+        [("Steps", "step · loss_step · function_step · step_runner · compiled · models", width, BLUE)],
         [("Actions", "actions/: one file per action", width, BLUE)],
         [
             ("Data", "data · position · sources", third, GREEN),
@@ -134,7 +134,7 @@ def step():
         196,
         422,
         84,
-        "OutputQueue",
+        "Outputs",
         ["keeps outputs on the devices, merges clu.metrics,", "blocks the host if it is too far ahead"],
         ORANGE,
     )
@@ -142,7 +142,9 @@ def step():
     picture.text(685, 228, "outputs")
 
     # The outputs on the host.
-    picture.box(20, 346, 190, 96, "metrics.fetch", ["the only read: when", "something is due or", "the queue is full"])
+    picture.box(
+        20, 346, 190, 96, "metrics.fetch", ["the only read: when", "something is due or", "too many are queued"]
+    )
     picture.arrow((232, 238), (115, 238), (115, 346))
     picture.box(256, 346, 170, 96, "LoopOutputs", ["values of each step,", "on the host"])
     picture.box(472, 346, 170, 96, "End actions", ["history row, summaries,", "progress, custom ones"])
