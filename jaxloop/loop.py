@@ -135,9 +135,10 @@ class Loop:
     ) -> tuple[Any, metrics.LoopOutputs]:
         """Runs at most `num_steps` steps, or fewer if the dataset ends earlier.
 
-        On Ctrl-C, the loop ends after the current step, and `outputs[STOP_LOOP]` is True. A second Ctrl-C raises
-        `KeyboardInterrupt`, even if it comes up to two seconds after the loop has ended. If the dataset has no batches,
-        the outputs are empty, and `end` is not called.
+        On Ctrl-C, the loop ends after the current step, and `outputs[STOP_LOOP]` is True. A second Ctrl-C ends the
+        process at once (in an interactive session, it raises `KeyboardInterrupt`). A Ctrl-C up to two seconds after one
+        that ended a loop raises `KeyboardInterrupt`. If the dataset has no batches, the outputs are empty, and `end` is
+        not called.
 
         Args:
           state: The train state. It is donated, unless `return_state_from_step` is False.
