@@ -22,7 +22,7 @@ from benchmarks.contestants import Watch, WorkloadStep, new_state
 from benchmarks.lineup import DEFAULTS, REFERENCE
 from benchmarks.rounds import Comparison, take_turns
 from jaxloop import checkpoint
-from jaxloop.function_step import FunctionStep
+from jaxloop.models.function_step import FunctionStep
 
 # The names of the contestants that are compared here.
 BARE_SAVE, SAVE = "CheckpointManager.save of Orbax", "CheckpointAction.save"

@@ -21,7 +21,6 @@ Steps and train loops donate the state that you pass them, so always continue wi
 counter is `state.step`, which counts completed optimizer updates.
 """
 
-from jaxloop.accounts import Goodput, goodput
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions import (
     Action,
@@ -34,18 +33,17 @@ from jaxloop.actions import (
     SummaryAction,
     default_writer,
 )
+from jaxloop.base.compilation_cache import enable_compilation_cache
 from jaxloop.checkpoint import CheckpointError
-from jaxloop.commands import tell
-from jaxloop.compilation_cache import enable_compilation_cache
 from jaxloop.data import from_index, prefetch, skippable
 from jaxloop.eval_loop import EvalLoop
-from jaxloop.exporting import export
-from jaxloop.failures import replay
-from jaxloop.fitting import fit, lr_schedule
 from jaxloop.history import History
 from jaxloop.loop import Loop
-from jaxloop.loss_step import LossStep
 from jaxloop.metrics import LoopOutputs, summarize
+from jaxloop.models import optimizers as optimizers
+from jaxloop.models.export import export
+from jaxloop.models.fit import fit, lr_schedule
+from jaxloop.models.loss_step import LossStep
 from jaxloop.outer_loop import STOP_LOOP, CheckpointSpec, EvalContext, EvalSpec, OuterLoop
 from jaxloop.partition import (
     DataParallelPartitioner,
@@ -56,7 +54,11 @@ from jaxloop.partition import (
     SingleDevicePartitioner,
     SPMDPartitioner,
 )
-from jaxloop.rewinding import rewind
+from jaxloop.runs.accounts import Goodput, goodput
+from jaxloop.runs.commands import tell
+from jaxloop.runs.failures import replay
+from jaxloop.runs.rewinding import rewind
+from jaxloop.runs.watchdog import Watchdog
 from jaxloop.schedules import Elapsed, Schedule, after, always, at, every, first, last, never
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
@@ -72,7 +74,6 @@ from jaxloop.types import (
     TrainState,
     Weighted,
 )
-from jaxloop.watchdog import Watchdog
 
 __version__ = "0.1.0"
 

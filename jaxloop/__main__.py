@@ -7,10 +7,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from jaxloop.accounts import goodput
-from jaxloop.commands import tell
-from jaxloop.comparison import compare
-from jaxloop.status import status
+from jaxloop.runs.accounts import goodput
+from jaxloop.runs.commands import tell
+from jaxloop.runs.comparison import compare
+from jaxloop.runs.status import status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

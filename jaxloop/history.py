@@ -23,9 +23,10 @@ from absl import logging
 from etils import epath
 from jax import core
 
-from jaxloop import checks, files, metrics
+from jaxloop import metrics
+from jaxloop.base import checks, files
+from jaxloop.base.text import printable
 from jaxloop.schedules import Elapsed
-from jaxloop.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

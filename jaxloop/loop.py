@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxloop import checks, metrics, timing, types
+from jaxloop import metrics, types
+from jaxloop.base import checks, timing
 from jaxloop.engine.engine import Engine
 from jaxloop.engine.feed import as_iterator
 from jaxloop.schedules import Elapsed

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxloop import encoding, types
+from jaxloop import types
+from jaxloop.base import encoding
 
 _CLU_MODULE = "clu.metrics"
 

@@ -11,45 +11,37 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import (
-    agreement,
-    checkpoint,
-    checks,
-    distributed,
-    failures,
-    files,
-    lock,
-    metrics,
-    preflight,
-    run_log,
-    types,
-)
+from jaxloop import checkpoint, distributed, metrics, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
-from jaxloop.commands import Commands
-from jaxloop.detours import LeftOut
+from jaxloop.base import checks, files
+from jaxloop.base.text import quiet_orbax, suggests
+from jaxloop.base.timing import Spent
+from jaxloop.check import preflight
+from jaxloop.data.position import PositionedIterator
 from jaxloop.engine.agenda import ActionItem, Rank
 from jaxloop.engine.plan import Plan
 from jaxloop.eval_loop import EvalLoop
-from jaxloop.evaluations import Evaluation, Recorder, evaluate_checkpoints, evaluate_once
+from jaxloop.experiment.detours import LeftOut
+from jaxloop.experiment.evaluations import Evaluation, Recorder, evaluate_checkpoints, evaluate_once
+from jaxloop.experiment.specs import STOPPED_FILE as STOPPED_FILE
+from jaxloop.experiment.specs import CheckpointSpec, EvalSpec, RunSpec, named
+from jaxloop.experiment.specs import EvalContext as EvalContext
+from jaxloop.experiment.training import Training, step_num_of, stopped_by
+from jaxloop.experiment.whole_run import WholeRun, checkpoint_actions, directories_of
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
-from jaxloop.position import PositionedIterator
+from jaxloop.processes import agreement, lock
+from jaxloop.runs import failures, run_log
+from jaxloop.runs.commands import Commands
+from jaxloop.runs.watchdog import Watchdog
 from jaxloop.schedules import Elapsed, Schedule, every, last
-from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
-from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, named
-from jaxloop.specs import EvalContext as EvalContext
-from jaxloop.text import quiet_orbax, suggests
-from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
-from jaxloop.training import Training, step_num_of, stopped_by
 from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
 from jaxloop.types import Output as Output
 from jaxloop.types import State as State
-from jaxloop.watchdog import Watchdog
-from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
 """The name of the output that a train or eval loop sets to end the experiment: `outputs[STOP_LOOP] = True`."""
@@ -415,7 +407,7 @@ class OuterLoop:
         name = lock.TRAINER if self.train_loop is not None else lock.EVALUATOR
         places = [(each, name) for each in directories_of(self.train_loop, self.checkpoint_spec, self._workdir)]
         for directory, _ in places:  # Fails now rather than after hours of training.
-            checkpoint.prepare_directory(directory)
+            files.prepare_directory(directory)
         with contextlib.ExitStack() as locks:
             for place in places if distributed.is_first_process() else ():
                 locks.enter_context(lock.locked(*place))

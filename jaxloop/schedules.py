@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, final
 import jax
 import numpy as np
 
-from jaxloop.text import suggests
+from jaxloop.base.text import suggests
 
 Unit = Literal["steps", "samples", "time", "loops"]
 _MOST_IN_32_BITS = 2**31 - 1

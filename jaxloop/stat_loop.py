@@ -7,9 +7,11 @@ from typing import Any, final
 import jax
 from absl import logging
 
-from jaxloop import agreement, checks, cost, metrics, timing, types
+from jaxloop import metrics, types
+from jaxloop.base import checks, timing
 from jaxloop.loop import Loop
-from jaxloop.step import Step
+from jaxloop.processes import agreement
+from jaxloop.step import Step, cost
 
 STAT_NUM_PARAMS = "jaxloop/num_params"
 """The number of parameters."""

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxloop import checks, metrics
+from jaxloop import metrics
+from jaxloop.base import checks
 from jaxloop.checkpoint import CheckpointWriter
 from jaxloop.engine.engine import Engine
 from jaxloop.engine.feed import Feed

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxloop import nonfinite
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
-from jaxloop.nonfinite import STAT_SKIPPED_STEPS as STAT_SKIPPED_STEPS
-from jaxloop.step import Step
+from jaxloop.step import Step, nonfinite
+from jaxloop.step.nonfinite import STAT_SKIPPED_STEPS as STAT_SKIPPED_STEPS
 
 
 class TrainLoop(ActionLoop):

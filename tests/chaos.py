@@ -58,7 +58,9 @@ from programs import (
 )
 
 import jaxloop
-from jaxloop import checkpoint, commands, run_log, seal
+from jaxloop import checkpoint
+from jaxloop.checkpoint import seal
+from jaxloop.runs import commands, run_log
 
 TIMEOUT_SECS = 120.0
 

@@ -41,7 +41,8 @@ from absl import logging
 from jax.sharding import Mesh
 from programs.check_first import check_first
 
-from jaxloop import partition, timing
+from jaxloop import partition
+from jaxloop.base import timing
 
 # Tests of complete programs, notebooks, builds and multi-process jobs. `make test` leaves them to `make test-slow`.
 SLOW_FILES = [

@@ -19,8 +19,9 @@ from flax import linen as nn
 from orbax import checkpoint as orbax_checkpoint
 
 import jaxloop
-from jaxloop import actions, checkpoint, every, examples, seal
+from jaxloop import actions, checkpoint, every, examples
 from jaxloop import functional as jf
+from jaxloop.checkpoint import seal
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.metrics import LoopOutputs
 from jaxloop.step import Step

@@ -23,10 +23,12 @@ from flax import nnx
 from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
 
-from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, checks, examples, partition, seal
+from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, examples, partition
 from jaxloop.actions import CheckpointAction
+from jaxloop.base import checks, files
+from jaxloop.checkpoint import seal
 from jaxloop.history import History
-from jaxloop.lock import locked
+from jaxloop.processes.lock import locked
 from jaxloop.schedules import Elapsed, every
 from jaxloop.step import Step
 
@@ -1000,7 +1002,7 @@ def test_prepare_directory_raises_on_a_full_disk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # As on a full disk, empty files can still be created.
     try:
         with pytest.raises(OSError, match="Can't write to the directory"):
-            checkpoint.prepare_directory(tmp_path)
+            files.prepare_directory(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
@@ -1037,10 +1039,10 @@ def interrupt(*args, **kwargs):
 
 def test_write_probe_of_a_killed_process_is_removed_by_the_next(tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(type(checkpoint.absolute(tmp_path)), "unlink", interrupt)
-        checkpoint.prepare_directory(tmp_path)
+        patched.setattr(type(files.absolute(tmp_path)), "unlink", interrupt)
+        files.prepare_directory(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
-    checkpoint.prepare_directory(tmp_path)
+    files.prepare_directory(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

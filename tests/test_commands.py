@@ -15,7 +15,8 @@ import pytest
 
 import jaxloop
 from jaxloop import __main__ as command_line
-from jaxloop import checkpoint, commands, every, examples
+from jaxloop import checkpoint, every, examples
+from jaxloop.runs import commands
 
 
 class Commander:

@@ -13,9 +13,10 @@ import pytest
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import check, cost
-from jaxloop.flat_state import FlatState
+from jaxloop import check
+from jaxloop.base.flat_state import FlatState
 from jaxloop.stat_loop import ALL_STATS, STAT_MFU
+from jaxloop.step import cost
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import pytest
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import check, checks, cost, partition
+from jaxloop import check, partition
+from jaxloop.base import checks
+from jaxloop.step import cost
 
 PROGRAM = """
 HloModule jit_step

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from programs.launching import JOB, break_and_resume, final_of, launch
 
-from jaxloop import agreement, checkpoint, distributed, interrupt
+from jaxloop import checkpoint, distributed
+from jaxloop.processes import agreement, interrupt
 
 PROGRAM, TOGETHER, ALL_APIS = (
     pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py", "all_apis.py")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxloop import encoding
+from jaxloop.base import encoding
 
 
 def same(one, two):

@@ -11,7 +11,8 @@ import pytest
 from etils import epath
 from programs import summaries
 
-from jaxloop import actions, checkpoint, encoding, every, examples
+from jaxloop import actions, checkpoint, every, examples
+from jaxloop.base import encoding
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.train_loop import TrainLoop
 

@@ -16,8 +16,9 @@ from programs import whole_run
 from programs.whole_run import assert_resumed_exactly, copy_until
 
 import jaxloop
-from jaxloop import checkpoint, seal
-from jaxloop import whole_run as wholes
+from jaxloop import checkpoint
+from jaxloop.checkpoint import seal
+from jaxloop.experiment import whole_run as wholes
 
 PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
 

@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 import jaxloop
-from jaxloop import checkpoint, examples, files
+from jaxloop import checkpoint, examples
+from jaxloop.base import files
 
 KINDS = {
     "a FIFO": os.mkfifo,

@@ -7,9 +7,10 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxloop
-from jaxloop import at, every, fitting
+from jaxloop import at, every
 from jaxloop import functional as jf
-from jaxloop.fitting import fit, lr_schedule
+from jaxloop.models import fit as fitting
+from jaxloop.models.fit import fit, lr_schedule
 
 
 def test_lr_schedule_warms_up_and_decays():

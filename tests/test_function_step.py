@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import jaxloop
 from jaxloop import examples, metrics, partition
 from jaxloop import functional as jf
-from jaxloop.function_step import FunctionStep
+from jaxloop.models.function_step import FunctionStep
 
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(8, 3)).astype(np.float32), "y": RNG.normal(size=(8, 1)).astype(np.float32)}

@@ -18,11 +18,12 @@ from clu import periodic_actions
 from programs.clock import Clock
 
 import jaxloop
-from jaxloop import STOP_LOOP, actions, examples, lock, metrics
+from jaxloop import STOP_LOOP, actions, examples, metrics
 from jaxloop import checkpoint as checkpoints
 from jaxloop import functional as jf
-from jaxloop.function_step import CompiledFunction
 from jaxloop.history import History
+from jaxloop.models.function_step import CompiledFunction
+from jaxloop.processes import lock
 
 BATCHES = [{"x": np.full(4, number, np.float32)} for number in range(100)]
 

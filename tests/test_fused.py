@@ -15,8 +15,9 @@ from programs import whole_run
 from programs.whole_run import assert_resumed_exactly, copy_until
 
 import jaxloop
-from jaxloop import every, nonfinite
+from jaxloop import every
 from jaxloop.engine import auto, program
+from jaxloop.step import nonfinite
 
 
 class FusableStep(jaxloop.Step):

@@ -12,7 +12,7 @@ from absl import logging
 import jaxloop
 from jaxloop import __main__ as command_line
 from jaxloop import actions, every, examples
-from jaxloop.status import status
+from jaxloop.runs.status import status
 
 RUN = "0123456789abcde{:x}".format
 

@@ -1,13 +1,17 @@
-"""The structure of the package: import order, restricted calls, public names and their documentation."""
+"""The structure of the package: layers, sizes, restricted calls, public names and their documentation."""
 
 import ast
 import enum
+import functools
+import graphlib
 import importlib
 import inspect
+import io
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 
 import jax
 import pytest
@@ -16,49 +20,269 @@ import jaxloop
 
 PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
-# From the lowest layer to the highest: a module imports only modules listed before it.
-ORDER = """types structures flat_state distributed text files encoding compilation_cache checks interrupt agreement
-lock schedules timing run_log accounts layout cost topology partition.partitioner partition.meshes
-partition.single_device partition.mesh_partitioner partition.data_parallel partition.laid_out partition.fsdp
-partition.rules partition.spmd partition.explicit partition.choice partition models metrics engine
-nonfinite history seal path_patterns optimizers safetensors_file checkpoint
-read_ahead fingerprint sources batching position data actions.action
-actions.writer_queue actions.monitor actions.checkpoint_action actions.early_stopping_action actions.spike_guard
-actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
-actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list actions
-compiled step_runner step engine.outputs engine.feed engine.program engine.auto engine.agenda engine.run engine.plan
-loss_step function_step exporting counting commands engine.engine loop stat_loop action_loop train_loop eval_loop
-specs check.costs check forecast detours whole_run evaluations training
-preflight.report preflight.experiment preflight.step preflight.data preflight.checkpoints preflight.actions preflight
-failures watchdog outer_loop rewinding functional.log_entries functional.loop_state functional.tools
-functional.callbacks functional.running functional fitting testing examples comparison status
-__main__
-""".split()
+# From the lowest layer to the highest: a package or top-level module imports only those of the layers below its own.
+LAYERS = [
+    "types schedules base",
+    "metrics partition processes checkpoint data distributed",
+    "history actions step",
+    "engine",
+    "loop stat_loop action_loop train_loop eval_loop",
+    "experiment outer_loop",
+    "models functional check runs examples testing __main__",
+]
+LAYER_OF = {room: number for number, names in enumerate(LAYERS) for room in names.split()}
+SATELLITES = set(LAYERS[-1].split())
+
+# What else a room may import: some of the rooms of its own layer.
+ALSO = {
+    "base": "types",
+    "schedules": "base",
+    "actions": "history",
+    "step": "actions",
+    "stat_loop": "loop",
+    "action_loop": "loop stat_loop",
+    "train_loop": "action_loop",
+    "eval_loop": "action_loop",
+    "outer_loop": "experiment",
+    "models": "check",  # `fit` returns the report of a check.
+    "functional": "models",  # `FunctionStep` runs its functions.
+    "runs": "check",
+    "__main__": "runs",
+}
+# What a room may not import, although it is in a lower layer.
+EXCEPT = {"engine": "checkpoint history data"}
+
+MOST_ATTRIBUTES, MOST_METHODS = 8, 15
+
+# `python tests/test_house.py` prints these four tables as the package is now. They may only shrink.
+# The code lines of each package and top-level module, without blanks, comments and docstrings.
+BUDGET = {
+    "__init__": 123,
+    "__main__": 67,
+    "action_loop": 62,
+    "actions": 1949,
+    "base": 832,
+    "check": 1258,
+    "checkpoint": 1111,
+    "data": 1192,
+    "distributed": 72,
+    "engine": 1600,
+    "eval_loop": 64,
+    "examples": 188,
+    "experiment": 1107,
+    "functional": 1159,
+    "history": 648,
+    "loop": 76,
+    "metrics": 318,
+    "models": 1163,
+    "outer_loop": 471,
+    "partition": 805,
+    "processes": 548,
+    "runs": 1379,
+    "schedules": 372,
+    "stat_loop": 146,
+    "step": 1416,
+    "testing": 207,
+    "train_loop": 39,
+    "types": 186,
+}
+# The attributes and methods of the classes with more than the limits.
+LARGE_CLASSES = {
+    "actions.action.Action": (7, 18),
+    "actions.checkpoint_action.CheckpointAction": (11, 16),
+    "actions.early_stopping_action.EarlyStoppingAction": (10, 23),
+    "actions.event_file.EventFile": (9, 13),
+    "actions.progress_action.ProgressAction": (15, 13),
+    "actions.trackers._TrackerWriter": (14, 20),
+    "actions.writer_queue.WriterQueue": (11, 12),
+    "base.checks.BatchWatch": (10, 8),
+    "base.timing.Spent": (10, 5),
+    "base.timing.Stopwatch": (9, 9),
+    "check.experiment.Experiment": (11, 1),
+    "check.forecast.Course": (7, 17),
+    "checkpoint.checkpoint.Checkpoint": (3, 22),
+    "checkpoint.checkpoint.CheckpointWriter": (13, 16),
+    "data.position.PositionedIterator": (17, 29),
+    "engine.agenda.Item": (10, 9),
+    "engine.agenda.Agenda": (9, 15),
+    "engine.engine.Call": (12, 0),
+    "engine.engine.Engine": (14, 47),
+    "engine.outputs.Outputs": (24, 25),
+    "engine.plan.Plan": (10, 3),
+    "engine.program.Program": (14, 11),
+    "engine.run.Run": (15, 13),
+    "experiment.training.Training": (12, 27),
+    "experiment.whole_run.Resumed": (11, 3),
+    "experiment.whole_run.WholeRun": (15, 14),
+    "functional.callbacks.CallbackOf": (9, 14),
+    "functional.callbacks.ActionCallback": (10, 12),
+    "functional.counting.Counting": (9, 7),
+    "functional.loop_state.LoopState": (12, 2),
+    "history.History": (12, 40),
+    "loop.Loop": (2, 19),
+    "models.function_step.CompiledFunction": (10, 8),
+    "models.loss_step.LossStep": (14, 27),
+    "outer_loop.OuterLoop": (20, 16),
+    "partition.mesh_partitioner.MeshPartitioner": (6, 20),
+    "partition.partitioner.Partitioner": (0, 23),
+    "processes.agreement.JointReader": (22, 12),
+    "processes.interrupt.Interruptible": (9, 19),
+    "runs.accounts.Goodput": (14, 5),
+    "runs.commands.Commands": (12, 21),
+    "runs.status.Status": (11, 1),
+    "runs.watchdog._Watching": (9, 8),
+    "stat_loop.Statistics": (9, 7),
+    "step.compiled.Compiled": (9, 7),
+    "step.step.Step": (13, 32),
+}
+# Imports of satellites by the rest of the package.
+SATELLITE_IMPORTS = {
+    "experiment.training -> runs.run_log",
+    "experiment.whole_run -> runs.commands",
+    "outer_loop -> check.preflight",
+    "outer_loop -> runs.commands",
+    "outer_loop -> runs.failures",
+    "outer_loop -> runs.run_log",
+    "outer_loop -> runs.watchdog",
+}
+# Other imports that the layers forbid.
+OTHER_IMPORTS = {
+    "base.text -> distributed",
+    "checkpoint.checkpoint -> distributed",
+    "checkpoint.checkpoint -> processes.agreement",
+    "checkpoint.checkpoint -> processes.lock",
+    "checkpoint.safetensors_file -> metrics",
+    "engine.engine -> data.sources",
+    "engine.feed -> data.sources",
+    "functional.running -> check.forecast",
+    "processes.agreement -> distributed",
+}
 
 
+@functools.cache
 def modules():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        if name != "__init__":
-            yield name, ast.parse(path.read_text())
+    """Returns the name and the syntax tree of each module."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    pairs = zip(names, paths, strict=True)
+    return [(name, ast.parse(path.read_text())) for name, path in pairs if name != "__init__"]
 
 
-def imported_modules(tree):
+def room_of(module):
+    return module.partition(".")[0]
+
+
+def imports_of(tree, names):
+    """Returns the modules of the package that a module imports, at the top or in a function."""
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            paths = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {path if path.removeprefix("jaxloop.") in names else node.module for path in paths}
+    return {name.removeprefix("jaxloop.") for name in found if name.removeprefix("jaxloop.") in names}
 
 
-def test_no_module_imports_a_higher_layer():
+def import_graph():
+    """Returns the modules that each module imports."""
+    trees = dict(modules())
+    return {name: imports_of(tree, trees) for name, tree in trees.items()}
+
+
+def is_allowed(room, other):
+    is_lower = LAYER_OF[other] < LAYER_OF[room] and other not in EXCEPT.get(room, "").split()
+    return other == room or is_lower or other in ALSO.get(room, "").split()
+
+
+def forbidden_imports():
+    """Returns the imports of satellites by the rest of the package, and the other imports that the layers forbid."""
+    arrows = [(name, other) for name, others in import_graph().items() for other in others]
+    forbidden = [each for each in arrows if not is_allowed(*map(room_of, each))]
+    outward = [each for each in forbidden if room_of(each[1]) in SATELLITES and room_of(each[0]) not in SATELLITES]
+    as_text = lambda arrows: {f"{name} -> {other}" for name, other in arrows}
+    return as_text(outward), as_text(forbidden) - as_text(outward)
+
+
+def test_each_package_is_in_a_layer():
+    assert {room_of(name) for name, _ in modules()} == set(LAYER_OF)
+
+
+def test_the_rest_of_the_package_imports_no_satellite():
+    imports, _ = forbidden_imports()
+    assert imports - SATELLITE_IMPORTS == set(), "The heart of the package must work without its satellites."
+    assert SATELLITE_IMPORTS - imports == set(), "Remove these from SATELLITE_IMPORTS."
+
+
+def test_no_package_imports_a_higher_layer():
+    _, imports = forbidden_imports()
+    assert imports - OTHER_IMPORTS == set(), "A package imports only lower layers."
+    assert OTHER_IMPORTS - imports == set(), "Remove these from OTHER_IMPORTS."
+
+
+def test_imports_have_no_cycle():
+    graphlib.TopologicalSorter(import_graph()).prepare()
+
+
+def number_of_code_lines(source):
+    """Returns the number of lines without blanks, comments and docstrings."""
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in no_code:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, node.end_lineno + 1))
+    return len(lines)
+
+
+def code_lines():
+    """Returns the number of code lines of each package and top-level module."""
+    lines = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        lines[room] = lines.get(room, 0) + number_of_code_lines(path.read_text())
+    return lines
+
+
+def test_no_package_exceeds_its_budget():
+    lines = code_lines()
+    assert set(lines) == set(BUDGET)
+    larger = {room: f"{number} code lines, budget {BUDGET[room]}" for room, number in lines.items()}
+    assert not {room: text for room, text in larger.items() if lines[room] > BUDGET[room]}
+
+
+def sizes_of_classes():
+    """Returns the numbers of attributes and methods that each class defines itself.
+
+    The attributes are those that its methods assign to `self`, and its annotated names.
+    """
+    sizes = {}
     for name, tree in modules():
-        place = ORDER.index(name if name in ORDER else name.split(".")[0])
-        for imported in imported_modules(tree):
-            other = imported.removeprefix("jaxloop.")
-            if imported.startswith("jaxloop.") and other in ORDER:
-                assert ORDER.index(other) <= place, f"{name} imports {other}, which is in a higher layer"
+        for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            methods = [each for each in kind.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            fields = [each.target for each in kind.body if isinstance(each, ast.AnnAssign)]
+            attributes = {each.id for each in fields if isinstance(each, ast.Name)}
+            for node in (node for method in methods for node in ast.walk(method)):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    attributes |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            sizes[f"{name}.{kind.name}"] = len(attributes), len({each.name for each in methods})
+    return sizes
+
+
+def large_classes():
+    sizes = sizes_of_classes()
+    return {name: size for name, size in sizes.items() if size[0] > MOST_ATTRIBUTES or size[1] > MOST_METHODS}
+
+
+def test_no_class_is_too_large():
+    large = large_classes()
+    limits = {name: LARGE_CLASSES.get(name, (MOST_ATTRIBUTES, MOST_METHODS)) for name in large}
+    larger = {name: size for name, size in large.items() if size[0] > limits[name][0] or size[1] > limits[name][1]}
+    assert not larger, f"At most {MOST_ATTRIBUTES} attributes and {MOST_METHODS} methods, or as in LARGE_CLASSES."
+    assert set(LARGE_CLASSES) - set(large) == set(), "Remove these from LARGE_CLASSES."
 
 
 MESH_MODULES = [f"partition.{name}" for name in ("mesh_partitioner", "data_parallel", "laid_out", "spmd", "explicit")]
@@ -69,9 +293,9 @@ MESH_MODULES = [f"partition.{name}" for name in ("mesh_partitioner", "data_paral
     [
         ("jax.device_get", {"metrics"}),
         ("jax.block_until_ready", {"metrics"}),
-        ("orbax", {"checkpoint"}),
+        ("orbax", {"checkpoint.checkpoint"}),
         ("jax.device_put", {"partition.mesh_partitioner"}),
-        ("NamedSharding", {"agreement", "layout", *MESH_MODULES}),
+        ("NamedSharding", {"processes.agreement", "partition.layout", *MESH_MODULES}),
         ("pickle", set()),
         ("eval", set()),
         ("exec", set()),
@@ -213,3 +437,20 @@ def test_a_final_class_has_no_subclass():
 
 def test_these_tests_run_on_eight_devices():
     assert jax.device_count() == 8
+
+
+def print_tables():
+    """Prints the present tables of exceptions."""
+    imports, others = forbidden_imports()
+    print("# The code lines of each package and top-level module, without blanks, comments and docstrings.")
+    print("BUDGET = {", *(f"    {room!r}: {number}," for room, number in code_lines().items()), "}", sep="\n")
+    print("# The attributes and methods of the classes with more than the limits.")
+    print("LARGE_CLASSES = {", *(f"    {name!r}: {size}," for name, size in large_classes().items()), "}", sep="\n")
+    print("# Imports of satellites by the rest of the package.")
+    print("SATELLITE_IMPORTS = {", *(f"    {each!r}," for each in sorted(imports)), "}", sep="\n")
+    print("# Other imports that the layers forbid.")
+    print("OTHER_IMPORTS = {", *(f"    {each!r}," for each in sorted(others)), "}", sep="\n")
+
+
+if __name__ == "__main__":
+    print_tables()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxloop
 from jaxloop import examples, partition
-from jaxloop.loss_step import LossStep
+from jaxloop.models.loss_step import LossStep
 
 KEY = jax.random.key(0)
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]

@@ -13,7 +13,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxloop
-from jaxloop import checkpoint, path_patterns
+from jaxloop import checkpoint
+from jaxloop.base import path_patterns
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 

@@ -13,16 +13,16 @@ import tempfile
 import pytest
 from etils import epath
 
-import jaxloop.lock
+import jaxloop.processes.lock
 from jaxloop import checkpoint
-from jaxloop.lock import DirectoryInUseError, DirectoryLostError, check, locked
+from jaxloop.processes.lock import DirectoryInUseError, DirectoryLostError, check, locked
 
 # Loads only the module, because importing jaxloop takes seconds.
 LOAD = """
 import importlib.util, os, sys, time, types
 
 package = sys.modules["jaxloop"] = types.ModuleType("jaxloop")
-package.__path__ = [os.path.dirname(sys.argv[1])]
+package.__path__ = [os.path.dirname(os.path.dirname(sys.argv[1]))]
 spec = importlib.util.spec_from_file_location("lock", sys.argv[1])
 lock = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lock)
@@ -42,7 +42,7 @@ def start():
     processes = []
 
     def run(program, directory):
-        command = [sys.executable, "-c", LOAD + program, jaxloop.lock.__file__, str(directory)]
+        command = [sys.executable, "-c", LOAD + program, jaxloop.processes.lock.__file__, str(directory)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         return process, process.stdout.readline().strip()
@@ -212,9 +212,9 @@ FULL = r"No space left on device\). Use a different directory, or free space and
     ("function", "error", "match"),
     [
         ("os.open", errno.ENOSPC, FULL),
-        ("jaxloop.lock._this_process", errno.ENOSPC, FULL),
+        ("jaxloop.processes.lock._this_process", errno.ENOSPC, FULL),
         ("fcntl.flock", errno.EIO, r"\(Input/output error\). Use a different directory, or make this one"),
-        ("jaxloop.lock._this_process", KeyboardInterrupt("stop"), "stop"),
+        ("jaxloop.processes.lock._this_process", KeyboardInterrupt("stop"), "stop"),
     ],
 )
 def test_a_failed_acquire_explains_the_error_and_frees_the_directory(function, error, match, tmp_path, monkeypatch):

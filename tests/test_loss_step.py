@@ -11,8 +11,8 @@ from flax import nnx
 
 import jaxloop
 from jaxloop import functional as jf
-from jaxloop import models
-from jaxloop.loss_step import LossStep
+from jaxloop.models.loss_step import LossStep
+from jaxloop.step import forward
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -859,7 +859,7 @@ def test_sown_losses_are_added_to_the_loss(model, wrap):
     expected = np.mean(error**2) + 3
     step = LossStep(KEY, model, optax.sgd(0.1), train=True, loss=loss)
     state = step.initialize_model([1, 3])
-    assert models.mixes_examples(state, train=True) is False
+    assert forward.mixes_examples(state, train=True) is False
     evaluated = LossStep(KEY, model, loss=loss).evaluate(state, batch)
     state, outputs = jaxloop.TrainLoop(step)(state, [batch, batch])
     number = lambda value: float(getattr(value, "value", value))
@@ -874,12 +874,12 @@ def test_call_model_returns_sown_losses_that_the_state_does_not_store():
     class OwnStep(jaxloop.Step):
         def run(self, state, batch):
             _, updates = self.call_model(state, state.params, batch["x"])
-            return state.update_variables(updates), {"sown": sum(models.sown_losses(updates))}
+            return state.update_variables(updates), {"sown": sum(forward.sown_losses(updates))}
 
     called = NNXSows(rngs=nnx.Rngs(0))
     called(jnp.ones([1, 3]))  # Outside of `nnx.capture`, this changes the instance.
     for model in (LinenSows(), called):
-        model = model if model is not called else models.adapt(model)
+        model = model if model is not called else forward.adapt(model)
         step = OwnStep(KEY, model, train=True, optimizer=optax.identity())
         state = step.initialize_model([1, 3])
         for _ in range(2):

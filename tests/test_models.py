@@ -8,9 +8,9 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jaxloop import models, types
-from jaxloop.loss_step import LossStep
-from jaxloop.step import Step
+from jaxloop import types
+from jaxloop.models.loss_step import LossStep
+from jaxloop.step import Step, forward
 
 KEY = jax.random.key(0)
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -22,7 +22,7 @@ def make(model, spec=(1, 3), **options):
 
 
 def call(state, train, rngs=KEY):
-    return jax.jit(lambda state, rngs: models.forward(state, state.params, X, train=train, rngs=rngs))(state, rngs)
+    return jax.jit(lambda state, rngs: forward.forward(state, state.params, X, train=train, rngs=rngs))(state, rngs)
 
 
 # Training flags ---------------------------------------------------------------------------------------
@@ -136,11 +136,11 @@ def test_a_linen_model_receives_keys_under_all_names():
             return [jax.random.key_data(self.make_rng(name)).tolist() for name in ("dropout", "noise")]
 
     state = types.TrainState.create(apply_fn=Shows().apply, params={}, tx=optax.identity())
-    dropout, noise = models.forward(state, {}, X, train=True, rngs=KEY)[0]
+    dropout, noise = forward.forward(state, {}, X, train=True, rngs=KEY)[0]
     assert dropout != noise
     assert dropout == Shows().apply({}, X, rngs={"dropout": KEY, "params": KEY})[0]
     names = {"dropout": jax.random.key(1), "noise": KEY}
-    by_name = models.forward(state, {}, X, train=True, rngs=names)[0]
+    by_name = forward.forward(state, {}, X, train=True, rngs=names)[0]
     assert by_name == Shows().apply({}, X, rngs=names) and by_name[0] != dropout
 
 
@@ -162,7 +162,7 @@ class NNXShows(nnx.Module):
 )
 def test_every_kind_of_model_receives_the_dropout_key(model):
     state = make(model)
-    shown = lambda rngs: jax.random.key_data(models.forward(state, state.params, X, train=True, rngs=rngs)[0]).tolist()
+    shown = lambda rngs: jax.random.key_data(forward.forward(state, state.params, X, train=True, rngs=rngs)[0]).tolist()
     assert shown(KEY) == shown({"dropout": KEY, "a": jax.random.key(1)}) != shown({"dropout": jax.random.key(1)})
 
 
@@ -216,24 +216,24 @@ def test_batch_statistics_change_only_in_training(model):
         variables = lambda state: (state.batch_stats, state.collections)
         assert jax.tree.structure(variables(state)) == jax.tree.structure(variables(after))
         assert not all(map(np.array_equal, *map(jax.tree.leaves, map(variables, (state, after)))))
-        assert models.mixes_examples(state, train=True) and not models.mixes_examples(state, train=False)
+        assert forward.mixes_examples(state, train=True) and not forward.mixes_examples(state, train=False)
         assert call(after, train=False)[1] is None
 
 
 def test_models_without_statistics_do_not_mix_examples():
-    assert not models.mixes_examples(make({"w": np.ones(3)}), train=True)
-    assert not models.mixes_examples(make(NNXNet(rngs=nnx.Rngs(0))), train=True)  # Its counters aren't statistics.
+    assert not forward.mixes_examples(make({"w": np.ones(3)}), train=True)
+    assert not forward.mixes_examples(make(NNXNet(rngs=nnx.Rngs(0))), train=True)  # Its counters aren't statistics.
 
 
 def test_a_linen_model_without_a_training_flag_may_mix_examples_in_evaluations():
     model = nn.Sequential([nn.BatchNorm(use_running_average=False)])
-    assert models.mixes_examples(make(model), train=False)
+    assert forward.mixes_examples(make(model), train=False)
 
 
 def test_an_apply_fn_that_is_a_function_is_called_like_the_apply_of_a_pair():
     apply = lambda params, x, train: x @ params["w"] + (1.0 if train else 0.0)
     state = types.TrainState.create(apply_fn=apply, params={"w": jnp.ones([3, 1])}, tx=optax.identity())
-    assert models.forward(state, state.params, X, train=True)[0][0] == 4
+    assert forward.forward(state, state.params, X, train=True)[0][0] == 4
 
 
 def test_flags_without_a_default_are_passed_at_initialization():
@@ -309,7 +309,7 @@ class NoCall(eqx.Module):
 )
 def test_an_unsupported_model_is_rejected(model, message):
     with pytest.raises(TypeError, match=message):
-        models.adapt(model)
+        forward.adapt(model)
 
 
 @pytest.mark.parametrize(

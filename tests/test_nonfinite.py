@@ -12,8 +12,9 @@ from clu import metrics as clu_metrics
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import checkpoint, metrics, nonfinite
-from jaxloop.function_step import FunctionStep
+from jaxloop import checkpoint, metrics
+from jaxloop.models.function_step import FunctionStep
+from jaxloop.step import nonfinite
 
 
 class RegressionStep(jaxloop.Step):

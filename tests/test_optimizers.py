@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jaxloop
 from jaxloop import checkpoint, every, last, optimizers, partition
-from jaxloop.path_patterns import matches
+from jaxloop.base.path_patterns import matches
 
 X = np.random.default_rng(0).normal(size=[64, 4]).astype(np.float32)
 Y = (X.sum(-1) > 0).astype(np.int32)

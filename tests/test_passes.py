@@ -11,7 +11,7 @@ import pytest
 
 import jaxloop
 from jaxloop import CheckpointAction, CheckpointSpec, OuterLoop, TrainLoop, data, every, examples, functional, last
-from jaxloop.position import DatasetPosition, PositionedIterator
+from jaxloop.data.position import DatasetPosition, PositionedIterator
 
 STEP, STATE, BATCHES = examples.tiny_regression()
 PASSES = 3

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import jaxloop
-from jaxloop import data, examples, position
-from jaxloop.fingerprint import describe_source
-from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError, skippable
-from jaxloop.read_ahead import ReadAhead
+from jaxloop import data, examples
+from jaxloop.data import position
+from jaxloop.data.fingerprint import describe_source
+from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, skippable
+from jaxloop.data.read_ahead import ReadAhead
 
 LENGTH = 12
 BATCHES = [{"x": np.full((2, 3), number, np.float32)} for number in range(LENGTH)]
@@ -424,7 +425,7 @@ def test_a_short_last_batch_is_not_a_different_dataset():
 
 PROGRAM = """
 import json
-from jaxloop.position import PositionedIterator
+from jaxloop.data.position import PositionedIterator
 from tests.test_position import SOURCES
 print(json.dumps({name: PositionedIterator(SOURCES[name][0]()).position().fingerprint for name in %r}))
 waiting = PositionedIterator(range(100), prefetch=2)

@@ -19,10 +19,12 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxloop
-from jaxloop import after, at, checkpoint, every, examples, first, forecast, last, lock, preflight
-from jaxloop.lock import DirectoryInUseError
+from jaxloop import after, at, checkpoint, every, examples, first, last
+from jaxloop.check import forecast, preflight
+from jaxloop.experiment.specs import RunSpec
 from jaxloop.partition import create_mesh
-from jaxloop.specs import RunSpec
+from jaxloop.processes import lock
+from jaxloop.processes.lock import DirectoryInUseError
 from jaxloop.step import NO_OPTIMIZER
 
 

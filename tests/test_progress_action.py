@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from programs.clock import Clock
 
-from jaxloop import timing
 from jaxloop.actions import ProgressAction
+from jaxloop.base import timing
 from jaxloop.history import History
 from jaxloop.metrics import LoopOutputs
 from jaxloop.schedules import Elapsed

@@ -28,9 +28,9 @@ from jaxloop import (
     every,
     examples,
     last,
-    lock,
 )
 from jaxloop import functional as jf
+from jaxloop.processes import lock
 
 STEP, STATE, BATCHES = examples.tiny_regression()
 EVAL_STEP = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer)
@@ -364,7 +364,7 @@ def test_the_last_row_is_added_after_a_crash_at_the_end_of_the_data(tmp_path):
 
 HOLDS_THE_LOCK = """
 import sys, time
-from jaxloop import lock
+from jaxloop.processes import lock
 
 with lock.locked(sys.argv[1]):
     print("locked", flush=True)

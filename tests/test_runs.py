@@ -13,7 +13,7 @@ from programs.clock import Clock
 
 import jaxloop
 from jaxloop import Elapsed, EvalLoop, EvalSpec, OuterLoop, TrainLoop, actions, at, every, examples, last, types
-from jaxloop.specs import CheckpointSpec
+from jaxloop.experiment.specs import CheckpointSpec
 
 
 class Seen(actions.Action):

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from programs.clock import Clock
 
 import jaxloop
-from jaxloop import Elapsed, after, always, at, every, examples, first, last, never, timing
+from jaxloop import Elapsed, after, always, at, every, examples, first, last, never
 from jaxloop import functional as jf
+from jaxloop.base import timing
 
 # The algebra ---------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxloop import seal
+from jaxloop.checkpoint import seal
 
 # The sealed part of a file that is rewritten later.
 ABOUT = {"author": {"name": "me", "likes": [1, 2.5, None]}}

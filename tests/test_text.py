@@ -10,7 +10,7 @@ from absl import logging
 
 import jaxloop
 from jaxloop import actions, every, examples
-from jaxloop.text import announce, printable
+from jaxloop.base.text import announce, printable
 
 EVIL = "loss\nWARNING: all is lost\r\x1b[2J\x9b31m\u202e"
 SHOWN = r"loss\nWARNING: all is lost\r\x1b[2J\x9b31m\u202e"

@@ -10,9 +10,11 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxloop
-from jaxloop import check, cost, partition, topology
+from jaxloop import check, partition
+from jaxloop.check import topology
 from jaxloop.check.costs import moved_to
 from jaxloop.partition import create_mesh
+from jaxloop.step import cost
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 BATCH = {"x": jax.ShapeDtypeStruct((16, 256), np.float32), "y": jax.ShapeDtypeStruct((16, 1), np.float32)}

@@ -7,7 +7,8 @@ from programs import hanging
 
 import jaxloop
 from jaxloop import __main__ as command_line
-from jaxloop import examples, watchdog
+from jaxloop import examples
+from jaxloop.runs import watchdog
 
 
 def test_a_hang_in_one_process_is_named(tmp_path, capsys):

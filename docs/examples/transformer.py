@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 import jaxloop
 from jaxloop import check, data, distributed, partition, stat_loop
 from jaxloop.distributed import is_first_process
-from jaxloop.layout import readable
+from jaxloop.partition.layout import readable
 
 END_OF_FILE = 0  # The byte between two files.
 NUM_BYTES = 256

@@ -60,34 +60,29 @@ class Picture:
 
 def modules():
     """Draws the modules in layers."""
-    picture = Picture(1000, 664, "The modules of jaxloop in layers. Imports point downwards.")
+    picture = Picture(1000, 596, "The packages of jaxloop in layers. Imports point downwards.")
     left, width, height, gap = 20, 700, 56, 12
     third, half = (width - 2 * gap) / 3, (width - gap) / 2
     rows = [
-        [("APIs and tools", "functional · fitting · testing · examples", width, VIOLET)],
-        [("The experiment", "outer_loop · training · evaluations · whole_run · specs · preflight", width, BLUE)],
+        [("APIs and tools", "models · functional · check · runs · testing · examples", width, VIOLET)],
+        [("The experiment", "outer_loop · experiment", width, BLUE)],
         [("Loops", "loop · stat_loop · action_loop · train_loop · eval_loop", width, BLUE)],
-        [("The engine", "engine/: engine · plan · feed · program · outputs · agenda · run", width, BLUE)],
-        [("Steps", "step · loss_step · function_step · step_runner · compiled · models", width, BLUE)],
-        [("Actions", "actions/: one file per action", width, BLUE)],
+        [("The engine", "engine", width, BLUE)],
+        [("Steps", "step", half, BLUE), ("Actions", "history · actions", half, BLUE)],
         [
-            ("Data", "data · position · sources", third, GREEN),
-            ("Metrics", "history · metrics", third, GREEN),
-            ("On disk", "checkpoint · seal", third, GREEN),
+            ("Data", "data", third, GREEN),
+            ("Metrics", "metrics", third, GREEN),
+            ("On disk", "checkpoint", third, GREEN),
         ],
-        [
-            ("Placement", "partition · layout", half, ORANGE),
-            ("Processes", "distributed · agreement · interrupt · lock", half, ORANGE),
-        ],
-        [("Basics", "types · schedules · checks · encoding · timing", width, SLATE)],
+        [("Placement", "partition", half, ORANGE), ("Processes", "distributed · processes", half, ORANGE)],
+        [("Basics", "types · schedules · base", width, SLATE)],
     ]
     notes = [
-        ["fit, functional API, test helpers"],
-        ["check, resume, evaluations, stop"],
+        ["fit, the loop language,", "operation of runs"],
+        ["resume, evaluations, stop"],
         ["constructors and hooks"],
         ["runs steps, calls what is due"],
-        ["what happens to one batch"],
-        ["side effects, called by loops"],
+        ["what happens to one batch;", "side effects, called by loops"],
         ["only metrics reads the devices,", "only checkpoint imports Orbax"],
         ["where arrays live;", "how processes agree"],
         ["used by every other layer"],
@@ -101,8 +96,8 @@ def modules():
             picture.text(
                 left + width + 48, y + height / 2 + 4 + (place - (len(lines) - 1) / 2) * 16, line, anchor="start"
             )
-    picture.arrow((left + width + 24, 20), (left + width + 24, 9 * (height + gap)))
-    picture.text(left + width + 24, 9 * (height + gap) + 18, "imports", size=12)
+    picture.arrow((left + width + 24, 20), (left + width + 24, 8 * (height + gap)))
+    picture.text(left + width + 24, 8 * (height + gap) + 18, "imports", size=12)
     return picture
 
 

@@ -5,7 +5,8 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxloop import checks, types
+from jaxloop import types
+from jaxloop.base import checks
 from jaxloop.schedules import Schedule
 
 # The keyword arguments that a loop passes to its actions.

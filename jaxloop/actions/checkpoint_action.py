@@ -8,12 +8,13 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks, files, types
+from jaxloop import checkpoint, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
+from jaxloop.base import checks, files
+from jaxloop.base.text import printable
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
-from jaxloop.text import printable
 
 _LONG_WAIT_SECS = 1.0
 """The longest wait for the previous save, in seconds, that doesn't count toward a warning."""

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from jaxloop import checks, types
+from jaxloop import types
 from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
+from jaxloop.base import checks
+from jaxloop.base.text import announce, printable
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
-from jaxloop.text import announce, printable
 
 
 @dataclasses.dataclass

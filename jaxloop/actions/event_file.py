@@ -12,7 +12,7 @@ from typing import Any, final
 from absl import logging
 from etils import epath
 
-from jaxloop import files
+from jaxloop.base import files
 
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.[^/\\]*")
 

@@ -6,8 +6,9 @@ from typing import Any, final
 import numpy as np
 import optax
 
-from jaxloop import checks, metrics, types
+from jaxloop import metrics, types
 from jaxloop.actions.writer_queue import Call, WriterAction
+from jaxloop.base import checks
 from jaxloop.schedules import Schedule
 
 

@@ -8,10 +8,11 @@ from typing import Any, final
 
 from absl import logging
 
-from jaxloop import checks, metrics, types
+from jaxloop import metrics, types
+from jaxloop.base import checks
+from jaxloop.base.text import printable
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed
-from jaxloop.text import printable
 
 _MODES = ("auto", "min", "max")
 

@@ -7,8 +7,9 @@ import jax
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks, metrics, types
+from jaxloop import metrics, types
 from jaxloop.actions.action import Action
+from jaxloop.base import checks, files
 from jaxloop.schedules import after, at, every
 
 
@@ -54,7 +55,7 @@ class ProfileAction(Action):
         if every_steps is not None:
             interval |= after(begin).then(every(every_steps)) | after(end).then(every(every_steps))
         super().__init__(interval)
-        self._logdir = checkpoint.prepare_directory(logdir)
+        self._logdir = files.prepare_directory(logdir)
         self._first_step, self._num_steps, self._every_steps = first_step, num_steps, every_steps
         self._running_since: int | None = None  # The step before the first traced one.
         self._traces = 0

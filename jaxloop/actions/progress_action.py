@@ -14,12 +14,13 @@ import jax
 import numpy as np
 from absl import logging
 
-from jaxloop import checks, distributed, metrics, timing, types
+from jaxloop import distributed, metrics, types
 from jaxloop.actions.action import Action
+from jaxloop.base import checks, timing
+from jaxloop.base.text import printable
+from jaxloop.base.timing import Spent, duration
 from jaxloop.history import History, Row
 from jaxloop.schedules import Elapsed, Schedule, every, first, last
-from jaxloop.text import printable
-from jaxloop.timing import Spent, duration
 
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()

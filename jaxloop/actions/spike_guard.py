@@ -7,9 +7,10 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxloop import checks, metrics, types
+from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
+from jaxloop.base import checks
 from jaxloop.schedules import Schedule, every
 
 _INTERVAL = every(steps=10)

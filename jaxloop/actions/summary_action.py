@@ -6,10 +6,11 @@ from typing import Any, final
 
 from absl import logging
 
-from jaxloop import checks, metrics, types
+from jaxloop import metrics, types
 from jaxloop.actions.writer_queue import Call, WriterAction
+from jaxloop.base import checks
+from jaxloop.base.text import printable
 from jaxloop.schedules import Schedule
-from jaxloop.text import printable
 
 _METHODS = {
     types.MetricType.IMAGE: "write_images",

@@ -21,9 +21,9 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import files
 from jaxloop.actions.writers import as_batch
-from jaxloop.text import printable
+from jaxloop.base import files
+from jaxloop.base.text import printable
 
 
 class _TrackerWriter(abc.ABC):

@@ -14,8 +14,8 @@ from absl import logging
 
 from jaxloop import distributed
 from jaxloop.actions.action import Action
+from jaxloop.base.text import printable
 from jaxloop.schedules import Schedule
-from jaxloop.text import printable
 
 MOST_PENDING = 64
 """The maximum number of pending calls. An action that requests more must wait."""

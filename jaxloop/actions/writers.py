@@ -8,9 +8,10 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, distributed
+from jaxloop import distributed
 from jaxloop.actions.event_file import EventFile
-from jaxloop.text import printable
+from jaxloop.base import files
+from jaxloop.base.text import printable
 
 
 def default_writer(workdir: epath.PathLike) -> "LogWriter":
@@ -23,7 +24,7 @@ def default_writer(workdir: epath.PathLike) -> "LogWriter":
     """
     if not distributed.is_first_process():
         return LogWriter()
-    return TensorBoardWriter(checkpoint.prepare_directory(workdir))
+    return TensorBoardWriter(files.prepare_directory(workdir))
 
 
 class LogWriter:
@@ -87,7 +88,7 @@ class TensorBoardWriter(LogWriter):
         from tensorboardX import summary
         from tensorboardX.proto import summary_pb2
 
-        self._workdir, self._new_summary = str(checkpoint.absolute(workdir)), summary_pb2.Summary  # pyright: ignore
+        self._workdir, self._new_summary = str(files.absolute(workdir)), summary_pb2.Summary  # pyright: ignore
         self._tag_of = functools.cache(lambda name: summary.scalar(name, 0.0).value[0].tag)  # As in `add_scalar`.
         self._missing: set[str | None] = set()
         self._file = EventFile(self._workdir)

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxloop import checks, models, partition, types
-from jaxloop import topology as topologies
-from jaxloop.cost import Cost, DeviceMemoryError
-from jaxloop.step import Step
+from jaxloop import partition, types
+from jaxloop.base import checks
+from jaxloop.check import topology as topologies
+from jaxloop.step import Step, forward
+from jaxloop.step.cost import Cost, DeviceMemoryError
 
 _MOST_ROWS = 2**20
 
@@ -33,7 +34,7 @@ def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str 
         data axis is resized to use all of them. If None, the devices of the step's partitioner are used.
 
     Raises:
-      jaxloop.cost.DeviceMemoryError: If the step needs more memory than a device in the topology has.
+      jaxloop.step.cost.DeviceMemoryError: If the step needs more memory than a device in the topology has.
       ImportError: If a topology is given but libtpu is not installed.
       ValueError: If the topology doesn't exist.
     """
@@ -72,7 +73,7 @@ def largest_batch(step: Step, state: Any, batch: types.BatchSpec, topology: str 
             f"The memory of {device.device_kind} is unknown, so the largest batch is, too. Give a topology, "
             'such as "v5e:2x4".'
         )
-    example = models.example_batch(batch)
+    example = forward.example_batch(batch)
 
     def fits(rows: int) -> bool:
         resize = lambda leaf: np.broadcast_to(leaf[:1], (rows * partitioner.shards, *leaf.shape[1:]))

@@ -8,14 +8,15 @@ from typing import Any, Literal, NamedTuple, final
 
 from absl import logging
 
-from jaxloop import encoding, metrics
+from jaxloop import metrics
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import as_action
-from jaxloop.agreement import Job, report_failure
+from jaxloop.base import encoding
+from jaxloop.base.timing import Spent, Stopwatch
 from jaxloop.engine.outputs import Outputs
 from jaxloop.metrics import LoopOutputs
+from jaxloop.processes.agreement import Job, report_failure
 from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
-from jaxloop.timing import Spent, Stopwatch
 
 
 @final

@@ -12,7 +12,7 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.engine.feed import Feed
 from jaxloop.engine.program import Program, Ran
-from jaxloop.interrupt import Interruptible
+from jaxloop.processes.interrupt import Interruptible
 from jaxloop.step import FusingError, Step
 
 STEPS_TRIED = 32

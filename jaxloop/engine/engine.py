@@ -9,8 +9,11 @@ from typing import Any, Literal, final
 import numpy as np
 from absl import logging
 
-from jaxloop import agreement, checks, interrupt, metrics, nonfinite, partition, timing, types
+from jaxloop import metrics, partition, types
 from jaxloop.actions.action import Action
+from jaxloop.base import checks, timing
+from jaxloop.base.timing import Spent
+from jaxloop.data.sources import indexed
 from jaxloop.engine.agenda import ActionItem, Ended, Moment, Rank
 from jaxloop.engine.auto import STEPS_TRIED, find_steps_per_dispatch
 from jaxloop.engine.feed import Feed, as_iterator
@@ -18,9 +21,9 @@ from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Program, Ran
 from jaxloop.engine.run import Run
 from jaxloop.metrics import LoopOutputs
+from jaxloop.processes import agreement, interrupt
 from jaxloop.schedules import NEVER, Elapsed, Goal
-from jaxloop.sources import indexed
-from jaxloop.timing import Spent
+from jaxloop.step import nonfinite
 
 # If one of these is overridden, each loop has its own call to `run`.
 _HOOKS = ("begin", "run", "end", "update_outputs", "_get_next_batch")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from jaxloop import types
-from jaxloop.agreement import JointReader
-from jaxloop.sources import NO_DATA, check_is_dataset, is_function
+from jaxloop.data.sources import NO_DATA, check_is_dataset, is_function
+from jaxloop.processes.agreement import JointReader
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:

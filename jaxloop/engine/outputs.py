@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxloop import metrics, timing, types
+from jaxloop import metrics, types
+from jaxloop.base import timing
+from jaxloop.base.structures import PerStructure
 from jaxloop.metrics import LoopOutputs
-from jaxloop.nonfinite import Guard
-from jaxloop.structures import PerStructure
+from jaxloop.step.nonfinite import Guard
 
 CHUNK_SIZE = 32
 """The maximum number of steps whose outputs are handled together."""

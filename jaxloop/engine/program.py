@@ -10,12 +10,13 @@ from typing import Any, final
 import jax
 from absl import logging
 
-from jaxloop import checks, timing, types
-from jaxloop.compiled import stacked
+from jaxloop import types
+from jaxloop.base import checks, timing
 from jaxloop.engine.feed import Feed
 from jaxloop.engine.outputs import Block
-from jaxloop.interrupt import Interruptible
+from jaxloop.processes.interrupt import Interruptible
 from jaxloop.step import FusingError, Step
+from jaxloop.step.compiled import stacked
 
 Custom = Callable[[Any, types.Batch, int], tuple[Any, types.Output]]
 """Runs one step: `(state, batch, number of the step in this stretch) -> (state, outputs)`."""

@@ -6,13 +6,13 @@ from typing import Any, final
 
 from absl import logging
 
-from jaxloop.agreement import Job
+from jaxloop.base.text import printable
+from jaxloop.base.timing import Spent, Stopwatch
 from jaxloop.engine.agenda import Agenda, Ended
 from jaxloop.engine.outputs import Outputs
 from jaxloop.metrics import LoopOutputs
+from jaxloop.processes.agreement import Job
 from jaxloop.schedules import Elapsed
-from jaxloop.text import printable
-from jaxloop.timing import Spent, Stopwatch
 
 
 @final

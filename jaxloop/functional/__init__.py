@@ -31,7 +31,7 @@ the other APIs.
 - `checkpoint`, `early_stopping`, `keras_bar` and `inner_loop` return callbacks.
 """
 
-from jaxloop.counting import elapse
+from jaxloop.functional.counting import elapse
 from jaxloop.functional.log_entries import Logs
 from jaxloop.functional.loop_state import Callback, LoopState, Tasks, on_end, on_start
 from jaxloop.functional.running import loop

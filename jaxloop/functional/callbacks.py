@@ -16,12 +16,12 @@ from jaxloop.actions.monitor import Monitor
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.checkpoint import all_steps
 from jaxloop.engine.program import Program
-from jaxloop.function_step import CompiledFunction, name_of, outputs_logs_and_state
 from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
 from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, arguments, num_arguments, write
 from jaxloop.functional.tools import BarTool, Tool
 from jaxloop.history import History
 from jaxloop.loop import Loop
+from jaxloop.models.function_step import CompiledFunction, name_of, outputs_logs_and_state
 from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.step import Step
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 from jaxloop import metrics
-from jaxloop.function_step import name_of, positional_arguments
 from jaxloop.functional.log_entries import Logs, Means, entries, nested
 from jaxloop.history import History
+from jaxloop.models.function_step import name_of, positional_arguments
 from jaxloop.schedules import Elapsed
 
 

@@ -11,25 +11,26 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint as checkpoints
-from jaxloop import checks, encoding, interrupt, lock, timing
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
-from jaxloop.counting import Counting, as_stop
+from jaxloop.base import checks, encoding, timing
+from jaxloop.base.text import announce, quiet_orbax, suggests
+from jaxloop.check.forecast import Course
+from jaxloop.data.position import PositionedIterator, PositionUnknownError
+from jaxloop.data.sources import NO_DATA, num_batches
 from jaxloop.engine.feed import Feed, as_iterator
 from jaxloop.engine.outputs import CHUNK_SIZE
 from jaxloop.engine.program import Program, Ran
-from jaxloop.forecast import Course
-from jaxloop.function_step import name_of
+from jaxloop.experiment.specs import RunSpec
+from jaxloop.experiment.whole_run import Resumed, WholeRun, reconcile_hyperparams
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
+from jaxloop.functional.counting import Counting, as_stop
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
 from jaxloop.functional.tools import CheckpointTool, Tool, as_kind, kind_on_host
 from jaxloop.history import History
-from jaxloop.position import PositionedIterator, PositionUnknownError
+from jaxloop.models.function_step import name_of
+from jaxloop.processes import interrupt, lock
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never, planned_steps, skipped_step
-from jaxloop.sources import NO_DATA, num_batches
-from jaxloop.specs import RunSpec
-from jaxloop.text import announce, quiet_orbax, suggests
-from jaxloop.whole_run import Resumed, WholeRun, reconcile_hyperparams
 
 
 @suggests(num_steps="stop", train_total_steps="stop", steps="stop", total="stop", total_steps="stop")

@@ -12,17 +12,19 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint as checkpoints
-from jaxloop import checks, interrupt, metrics, partition
+from jaxloop import metrics, partition
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.progress_action import ProgressAction
-from jaxloop.function_step import CompiledFunction
+from jaxloop.base import checks
+from jaxloop.experiment.whole_run import elapsed_at
 from jaxloop.functional.log_entries import REDUCTIONS, Logs, NewestReady, aggregate, named
 from jaxloop.functional.loop_state import LoopState, arguments, num_arguments
 from jaxloop.history import History
+from jaxloop.models.function_step import CompiledFunction
+from jaxloop.processes import interrupt
 from jaxloop.schedules import Elapsed, Schedule, always
-from jaxloop.whole_run import elapsed_at
 
 
 class Tool(abc.ABC):

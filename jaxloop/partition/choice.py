@@ -5,10 +5,10 @@ from typing import Any
 import jax
 from absl import logging
 
-from jaxloop import checks
-from jaxloop.layout import bytes_of, readable
+from jaxloop.base import checks
 from jaxloop.partition.data_parallel import DataParallelPartitioner
 from jaxloop.partition.fsdp import FSDPPartitioner
+from jaxloop.partition.layout import bytes_of, readable
 from jaxloop.partition.meshes import create_mesh
 from jaxloop.partition.partitioner import Partitioner
 from jaxloop.partition.single_device import SingleDevicePartitioner

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxloop import checks
+from jaxloop.base import checks
 from jaxloop.partition.mesh_partitioner import MeshPartitioner
 
 

@@ -5,7 +5,7 @@ from typing import Any, final
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxloop import checks
+from jaxloop.base import checks
 from jaxloop.partition.laid_out import _LeafPartitioner
 from jaxloop.partition.partitioner import SMALL
 

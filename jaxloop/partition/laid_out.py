@@ -8,7 +8,7 @@ import jax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxloop import checks
+from jaxloop.base import checks
 from jaxloop.partition.mesh_partitioner import MeshPartitioner
 
 

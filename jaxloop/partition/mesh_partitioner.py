@@ -13,8 +13,9 @@ from absl import logging
 from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxloop import checks, structures, types
-from jaxloop.flat_state import compile_donating
+from jaxloop import types
+from jaxloop.base import checks, structures
+from jaxloop.base.flat_state import compile_donating
 from jaxloop.partition.meshes import create_mesh, mesh_for_tracing, names_of
 from jaxloop.partition.partitioner import Partitioner
 

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from jaxloop import checks, types
-from jaxloop.layout import Layout, LeafLayout, dtype_of
+from jaxloop import types
+from jaxloop.base import checks
+from jaxloop.partition.layout import Layout, LeafLayout, dtype_of
 
 Rules = Iterable[tuple[str, Any]]
 """Pairs of a name (or name pattern) and the spec or mesh axes that it maps to."""

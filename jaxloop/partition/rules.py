@@ -8,7 +8,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxloop import checks
+from jaxloop.base import checks
 from jaxloop.partition.laid_out import _LeafPartitioner
 from jaxloop.partition.meshes import names_of
 from jaxloop.partition.partitioner import SMALL, Rules

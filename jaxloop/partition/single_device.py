@@ -7,8 +7,9 @@ from typing import Any, Self
 import jax
 from jax.sharding import Sharding
 
-from jaxloop import checks, types
-from jaxloop.flat_state import compile_donating
+from jaxloop import types
+from jaxloop.base import checks
+from jaxloop.base.flat_state import compile_donating
 from jaxloop.partition.partitioner import Partitioner
 
 

@@ -15,7 +15,8 @@ from absl import logging
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import data, distributed, every, seal
+from jaxloop import data, distributed, every
+from jaxloop.checkpoint import seal
 
 AT = 7
 # The watchdog's description of the hanging process, for each place. In "run", all processes hang, because they run the

@@ -174,7 +174,7 @@ finally:
 print("samples", train_loop.elapsed.samples, "eval", outer_loop.history.collect("eval.loss"))
 found = {
     path: multihost_utils.process_allgather(leaf, tiled=True)
-    for path, leaf in jaxloop.checks.leaves_by_path(state).items()
+    for path, leaf in jaxloop.base.checks.leaves_by_path(state).items()
 }
 if jax.process_index() == 0:
     np.savez(options.directory / "final.npz", **found)

@@ -52,7 +52,7 @@ for partitioner in (jaxloop.DataParallelPartitioner(mesh, "data"), jaxloop.FSDPP
     state, outputs = jaxloop.TrainLoop(step)(step.initialize_model([1, 8]), batches())
     name = type(partitioner).__name__
     found[f"{name} losses"] = np.array(outputs["loss"])
-    for path, leaf in jaxloop.checks.leaves_by_path(state).items():
+    for path, leaf in jaxloop.base.checks.leaves_by_path(state).items():
         found[f"{name} {path}"] = multihost_utils.process_allgather(leaf, tiled=True)
     print(f"{name}: step {int(state.step)} on {jax.device_count()} devices")
 if jax.process_index() == 0:

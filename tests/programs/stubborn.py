@@ -92,7 +92,8 @@ class Stubborn:
             return self._problems(signums, pause)
 
     def _problems(self, signums, pause):
-        from jaxloop import checkpoint, seal
+        from jaxloop import checkpoint
+        from jaxloop.checkpoint import seal
 
         if not self.wait_until_stuck():
             self._errors.seek(0)

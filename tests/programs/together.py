@@ -8,7 +8,8 @@ import optax
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import agreement, distributed, metrics, partition
+from jaxloop import distributed, metrics, partition
+from jaxloop.processes import agreement
 
 distributed.initialize()
 first = jax.process_index() == 0

@@ -8,9 +8,11 @@ import optax
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import check, cost, topology
+from jaxloop import check
+from jaxloop.check import topology
 from jaxloop.check.costs import moved_to
 from jaxloop.partition import create_mesh
+from jaxloop.step import cost
 
 NAMES = ("v5e:1x1", "v5e:2x4", "v6e:2x4", "v5p:2x2x1", "v5e:16x16")
 PARTITIONERS = {

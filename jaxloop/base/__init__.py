@@ -1,0 +1,1 @@
+"""Small modules that all others use: text, files, encodings, pytrees, times and checks of arguments."""

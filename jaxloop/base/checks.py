@@ -1,0 +1,665 @@
+"""Checks of states, batches and step results. Errors say what was expected, what was found, and what to do."""
+
+import importlib.util
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax import core
+
+from jaxloop import types
+from jaxloop.base import structures
+from jaxloop.base.text import printable
+
+
+def path_name(path: Any) -> str:
+    """Returns a leaf's path, separated by slashes: `params/Dense_0/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def batch_leaf_name(path: Any) -> str:
+    """Returns the path of a batch leaf as a Python expression: `batch['image']`."""
+    # If there is a mask, the batch is in the field `batch`.
+    return f"batch{jax.tree_util.keystr(path).removeprefix('.batch')}"
+
+
+def batch_leaves(batch: Any) -> dict[str, Any]:
+    """Returns a dict of a batch's leaves, keyed by name: `{"batch['image']": array}`."""
+    return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of an array as a `jax.ShapeDtypeStruct`."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    is_weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=is_weak)
+
+
+def describe(leaf: Any) -> str:
+    """Describes an array by its dtype and shape (`float32[32, 10]`), and any other leaf by its class name."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        dtype = leaf.dtype if isinstance(leaf.dtype, np.dtype) else getattr(leaf.dtype, "name", leaf.dtype)
+        return f"{dtype}{list(leaf.shape)}"
+    return type(leaf).__name__
+
+
+def listed(names: Iterable[str], *, show: int = 12) -> str:
+    """Joins names with commas. If there are more than `show`, the remaining ones are only counted.
+
+    >>> listed(["bias", "kernel", "scale"], show=2)
+    'bias, kernel and 1 more'
+    """
+    names = list(map(printable, names))
+    return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
+
+
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """Returns the first twelve lines. If there are more, a final line says how many were omitted."""
+    return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
+
+
+def is_installed(package: str) -> bool:
+    """Returns whether a package can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # A placeholder in sys.modules.
+        return False
+
+
+def is_user_defined(thing: Any, name: str) -> bool:
+    """Returns whether the user has defined a method, either in a subclass or on this object."""
+    module = getattr(getattr(type(thing), name), "__module__", "")
+    return name in vars(thing) or not module.startswith("jaxloop.")
+
+
+def is_overridden(thing: Any, name: str, base: type) -> bool:
+    """Returns whether a method of the base class is overridden, either in a subclass or on this object."""
+    return name in vars(thing) or getattr(type(thing), name) is not getattr(base, name)
+
+
+def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
+    """Raises an error unless `value` is a positive int. None is also allowed if `optional` is True.
+
+    The error message also suggests the alternative `instead`, if it is given.
+    """
+    if optional and value is None:
+        return
+    allowed = "a positive int or None" if optional else "a positive int"
+    allowed += f", or {instead}" if instead else ""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be {allowed}, got {value!r}.")
+    if value <= 0:
+        raise ValueError(f"{name} must be {allowed}, got {value}.")
+
+
+def only_one(who: str, **names: Any) -> Any:
+    """Returns the value of an argument that has two names, of which the caller must use exactly one."""
+    given = {name: value for name, value in names.items() if value is not None}
+    if len(given) != 1:
+        name, other = names
+        got = " and ".join(f"{each}={value!r}" for each, value in given.items()) or "None"
+        raise TypeError(f"{who} takes {name}= (also called {other}=), got {got}.")
+    value = next(iter(given.values()))
+    if isinstance(value, int | float) or hasattr(type(value), "next_step"):  # A number or a schedule.
+        raise TypeError(f"{who} takes {next(iter(names))}= first, got {value!r}.")
+    return value
+
+
+# Donated states ------------------------------------------------------------------------------------
+
+
+def _deleted_leaves(state: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+
+
+def is_alive(state: Any) -> bool:
+    """Returns True if no leaf of the state has been donated."""
+    return not _deleted_leaves(state)
+
+
+def mark_donated(state: Any, by: str) -> None:
+    """Records which call a state was donated to, so that the error for using the state again can name that call.
+
+    The name is stored on one of the donated arrays, so it survives `state.replace(...)`.
+    """
+    leaf = donated_leaf(state)
+    if leaf is not None and not hasattr(leaf, "_jaxloop_donated_to"):
+        leaf._jaxloop_donated_to = by  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def donated_leaf(state: Any) -> jax.Array | None:
+    """Returns a state's first array other than `state.step`, which steps don't donate, or None if there is none."""
+    step = getattr(state, "step", None)
+    leaves = jax.tree.leaves(state)
+    return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
+
+
+def check_multiple(name: str, value: int | None, step: Any) -> None:
+    """Raises an error unless `value`, a number of updates, is a multiple of the step's `updates_per_step`."""
+    updates = step.updates_per_step
+    if value is not None and value % updates:
+        below, above = value // updates * updates, (value // updates + 1) * updates
+        raise ValueError(
+            f"{name}={value} is not a multiple of {updates}, the number of updates that {step!r} makes per batch "
+            f"({type(step).__name__}.updates_per_step). Give {f'{below} or {above}' if below else above}."
+        )
+
+
+def counting_hint(step: Any) -> str:
+    """Returns a hint, for error messages, about how a training step should update `state.step`."""
+    if step.updates_per_step > 1:
+        return (
+            f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: "
+            "call state.apply_gradients(grads=...) that many times, or state.replace(step=...). Or correct "
+            "updates_per_step."
+        )
+    return (
+        "Each run must add one to it: return state.apply_gradients(grads=...), or "
+        "state.replace(step=state.step + 1). If it makes several updates with a batch, set the class attribute "
+        "updates_per_step."
+    )
+
+
+def whole_number(value: Any) -> int | None:
+    """Converts a number or a one-element array to an int, or returns None if its value isn't a non-negative integer.
+
+    >>> whole_number(np.float32(8.0)), whole_number(np.array([8])), whole_number(1.5), whole_number("8")
+    (8, 8, None, None)
+    """
+    if type(value) is int:
+        return value if value >= 0 else None
+    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
+        return None
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "iuf" or not float(array.item()).is_integer() or array.item() < 0:
+        return None
+    return int(array.item())
+
+
+def check_alive(state: Any, caller: str) -> None:
+    """Raises an error if the state has been donated.
+
+    Without this check, using a donated state on multiple CPU devices would crash the process.
+    """
+    deleted = _deleted_leaves(state)
+    if not deleted:
+        return
+    taken_by = getattr(donated_leaf(state), "_jaxloop_donated_to", "an earlier call")
+    raise ValueError(
+        f"{caller} got a state that was already donated to {taken_by}: its buffers ({listed(deleted, show=3)}) were "
+        "reused for the new state.\nUse the state returned by that call. To keep a copy, make it before the call: "
+        "kept = jax.tree.map(jnp.copy, state)."
+    )
+
+
+def adopt(state: Any) -> Any:
+    """Converts a state's Python and NumPy leaves, such as Flax's `step`, to JAX arrays.
+
+    If the same array appears twice, the second is copied, because a step can donate each array only once.
+    `jax.ShapeDtypeStruct`s are left unchanged.
+
+    Raises:
+      TypeError: If `state.step` is not an integer, or if no array can hold a leaf.
+      ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
+    """
+    check_counter(getattr(state, "step", None))
+    first: dict[Any, Any] = {}
+    copied: list[str] = []
+
+    def own(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _on_device(path, leaf)
+        known = first.setdefault(_buffer(leaf), path)
+        if known is path:
+            return leaf
+        copied.append(f"{path_name(path)} (from {path_name(known)})")
+        return jnp.copy(leaf)
+
+    state = jax.tree_util.tree_map_with_path(own, state)
+    if copied:
+        logging.info("Copied arrays that appear twice in the state, which a step donates: %s.", listed(copied, show=3))
+    return state
+
+
+def _buffer(leaf: jax.Array) -> Any:
+    """Returns a key that two arrays share if they have the same buffer, as after `jax.device_put`."""
+    if (
+        isinstance(leaf, core.Tracer)
+        or leaf.is_deleted()
+        or not leaf.size
+        or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ):
+        return id(leaf)
+    devices = leaf.devices()
+    return (leaf.unsafe_buffer_pointer(), *devices) if len(devices) == 1 else id(leaf)
+
+
+def as_arrays(tree: Any) -> Any:
+    """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, it keeps NumPy arrays and 64-bit numbers.
+
+    Raises a `TypeError` if no array can hold a leaf.
+    """
+    return jax.tree_util.tree_map_with_path(_as_array, tree)
+
+
+def _as_array(path: Any, leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return leaf
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(f"{_state_leaf_name(path)} is {_problem_of_leaf(leaf, 'Keep it out of the state.')}")
+    return array
+
+
+def _on_device(path: Any, leaf: Any) -> jax.Array:
+    array = _as_array(path, leaf)
+    _check_range(array, _wide_integers({_state_leaf_name(path): array}))
+    # The dtype is explicit, because a weak type would make the step recompile.
+    return jnp.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def _state_leaf_name(path: Any) -> str:
+    return f"state/{path_name(path)}" if path else "The state"
+
+
+def check_counter(step: Any, *, is_scalar: bool = True) -> None:
+    """Raises a `TypeError` if `state.step` exists and is not an integer scalar.
+
+    Args:
+      step: The value of `state.step`, or its shape and dtype; None if the state doesn't have a `step`.
+      is_scalar: Whether `state.step` is a scalar.
+    """
+    is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
+    is_int = isinstance(step, int) and not isinstance(step, bool)
+    is_integer = jnp.issubdtype(step.dtype, jnp.integer) if is_array else is_int
+    if step is not None and not (is_integer and is_scalar):
+        raise TypeError(
+            "state.step must be an integer scalar, the number of completed updates, got "
+            f"{describe(step) if is_array else repr(step)}. For none, write state.replace(step=jnp.int32(0))."
+        )
+
+
+# Batches ---------------------------------------------------------------------------------------------
+
+
+def check_batch(batch: Any) -> None:
+    """Raises a `TypeError` if JAX can't handle one of the batch's leaves. The message names the leaf."""
+    for problem in problems_of_batch(batch):
+        raise TypeError(problem) from None
+
+
+def problems_of_batch(batch: Any) -> Iterator[str]:
+    """Yields a sentence for each batch leaf that JAX can't handle."""
+    for name, leaf in batch_leaves(batch).items():
+        problem = _problem_of_leaf(leaf, "Drop it, or convert it to numbers, in Step.preprocess_batch or Step.begin.")
+        if problem:
+            yield f"{name} is {problem}"
+
+
+def batch_in_words(batch: Any) -> str:
+    """Describes up to eight leaves of a batch for an error message: `batch['x'] float32[8, 3], ...`.
+
+    Lists of numbers are shown as lists, because JAX would turn each number into a separate array. None leaves are also
+    shown, although JAX ignores them.
+    """
+    is_odd = lambda node: node is None or _is_list_of_numbers(node)
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
+    shown = [f"{batch_leaf_name(path)} {_in_words(leaf)}" for path, leaf in leaves[:8]]
+    more = [f"and {len(leaves) - 8} more"] if len(leaves) > 8 else []
+    return ", ".join([*shown, *more]) or f"nothing ({type(batch).__name__})"
+
+
+def _is_list_of_numbers(node: Any) -> bool:
+    """Returns whether a node is a (possibly nested) list of Python numbers."""
+    return isinstance(node, list) and bool(node) and (isinstance(node[0], int | float) or _is_list_of_numbers(node[0]))
+
+
+def _in_words(leaf: Any) -> str:
+    if isinstance(leaf, list):
+        return f"a list of {len(leaf)}, not an array: write np.asarray(...)"
+    return "None" if leaf is None else describe(leaf)
+
+
+def _problem_of_leaf(leaf: Any, remedy: str) -> str | None:
+    dtype = getattr(leaf, "dtype", None)
+    match type(leaf).__module__.partition(".")[0]:
+        case "tensorflow":
+            return (
+                f"a tf.Tensor ({leaf.dtype.name}{list(leaf.shape)}), but a jitted step takes NumPy or JAX arrays. "
+                "Iterate over dataset.as_numpy_iterator() or tfds.as_numpy(dataset), or convert it to NumPy in "
+                "Step.begin: return state, jax.tree.map(np.asarray, batch)."
+            )
+        case "torch":
+            return (
+                f"a torch.Tensor ({leaf.dtype}{list(leaf.shape)}), but a jitted step takes NumPy or JAX arrays. "
+                "Convert it to NumPy in Step.begin: return state, jax.tree.map(np.asarray, batch)."
+            )
+        case "pandas" | "polars" | "pyarrow":
+            return (
+                f"a {type(leaf).__name__}, but a jitted step takes NumPy or JAX arrays. For a Hugging Face dataset, "
+                'write dataset.with_format("numpy").'
+            )
+    if isinstance(leaf, str | bytes):
+        return f"the string {leaf!r}, which no device can hold. {remedy}"
+    if isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.hasobject):
+        what = {"O": "Python objects", "S": "strings", "U": "strings"}.get(dtype.kind, "dates")
+        return f"{describe(leaf)}, which holds {what}: no device can hold them. {remedy}"
+    if dtype is None and not isinstance(leaf, int | float | complex):
+        return f"of type {type(leaf).__name__}, which JAX can't turn into an array. {remedy}"
+    return None
+
+
+def problem_of_dtypes(batch: Any) -> str | None:
+    """Returns a warning about dtypes that JAX would silently convert, or None if there aren't any.
+
+    Raises:
+      ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
+    """
+    leaves = batch_leaves(batch)
+    _check_range(batch, _wide_integers(leaves))
+    return _float64_warning(leaves)
+
+
+def _float64_warning(leaves: dict[str, Any]) -> str | None:
+    if names := [name for name, leaf in leaves.items() if _is_cut(leaf, "f")]:
+        return (
+            f"{', '.join(names)} is float64, which JAX converts to float32 at each step. Convert it when you make the "
+            "data: .astype(np.float32)."
+        )
+    return None
+
+
+def _is_cut(leaf: Any, kinds: str) -> bool:
+    """Returns whether JAX would convert a NumPy array of one of these kinds from 64 to 32 bits."""
+    is_wide = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in kinds and leaf.dtype.itemsize == 8
+    return is_wide and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+
+
+def _wide_integers(leaves: dict[str, Any]) -> list[tuple[int, str, int, int]]:
+    """Returns the position, the name and the 32-bit limits of each leaf whose 64-bit integers JAX would truncate."""
+    limits = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32)}
+    wide = [
+        (index, name, limits[leaf.dtype.kind])
+        for index, (name, leaf) in enumerate(leaves.items())
+        if _is_cut(leaf, "iu")
+    ]
+    return [(index, name, int(limit.min), int(limit.max)) for index, name, limit in wide]
+
+
+def _check_range(tree: Any, wide: Sequence[tuple[int, str, int, int]]) -> None:
+    """Raises an error if a 64-bit integer doesn't fit into 32 bits."""
+    leaves = jax.tree.leaves(tree)
+    for index, name, least, most in wide:
+        leaf = leaves[index]
+        if leaf.size and not least <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= most:
+            raise ValueError(
+                f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, which JAX would silently "
+                f"truncate to {'int32' if least else 'uint32'}. Map them to smaller numbers, split them in two, or "
+                "call jax.config.update('jax_enable_x64', True) when the program starts."
+            )
+
+
+def empty_dataset(dataset: Any) -> ValueError:
+    """Returns the error to raise if the training dataset is empty."""
+    return ValueError(
+        f"The training dataset ({describe(dataset)}) yielded no batches. Is it an exhausted iterator, or does its "
+        "pipeline filter out everything?"
+    )
+
+
+_form = operator.attrgetter("shape", "dtype", "__class__")
+
+
+@final
+class BatchWatch:
+    """Checks a step's batches for changes in shape or dtype, and for dtypes that JAX would silently convert.
+
+    Attributes:
+      declared_sizes: The batch sizes that the dataset declared in advance. If a batch has one of these sizes and is
+        otherwise like the first batch, it doesn't cause a warning or count toward the limit on shapes.
+      num_rows: The number of rows in the last batch; None if the leading axes of its leaves differ in length.
+      may_differ: True if the batches of the processes of a job have differed in more than their numbers of rows.
+      form: A description of the last batch, which is equal for all batches whose leaves have the same names, shapes
+        and dtypes. None before the first batch.
+    """
+
+    def __init__(self):
+        self.declared_sizes: Collection[int] = ()
+        self.num_rows: int | None = None
+        self.may_differ: bool = False
+        self.form: list[Any] | None = None
+        self._seen: set[tuple[Any, ...]] = set()
+        self._leaves: dict[str, str] = {}
+        self._arrays: dict[str, Any] = {}  # The dtypes and shapes of the first batch.
+        self._wide: list[tuple[int, str, int, int]] = []  # The 64-bit integers; see `_wide_integers`.
+        self._has_device_arrays = False  # Their layouts may change too.
+        self._has_warned = False
+
+    def expect_differences(self) -> None:
+        """Makes all processes compare their batches before each step."""
+        self.may_differ = True
+
+    def look(self, batches: Sequence[Any], step: Any) -> int | None:
+        """Checks a step's next batches. `step.max_batch_shapes` limits the number of different shapes.
+
+        Args:
+          batches: One batch, or several with the same shapes and dtypes.
+          step: The step that will run the batches.
+
+        Returns:
+          The number of rows in each batch, or None if the leading axes of its leaves differ in length.
+
+        Raises:
+          ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits, or if the batches so
+            far have had too many different shapes.
+        """
+        batch = batches[0]
+        try:
+            form = [*batch, *map(_form, batch.values())]
+        except (AttributeError, TypeError):  # Not a dict of arrays.
+            leaves, structure = structures.flatten(batch)
+            form = [structure, *((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)]
+        if self._has_device_arrays:
+            form += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(batch)]
+        if form != self.form:
+            self._check_closely(batch, form, step)
+        for each in batches if self._wide else ():
+            _check_range(each, self._wide)
+        return self.num_rows
+
+    def _check_closely(self, batch: Any, form: list[Any], step: Any) -> None:
+        by_path = batch_leaves(batch)
+        leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
+        self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
+        self._wide = _wide_integers(by_path)
+        if not self._seen and (warning := _float64_warning(by_path)):
+            logging.warning("In %r, %s", step, warning)
+        key = tuple(sorted(leaves.items()))
+        is_declared = num_examples(batch) in self.declared_sizes and self._differs_in_rows(by_path)
+        if self._seen and key not in self._seen and not is_declared:
+            self._warn_of_change(by_path, leaves, step)
+        self._arrays = self._arrays or self._shapes_by_path(by_path)
+        if not is_declared:
+            self._seen.add(key)
+        self.form, self._leaves = form, leaves
+        self.num_rows = num_examples(batch)
+
+    def _warn_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
+        """Warns that a batch differs from the previous one, or raises an error after too many different shapes."""
+        shown = ", ".join(f"{path} from {before} to {leaf}" for path, before, leaf in changes(self._leaves, leaves))
+        what, remedy = "shape", "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
+        is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
+        if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
+            what, remedy = "shape and dtype", "Make each leaf an array of one dtype in all batches."
+        elif self._shapes_by_path(by_path) == self._arrays:
+            what = "layout"
+            remedy = (
+                "Place all batches on the devices in the same way, or leave that to the step (should_shard_batch=True)."
+            )
+        text = f"{step!r} compiles again for each {what} of its batches, and this one changed {shown}."
+        if len(self._seen) >= step.max_batch_shapes:
+            raise ValueError(
+                f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
+                f"limit. {remedy} Or set max_batch_shapes of the step."
+            )
+        # A short last batch of each epoch is fine.
+        if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
+            self._has_warned = True
+            logging.warning("%s %s This warning is logged once.", text, remedy)
+
+    @staticmethod
+    def _shapes_by_path(by_path: dict[str, Any]) -> dict[str, Any]:
+        return {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
+
+    def _differs_in_rows(self, by_path: dict[str, Any]) -> bool:
+        """Returns whether a batch differs from the first one only in its number of rows."""
+        now = self._shapes_by_path(by_path)
+        if now.keys() != self._arrays.keys() or now == self._arrays:
+            return False
+        pairs = [(now[path], self._arrays[path]) for path in now]
+        return all(one[0] == two[0] and one[1][1:] == two[1][1:] for one, two in pairs)
+
+    def _is_short(self, by_path: dict[str, Any]) -> bool:
+        """Returns whether a batch differs from the first one only by having fewer rows."""
+        return self._differs_in_rows(by_path) and all(
+            np.shape(leaf)[:1] <= self._arrays[path][1][:1] for path, leaf in by_path.items()
+        )
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None)
+
+
+def _describe_sharding(leaf: Any) -> str:
+    spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+    return "" if spec is None else f" over {spec}"
+
+
+def num_examples(batch: Any) -> int | None:
+    """Returns the number of rows in a batch, or None if its array leaves have different numbers of rows.
+
+    For a batch that is None, returns 1.
+
+    >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
+    32
+    """
+    if batch is None:
+        return 1
+    found = None
+    for leaf in batch.values() if type(batch) is dict else jax.tree.leaves(batch):
+        shape = getattr(leaf, "shape", None)
+        if shape is None:
+            if isinstance(leaf, (int, float)):
+                continue
+            # For example, a nested dict.
+            return num_examples(jax.tree.leaves(batch)) if type(batch) is dict else None
+        if len(shape):
+            if found is None:
+                found = shape[0]
+            elif found != shape[0]:
+                return None
+    return None if found is None else int(found)
+
+
+def check_only_process(who: str) -> None:
+    """Raises an error in a multi-process job. Called by functions that support only a single process."""
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise NotImplementedError(
+            f"{who} supports one process only, but this job has {jax.process_count()}. Use an OuterLoop, a TrainLoop "
+            "or fit."
+        )
+
+
+# Step results ----------------------------------------------------------------------------------------
+
+
+def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
+    """Returns a hook's result after checking that it is a pair."""
+    if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
+        raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
+    return result
+
+
+def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
+    """Returns a hook's result after checking that it is a pair `(state, outputs)`."""
+    state, outputs = check_pair(result, hook, "(state, outputs)")
+    check_outputs(outputs, hook)
+    return state, outputs
+
+
+def check_outputs(outputs: Any, hook: str) -> None:
+    """Raises an error unless `outputs` is None or a dict with string keys."""
+    if outputs is None:
+        return
+    if not isinstance(outputs, dict):
+        raise TypeError(
+            f"{hook} must return its outputs as a dict with string keys or None, got {_describe_result(outputs)}. "
+            "Write {'loss': loss}."
+        )
+    for name in outputs:
+        if not isinstance(name, str):
+            raise TypeError(f"{hook} returned an output under the key {name!r}; the keys of outputs must be strings.")
+
+
+def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:
+    """Checks a compiled hook's result like `check_result`, and also raises an error if an output is a string."""
+    state, outputs = check_result(result, hook)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        if isinstance(leaf, str | bytes):
+            raise TypeError(
+                f"{hook} returned the output {path_name(path)!r} as the string {leaf!r}, but compiled "
+                "functions return numbers and arrays. Return text from Step.end."
+            )
+    return state, outputs
+
+
+def _describe_result(result: Any) -> str:
+    if isinstance(result, tuple) and not hasattr(result, "_fields"):
+        return f"a tuple of {len(result)}: ({', '.join(describe(item) for item in result)})"
+    return describe(result)
+
+
+def check_same_state(before: Any, after: Any, hook: str) -> None:
+    """Raises an error if two states differ in structure, shapes or dtypes. The message lists the differing leaves."""
+    differences = compare(leaves_by_path(before), leaves_by_path(after))
+    if not differences and not structures.are_alike(before, after):
+        differences = [
+            f"  {type(before).__name__} was given, {type(after).__name__} was returned, or a static field differs"
+        ]
+    if differences:
+        raise TypeError(
+            f"{hook} must return a state with the structure, shapes and dtypes that it was given, or each step would "
+            "compile again. These leaves differ (given -> returned):\n"
+            + "\n".join(differences)
+            + "\nUpdate the state with state.apply_gradients(grads=...) or state.replace(...), and cast back with "
+            ".astype if a dtype changed."
+        )
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Returns a dict of a pytree's leaves, keyed by path: `{"params/Dense_0/kernel": array}`."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
+    """Returns one line for each leaf in which two pytrees differ, shortened by `first_lines`."""
+    expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
+    return change_lines(changes(expected, got))
+
+
+def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Returns `(path, expected, got)` for each path at which the descriptions of two leaves differ."""
+    paths = [*expected, *(path for path in got if path not in expected)]
+    pairs = ((path, expected.get(path, "(none)"), got.get(path, "(none)")) for path in paths)
+    return [change for change in pairs if change[1] != change[2]]
+
+
+def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
+    """Formats the result of `changes` as lines, shortened by `first_lines`."""
+    return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

@@ -1,0 +1,182 @@
+"""Checks of the checkpoint from which a run would resume, and of those that it would save."""
+
+import dataclasses
+import shutil
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from jaxloop import checkpoint, distributed
+from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.checkpoint_action import CheckpointAction
+from jaxloop.base import encoding, files
+from jaxloop.check.data import TrainData
+from jaxloop.check.experiment import Experiment, State
+from jaxloop.check.forecast import Begin, Course
+from jaxloop.check.report import Findings
+from jaxloop.data import fingerprint
+from jaxloop.experiment import whole_run
+from jaxloop.experiment.specs import CheckpointSpec, evaluations_in
+from jaxloop.experiment.training import step_num_of
+from jaxloop.partition.layout import readable
+from jaxloop.processes import lock
+from jaxloop.schedules import Elapsed, Schedule
+
+# Resuming ---------------------------------------------------------------------------------------------------
+
+
+def check_checkpoints(experiment: Experiment, state: State, data: TrainData, found: Findings) -> Begin:
+    """Checks the directories, and the checkpoint to resume from. Returns the point at which the run begins."""
+    spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
+    _check_directories(experiment, found)
+    begin = _begin_with(state.values, experiment)
+    with here:
+        directories = [spec.checkpoint_dir, *whole_run.directories_of(train_loop, spec)] if spec is not None else []
+        saved = checkpoint.all_paths(dict.fromkeys(directories))
+        if spec is not None and not saved:
+            found.plan["checkpoint"] = f"none yet in {spec.checkpoint_dir}"
+        elif spec is not None and int(saved[-1].name) < begin.elapsed.steps:
+            where = f"the newest, of step {saved[-1].name}, is behind the state"
+            found.plan["checkpoint"] = f"{where}, so the run continues from the state"
+        elif spec is not None:
+            step, directory = int(saved[-1].name), saved[-1].parent
+            found.plan["checkpoint"] = f"resumes from step {step:,} in {directory}"
+            begin = _check_checkpoint(spec, directory, step, train_loop, state, data, experiment.spec.ends, here)
+    if train_loop is not None:
+        with found.at("the checkpoints"):
+            whole_run.check_no_newer_checkpoints(train_loop, begin.elapsed.steps)
+    return begin
+
+
+def _check_directories(experiment: Experiment, found: Findings) -> None:
+    train_loop, workdir = experiment.train_loop, experiment.workdir
+    name = lock.TRAINER if train_loop is not None else lock.EVALUATOR
+    for directory in whole_run.directories_of(train_loop, experiment.checkpoint_spec, workdir):
+        is_workdir = workdir is not None and directory == files.absolute(workdir)
+        with found.at(f"the {'work ' if is_workdir else ''}directory {directory}"):
+            files.prepare_directory(directory)
+            if distributed.is_first_process():
+                with lock.locked(directory, name):
+                    pass
+
+
+def _begin_with(given: Any, experiment: Experiment) -> Begin:
+    """Returns the point at which a run with the given state begins, unless it resumes from a checkpoint.
+
+    If the state is at the step where the last call to the train loop ended, the run continues from there.
+    """
+    loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
+    step = 0 if np.ndim(getattr(given, "step", 0)) else step_num_of(given)  # Otherwise, an error was already found.
+    continues = given is not None and loop is not None and (not hasattr(given, "step") or step == loop.step_num)
+    start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
+    if loop_steps is not None:
+        start = dataclasses.replace(start, loops=start.steps // loop_steps)
+    last = {}
+    for name, each, spec in experiment.evaluations:
+        counted = None if loop_steps is None else evaluations_in(start.loops, spec)
+        number = counted if counted is not None else each.loop_count if continues else 0
+        last[name] = number, each.elapsed if continues else start
+    return Begin(start, passes=experiment.passes if continues else 0, evaluations=last)
+
+
+def _check_checkpoint(
+    spec: CheckpointSpec,
+    directory: epath.Path,
+    step: int,
+    loop: ActionLoop | None,
+    state: State,
+    data: TrainData,
+    ends: tuple[int | None, int | None],
+    here: Findings,
+) -> Begin:
+    """Checks that a checkpoint belongs to this run. Returns the point at which a resumed run would begin."""
+    opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
+    with opened.understanding():
+        if state.shapes is not None:
+            with here:
+                checkpoint.check_fits(directory, step, state.shapes, spec.transforms)
+        elapsed, run = opened.elapsed().without_previous(), checkpoint.run(directory, step)
+        if not run or loop is None:
+            return Begin(elapsed)
+        with here:
+            whole_run.check_keys(run, encoding.encode_keys(loop.step.base_prng), directory)
+        position = run["positions"][0]["data"] if spec.restore_data else None
+        if position and data.source is not None:
+            with here.at("the train data"):
+                before, source = position["fingerprint"], data.source
+                fingerprint.check_same(before.get("source"), source.fingerprint)
+                fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
+        parts, batches = run["parts"], position["count"] if position else 0
+        train, last_beginning = parts["train"], Elapsed(**parts["train"]["began_at"])
+        has_stopped = train["has_stopped"] and not whole_run.ends_later(run, ends)
+        evaluations = {name: (part["loops"], Elapsed(**part["elapsed"])) for name, part in parts.items()}
+        return Begin(elapsed, run["passes"], batches, has_stopped, last_beginning, evaluations)
+
+
+# Saving -----------------------------------------------------------------------------------------------------
+
+
+def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
+    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly where it stopped."""
+    spec, savers = experiment.checkpoint_spec, experiment.savers
+    directories = [action.directory for action in savers]
+    if spec is not None and not directories:
+        here.warn(
+            f"The run would resume from checkpoints in {spec.checkpoint_dir}, but the train loop has no "
+            "CheckpointAction, so a killed run would start over. Add CheckpointAction(directory, interval), or give "
+            "workdir=... instead of checkpoint_spec, with which the run saves on its own."
+        )
+    elif spec is not None and spec.checkpoint_dir not in directories:
+        saved_to = ", ".join(map(str, directories))
+        here.warn(
+            f"The run resumes from the newest checkpoint in {spec.checkpoint_dir} or {saved_to}, but saves only to "
+            f"{saved_to}. If another run saves to the former, a restart would continue from its checkpoint. Give "
+            "CheckpointAction and CheckpointSpec the same directory, to which you may copy a checkpoint."
+        )
+    evaluated = [
+        (name, action) for name, loop, _ in experiment.evaluations for action in whole_run.checkpoint_actions(loop)
+    ]
+    for name, action in evaluated if not savers else ():
+        here.at(f"eval {name!r}").warn(
+            f"{action!r} saves states in evaluations only, from which no run can resume. Add it to the end_actions of "
+            "the train loop."
+        )
+    for directory in {each for each in directories if directories.count(each) > 1}:
+        here.warn(f"Two CheckpointActions save to {directory}, but a step is saved once. Join their schedules with |.")
+    if savers and spec is not None and spec.restore_data and data.source is not None:
+        warning = data.source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
+        if warning:
+            here.at("the train data").warn(warning)
+        for name, _, each in experiment.evaluations:
+            iterator = each.dataset_iterator
+            warning = None if iterator is None else experiment.source_of(iterator).resume_warning()
+            if warning:
+                here.at(f"eval {name!r}").warn(warning)
+    for number, action in enumerate(savers, start=1):
+        _check_saver("saves" if number == 1 else f"saves {number}", action, course, size, here)
+
+
+def _check_saver(name: str, action: CheckpointAction, course: Course, size: int, here: Findings) -> None:
+    """Checks the checkpoints that an action would save, and whether there is enough disk space for them."""
+    calls, has_best = course.calls(action.interval), bool(action.monitors)
+    kept = len(calls.steps) if action.keep is None else action.keep
+    keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"
+    keeps += "" if action.keep_every is None else f", and those of {action.keep_every!r},"
+    best = f"; the best by {action.monitor}" if has_best else ""
+    here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}{best}"
+    if course.is_one_loop and not isinstance(action.interval, Schedule) and calls.number == 1:
+        here.warn(
+            f"{action!r} counts loops, and the run is a single loop, so it saves once, at the end, and a killed run "
+            "would start over. Write interval=every(time=600) | last(), or give train_loop_steps=...."
+        )
+    try:
+        free = shutil.disk_usage(action.directory).free
+    except (OSError, ValueError):  # For example, the directory is in a bucket.
+        return
+    needed = size * (max(kept + has_best, 1) + 1)
+    if free < needed:
+        here.warn(
+            f"{kept} checkpoints of {readable(size)} and one that is being written need {readable(needed)}, but "
+            f"{action.directory} has {readable(free)} free. Keep fewer, or use another directory."
+        )

@@ -1,0 +1,367 @@
+"""Checks of a step: its state, its hooks, `run`, and the memory that it needs."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.extend import core as jax_core
+from jax.interpreters import partial_eval
+
+from jaxloop import metrics, partition, types
+from jaxloop.base import checks
+from jaxloop.check import topology as topologies
+from jaxloop.check.costs import cost_analysis, moved_to
+from jaxloop.check.experiment import Part, State
+from jaxloop.check.report import Findings
+from jaxloop.partition.layout import Layout, bytes_of, readable
+from jaxloop.step import NO_OPTIMIZER, Step
+from jaxloop.step.cost import DeviceMemoryError
+
+# The largest size of outputs that may be kept until the end of a loop without a warning.
+_MOST_OUTPUT_BYTES = 2**30
+
+# The state --------------------------------------------------------------------------------------------------
+
+
+def check_state(given: Any, here: Findings) -> State:
+    """Checks the state from which a run starts."""
+    values = None
+    with here:
+        if given is None:
+            raise TypeError("The state is None. Give the result of step.initialize_model(...), or its shapes.")
+        checks.check_alive(given, "OuterLoop(...)")
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
+            given = values = checks.adopt(given)
+        shapes = jax.tree.map(checks.shape_of, given)
+        step = getattr(shapes, "step", None)
+        checks.check_counter(step, is_scalar=step is None or not step.shape)
+        return State(shapes, values)
+    return State(None, values)
+
+
+def _is_weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def _state_for_begin(state: State, step: Step) -> Any:
+    """Returns the state to pass to a step's `begin`: values (if known) for a user-defined `begin`, otherwise shapes."""
+    return state.shapes if state.values is None or not checks.is_user_defined(step, "begin") else state.values
+
+
+# A step -----------------------------------------------------------------------------------------------------
+
+
+def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
+    """Passes the first batch of a loop through the step's hooks, and traces `run`. Returns the loop with its outputs.
+
+    Args:
+      part: The loop.
+      state: The state that was passed to the check.
+      first: A list with the first batch; empty if there is none.
+      longest_loop: The number of batches in the longest loop, which determines the size of the outputs; None if
+        unknown.
+    """
+    if state.shapes is None or not first:
+        return part
+    (batch,), here, step = first, part.here, part.loop.step
+    with here:
+        if not part.trains:
+            step.begin_evaluation()
+        known = _ready_for_run(part, state, batch)
+        if known is None:
+            return dataclasses.replace(part, is_open=True)
+        (ready,) = known
+        if not _can_be_traced(here, step, batch, ready):
+            return part
+        if part.trains:
+            with here:
+                step.shard_batch(ready)
+        new_state, outputs, updates = _trace(step, state.shapes, ready, evaluates=not part.trains)
+        if part.trains:
+            _check_new_state(here, step, state.shapes, new_state, updates)
+        hooks = ((step, "end"), (part.loop, "end"), (part.loop, "update_outputs"))
+        if any(checks.is_user_defined(thing, name) for thing, name in hooks):
+            return part
+        outputs = outputs or {}
+        _check_size(here, outputs, longest_loop)
+        _check_for_losses_per_example(here, outputs)
+        # Not zeros, because a metric may divide by them.
+        ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), outputs)
+        like_outputs = metrics.LoopOutputs({name: [metrics.fetch(value)] for name, value in ones.items()}, [1])
+        return dataclasses.replace(part, outputs=like_outputs)
+    return part
+
+
+def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
+    """Returns a 1-tuple with the batch that the hooks would pass to `run`; None if only a run can determine it.
+
+    A run is needed if other methods that are called before `run` are overridden, if `begin` needs values but only the
+    state's shapes are known, or if `begin` returns a different state.
+    """
+    loop, step = part.loop, part.loop.step
+    ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
+    if any(checks.is_user_defined(thing, name) for thing, names in ways.items() for name in names):
+        return None
+    given = _state_for_begin(state, step)
+    ready = step._runner.preprocessed(batch)
+    try:
+        result = step.begin(given, ready)
+    except Exception:
+        if state.values is None and checks.is_user_defined(step, "begin"):
+            return None
+        raise
+    new_state, ready = checks.check_pair(result, f"{type(step).__name__}.begin", "(state, batch)")
+    return (ready,) if new_state is given else None
+
+
+def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
+    """Checks a batch that is ready for `run`, and returns whether it can be traced."""
+    problems = list(checks.problems_of_batch(ready))
+    for problem in problems:
+        here.error(problem)
+    if problems:
+        return False
+    with here:
+        if changed := checks.problem_of_dtypes(ready):
+            here.warn(changed)
+    if checks.num_examples(batch) is None and not checks.is_user_defined(step, "num_examples"):
+        here.warn(
+            "Each batch counts as one example, because its leaves don't share a leading axis: "
+            f"{checks.batch_in_words(batch)}. Override Step.num_examples(batch) for weighted means."
+        )
+    return True
+
+
+def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tuple[Any, types.Output, int | None]:
+    """Traces `run` for a state, or its shapes, and a batch that is ready for it.
+
+    Returns the shapes of the new state and the outputs, and the number that `run` adds to `state.step` (None if it
+    depends on the data).
+    """
+    programs, mesh = step._runner.programs, step.partitioner.mesh
+    checked = programs.evaluate if evaluates else programs.run
+    run = functools.wraps(step.run)(lambda state, batch: checked(state, batch))
+    with partition.mesh_for_tracing(mesh):
+        jaxpr, result = jax.make_jaxpr(run, return_shape=True)(state, batch)
+    if evaluates:
+        return state, result, 0
+    new_state, outputs = result
+    count = getattr(new_state, "step", None)
+    place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is count), None)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # `_added_to_leaf` runs the program.
+        return new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place)
+
+
+def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
+    """Returns the number that a traced program adds to the integer leaf at `place`; None if it depends on the data."""
+    is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
+    needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
+    if any(needs_it and number != place for number, needs_it in enumerate(needs)):
+        return None
+    before = jnp.asarray(41, jaxpr.in_avals[place].dtype)  # An arbitrary number that fits in an int8.
+    closed = jax_core.ClosedJaxpr(needed, jaxpr.consts)  # pyright: ignore[reportPrivateImportUsage]
+    (after,) = jax_core.jaxpr_as_fun(closed)(*[before] * any(needs))
+    return int(metrics.fetch(after)) - 41
+
+
+def _check_new_state(here: Findings, step: Step, state: Any, new_state: Any, updates: int | None) -> None:
+    """Checks that a training step counts its updates, and that its new state doesn't cause a recompilation."""
+    kind = type(step).__name__
+    if hasattr(state, "step") and updates not in (None, step.updates_per_step):
+        adds = f"adds {updates} to state.step" if updates else "returns state.step unchanged"
+        here.error(f"{kind}.run {adds}. {checks.counting_hint(step)}")
+    before, after = checks.leaves_by_path(state), checks.leaves_by_path(new_state)
+    both = ((f"{kind}.run returns", after, before), ("The state that is given has", before, after))
+    for what, one, other in both:
+        weak = [path for path, leaf in one.items() if _is_weak(leaf) and not _is_weak(other[path])]
+        if weak:
+            here.warn(
+                f"{what} weakly typed leaves ({', '.join(weak[:4])}), so that run is compiled twice. A number such as "
+                "jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not."
+            )
+
+
+def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
+    """Warns if the outputs, which are kept until the loop ends, take up a lot of memory."""
+    sizes = {name: bytes_of(value) for name, value in outputs.items() if not metrics.is_metric(value)}
+    needed = sum(sizes.values()) * (longest_loop or 0)
+    if needed > _MOST_OUTPUT_BYTES:
+        largest = max(sizes, key=lambda name: sizes[name])
+        here.warn(
+            f"The outputs of a loop's {longest_loop:,} steps are kept on the host until the loop ends, which takes "
+            f"{readable(needed)}. The largest output is {largest!r}, {readable(sizes[largest])} per step. Return less "
+            "of it, or make the loops shorter (train_loop_steps)."
+        )
+
+
+def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) -> None:
+    """Warns if losses (or all outputs) are arrays, which the history can't store."""
+    is_array = lambda value: not metrics.is_metric(value) and getattr(value, "ndim", 0) > 0
+    arrays = {name: value for name, value in outputs.items() if is_array(value)}
+    losses = [name for name in arrays if "loss" in name.lower()]
+    missing = list(arrays) if len(arrays) == len(outputs) else losses
+    if missing:
+        shown = ", ".join(f"{name!r}, {checks.describe(arrays[name])}" for name in missing)
+        here.warn(
+            f"The history stores scalars only, and would not contain {shown}. Return the mean over the examples, or a "
+            "clu metric."
+        )
+
+
+# The optimizer and the model --------------------------------------------------------------------------------
+
+
+def check_optimizer(part: Part, state: Any) -> None:
+    """Warns about a training step without an optimizer."""
+    step = part.loop.step
+    if step.train and getattr(state, "tx", None) is NO_OPTIMIZER:
+        part.here.warn(
+            f"{type(step).__name__} has train=True but no optimizer, so state.apply_gradients adds the gradients to "
+            "the parameters, and the loss grows. Give it an Optax transformation: Step(base_prng, model, "
+            "optax.adam(1e-3), ...)."
+        )
+
+
+def check_model(part: Part, train_step: Step) -> None:
+    """Warns if an evaluation step's model isn't the one that the state belongs to."""
+    trained, evaluated = train_step.model, part.loop.step.model
+    if not _is_same_model(trained, evaluated):
+        part.here.warn(
+            f"Its step has the model {_shown_model(evaluated)}, but the train step has {_shown_model(trained)}. The "
+            "state belongs to the train step, so state.apply_fn calls that model. Give both steps the same model."
+        )
+
+
+def _is_same_model(one: Any, other: Any) -> bool:
+    is_comparable = lambda model: isinstance(model, nn.Module) or inspect.isclass(model)
+    if one is other or one is None or other is None:
+        return True
+    return one == other if is_comparable(one) and is_comparable(other) else type(one) is type(other)
+
+
+def _shown_model(model: Any) -> str:
+    return model.__name__ if inspect.isclass(model) else " ".join(repr(model).replace("# attributes", "").split())
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+
+
+def check_memory(part: Part, state: State, first: Sequence[types.Batch], topology: str | None = None) -> None:
+    """Compiles the train step, and checks that the step and the state fit into memory.
+
+    Args:
+      part: The train loop.
+      state: The state that was passed to the check.
+      first: The first batch of each size, in ascending order of size; empty if unknown.
+      topology: The TPUs to compile for; None for the step's devices.
+    """
+    if state.shapes is None or not first:
+        return
+    step, here = part.loop.step, part.here
+    if topology is not None:
+        with here:
+            if not part.is_open:
+                _check_topology(here, step, state.shapes, first[-1], topology)
+        return
+    with here:
+        layout = step.partitioner.report(state.shapes)
+        here.plan["state"] = f"{readable(layout.bytes_per_device)} per device{_listed(_parts_of(layout))}"
+    if part.is_open or here.has_errors:  # It can't be compiled, or its batch is unknown.
+        return
+    with here:
+        for batch in first:
+            part.loop.compile(_state_for_begin(state, step), batch)
+        cost = step._runner.programs.cost
+        memory = partition.memory_of(jax.local_devices()[0])
+        there = "" if memory is None else f" of {readable(memory)}"
+        here.plan["step"] = (
+            f"{cost.flops:.3g} FLOPs; {readable(cost.peak_bytes)}{there} per device, of which "
+            f"{readable(cost.temp_bytes)} for activations and gradients"
+        )
+        _check_memory_limit(here, cost.peak_bytes, memory)
+
+
+def _parts_of(layout: Layout) -> dict[str, int]:
+    """Returns the size of each part of a state, in bytes per device."""
+    sizes = {"parameters": 0, "optimizer": 0, "other state": 0}
+    for leaf in layout.leaves:
+        field = leaf.path.split("/")[0]
+        sizes[{"params": "parameters", "opt_state": "optimizer"}.get(field, "other state")] += leaf.bytes_per_device
+    return {name: size for name, size in sizes.items() if size >= (2**10 if name == "other state" else 1)}
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ": " + ", ".join(f"{name} {readable(size)}" for name, size in sizes.items()) if sizes else ""
+
+
+def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch, topology: str) -> None:
+    """Compiles a step for TPUs, which don't have to be attached, and checks that the step fits into their memory."""
+    devices = topologies.devices_of(topology)
+    there = moved_to(step, devices)
+    state = there.partitioner.layout_of(shapes)
+    layout = there.partitioner.report(state)
+    rows, shards = checks.num_examples(batch) or 0, there.partitioner.shards
+    padded = -(-rows // shards) * shards
+    sizes = _parts_of(layout) | {"batch": bytes_of(batch) * padded // max(rows, 1) // shards}
+    memory, cost = topologies.memory_of(devices[0]), None
+    try:
+        cost = cost_analysis(there, state, batch)
+        needed = cost.peak_bytes
+    except DeviceMemoryError as error:
+        needed, memory = error.needed_bytes, error.available_bytes
+    sizes["activations and temporaries"] = max(needed - sum(sizes.values()), 0)
+    of = "" if memory is None else f" of {readable(memory)}"
+    needs = f"needs {readable(needed)}{of} per device{_listed(sizes)}"
+    here.plan[topology] = f"{len(devices)} x {devices[0].device_kind}; a step {needs}"
+    largest = sorted(layout.leaves, key=lambda leaf: -leaf.bytes_per_device)[:3]
+    shown = (f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {readable(leaf.bytes_per_device)}" for leaf in largest)
+    here.plan["largest arrays"] = ", ".join(shown)
+    if cost is not None:
+        moved = [f"{each.kind} {readable(each.bytes)} in {each.count} operations" for each in cost.collectives]
+        flops = f"{cost.flops / len(devices):.3g} FLOPs per device"
+        here.plan["step"] = f"{flops}; {', '.join(moved)}" if moved else flops
+        if padded > rows:
+            here.warn(
+                f"On {topology}, {shards} devices share a batch of {rows} rows, which jaxloop pads to {padded}. Give "
+                f"batches of {padded} rows, or of another multiple of {shards}."
+            )
+    if memory is not None and needed > memory:
+        advice = f"jaxloop.check.largest_batch(step, state, batch, {topology!r}) returns the largest batch that fits"
+        fsdp = partition.FSDPPartitioner(partition.create_mesh(devices=devices, data=-1))
+        split = fsdp.report(fsdp.moved_to(devices).layout_of(shapes)).bytes_per_device
+        if split < layout.bytes_per_device:
+            advice = (
+                f"With FSDPPartitioner, the state takes {readable(split)} per device instead of "
+                f"{readable(layout.bytes_per_device)}. {advice}"
+            )
+        here.error(f"On {topology}, a step {needs}. {advice}.")
+
+
+def _check_memory_limit(here: Findings, size: int, memory: int | None) -> None:
+    """Checks that a step fits into a device's memory and this host's memory."""
+    if memory is not None and size > memory:
+        here.error(
+            f"A step needs {readable(size)} of a device, which has {readable(memory)}. Split the state over more "
+            "devices (FSDPPartitioner), make the batch smaller, accumulate gradients, or recompute activations in the "
+            "backward pass (jax.checkpoint)."
+        )
+    needed, there = size * len(jax.local_devices()), _bytes_of_host()
+    if jax.default_backend() == "cpu" and there is not None and needed > there:
+        text = f"A step needs {readable(needed)}, but this host has {readable(there)} of memory."
+        here.warn(f"{text} Use a smaller batch, or another host.")
+
+
+def _bytes_of_host() -> int | None:
+    """Returns the memory of this host in bytes, or None if the system doesn't report it."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None

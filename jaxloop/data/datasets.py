@@ -1,0 +1,282 @@
+"""Conversion of any kind of dataset to a position-tracking iterator over NumPy batches."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxloop import types
+from jaxloop.base import checks
+from jaxloop.data.fingerprint import describe_source
+from jaxloop.data.position import PositionedIterator, with_options
+from jaxloop.data.sources import IndexedBatches, is_endless, is_function, library, num_batches
+
+_NUMPY_ALONE = {np.ndarray}
+
+
+def numpy_batch(batch: types.Batch) -> types.Batch:
+    """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays. Other values are left unchanged.
+
+    A bfloat16 tensor becomes a bfloat16 array. This function doesn't import TensorFlow or PyTorch.
+
+    >>> numpy_batch({"name": "a", "x": np.zeros(3)})
+    {'name': 'a', 'x': array([0., 0., 0.])}
+    """
+    leaves = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else ()
+    if {*map(type, leaves)} == _NUMPY_ALONE:
+        return batch
+    return jax.tree.map(_numpy_leaf, batch)
+
+
+def _numpy_leaf(leaf: Any) -> Any:
+    match library(leaf):
+        case "tensorflow" if hasattr(leaf, "numpy"):
+            return leaf.numpy()
+        case "torch":
+            leaf = leaf.detach().cpu()
+            if str(leaf.dtype) == "torch.bfloat16":  # NumPy has no bfloat16, and torch doesn't support JAX's.
+                return leaf.float().numpy().astype(jax.numpy.bfloat16)
+            return leaf.numpy()
+    return leaf
+
+
+def batches(data: Any) -> PositionedIterator:
+    """Returns an iterator that reads one epoch of a dataset as batches of NumPy arrays.
+
+    Args:
+      data: A list, a generator, a `tf.data.Dataset`, the result of `tfds.as_numpy`, a torch `DataLoader`, a Grain
+        dataset or `DataLoader`, or any other iterable of batches. A function that takes no arguments and returns one of
+        these is also accepted. A batch is a pytree of arrays or tensors.
+
+    Returns:
+      An iterator that tracks its position in the dataset, so that checkpoints can store it.
+
+    >>> [int(batch["x"].sum()) for batch in batches(lambda: ({"x": np.ones(n)} for n in (1, 2)))]
+    [1, 2]
+
+    Raises:
+      TypeError: If the argument is a single batch, or isn't iterable.
+    """
+    if is_function(data):
+        returned = data()
+        if callable(returned) and not hasattr(returned, "__iter__"):
+            name = getattr(data, "__name__", type(data).__name__)
+            raise TypeError(f"The dataset function {name} must return batches, got {checks.describe(returned)}.")
+        return batches(returned)
+    return PositionedIterator(data, _iterate).converted_by(numpy_batch)
+
+
+def _iterate(data: Any) -> Iterator[types.Batch]:
+    return data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else iter(data)
+
+
+@final
+class Passes:
+    """A dataset that can be iterated over several times.
+
+    Each call to `iter(...)` uses `batches` to create a new iterator over one epoch.
+
+    >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
+    >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
+    ((1,), [2, 2])
+    """
+
+    def __init__(self, data: Any):
+        self._data = data
+        self._next_pass: PositionedIterator | None = None
+
+    def __iter__(self) -> PositionedIterator:
+        ahead, self._next_pass = self._next_pass, None
+        return batches(self._data) if ahead is None else ahead
+
+    def __length_hint__(self) -> int:
+        found = num_batches(self._data)
+        return NotImplemented if found is None else found
+
+    @property
+    def is_endless(self) -> bool:
+        """True if the dataset is known to be endless."""
+        return is_endless(self._data)
+
+    @property
+    def inner(self) -> Any:
+        """The dataset that was given."""
+        return self._data
+
+    def with_inner(self, data: Any) -> "Passes":
+        """Returns the passes over another dataset."""
+        return Passes(data)
+
+    def first(self) -> types.Batch:
+        """Returns the first batch of the next epoch without consuming it.
+
+        Raises:
+          ValueError: If the dataset has no batches.
+        """
+        batch, self._next_pass = peek(iter(self))
+        return batch
+
+
+def is_one_pass(data: Any) -> bool:
+    """Returns True if a dataset is an iterator, which can be read only once.
+
+    >>> is_one_pass([{"x": 1}]), is_one_pass(iter([{"x": 1}])), is_one_pass(lambda: iter([{"x": 1}]))
+    (False, True, False)
+    """
+    return hasattr(data, "__next__")
+
+
+def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterator]:
+    """Returns the first batch of a dataset, and an iterator that begins with this batch.
+
+    The iterator's position doesn't advance until the first batch is read from the iterator itself.
+
+    >>> first, iterator = peek(iter([1, 2, 3]))
+    >>> first, list(iterator)
+    (1, [1, 2, 3])
+
+    Raises:
+      ValueError: If the dataset has no batches.
+    """
+    ahead = iterator if isinstance(iterator, PositionedIterator) else PositionedIterator(iterator)
+    ahead.converted_by(numpy_batch)
+    try:
+        return ahead.peek(), ahead
+    except StopIteration:
+        raise ValueError(
+            "The dataset yielded no batches. An iterator can be read only once: give a list, a dataset, or a "
+            "function that returns a new iterator."
+        ) from None
+
+
+# Prefetching, and batches by index ----------------------------------------------------------------------
+
+
+def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
+    """Reads up to `size` batches ahead in a background thread.
+
+    This helps if batches take a long time to make and the code that makes them releases the GIL, for example while it
+    reads files, uses the network or runs NumPy. Prefetching costs a few microseconds per batch. Even without
+    prefetching, batches are made while the devices compute, because steps are dispatched asynchronously. Grain, tf.data
+    and torch `DataLoader`s prefetch on their own, so they don't need this function.
+
+    If the dataset raises an error, the iterator raises the same error in place of the batch. The thread stops at the
+    end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A checkpoint
+    stores the position after the last batch that was returned. For a tf.data dataset, use its own `.prefetch` instead.
+    With this function, a checkpoint can only store an earlier position in such a dataset, and the number of batches
+    that a resumed run must reread from there.
+
+    >>> list(prefetch([1, 2, 3], size=2))
+    [1, 2, 3]
+
+    Args:
+      data: Any dataset that `batches` accepts.
+      size: The number of batches to read ahead. If 0, no thread is started.
+
+    Returns:
+      An iterator if `data` is an iterator; otherwise an iterable.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        raise TypeError(f"prefetch takes a number of batches as its size (0 for none), got {size!r}.")
+    if size < 0:
+        raise ValueError(f"prefetch takes a number of batches as its size (0 for none), got {size}.")
+    return with_options(data, prefetch=int(size))
+
+
+def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> IndexedBatches:
+    """Returns a dataset whose `i`-th batch is `make_batch(i)`, so a resumed run doesn't need to reread earlier batches.
+
+    >>> draw = lambda index: {"x": np.random.default_rng(index).integers(10, size=3)}
+    >>> len(list(from_index(draw, num_batches=4)))
+    4
+
+    Args:
+      make_batch: A pure function of the batch index, which starts at 0. Use the index to seed random numbers.
+      num_batches: The number of batches in an epoch; None for an endless dataset.
+    """
+    if not callable(make_batch):
+        raise TypeError(
+            f"from_index takes a function of the batch's number, got {checks.describe(make_batch)}. A list of batches "
+            "is already a dataset."
+        )
+    checks.check_positive("from_index(..., num_batches)", num_batches, optional=True)
+    return IndexedBatches(make_batch, num_batches)
+
+
+# Several processes ---------------------------------------------------------------------------------------
+
+
+def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
+    """Returns the part of a dataset that this process reads in a multi-process job.
+
+    With a single process, this is the whole dataset. The parts of different processes don't overlap, and together they
+    make up the whole dataset. If the global batch size stays the same, each global batch contains the same examples
+    regardless of the number of processes. A run can therefore resume with a different number of processes.
+
+    - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
+      example. Shard first (with tf.data, before shuffling), and then batch with the per-process batch size.
+    - From a dataset of batches (a list, a tuple, or the result of `from_index`), each process reads its share of the
+      rows in every batch.
+
+    >>> batches = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
+    >>> shard_for_process(batches, process_index=1, process_count=2)
+    [{'x': array([2, 3])}, {'x': array([6, 7])}]
+
+    Args:
+      data: A dataset of one of the kinds listed above. The results of `batched` are treated like those of
+        `from_index`.
+      process_index: The index of the process; None for `jax.process_index()`.
+      process_count: The number of processes; None for `jax.process_count()`.
+
+    Raises:
+      TypeError: If the dataset is of any other kind. The message explains what to do.
+      ValueError: If a dataset of examples is already batched, or if the rows of a batch can't be divided evenly among
+        the processes.
+    """
+    place = jax.process_index() if process_index is None else process_index
+    count = jax.process_count() if process_count is None else process_count
+    checks.check_positive("process_count", count)
+    if not 0 <= place < count:
+        raise ValueError(f"process_index must be from 0 to {count - 1}, got {place}.")
+    if count == 1:
+        return data
+    if isinstance(data, IndexedBatches):
+        make_batch = lambda index: _rows_of_process(data.make_batch(index), place, count)
+        firsts = tuple((size // count, number) for size, number in data.firsts)
+        whole = data.make_pass
+        make_pass = (
+            None
+            if whole is None
+            else lambda number: shard_for_process(whole(number), process_index=place, process_count=count)
+        )
+        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, make_pass=make_pass)
+    if isinstance(data, list | tuple):
+        return type(data)(_rows_of_process(batch, place, count) for batch in data)
+    kinds = {base.__name__ for base in type(data).__mro__}
+    is_grain, is_tensorflow = "MapDataset" in kinds, library(data) == "tensorflow" and hasattr(data, "shard")
+    if not is_grain and not is_tensorflow:
+        raise TypeError(
+            "shard_for_process takes a Grain MapDataset, a tf.data.Dataset, the result of from_index, or a list of "
+            f"batches, got {checks.describe(data)}. For a Grain IterDataset, shard the MapDataset it is made of. For a "
+            "Grain DataLoader, give its sampler shard_options=grain.sharding.ShardByJaxProcess(). For files, read "
+            "files[jax.process_index()::jax.process_count()]."
+        )
+    if any("Batch" in line.split("(")[0] for line in describe_source(data)):
+        raise ValueError(
+            f"shard_for_process takes a {type(data).__name__} of examples, but this one is batched already, so its "
+            "batches would differ from those of one process. Shard first, and then batch by the rows of one process."
+        )
+    return data[place::count] if is_grain else data.shard(count, place)
+
+
+def _rows_of_process(batch: types.Batch, place: int, count: int) -> types.Batch:
+    rows = checks.num_examples(batch)
+    if rows is None or rows % count:
+        raise ValueError(
+            f"A batch of {checks.batch_in_words(batch)} can't be divided evenly among {count} processes: its leaves "
+            f"need a common leading axis whose length is a multiple of {count}."
+        )
+    mine = slice(place * rows // count, (place + 1) * rows // count)
+    return jax.tree.map(lambda leaf: leaf[mine] if np.ndim(leaf) else leaf, batch)

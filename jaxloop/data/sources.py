@@ -1,0 +1,699 @@
+"""Saves and restores positions in all kinds of datasets: Grain, tf.data, sequences, PyTorch and other iterators."""
+
+import contextlib
+import dataclasses
+import itertools
+import multiprocessing
+import operator
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxloop import types
+from jaxloop.base import checks, encoding
+
+KINDS = ("state", "state_dict", "tf.data", "torch", "sequence", "index", "skip", "unknown")
+OR_SKIPPABLE = (
+    "or, if every epoch has the same batches in the same order, jaxloop.data.skippable(dataset): a resumed run then "
+    "reads the batches of the epoch again and skips them"
+)
+_ENDLESS = 2**48
+"""A dataset that reports at least this many batches counts as endless."""
+_SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
+
+
+def library(value: Any) -> str | None:
+    """Returns "tensorflow" or "torch" if a value's class or one of its base classes is from that library, else None.
+
+    >>> library(np.ones(2)) is None
+    True
+    """
+    if isinstance(value, np.ndarray | np.generic | jax.Array | int | float):
+        return None
+    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    return next((name for name in ("tensorflow", "torch") if name in packages), None)
+
+
+def made_by(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function that makes a batch. A `StopIteration`, which would end the data early, becomes an error."""
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise RuntimeError(
+            f"{name}, which makes batches or examples, raised StopIteration for the index {arguments[-1]}. Only the "
+            "number of batches can end the data. Does the function read from an iterator that has ended?"
+        ) from error
+
+
+@final
+class IndexIterator(Iterator[types.Batch]):
+    """An iterator over the batches of an `IndexedBatches`, in order."""
+
+    def __init__(self, dataset: "IndexedBatches"):
+        self.inner: IndexedBatches = dataset
+        self.make_batch: Callable[[int], types.Batch] = dataset.make_batch
+        self.num_batches: int | None = dataset.num_batches
+        self.next_index: int = 0
+
+    def __next__(self) -> types.Batch:
+        if self.num_batches is not None and self.next_index >= self.num_batches:
+            raise StopIteration
+        batch = made_by(self.make_batch, self.next_index)
+        self.next_index += 1
+        return batch
+
+    @property
+    def is_endless(self) -> bool:
+        """True if the iterator never ends."""
+        return self.num_batches is None
+
+    def __length_hint__(self) -> int:
+        return NotImplemented if self.num_batches is None else max(self.num_batches - self.next_index, 0)
+
+    def get_state(self) -> dict[str, int]:
+        return {"next_index": self.next_index}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.next_index = state["next_index"]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class IndexedBatches(Iterable[types.Batch]):
+    """The kind of dataset that is returned by `from_index` and `batched`.
+
+    Attributes:
+      make_batch: A pure function that returns the batch with a given number.
+      num_batches: The number of batches in an epoch; None for an endless dataset.
+      firsts: A pair `(size, number)` for each batch size that is known in advance, in ascending order. `number` is the
+        number of the first batch that has `size` examples.
+      transform_name: A name to include in the fingerprint by which a resumed run recognizes its dataset.
+      make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0);
+        None if all passes are the same.
+    """
+
+    make_batch: Callable[[int], types.Batch]
+    num_batches: int | None
+    firsts: tuple[tuple[int, int], ...] = ()
+    transform_name: str = ""
+    make_pass: Callable[[int], "IndexedBatches"] | None = None
+
+    def __iter__(self) -> IndexIterator:
+        return IndexIterator(self)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """All batch sizes, in ascending order; empty if they are not known in advance."""
+        return tuple(size for size, _ in self.firsts)
+
+    def first_of_each_size(self) -> list[types.Batch]:
+        """Returns the first batch of each size, in ascending order; only the first batch if no sizes are known."""
+        return [made_by(self.make_batch, number) for _, number in self.firsts or ((0, 0),)]
+
+    @property
+    def is_endless(self) -> bool:
+        """True if an epoch never ends."""
+        return self.num_batches is None
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("from_index(make_batch) without num_batches is endless and has no length.")
+        return self.num_batches
+
+
+NO_DATA = IndexedBatches(lambda index: None, None)
+"""The dataset of a run with `train_dataset=None`: every batch is None, and the position is the number of batches."""
+
+
+def indexed(data: Any) -> IndexedBatches | None:
+    """Returns the `IndexedBatches` that a dataset or an iterator reads its batches from, or None.
+
+    >>> indexed(iter(NO_DATA)) is NO_DATA, indexed([1]) is None
+    (True, True)
+    """
+    data = _innermost(data)
+    return data if isinstance(data, IndexedBatches) else None
+
+
+def pass_of(data: Any, number: int = 0) -> Any:
+    """Returns the batches of one pass over a dataset that `batched` made, with the options of the dataset.
+
+    Returns all other datasets unchanged.
+    """
+    if isinstance(data, IndexedBatches):  # The pass knows the other passes.
+        return data if data.make_pass is None else dataclasses.replace(data.make_pass(number), make_pass=data.make_pass)
+    if not _has_inner(data) or hasattr(data, "__next__"):
+        return data
+    inner = pass_of(data.inner, number)
+    return data if inner is data.inner else data.with_inner(inner)
+
+
+def _innermost(data: Any) -> Any:
+    """Returns the innermost dataset or iterator that a jaxloop dataset reads from. Returns other datasets unchanged."""
+    while _has_inner(data):
+        data = data.inner
+    return data
+
+
+def _has_inner(data: Any) -> bool:
+    return type(data).__module__.startswith("jaxloop.") and hasattr(data, "inner")
+
+
+class Source:
+    """Saves and restores the position of an iterator. Use the base class for iterators whose position is unknown.
+
+    Hooks:
+      read: Reads the position. Called after each batch if `is_cheap`; otherwise, whenever a checkpoint may be saved.
+      restore: Called when a run resumes from a checkpoint.
+      first: Called before `restore` to compare the first batch with that of the interrupted run.
+
+    Attributes:
+      kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
+      start: The number of the first batch if positions are batch numbers; otherwise None.
+      is_cheap: True if reading the state is fast enough to be done after each batch.
+      problem: A message that explains why the state couldn't be read and how to fix that; None if there is no problem.
+    """
+
+    kind: str = ""
+    start: int | None = None
+    is_cheap: bool = False
+    problem: str | None = None
+
+    def read(self) -> Any:
+        """Returns the current state in encoded form; None if it is unknown."""
+        return None
+
+    def read_start(self) -> Any:
+        """Returns the encoded state before the first batch; None if it isn't needed and would be slow to read."""
+        return self.read() if self.is_cheap else None
+
+    def restore(self, state: Any) -> Iterator[types.Batch]:
+        """Restores a saved state and returns the iterator to continue with."""
+        raise NotImplementedError
+
+    def doubt(self, *, several_passes: bool) -> str | None:
+        """Explains why a resumed run may change the order of batches, and how to fix that. None if it won't."""
+        return None
+
+    def first(self) -> types.Batch | None:
+        """Returns the first batch if it can be read without consuming it; otherwise None."""
+        return None
+
+
+class _Sequence(Source):
+    kind = "sequence"
+
+    def __init__(self, iterator: Any):
+        _, (self._items,), *index = iterator.__reduce__()
+        self.start = (index[0] if index else 0) or 0  # An exhausted iterator no longer has its list.
+
+    def restore(self, state: int) -> Iterator[types.Batch]:
+        iterator: Any = iter(self._items)
+        iterator.__setstate__(state)
+        return iterator
+
+    def first(self) -> types.Batch | None:
+        return self._items[0] if len(self._items) else None
+
+
+class _Index(Source):
+    kind = "index"
+
+    def __init__(self, iterator: IndexIterator):
+        self._iterator, self.start = iterator, iterator.next_index
+
+    def restore(self, state: int) -> Iterator[types.Batch]:
+        self._iterator.next_index = state
+        return self._iterator
+
+    def first(self) -> types.Batch | None:
+        return made_by(self._iterator.make_batch, 0)
+
+
+class _Stateful(Source):
+    def __init__(self, kind: str, get: Callable[[], Any], restore: Callable[[Any], Iterator[types.Batch]]):
+        self.kind, self._get, self._restore = kind, get, restore
+        self.is_cheap = kind != "tf.data"
+
+    def read(self) -> Any:
+        self.problem = None
+        try:
+            return self._encode(self._get())
+        except Exception as error:
+            reason = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", str(error).partition("\n")[0])
+            self.problem = (
+                f"its state can't be saved ({type(error).__name__}: {reason}). Use only parts whose state can be "
+                f"saved, {OR_SKIPPABLE}."
+            )
+        return None
+
+    def _encode(self, state: Any) -> Any:
+        return encoding.encode(state)
+
+    def restore(self, state: Any) -> Iterator[types.Batch]:
+        return self._restore(encoding.decode(state))
+
+
+class _TensorFlow(_Stateful):
+    """The position of a tf.data iterator, saved as a checkpoint of the iterator.
+
+    The shuffle's seed generator determines the order of the next epoch. All iterators over a dataset share this
+    generator, and creating an iterator advances it. Restoring an iterator restores the generator only if the shuffle
+    still has elements. Therefore, the state before the first batch is saved too: restoring an iterator from that state
+    resets the generator to where it was at the start of the epoch.
+    """
+
+    def __init__(self, dataset: Any, iterator: Any):
+        super().__init__("tf.data", lambda: _save_tf(self._iterator), self._restored)
+        self._iterator, self._dataset, self._is_given = iterator, iterator._dataset, dataset is iterator
+        self._start: Any = None
+        if not self._is_given and _has_one_order_per_epoch(self._dataset):
+            self._start = super().read()
+
+    def read_start(self) -> Any:
+        return self._with_start(self._start) if self._start else None
+
+    def read(self) -> Any:
+        state = super().read()
+        return self._with_start(state) if state and self._start else state
+
+    def _with_start(self, state: Any) -> Any:
+        return {"dict": {"start": self._start, "now": state}}
+
+    def _encode(self, state: Any) -> Any:
+        return {"dict": state}  # May take megabytes, so it stays as bytes until it is stored.
+
+    def restore(self, state: Any) -> Iterator[types.Batch]:
+        items = state["dict"]
+        if not {"start", "now"} <= items.keys():
+            return super().restore(state)
+        iterator, self._start = super().restore(items["now"]), items["start"]
+        _restore_tf(self._new_iterator(), encoding.decode(self._start))
+        return iterator
+
+    def _restored(self, state: dict[str, bytes]) -> Any:
+        if not self._is_given:  # TensorFlow can't restore some iterators after their first batch.
+            self._iterator = self._new_iterator()
+        return _restore_tf(self._iterator, state)
+
+    def _new_iterator(self) -> Any:
+        return type(self._iterator)(self._dataset)
+
+    def doubt(self, *, several_passes: bool) -> str | None:
+        return _doubt_of_tf(self._dataset, several_passes)
+
+
+class _Torch(_Stateful):
+    """The position in a PyTorch loader, whose batch order depends on PyTorch's random state when the epoch starts.
+
+    Args:
+      loader: The loader.
+      iterator: The iterator over the current epoch.
+      start: The result of `random_state(loader)`, called before the iterator was created.
+    """
+
+    def __init__(self, loader: Any, iterator: Any, start: Any):
+        self._loader, self._iterator, self._start = loader, iterator, start
+        self._has_state = _has(loader, "state_dict", "load_state_dict")
+        self._has_begun = False
+        super().__init__("state_dict" if self._has_state else "torch", self._read_now, self._go_to)
+
+    def read(self) -> Any:
+        # If the loader has no state, a resumed run reads the epoch again from the start.
+        return super().read() if self._has_state else None
+
+    def read_start(self) -> Any:
+        return super().read()
+
+    def _read_now(self) -> Any:
+        state = {"start": self._start}
+        if self._has_state:
+            state |= {"now": random_state(self._loader), "loader": self._loader.state_dict()}
+        return _without_tensors(state)
+
+    def _go_to(self, state: Any) -> Iterator[types.Batch]:
+        state = _with_tensors(state)
+        if "start" not in state:  # Saved by an earlier version of jaxloop.
+            self._loader.load_state_dict(state)
+            return iter(self._loader)
+        self._start = state["start"]
+        _set_random_state(self._loader, self._start)
+        if "loader" in state:
+            self._loader.load_state_dict(state["loader"])
+        self._iterator = iter(self._loader)
+        if "now" in state:
+            _set_random_state(self._loader, state["now"])
+        return self._iterator
+
+    def doubt(self, *, several_passes: bool) -> str | None:
+        reason = _unknown_order_reason(self._loader)
+        return (
+            reason and f"{name_of(self._loader)} may change its order after a resume, because {reason}. {_TORCH_REMEDY}"
+        )
+
+
+def num_batches(data: Any) -> int | None:
+    """Returns the number of batches in an epoch of a dataset, or the number left in an iterator; None if unknown.
+
+    >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
+    (3, 2, None)
+    """
+    try:
+        found = operator.length_hint(data, -1)
+    except Exception:  # A tf.data pipeline of unknown length raises an error.
+        return None
+    return found if 0 <= found < _ENDLESS else None
+
+
+def is_endless(data: Any) -> bool:
+    """Returns True if a dataset is known to be endless. A dataset can declare this with an `is_endless` attribute.
+
+    >>> is_endless(itertools.cycle([1])), is_endless([1])
+    (True, False)
+    """
+    if isinstance(reported := getattr(data, "is_endless", None), bool):
+        return reported
+    if isinstance(data, itertools.cycle | itertools.count):
+        return True
+    if isinstance(data, itertools.repeat):
+        return operator.length_hint(data, -1) == -1  # Has a length only with a number of repetitions.
+    if library(data) == "tensorflow" and hasattr(data, "cardinality"):
+        return int(data.cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
+    try:
+        return len(data) >= _ENDLESS  # Grain reports such a length for `.repeat()`.
+    except Exception:
+        return False
+
+
+def is_hugging_face(data: Any) -> bool:
+    """Returns True if `data` is a dataset of Hugging Face's `datasets` library, without importing the library.
+
+    >>> is_hugging_face([])
+    False
+    """
+    module = sys.modules.get("datasets")
+    kinds = tuple(getattr(module, name) for name in ("Dataset", "IterableDataset") if hasattr(module, name))
+    return isinstance(data, kinds)
+
+
+def _has(value: Any, *methods: str) -> bool:
+    return all(callable(getattr(value, name, None)) for name in methods)
+
+
+def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
+    """Returns the source that can save and restore the position of an iterator over a dataset.
+
+    >>> source_of([], iter([])).kind
+    'sequence'
+
+    Args:
+      dataset: The dataset.
+      iterator: The iterator that was created from the dataset.
+      start: The result of `random_state(dataset)`, called before the iterator was created.
+    """
+    tensorflow = sys.modules.get("tensorflow")
+    if isinstance(iterator, _SEQUENCE_ITERATORS):
+        return _Sequence(iterator)
+    if isinstance(iterator, IndexIterator):
+        return _Index(iterator)
+    if tensorflow and isinstance(iterator, (tensorflow.data.Iterator, tensorflow.data.NumpyIterator)):
+        return _TensorFlow(dataset, iterator)
+    if _is_loader(dataset) and (_has(dataset, "state_dict", "load_state_dict") or not _unknown_order_reason(dataset)):
+        return _Torch(dataset, iterator, start)
+    if _has(iterator, "get_state", "set_state"):
+        return _Stateful("state", iterator.get_state, lambda state: (iterator, iterator.set_state(state))[0])
+    # If the loader has these methods itself, the next iterator that it creates continues from the loaded state.
+    owner = dataset if _has(dataset, "state_dict", "load_state_dict") else iterator
+    if _has(owner, "state_dict", "load_state_dict"):
+        load = lambda state: owner.load_state_dict(_with_tensors(state))
+        restore = lambda state: (load(state), iterator if owner is iterator else iter(dataset))[1]
+        return _Stateful("state_dict", lambda: _without_tensors(owner.state_dict()), restore)
+    return Source()
+
+
+def _save_tf(iterator: Any) -> dict[str, bytes]:
+    """Returns the contents of a tf.data iterator's checkpoint files, keyed by file name suffix."""
+    with tempfile.TemporaryDirectory() as directory:
+        sys.modules["tensorflow"].train.Checkpoint(iterator=iterator).write(f"{directory}/state")
+        return {path.name.removeprefix("state."): path.read_bytes() for path in pathlib.Path(directory).iterdir()}
+
+
+def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        for ending, content in state.items():
+            (pathlib.Path(directory) / pathlib.Path(f"state.{ending}").name).write_bytes(content)
+        checkpoint = sys.modules["tensorflow"].train.Checkpoint(iterator=iterator)
+        checkpoint.read(f"{directory}/state").assert_consumed()
+    return iterator
+
+
+# Parts of a tf.data pipeline that create their input's iterator immediately, and only once per epoch.
+_MADE_AT_ONCE = set("Batch ParallelBatch PaddedBatch Map ParallelMap Prefetch Filter Take Skip Zip Options".split())
+# Parts that may come between a shuffle and a repeat, because their iterators can be saved until the input ends.
+_SAVED_TO_THE_END = {"Batch", "PaddedBatch", "Map", "Shuffle"}
+
+
+def _random_parts(dataset: Any, above: tuple[str, ...] = ()) -> list[tuple[Any, tuple[str, ...]]]:
+    """Returns each seeded part of a tf.data pipeline, together with the kinds of all parts downstream of it."""
+    found = [(dataset, above)] if hasattr(dataset, "_seed2") else []
+    inputs = dataset._inputs() if _has(dataset, "_inputs") else []
+    kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
+    return found + [each for one in inputs for each in _random_parts(one, (*above, kind))]
+
+
+def _reorders(part: Any) -> bool:
+    """Returns True if a part of a tf.data pipeline produces a new order in each epoch."""
+    is_shuffle = "Shuffle" in type(part).__name__
+    return getattr(part, "_reshuffle_each_iteration", is_shuffle) is not False or bool(
+        getattr(part, "_rerandomize", False)
+    )
+
+
+def _orders(parts: list[tuple[Any, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Returns, for each part that produces a new order in each epoch, the kinds of all parts downstream of it."""
+    return [above for part, above in parts if _reorders(part)]
+
+
+def _has_one_order_per_epoch(dataset: Any) -> bool:
+    """Returns True if a single part of a tf.data pipeline determines an epoch's order, at iterator creation."""
+    orders = _orders(_random_parts(dataset))
+    return len(orders) == 1 and _MADE_AT_ONCE.issuperset(orders[0])
+
+
+def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
+    """Explains why a tf.data pipeline may change its order after a resume, and how to fix that. None if it won't."""
+    parts = _random_parts(dataset)
+    orders = _orders(parts)
+    repeats = [above[above.index("Repeat") + 1 :] for above in orders if "Repeat" in above]
+    is_repeated = several_passes or any("Repeat" in above for _, above in parts)
+    because = "this tf.data pipeline may change its order after a resume, because "
+    if is_repeated and any(not int(part._seed) and not int(part._seed2) for part, _ in parts):
+        return f"{because}it shuffles without a seed. Write dataset.shuffle(size, seed=...)."
+    if several_passes and orders and not _has_one_order_per_epoch(dataset):
+        return (
+            f"{because}it reshuffles in each epoch, and shuffles more than once or before a part such as repeat, cache "
+            "or concatenate. Shuffle once and after these parts, or write shuffle(..., "
+            "reshuffle_each_iteration=False)."
+        )
+    if any(not _SAVED_TO_THE_END.issuperset(between) for between in repeats):
+        return (
+            f"{because}there are other parts between a shuffle and a repeat. Write "
+            "dataset.shuffle(size, seed=...).repeat()."
+        )
+    return None
+
+
+def reshuffles(dataset: Any) -> bool:
+    """Returns True if a dataset is a tf.data pipeline that reshuffles each time it is iterated over."""
+    dataset = getattr(dataset, "_data", dataset)
+    return library(dataset) == "tensorflow" and any(_reorders(part) for part, _ in _random_parts(dataset))
+
+
+# PyTorch's loaders -----------------------------------------------------------------------------------
+
+_TORCH_REMEDY = (
+    "Use a DataLoader with a PyTorch sampler (shuffle=True uses one) over a dataset with __getitem__, or "
+    "torchdata's StatefulDataLoader, whose sampler or IterableDataset must have state_dict and load_state_dict"
+)
+
+
+def _is_loader(dataset: Any) -> bool:
+    return library(dataset) == "torch" and hasattr(dataset, "batch_sampler")
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Returns a loader and all samplers in it, without duplicates."""
+    found, more = {}, [loader]
+    while more:
+        part = more.pop(0)
+        if part is not None and id(part) not in found:
+            found[id(part)] = part
+            more += [getattr(part, "sampler", None), getattr(part, "batch_sampler", None)]
+    return list(found.values())
+
+
+def _unknown_order_reason(loader: Any) -> str | None:
+    """Returns the reason why a loader's order may depend on more than PyTorch's random state; None if it doesn't."""
+    has_state = lambda value: _has(loader, "state_dict") and _has(value, "state_dict", "load_state_dict")
+    is_iterable = any(base.__name__ == "IterableDataset" for base in type(loader.dataset).__mro__)
+    if is_iterable and not has_state(loader.dataset):
+        return f"its dataset, {name_of(loader.dataset)}, decides the order of its examples"
+    for sampler in _samplers(loader)[1:]:
+        if type(sampler).__module__.partition(".")[0] not in ("torch", "torchdata") and not has_state(sampler):
+            return f"its sampler, {name_of(sampler)}, is not one of PyTorch's"
+    if getattr(loader, "in_order", True) is False:
+        return "in_order=False returns batches in the order in which the workers finish them"
+    return None
+
+
+def random_state(dataset: Any) -> Any:
+    """Returns the states of the random number generators that a PyTorch loader uses; None for any other dataset."""
+    if not _is_loader(dataset):
+        return None
+    parts = _samplers(dataset)
+    return {
+        "torch": sys.modules["torch"].get_rng_state(),
+        "generators": [generator.get_state() for generator in _generators(parts)],
+        "epochs": [getattr(part, "epoch", None) for part in parts],
+    }
+
+
+def _generators(parts: list[Any]) -> list[Any]:
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(each): each for each in found if _has(each, "get_state", "set_state")}.values())
+
+
+def _set_random_state(loader: Any, state: Any) -> None:
+    parts = _samplers(loader)
+    sys.modules["torch"].set_rng_state(state["torch"])
+    for generator, each in zip(_generators(parts), state["generators"], strict=True):
+        generator.set_state(each)
+    for part, epoch in zip(parts, state["epochs"], strict=True):
+        if epoch is not None:
+            part.epoch = epoch
+
+
+@contextlib.contextmanager
+def keeping_random_state(dataset: Any) -> Iterator[None]:
+    """A context manager that restores a PyTorch loader's random state on exit, so that evaluations don't change it."""
+    loader = getattr(dataset, "_data", dataset)
+    state = random_state(loader)
+    try:
+        yield
+    finally:
+        if state is not None:
+            _set_random_state(loader, state)
+
+
+# The key that marks an array that was a tensor in a PyTorch state, such as the state of a generator.
+_TENSOR = "torch.Tensor"
+
+
+def _without_tensors(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: {_TENSOR: leaf.cpu().numpy()} if library(leaf) == "torch" else leaf, state)
+
+
+def _with_tensors(state: Any) -> Any:
+    is_tensor = lambda node: isinstance(node, dict) and set(node) == {_TENSOR}
+    back = lambda leaf: sys.modules["torch"].from_numpy(leaf[_TENSOR]) if is_tensor(leaf) else leaf
+    return jax.tree.map(back, state, is_leaf=is_tensor)
+
+
+def unknown_reason(dataset: Any) -> str:
+    """Returns a message that explains why the position in a dataset can't be saved and how to fix it."""
+    give = "a list, a Grain dataset, a tf.data.Dataset, or jaxloop.data.from_index(function)"
+    packages = {base.__module__.partition(".")[0] for base in type(dataset).__mro__}
+    if "tensorflow_datasets" in packages:
+        give = "the tf.data.Dataset itself, or its as_numpy_iterator()"
+    elif "torch" in packages:
+        reason = _unknown_order_reason(dataset) if _is_loader(dataset) else None
+        because = f", because {reason}" if reason else ""
+        return f"{name_of(dataset)} can't report its position{because}. {_TORCH_REMEDY}, {OR_SKIPPABLE}."
+    return f"{name_of(dataset)} can't report its position. Give {give}, {OR_SKIPPABLE}."
+
+
+def name_of(dataset: Any) -> str:
+    """Returns the name of a dataset's class, preceded by "a" or "an", for use in messages."""
+    name = type(dataset).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def fork_warning(data: Any) -> str | None:
+    """Returns a warning that suggests a fix if a PyTorch loader forks its worker processes; otherwise None."""
+    loader = _innermost(data)
+    if not _is_loader(loader) or not getattr(loader, "num_workers", 0):
+        return None
+    context = getattr(loader, "multiprocessing_context", None)
+    # The first method is the default.
+    set_globally = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if (set_globally if context is None else context.get_start_method()) != "fork":
+        return None
+    return (
+        f"{name_of(loader)} forks its {loader.num_workers} workers, which may hang, because JAX has threads that hold "
+        'locks. Write DataLoader(..., multiprocessing_context="forkserver", persistent_workers=True).'
+    )
+
+
+# Checks ----------------------------------------------------------------------------------------------
+
+_REMEDY = (
+    "Give an iterable of batches: a list of dicts of arrays, a tf.data.Dataset, a DataLoader, or, for a function "
+    "without arguments that returns one, jaxloop.skippable(function)."
+)
+
+
+def is_function(data: Any) -> bool:
+    """Returns True if `data` is a function that returns a dataset, that is, if it is callable but not iterable.
+
+    >>> is_function(lambda: []), is_function([])
+    (True, False)
+    """
+    return callable(data) and not hasattr(data, "__iter__") and not hasattr(data, "__next__")
+
+
+def check_is_dataset(data: Any) -> None:
+    """Raises a `TypeError` if `data` is a single batch or not iterable.
+
+    >>> check_is_dataset([{"x": np.ones(2)}])
+    """
+    check_format(data)
+    is_array = lambda leaf: isinstance(leaf, np.ndarray | jax.Array) or _is_tensor(leaf)
+    is_batch = isinstance(data, dict) or is_array(data)
+    # A list of arrays is probably a list of batches, but a tuple of arrays is probably one batch.
+    is_batch |= isinstance(data, tuple) and len(data) > 0 and all(map(is_array, data))
+    if is_batch or isinstance(data, str | bytes) or not (hasattr(data, "__iter__") or hasattr(data, "__next__")):
+        what = _describe(data)
+        if isinstance(data, tuple):
+            what = f"a {what} of arrays, ({', '.join(map(_describe, data))})"
+        remedy = "For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a single batch, write [batch]."
+        remedy = remedy if is_batch else _REMEDY
+        raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {remedy}")
+
+
+def check_format(data: Any) -> None:
+    """Raises a `TypeError` if `data` is a Hugging Face dataset in a format whose rows aren't arrays or tensors."""
+    if not is_hugging_face(data):
+        return
+    formatting = getattr(data, "_formatting", None)  # The format of an `IterableDataset`.
+    kind = data.format["type"] if hasattr(data, "format") else getattr(formatting, "format_type", None)
+    if kind not in ("numpy", "jax", "torch", "tensorflow", "custom"):
+        raise TypeError(
+            f"A Hugging Face {type(data).__name__} in the {kind or 'python'} format does not yield batches of arrays. "
+            'Write dataset.with_format("numpy").batch(32), without .batch(32) if its rows are batches already. For a '
+            "Dataset of examples in any format, write jaxloop.data.batched(dataset, 32)."
+        )
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if _is_tensor(value) else checks.describe(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return library(value) is not None and hasattr(value, "shape") and hasattr(value, "numpy")

@@ -1,0 +1,220 @@
+"""Evaluations of the state during training, or of checkpoints as they are saved."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from absl import logging
+
+from jaxloop import checkpoint, metrics, types
+from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.action import Action
+from jaxloop.base import checks
+from jaxloop.data.position import PositionedIterator
+from jaxloop.data.sources import keeping_random_state
+from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
+from jaxloop.engine.feed import as_iterator
+from jaxloop.engine.plan import Plan
+from jaxloop.experiment.specs import CheckpointSpec, EvalContext, EvalSpec
+from jaxloop.experiment.whole_run import elapsed_at
+from jaxloop.history import History
+from jaxloop.processes import agreement
+from jaxloop.schedules import Elapsed, Schedule
+
+_POLL_SECS = 0.2
+
+
+@final
+class Recorder(Action):
+    """Adds rows to the history.
+
+    Attributes:
+      observers: Functions that are called with the run's progress after each row is added.
+    """
+
+    def __init__(self, history: History, name: str, interval: int | Schedule):
+        super().__init__(interval)
+        self._history, self._name = history, name
+        self.observers: list[Callable[[Elapsed], None]] = []
+
+    def __call__(self, state: Any, outputs: types.Output, *, elapsed: Elapsed, **kwargs: Any) -> None:
+        assert outputs is not None
+        for name in [name for name in outputs if name.startswith("jaxloop/")]:
+            del outputs[name]
+        measured = metrics.summarize(outputs)
+        if measured:
+            self._history.commit(elapsed, {self._name: measured})
+        for observe in self.observers:
+            observe(elapsed)
+
+
+@final
+class Evaluation(Item):
+    """An evaluation. During training, it is an item of the train loop.
+
+    Args:
+      loop: The eval loop.
+      spec: The dataset and the interval of the evaluation.
+      source: The iterator that successive evaluations keep reading from; None if each one reads the dataset from the
+        start.
+      history: The history to which it adds rows.
+      context: A function `(progress) -> further keyword arguments for the actions of the eval loop`.
+    """
+
+    time_category = "evals"
+
+    def __init__(
+        self,
+        loop: ActionLoop,
+        spec: EvalSpec,
+        source: PositionedIterator | None,
+        history: History,
+        context: Callable[[Elapsed], Mapping[str, Any]],
+    ):
+        super().__init__(Rank.EVALUATION)
+        self.loop: ActionLoop = loop
+        self.spec: EvalSpec = spec
+        self.source: PositionedIterator | None = source
+        self.name = f"evaluation {spec.name}"
+        self._context = context
+        self._row = ActionItem(Recorder(history, spec.name, 1), context, Rank.ROW)
+        self._was_short = False
+        self._plan_at(Elapsed())
+
+    @property
+    def interval(self) -> int | Schedule:
+        return self.spec.when_due
+
+    def _plan_at(self, now: Elapsed) -> None:
+        """Plans to evaluate at this progress of the training."""
+        self.loop.engine.set_plan(Plan(items=[self._row], context=self._context, at=now))
+
+    def call(self, moment: Moment) -> bool:
+        now, engine = moment.now, self.loop.engine
+        found = self.evaluate(moment.state, now, EvalContext(False, now.steps, now.loops))
+        if found is not None and engine.run.agenda.wants_stop and moment.outputs is not None:
+            moment.outputs[types.STOP_LOOP] = True
+        return found is None or not engine.call.is_interrupted
+
+    def evaluate(self, state: Any, now: Elapsed, context: EvalContext) -> metrics.LoopOutputs | None:
+        """Evaluates a state, and returns the outputs; None if the spec's function declines."""
+        spec, engine, loop = self.spec, self.loop.engine, self.loop
+        should = spec.should_eval_fn
+        if should is not None and not engine.job.from_first_process(bool(should(context))):
+            return None
+        self._plan_at(now)
+        dataset = spec.data if self.source is None else self.source
+        with keeping_random_state(dataset):
+            _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
+        if not hasattr(dataset, "__next__"):  # The next evaluation starts over, so batches read ahead are useless.
+            engine.forget_batches()
+        if not engine.requests.requested:
+            self._check_length()
+        return outputs
+
+    def _check_length(self) -> None:
+        """Raises an error if the last evaluation was empty. Warns once if it had fewer than `num_steps` batches."""
+        number, wanted = len(self.loop.num_examples), self.spec.num_steps
+        if number == 0:
+            raise self.spec.empty()
+        if number < (wanted or 0) and not self._was_short:
+            self._was_short = True
+            logging.warning(
+                "An eval dataset ended after %d of num_steps=%s batches. Its metrics are means over these %d batches.",
+                number,
+                wanted,
+                number,
+            )
+
+    def catch_up(self, state: Any, now: Elapsed) -> bool:
+        """Calls the eval loop's actions that an exception kept from being called.
+
+        Returns True if the run continues.
+        """
+        self._plan_at(now)
+        return self.loop.engine.hold_now(state, is_last=now.is_last, at_end=True)
+
+
+def evaluate_once(state: Any, evaluations: Sequence[Evaluation], step_num: int) -> metrics.LoopOutputs | None:
+    """Evaluates a state without training. Returns the outputs of the last evaluation, or None if none was due."""
+    return _evaluate_all(state, evaluations, EvalContext(False, step_num, 0), Elapsed(step_num))
+
+
+def evaluate_checkpoints(
+    state: Any, evaluations: Sequence[Evaluation], spec: CheckpointSpec, history: History, job: agreement.Job
+) -> metrics.LoopOutputs | None:
+    """Evaluates checkpoints in step order as they are saved, and returns the outputs of the last evaluation.
+
+    Args:
+      state: A state with the same structure as those in the checkpoints.
+      evaluations: The evaluations.
+      spec: The spec that contains the checkpoint directory and the options for reading checkpoints.
+      history: The history to add rows to. Existing rows at or after the first checkpoint's step are dropped.
+      job: The processes that evaluate together.
+    """
+    stop_fn, requests = spec.iterate_stop_fn or spec.stopped_file.exists, job.requests
+    outputs, seen, may_write = None, set(), False
+    if not spec.checkpoint_dir.exists():
+        logging.warning("Waiting for checkpoints in %s, which doesn't exist yet.", spec.checkpoint_dir)
+    while True:
+        # Call stop_fn before listing, so that everything saved before the stop is found.
+        is_complete, found = job.gather([stop_fn(), checkpoint.all_steps(spec.checkpoint_dir)])[0]
+        for step_num in [step_num for step_num in found if step_num not in seen]:
+            seen.add(step_num)
+            restored = _restore(state, spec, step_num)
+            if job.any_stops(restored is None) or restored is None:
+                continue
+            if not may_write:  # Not before a checkpoint fits the state.
+                history.resume(step_num - 1)
+                may_write = True
+            context = EvalContext(True, step_num, loop_count=len(seen) - 1)
+            outputs = _evaluate_all(restored[0], evaluations, context, restored[1]) or outputs
+            if requests.requested or (outputs is not None and outputs.asks_to_stop):
+                return outputs
+        if is_complete or requests.requested:
+            return outputs
+        _sleep(max(spec.iterate_interval_secs, _POLL_SECS), job)
+
+
+def _sleep(seconds: float, job: agreement.Job) -> None:
+    """Sleeps in short intervals, so that Ctrl-C works. All processes use the same number of intervals."""
+    num_sleeps = math.ceil(seconds / (1.0 if job.is_shared else _POLL_SECS))
+    for _ in range(num_sleeps):
+        if job.requests.requested:
+            break
+        time.sleep(seconds / num_sleeps)
+        job.any_stops()
+
+
+def _evaluate_all(
+    state: Any, evaluations: Sequence[Evaluation], context: EvalContext, now: Elapsed
+) -> metrics.LoopOutputs | None:
+    """Runs the evaluations that are due without training, and returns the outputs of the last one."""
+    last, stops = None, False
+    for each in evaluations:
+        engine, interval = each.loop.engine, each.interval
+        is_due = context.is_continuous_eval or isinstance(interval, Schedule) or context.loop_count % interval == 0
+        if is_due and not engine.requests.requested:
+            for item in engine.run.agenda.items:
+                item.called_at = None  # Another state may have the same step.
+            last = each.evaluate(state, now, context) or last
+            stops |= engine.run.agenda.wants_stop
+    if last is not None and stops:
+        last[types.STOP_LOOP] = True
+    return last
+
+
+def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
+    """Returns the state and progress stored in a checkpoint, or None if the training run has since deleted it."""
+    directory = spec.checkpoint_dir
+    try:
+        restored = checkpoint.restore(
+            directory, step_num, checks.adopt(state), transforms=spec.transforms, any_optimizer=True
+        )
+        return restored, elapsed_at(directory, step_num).without_previous()
+    except Exception:
+        if not checkpoint.is_being_deleted(directory, step_num):
+            raise
+        logging.warning("The checkpoint of step %d was deleted before it could be evaluated.", step_num)
+        return None

@@ -1,0 +1,312 @@
+"""The arguments of an experiment: its length, evaluations and checkpoints."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+from etils import epath
+
+from jaxloop import types
+from jaxloop.base import checks, files
+from jaxloop.data.sources import NO_DATA, is_endless, name_of, pass_of
+from jaxloop.schedules import Elapsed, Schedule, earliest, planned_steps
+
+STOPPED_FILE = "STOPPED"
+"""The empty file in the checkpoint directory that marks training as finished."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class EvalContext:
+    """The progress of an experiment, as passed to `EvalSpec.should_eval_fn`.
+
+    Attributes:
+      is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
+      step_num: The number of updates that have been applied to the state being evaluated.
+      loop_count: The number of completed train loops; in continuous evaluation, the number of evaluated checkpoints.
+    """
+
+    is_continuous_eval: bool
+    step_num: int
+    loop_count: int
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """The dataset and the interval of an evaluation.
+
+    >>> import numpy as np
+    >>> EvalSpec([{"x": np.zeros([4, 3])}], eval_loop_interval=5).num_steps is None
+    True
+
+    Attributes:
+      dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from the start.
+      dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches from
+        it.
+      num_steps: The number of batches to evaluate; None for all.
+      eval_loop_interval: The number of train loops between evaluations; None to evaluate after each loop. Ignored in
+        continuous evaluation.
+      should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
+        the evaluation is due.
+      interval: When to evaluate, specified like an action's `interval`: either a number of train loops (as in
+        `eval_loop_interval`) or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. Schedules are
+        exact to the step, even in the middle of a train loop. Ignored if there is no train loop.
+      name: The name of this evaluation in the history, and the prefix of its metrics, as in `test/accuracy`. If several
+        specs keep the default "eval", all but the first are numbered by position, as in "eval_2".
+    """
+
+    dataset: Iterable[types.Batch] | Callable[[], Iterable[types.Batch]] | None
+    dataset_iterator: Iterator[types.Batch] | None = None
+    num_steps: int | None = None
+    eval_loop_interval: int | None = None
+    should_eval_fn: Callable[[EvalContext], bool] | None = None
+    interval: int | Schedule | None = None
+    name: str = "eval"
+
+    def __post_init__(self) -> None:
+        checks.check_positive("EvalSpec.num_steps", self.num_steps, optional=True)
+        checks.check_positive("EvalSpec.eval_loop_interval", self.eval_loop_interval, optional=True)
+        if not isinstance(self.interval, Schedule):
+            checks.check_positive("EvalSpec.interval", self.interval, optional=True)
+        if self.interval is not None and self.eval_loop_interval is not None:
+            raise ValueError(
+                f"EvalSpec got both interval={self.interval!r} and eval_loop_interval={self.eval_loop_interval}. Give "
+                "one of them: as an interval, an int counts train loops, and every(steps=500) is exact to the step."
+            )
+        if not isinstance(self.name, str) or self.name in ("", "train") or "/" in self.name or "." in self.name:
+            raise ValueError(f"EvalSpec.name must be a name without / and ., other than 'train', got {self.name!r}.")
+        if self.dataset is None and self.dataset_iterator is None:
+            raise ValueError("EvalSpec needs a dataset, or a dataset_iterator with num_steps; both are None.")
+        if self.dataset_iterator is not None and self.num_steps is None:
+            raise ValueError(
+                "EvalSpec.dataset_iterator continues at each evaluation where the last one stopped, so it needs "
+                "num_steps, got None."
+            )
+
+    @property
+    def data(self) -> Any:
+        """The dataset that an evaluation reads: if it is endless, one pass over it, where there are passes."""
+        return pass_of(self.dataset) if self.num_steps is None and is_endless(self.dataset) else self.dataset
+
+    @property
+    def when_due(self) -> int | Schedule:
+        """The interval of the evaluation during training: a schedule or a number of train loops."""
+        return self.interval if self.interval is not None else self.eval_loop_interval or 1
+
+    @property
+    def when(self) -> str:
+        """The argument that determines when to evaluate, formatted for messages."""
+        if self.interval is not None:
+            return f"interval={self.interval!r}"
+        is_by_fn = self.eval_loop_interval is None and self.should_eval_fn is not None
+        return "should_eval_fn" if is_by_fn else f"eval_loop_interval={self.eval_loop_interval}"
+
+    def empty(self) -> ValueError:
+        """Returns the error to raise if the evaluation's dataset is empty."""
+        used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
+        return ValueError(
+            "An eval dataset yielded no batches. "
+            + (
+                "It is an exhausted iterator. Give an iterable that can be read again for each evaluation (a list, a "
+                "tf.data.Dataset, tfds.as_numpy(...))."
+                if used_up
+                else "Check that its pipeline does not filter out every example, or drop a remainder that is the only "
+                "batch. A function must return a new iterator each time."
+            )
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CheckpointSpec:
+    """The checkpoint directory of an experiment, with options for resuming and for continuous evaluation.
+
+    An experiment with a train loop resumes from the newest checkpoint in the directory. The train loop's
+    `CheckpointAction` saves the checkpoints. An experiment without a train loop evaluates each checkpoint as it
+    appears.
+
+    Attributes:
+      checkpoint_dir: The directory, which contains one subdirectory per checkpoint, named after the step.
+      iterate_interval_secs: In continuous evaluation, the time in seconds between searches for new checkpoints.
+      iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
+        default checks whether the directory contains the file `STOPPED`, which a training run writes when it is done.
+      transforms: New names for saved leaves; see `Step.restore_model`.
+      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False for a
+        different dataset, or for an iterator that is already at the right position.
+      restore_hyperparams: Whether a resumed run continues with the checkpoint's hyperparameters of
+        `optax.inject_hyperparams`, such as the learning rate. Pass False to use those of the given state. If they
+        differ, a warning shows both.
+    """
+
+    checkpoint_dir: Any  # A path, which is made absolute.
+    iterate_interval_secs: float = 0
+    iterate_stop_fn: Callable[[], bool] | None = None
+    transforms: Mapping[str, str] | None = None
+    restore_data: bool = True
+    restore_hyperparams: bool = True
+
+    def __post_init__(self) -> None:
+        if self.iterate_interval_secs < 0:
+            raise ValueError(
+                f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."
+            )
+        if not isinstance(self.checkpoint_dir, str | os.PathLike) or not os.fspath(self.checkpoint_dir):
+            raise TypeError(f"CheckpointSpec takes the path of a directory, got {self.checkpoint_dir!r}.")
+        object.__setattr__(self, "checkpoint_dir", files.absolute(self.checkpoint_dir))
+
+    @property
+    def stopped_file(self) -> epath.Path:
+        """The file that marks training as finished."""
+        return self.checkpoint_dir / STOPPED_FILE
+
+
+def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
+    """Returns the specs with distinct names. If the default name is repeated, a number is added to it.
+
+    >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
+    ['eval', 'test', 'eval_3']
+    """
+    if isinstance(eval_specs, EvalSpec):
+        raise TypeError("eval_specs must be a list of EvalSpecs, got an EvalSpec. Write eval_specs=[eval_spec].")
+    specs = list(eval_specs or ())
+    unnamed = [index for index, spec in enumerate(specs) if isinstance(spec, EvalSpec) and spec.name == "eval"]
+    for index in unnamed[1:]:
+        specs[index] = dataclasses.replace(specs[index], name=f"eval_{index + 1}")
+    return tuple(specs)
+
+
+def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
+    """Returns the number of evaluations in `train_loops` train loops, or None if it can't be known in advance."""
+    if isinstance(spec.when_due, Schedule) or spec.should_eval_fn is not None:
+        return None
+    return train_loops // spec.when_due
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """The arguments of `OuterLoop.__call__`. The eval specs have distinct names; see `named`."""
+
+    train_dataset: Any = None
+    total_steps: int | None = None
+    loop_steps: int | None = None
+    eval_specs: Sequence[EvalSpec] = ()
+    stop: Schedule | None = None
+    epochs: int | None = None
+
+    def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
+        """Yields the errors in these arguments, given the `OuterLoop`'s train step and its number of eval loops."""
+        try:
+            checks.check_positive("train_total_steps", self.total_steps, optional=True)
+            checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
+            checks.check_positive("train_epochs", self.epochs, optional=True)
+            if train_step is not None:
+                checks.check_multiple("train_total_steps", self.total_steps, train_step)
+                checks.check_multiple("train_loop_steps", self.loop_steps, train_step)
+        except (TypeError, ValueError) as error:
+            yield error
+            return
+        has_no_data = self.train_dataset is None and train_step is not None
+        if self.total_steps is not None and self.total_steps > np.iinfo(np.int32).max:
+            yield ValueError(f"train_total_steps={self.total_steps} exceeds the range of state.step, an int32.")
+        if self.epochs is not None and has_no_data:
+            yield ValueError(
+                f"OuterLoop got train_epochs={self.epochs} without a train_dataset, so there are no epochs. "
+                "Give train_total_steps or stop."
+            )
+        if self.epochs is not None and self.loop_steps is not None:
+            yield ValueError(
+                f"OuterLoop got train_epochs={self.epochs} and train_loop_steps={self.loop_steps}, and each epoch is "
+                "one loop: give one of them. For an action or evaluation within an epoch, use a schedule such as "
+                "every(steps=100)."
+            )
+        if self.epochs is not None and self.epochs > 1 and self.has_iterator:
+            yield ValueError(
+                f"train_epochs={self.epochs} needs a train_dataset that can be read more than once (a list, a "
+                f"tf.data.Dataset, a DataLoader), got the iterator {self.train_dataset!r}."
+            )
+        has_end = self.total_steps is not None or self.stop is not None
+        has_end |= self.loop_steps is not None  # Then, there is another error.
+        if self.epochs is not None and not has_end and is_endless(pass_of(self.train_dataset)):
+            yield ValueError(
+                f"train_epochs={self.epochs} needs a train_dataset that ends, got {name_of(self.train_dataset)}, which "
+                "is endless, so an epoch would never end. Give train_total_steps instead."
+            )
+        if self.stop is not None and not isinstance(self.stop, Schedule):
+            yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")
+        if self.train_dataset is not None and train_step is None:
+            yield ValueError(
+                "OuterLoop got a train_dataset without a train_loop: give both to train, neither to evaluate only."
+            )
+        if has_no_data and self.total_steps is None and self.stop is None:
+            yield ValueError(
+                "OuterLoop got a train_loop without a train_dataset. Give the dataset. If the step needs no data, "
+                "give train_total_steps or stop, because nothing else ends the run."
+            )
+        yield from self._errors_of_evaluations(num_eval_loops)
+
+    def _errors_of_evaluations(self, num_eval_loops: int) -> Iterator[Exception]:
+        specs = self.eval_specs
+        names = [spec.name for spec in specs if isinstance(spec, EvalSpec)]
+        if len(specs) != num_eval_loops:
+            yield ValueError(
+                f"OuterLoop has {num_eval_loops} eval_loops and was called with {len(specs)} eval_specs. "
+                "Give one EvalSpec for each eval loop, in their order."
+            )
+        if strangers := [spec for spec in specs if not isinstance(spec, EvalSpec)]:
+            yield TypeError(f"eval_specs must contain EvalSpecs, got {strangers[0]!r}.")
+        elif twice := {name for name in names if names.count(name) > 1}:
+            yield ValueError(f"Two EvalSpecs are named {twice.pop()!r}: give each one a different name.")
+
+    @property
+    def data(self) -> Any:
+        """The training dataset; if there is none, an endless dataset whose batches are all None."""
+        return NO_DATA if self.train_dataset is None else self.train_dataset
+
+    @property
+    def has_iterator(self) -> bool:
+        """True if the training dataset is an iterator, which can be read only once."""
+        return hasattr(self.train_dataset, "__next__")
+
+    @property
+    def end(self) -> Any:
+        """The planned end of the training, for messages."""
+        end = self.stop if self.total_steps is None else self.total_steps
+        return "the end of the dataset" if end is None else end
+
+    @property
+    def ends(self) -> tuple[int | None, int | None]:
+        """The numbers of steps and of epochs after which the training ends; None where there is no such limit."""
+        return earliest([self.total_steps, planned_steps(self.stop, Elapsed())]), self.epochs
+
+    def ends_loop(self, step_num: int) -> bool:
+        """Returns whether a loop is certain to end after this step."""
+        is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
+        return is_multiple or step_num == self.total_steps
+
+    def steps_of_next_loop(self, step_num: int) -> int | None:
+        """Returns the number of steps in the next loop, or None if the loop runs to the end of the dataset.
+
+        The loop ends at the next multiple of `loop_steps` or at `total_steps`, whichever comes first.
+
+        >>> spec = RunSpec(total_steps=25, loop_steps=10)
+        >>> spec.steps_of_next_loop(0), spec.steps_of_next_loop(7), spec.steps_of_next_loop(20)
+        (10, 3, 5)
+        """
+        limits = []
+        if self.loop_steps is not None:
+            limits.append(self.loop_steps - step_num % self.loop_steps)
+        if self.total_steps is not None:
+            limits.append(self.total_steps - step_num)
+        return min(limits, default=None)
+
+    def description(self) -> list[str]:
+        """Returns lines of text that describe the run. They must be identical in all processes of a job."""
+        names = ("total_steps", "loop_steps", "epochs", "stop")
+        return [
+            *(f"{name}={getattr(self, name)!r}" for name in names),
+            *(f"EvalSpec {spec.name!r}: {spec.num_steps} steps" for spec in self.eval_specs),
+        ]

@@ -1,0 +1,415 @@
+"""`fit`, which trains a model in one call, and a learning-rate schedule."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import optax
+from absl import logging
+from etils import epath
+
+from jaxloop import data, partition, types
+from jaxloop.actions import (
+    Action,
+    CheckpointAction,
+    LearningRateAction,
+    ProgressAction,
+    SummaryAction,
+    default_writer,
+)
+from jaxloop.actions.checkpoint_action import monitor_of
+from jaxloop.actions.learning_rate_action import learning_rate
+from jaxloop.base import checks
+from jaxloop.base.files import absolute
+from jaxloop.base.text import suggests
+from jaxloop.check.preflight import Report
+from jaxloop.data.sources import pass_of
+from jaxloop.eval_loop import EvalLoop
+from jaxloop.experiment.specs import CheckpointSpec, EvalSpec
+from jaxloop.history import History
+from jaxloop.models.function_step import FunctionStep
+from jaxloop.models.loss_step import LossFn, LossStep
+from jaxloop.outer_loop import OuterLoop
+from jaxloop.schedules import Schedule, every, last
+from jaxloop.train_loop import TrainLoop
+
+
+@overload
+def fit(
+    model: Any,
+    train_dataset: Any,
+    eval_dataset: Any = None,
+    *,
+    loss: LossFn | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    metrics: Mapping[str, LossFn] | None = None,
+    inputs: str | int | Callable[[types.Batch], Any] | None = None,
+    trainable: str | Sequence[str] | None = None,
+    ema: float | Callable[[jax.Array], Any] | None = None,
+    params_to_evaluate: Callable[[Any], Any] | None = None,
+    train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
+    eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
+    train_epochs: int | None = None,
+    train_total_steps: int | None = None,
+    eval_interval: int | Schedule | None = None,
+    workdir: epath.PathLike | None = None,
+    log_name: str | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    monitor: str | tuple[str, str] | None = None,
+    partitioner: partition.Partitioner | Literal["auto"] | None = None,
+    progress: str | None = "auto",
+    seed: int = 0,
+    steps_per_dispatch: int | Literal["auto"] = 1,
+    actions: Sequence[Action] = (),
+    dry_run: Literal[False] = False,
+) -> tuple[Any, History]: ...
+
+
+@overload
+def fit(
+    model: Any, train_dataset: Any, eval_dataset: Any = None, *, dry_run: Literal[True], **options: Any
+) -> Report: ...
+
+
+@suggests(
+    epochs="train_epochs",
+    num_epochs="train_epochs",
+    num_steps="train_total_steps",
+    steps="train_total_steps",
+    batch_size="jaxloop.data.batched(arrays, batch_size), which makes batches of arrays",
+    accumulate="jaxloop.LossStep(..., accumulate=...)",
+    verbose="progress",
+)
+def fit(  # pyright: ignore[reportInconsistentOverload]
+    model: Any,
+    train_dataset: Any,
+    eval_dataset: Any = None,
+    *,
+    loss: LossFn | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    metrics: Mapping[str, LossFn] | None = None,
+    inputs: str | int | Callable[[types.Batch], Any] | None = None,
+    trainable: str | Sequence[str] | None = None,
+    ema: float | Callable[[jax.Array], Any] | None = None,
+    params_to_evaluate: Callable[[Any], Any] | None = None,
+    train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
+    eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
+    train_epochs: int | None = None,
+    train_total_steps: int | None = None,
+    eval_interval: int | Schedule | None = None,
+    workdir: epath.PathLike | None = None,
+    log_name: str | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    monitor: str | tuple[str, str] | None = None,
+    partitioner: partition.Partitioner | Literal["auto"] | None = None,
+    progress: str | None = "auto",
+    seed: int = 0,
+    steps_per_dispatch: int | Literal["auto"] = 1,
+    actions: Sequence[Action] = (),
+    dry_run: bool = False,
+    topology: str | None = None,
+) -> tuple[Any, History] | Report:
+    """Trains a model in one call, using the same loops and actions that a hand-written program would use.
+
+    >>> import numpy as np
+    >>> from flax import linen as nn
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.normal(size=(10, 8, 3)).astype(np.float32)
+    >>> batches = [{"x": each, "y": each.sum(-1, keepdims=True)} for each in x]
+    >>> state, history = fit(
+    ...     nn.Dense(1),
+    ...     batches[:8],
+    ...     batches[8:],
+    ...     loss=lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1),
+    ...     optimizer=optax.sgd(0.1),
+    ...     train_epochs=5,
+    ...     progress=None,
+    ... )
+    >>> int(state.step), history.collect("steps", "eval.loss")[0]
+    (40, [8, 16, 24, 32, 40])
+
+    To train with your own functions, pass your state instead of a model:
+
+    >>> def train_step(weight, batch):
+    ...     slope = (batch["x"][:, :1] * (batch["x"][:, :1] * weight - batch["y"])).mean()
+    ...     return weight - 0.1 * slope, {"slope": slope}
+    >>> weight, history = fit(np.float32(0), batches, train_step=train_step, train_epochs=2, progress=None)
+
+    An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop. When it ends, a
+    row is added to the history. If `train_total_steps` is given, the history gets about a hundred additional rows.
+
+    If `workdir` is given, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
+    `optax.inject_hyperparams` stores it), `history.jsonl`, and the newest and best checkpoints (in `checkpoints`). If
+    the run is interrupted, repeating the call resumes it from the newest checkpoint. Without a work directory, `fit`
+    doesn't write any files.
+
+    Args:
+      model: Any model that `LossStep` accepts or, if `train_step` is given, a state.
+      train_dataset: Anything that `jaxloop.data.batches` accepts, such as a list, a generator, a
+        `tf.data.Dataset` or a `DataLoader`. Its batches are tuples `(inputs, targets)` or dicts.
+      eval_dataset: The dataset to evaluate on, in any form that `train_dataset` accepts. Each evaluation reads it from
+        the start. Mean metrics are exact even if the last batch is short.
+      loss: A function of `(outputs, batch)`; see `LossStep`.
+      optimizer: An Optax transformation.
+      metrics: A dict that maps names to functions of `(outputs, batch)`; see `LossStep`.
+      inputs: Selects the part of a batch that the model receives; see `LossStep`.
+      trainable: The paths of the parameters to train, such as `"head/**"`; see `LossStep`.
+      ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
+        the average, which `jaxloop.optimizers.ema_params(state)` returns.
+      params_to_evaluate: A function of the state that returns the parameters for evaluations; see `LossStep`.
+      train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. `fit`
+        compiles it. The state can be any pytree.
+      eval_step: A pure function `(state, batch) -> outputs` to use for evaluations if `train_step` is given.
+      train_epochs: The number of epochs. Pass either this or `train_total_steps`.
+      train_total_steps: The number of updates. A finite dataset is repeated as often as necessary.
+      eval_interval: When to evaluate: a number of epochs, or a schedule such as `every(steps=500)`, which can also fire
+        within an epoch. If None, `fit` evaluates after every epoch. It always evaluates at the end of the run.
+      workdir: The work directory; if None, no files are written.
+      log_name: The subdirectory of the work directory to use for this run.
+      hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
+      monitor: The metric that determines the best checkpoint, such as "eval/accuracy" or, with its mode,
+        `("eval/score", "max")`. The default is "eval/loss" if `loss` and `eval_dataset` are given.
+      partitioner: Decides where the state and the batches are placed. If None, a single device is used. If "auto", all
+        devices are used, and the state is replicated if it fits on each device, or sharded otherwise
+        (`FSDPPartitioner`). The choice is logged.
+      progress: "auto", "tqdm" or "plain" (see `ProgressAction`). If None, no progress is shown.
+      seed: The random seed for initializing the parameters and for dropout.
+      steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.
+      actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
+      dry_run: If True, `fit` doesn't train or allocate memory for the state. It returns the report of
+        `OuterLoop.check`, which contains the plan of the run and every problem found.
+      topology: The TPU topology to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. The dataset must
+        yield global batches, with rows for all devices.
+
+    Returns:
+      `(state, history)`, or the report if `dry_run` is True.
+
+    Raises:
+      ValueError: If both or neither of `train_epochs` and `train_total_steps` are given, if the training dataset is an
+        iterator but there is more than one epoch, or if any other arguments are incompatible.
+    """
+    if dry_run and data.is_one_pass(train_dataset):
+        raise ValueError(
+            f"A dry run would consume the first batch of the iterator {train_dataset!r}. Give a list, a dataset, or a "
+            "function that returns a new iterator."
+        )
+    if topology is not None and not dry_run:
+        raise ValueError(f"topology={topology!r} is for a dry run. Pass dry_run=True, too.")
+    eval_schedule = _eval_schedule(eval_interval, eval_dataset)
+    monitor_of("monitor", monitor)
+    if monitor is not None and workdir is None:
+        raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
+    passes, eval_passes, num_passes = _data(train_dataset, eval_dataset, train_epochs, train_total_steps)
+    partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of functions, {{'accuracy': function}}, got {metrics!r}.")
+    progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    if train_step is None:
+        _check_loss(model, loss, optimizer, eval_step)
+        options = {"loss": loss, "metrics": metrics, "inputs": inputs, "trainable": trainable, "ema": ema}
+        options["params_to_evaluate"] = params_to_evaluate
+        step, step_for_eval = _steps_of_loss(model, optimizer, partitioner, seed, passes.first(), options)
+        make_state = step.abstract_state if dry_run else step.initialize_model
+        state = make_state(step.input_spec(passes.first()))
+        monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
+    else:
+        for_a_loss = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
+        for_a_loss |= {"trainable": trainable, "ema": ema, "params_to_evaluate": params_to_evaluate}
+        _check_step_functions(for_a_loss, eval_step, eval_dataset)
+        step, step_for_eval = _steps_of_functions(train_step, eval_step, model, partitioner, passes.first())
+        state = model
+
+    log_points, saves = every(loops=1) | last(), every(loops=1) | last()
+    if train_total_steps is not None:
+        log_points, saves = (
+            log_points | every(max(train_total_steps // 100, 1)),
+            saves | every(max(train_total_steps // 10, 1)),
+        )
+    train_actions, eval_actions = [*actions], []
+    if progress is not None:
+        train_actions.append(ProgressAction(_total_steps(train_dataset, train_epochs, train_total_steps), bar=progress))
+    if hparams or log_name:
+        logging.info("Run %s: %s", log_name or "", dict(hparams or {}))
+    with contextlib.ExitStack() as files:
+        checkpoint_spec = None
+        if workdir is not None:
+            workdir = absolute(workdir) / (log_name or "")
+            checkpoint_spec = CheckpointSpec(workdir / "checkpoints")
+            writer = files.enter_context(contextlib.closing(default_writer(workdir)))
+            if hparams and not dry_run:
+                writer.write_hparams(dict(hparams))
+            saves = saves if monitor is None else saves | eval_schedule  # Save at evaluations, to keep the best.
+            train_actions += _summaries(writer, log_points, state)
+            train_actions.append(CheckpointAction(workdir / "checkpoints", saves, keep=1, best=monitor))
+            eval_actions.append(SummaryAction(writer, prefix="eval/"))
+
+        train_loop = TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch)
+        eval_loops, eval_specs = [], []
+        if eval_dataset is not None:
+            eval_loops.append(EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch))
+            eval_specs.append(EvalSpec(eval_passes, interval=eval_schedule))
+        outer_loop = OuterLoop(train_loop, eval_loops, checkpoint_spec, workdir=workdir, log_interval=log_points)
+        run = functools.partial(outer_loop.check, topology=topology) if dry_run else outer_loop
+        result = run(state, passes, train_total_steps, eval_specs=eval_specs, train_epochs=num_passes)
+        return result if isinstance(result, Report) else (result[0], outer_loop.history)
+
+
+def _eval_schedule(eval_interval: int | Schedule | None, eval_dataset: Any) -> Schedule:
+    if not isinstance(eval_interval, Schedule):
+        checks.check_positive("eval_interval", eval_interval, optional=True)
+    if eval_interval is not None and eval_dataset is None:
+        raise ValueError(f"fit got eval_interval={eval_interval!r} without eval_dataset. Give both, or neither.")
+    if isinstance(eval_interval, Schedule):
+        return eval_interval | last()
+    return every(loops=eval_interval or 1) | last()
+
+
+def _data(
+    train_dataset: Any, eval_dataset: Any, train_epochs: int | None, train_total_steps: int | None
+) -> tuple[data.Passes, data.Passes, int | None]:
+    """Returns both datasets as `Passes`, and the maximum number of epochs.
+
+    Without `train_epochs`, the maximum is None if the training dataset is an iterator.
+    """
+    checks.check_positive("train_epochs", train_epochs, optional=True)
+    checks.check_positive("train_total_steps", train_total_steps, optional=True)
+    if (train_epochs is None) == (train_total_steps is None):
+        got = (
+            "neither"
+            if train_epochs is None
+            else f"train_epochs={train_epochs} and train_total_steps={train_total_steps}"
+        )
+        raise ValueError(f"fit takes either train_epochs or train_total_steps; it got {got}.")
+    if data.is_one_pass(train_dataset) and (train_epochs or 1) > 1:
+        raise ValueError(
+            f"train_epochs={train_epochs} needs a train_dataset that can be read more than once, got the iterator "
+            f"{train_dataset!r}. Give a list, a dataset, or a function that returns a new iterator."
+        )
+    if data.is_one_pass(eval_dataset):
+        raise ValueError(
+            f"Each evaluation reads eval_dataset from its start, got the iterator {eval_dataset!r}. Give a list, a "
+            "dataset, or a function that returns a new iterator."
+        )
+    needs_one_pass = data.is_one_pass(train_dataset) or data.is_endless(train_dataset)
+    as_often_as_needed = None if needs_one_pass else sys.maxsize
+    return data.Passes(train_dataset), data.Passes(eval_dataset), train_epochs or as_often_as_needed
+
+
+def _steps_of_loss(
+    model: Any,
+    optimizer: Any,
+    partitioner: partition.Partitioner | Literal["auto"],
+    seed: int,
+    first_batch: types.Batch,
+    options: dict[str, Any],
+) -> tuple[LossStep, LossStep]:
+    """Returns the train step and the eval step for a model with a loss."""
+    key, batch_size = jax.random.key(seed), checks.num_examples(first_batch)
+    if partitioner == "auto":
+        trial = LossStep(key, model, optimizer, train=True, **options)
+        partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), batch_size)
+    step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
+    return step, LossStep(key, model, optimizer, partitioner, use_ema=options["ema"] is not None, **options)
+
+
+def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
+    if hasattr(model, "apply_gradients"):
+        raise TypeError(
+            f"fit without a train_step needs a model, got a state, {checks.describe(model)}. Give the model, with "
+            "loss=... and optimizer=...; or, to train your state, a train_step: "
+            "fit(state, data, train_step=function)."
+        )
+    if loss is None or optimizer is None or eval_step is not None:
+        raise ValueError(
+            "fit takes a model with a loss and an optimizer, or a state with a train_step (and an eval_step), got "
+            f"loss={loss!r}, optimizer={optimizer!r}, eval_step={eval_step!r}."
+        )
+
+
+def _check_step_functions(for_a_loss: Mapping[str, Any], eval_step: Any, eval_dataset: Any) -> None:
+    for name, value in for_a_loss.items():
+        if value is not None:
+            raise ValueError(
+                f"fit got a train_step and {name}, which is for training with a loss. Leave one of them out."
+            )
+    if (eval_step is None) != (eval_dataset is None):
+        got, missing = ("eval_dataset", "eval_step") if eval_step is None else ("eval_step", "eval_dataset")
+        raise ValueError(f"fit got a train_step and {got} without {missing}. Give both, or neither.")
+
+
+def _steps_of_functions(
+    train_step: Any,
+    eval_step: Any,
+    state: Any,
+    partitioner: partition.Partitioner | Literal["auto"],
+    first_batch: types.Batch,
+) -> tuple[FunctionStep, FunctionStep]:
+    """Returns the train step and the eval step for the user's functions."""
+    if partitioner == "auto":
+        partitioner = partition.choose(state, checks.num_examples(first_batch))
+    step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
+    return FunctionStep(train_step, partitioner, train=True), step_for_eval
+
+
+def _summaries(writer: Any, log_points: Schedule, state: Any) -> list[Action]:
+    """Returns actions that write the training metrics, and the learning rate if the state contains it."""
+    has_rate = learning_rate(getattr(state, "opt_state", None)) is not None
+    rate = [LearningRateAction(writer, log_points)] if has_rate else []
+    return [*rate, SummaryAction(writer, log_points, prefix="train/")]
+
+
+def _evaluate(eval_step: Any, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+    return state, eval_step(state, batch)
+
+
+def _total_steps(train_dataset: Any, train_epochs: int | None, train_total_steps: int | None) -> int | None:
+    """Returns the total number of steps for a progress bar; None if the dataset has no length."""
+    num_batches = data.num_batches(pass_of(train_dataset))
+    return train_total_steps if train_epochs is None else num_batches and train_epochs * num_batches
+
+
+def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_epochs: int = 5) -> optax.Schedule:
+    r"""Returns a learning-rate schedule: a linear warm-up to `base_lr`, then a cosine decay to `base_lr / 100`.
+
+    With `w = warmup_epochs * steps_per_epoch` and `T = epochs * steps_per_epoch`, the learning rate at step `t` is
+
+    - for `t < w`: `base_lr * (0.1 + 0.9 t / w)`;
+    - for `w <= t <= T`: `base_lr * (0.01 + 0.99 (1 + cos(pi (t - w) / (T - w))) / 2)`;
+    - after `T`: `base_lr / 100`.
+
+    The cosine decay was proposed by Loshchilov and Hutter, https://arxiv.org/abs/1608.03983, and the warm-up
+    by Goyal et al., https://arxiv.org/abs/1706.02677.
+
+    Args:
+      base_lr: The peak learning rate, which is reached at the end of the warm-up.
+      steps_per_epoch: The number of optimizer updates per epoch.
+      epochs: The total number of training epochs, including the warm-up.
+      warmup_epochs: The number of warm-up epochs; 0 for no warm-up.
+
+    Returns:
+      An Optax schedule, to be passed as a learning rate, as in `optax.adam(lr_schedule(1e-3, 100))`.
+
+    >>> schedule = lr_schedule(1.0, steps_per_epoch=10, epochs=10, warmup_epochs=5)
+    >>> [round(float(schedule(step)), 3) for step in (0, 25, 50, 75, 100, 200)]
+    [0.1, 0.55, 1.0, 0.505, 0.01, 0.01]
+    """
+    if not base_lr > 0:
+        raise ValueError(f"base_lr must be positive, got {base_lr!r}.")
+    checks.check_positive("steps_per_epoch", steps_per_epoch)
+    checks.check_positive("epochs", epochs)
+    if warmup_epochs != 0:
+        checks.check_positive("warmup_epochs", warmup_epochs)
+    if warmup_epochs >= epochs:
+        raise ValueError(
+            f"warmup_epochs must be smaller than epochs, got warmup_epochs={warmup_epochs} and epochs={epochs}. "
+            "Lower it; 0 means no warm-up."
+        )
+    warmup_steps, total_steps = warmup_epochs * steps_per_epoch, epochs * steps_per_epoch
+    cosine = optax.cosine_decay_schedule(base_lr, total_steps - warmup_steps, alpha=0.01)
+    if not warmup_steps:
+        return cosine
+    warmup = optax.linear_schedule(base_lr / 10, base_lr, warmup_steps)
+    return optax.join_schedules([warmup, cosine], [warmup_steps])

@@ -1,0 +1,390 @@
+"""Steps built from pure functions: `FunctionStep`, and `CompiledFunction` for `jaxloop.functional`."""
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from jaxloop import data, metrics, partition, types
+from jaxloop.base import checks, structures
+from jaxloop.engine.program import Program
+from jaxloop.step import NumpyStep
+from jaxloop.step.runner import Runner
+
+# If there are more distinct statics than this, they should probably be broadcasts.
+_MANY_STATICS = 16
+
+
+class FunctionStep(NumpyStep):
+    """A `Step` that runs your function `fn(state, batch) -> (state, outputs)`. The state may be any pytree.
+
+    If the state has no int32 field `step`, the loop counts the steps.
+
+    Hooks:
+      preprocess_batch: See `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
+        NumPy arrays.
+      begin, end, num_examples: See `Step`.
+
+    >>> step = FunctionStep(lambda state, batch: (state + batch["x"].sum(), {"sum": state}))
+    >>> state, outputs = step(np.float32(1), {"x": np.ones(3, np.float32)})
+    >>> float(state), float(outputs["sum"])
+    (4.0, 1.0)
+
+    Args:
+      fn: A pure function. It is compiled, and its state argument is donated.
+      partitioner: Decides where the state and the batches live.
+      train: Whether this is a train step.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, types.Batch], tuple[Any, types.Output]],
+        partitioner: partition.Partitioner = partition.SingleDevicePartitioner(),  # noqa: B008 (stateless)
+        *,
+        train: bool = False,
+    ):
+        if not callable(fn):
+            raise TypeError(f"{type(self).__name__} takes a function fn(state, batch) -> (state, outputs), got {fn!r}.")
+        # The key is unused: the function updates the state.
+        super().__init__(np.zeros(2, np.uint32), None, None, partitioner, train)  # pyright: ignore
+        self._fn = fn
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({name_of(self._fn)}, train={self._train})"
+
+    def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+        return self._fn(state, batch)
+
+    def compute_num_params(self, state: Any) -> int:
+        """Returns the number of parameters in `state.params`, or in all leaves if the state has no `params`."""
+        return sum(np.size(leaf) for leaf in jax.tree.leaves(getattr(state, "params", state)))
+
+
+# A function that returns logs ------------------------------------------------------------------------
+
+
+class CompiledFunction:
+    """Compiles a pure function of `(state, batch)` or `(state, batch, broadcasts, statics)` for all devices.
+
+    The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`, as `outputs_logs_and_state` describes.
+
+    Hooks:
+      call: Runs each time the object is called, and receives all arguments.
+
+    >>> @CompiledFunction
+    ... def add(state, batch, broadcasts):
+    ...     return {"sum": state}, state + batch * broadcasts
+    >>> logs, state = add(np.float32(1), np.float32(2), broadcasts=np.float32(3))
+    >>> float(logs["sum"]), float(state)
+    (1.0, 7.0)
+
+    Args:
+      fn: The function.
+      partitioner: Decides where the state and the batches live; None for one device.
+      train: Whether to update the state with the gradient of the sum of the logged losses. The state must be a
+        `TrainState`.
+      donate: Whether to donate the state, so that the new state reuses its memory.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        partitioner: partition.Partitioner | None = None,
+        *,
+        train: bool = False,
+        donate: bool = False,
+    ):
+        partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
+        if not isinstance(partitioner, partition.Partitioner):
+            raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
+        needed, self._most_arguments = positional_arguments(fn)
+        if self._most_arguments < 2 or len(needed) > 4:
+            raise TypeError(
+                f"{name_of(fn)} must take (state, batch) or (state, batch, broadcasts, statics), got "
+                f"({', '.join(needed)})."
+            )
+        self._least_arguments = len(needed)
+        functools.update_wrapper(self, fn)
+        self._fn, self._partitioner, self._train, self._donate = fn, partitioner, train, donate
+        self._steps: dict[Hashable, _NamedStep] = {}
+        self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
+        self._num_calls = 0
+        self._returns_only_logs = False
+
+    def __repr__(self) -> str:
+        return f"{'train_step' if self._train else 'step'}({name_of(self._fn)})"
+
+    def __call__(self, state: Any, batch: types.Batch, broadcasts: Any = None, statics: Hashable = None) -> Any:
+        """Returns `(logs, state)`, or `(outputs, logs, state)` if the function returns outputs.
+
+        Args:
+          state: The state.
+          batch: A host batch, which is sharded over the devices.
+          broadcasts: Any pytree, which is replicated on all devices.
+          statics: A hashable value. The function is compiled once for each distinct value.
+        """
+        outputs, logs, state = self.call(state, batch, broadcasts, statics)
+        return (logs, state) if outputs is None else (outputs, logs, state)
+
+    def call(self, state: Any, batch: types.Batch, broadcasts: Any, statics: Hashable) -> tuple[Any, Any, Any]:
+        """Calls the function, like `__call__`, but always returns `(outputs, logs, state)`."""
+        for place, (name, value) in enumerate({"broadcasts": broadcasts, "statics": statics}.items(), start=3):
+            if value is not None and self._most_arguments < place:
+                raise TypeError(f"{self!r} got {name}, but its function takes no argument {place}. Add {name} to it.")
+        step, given = self._step_for(statics, broadcasts), batch if broadcasts is None else (batch, broadcasts)
+        found: Any
+        if self._donate:
+            checks.mark_donated(state, repr(self))
+            state, found = step(state, given)
+        else:
+            found = step.evaluate(state, given)
+        self._num_calls += 1
+        self._returns_only_logs = found["outputs"] is None and "updates" not in (found["logs"] or {})
+        if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
+            metrics.wait((state, found))
+        return found["outputs"], found["logs"], found.get("state", state)
+
+    def program(self) -> Program | None:
+        """Returns a program that runs consecutive steps, without broadcasts.
+
+        Returns None before the first call, and for functions that can't run this way.
+        """
+        step = self._steps.get((type(None), None, True)) if self._donate else None
+        return None if step is None or self._is_on_cpu_mesh or not self._returns_only_logs else Program(step)
+
+    def _step_for(self, statics: Hashable, broadcasts: Any) -> "_NamedStep":
+        try:
+            key = (type(statics), statics, broadcasts is None)  # The type is included because True == 1.
+            known = self._steps.get(key)
+        except TypeError:
+            raise TypeError(
+                f"{self!r} needs hashable statics, such as a tuple or a frozen dataclass, got {statics!r}. Give arrays "
+                "as broadcasts."
+            ) from None
+        if known is not None:
+            return known
+        if len(self._steps) == _MANY_STATICS:
+            logging.warning(
+                "%r compiles once for each value of statics, and got %d of them. Give values that change from step to "
+                "step as broadcasts.",
+                self,
+                _MANY_STATICS,
+            )
+        kind = _NamedStep if broadcasts is None else _PairStep
+        run = functools.partial(self._run, statics, kind is _PairStep)
+        self._steps[key] = kind(run, self._partitioner, train=self._train, name=repr(self))
+        return self._steps[key]
+
+    # Traced ----------------------------------------------------------------------------------------
+
+    def _run(self, statics: Hashable, is_pair: bool, state: Any, given: Any) -> tuple[Any, types.Output]:
+        batch, broadcasts = given if is_pair else (given, None)
+        number = 4 if statics is not None else 3 if broadcasts is not None else 2
+        arguments = (batch, broadcasts, statics)[: max(number, self._least_arguments) - 1]
+
+        def call(state: Any) -> tuple[Any, Any, Any]:
+            outputs, logs, new_state = outputs_logs_and_state(self._fn(state, *arguments), name_of(self._fn), state)
+            if logs:
+                logs = _with_mean_losses(metrics.separate_weights(logs), checks.num_examples(batch))
+            return outputs, logs, new_state
+
+        outputs, logs, new_state = self._update_by_gradient(call, state) if self._train else call(state)
+        found = {"outputs": outputs, "logs": logs}
+        if new_state is None:
+            return state, found
+        checks.check_same_state(state, new_state, repr(self))
+        if self._donate:
+            return new_state, found
+        if self._partitioner.mesh is not None:  # Otherwise, the compiler would choose the sharding.
+            new_state = jax.lax.with_sharding_constraint(new_state, self._partitioner.sharding)
+        return state, {**found, "state": new_state}
+
+    def _update_by_gradient(self, call: Callable[[Any], tuple[Any, Any, Any]], state: Any) -> tuple[Any, Any, Any]:
+        if not hasattr(state, "params") or not hasattr(state, "apply_gradients"):
+            raise TypeError(
+                f"{self!r} needs a TrainState, with params and apply_gradients, got {checks.describe(state)}. For "
+                "a different kind of state, compute the gradient yourself, in a jf.step."
+            )
+
+        def sum_of_losses(params: Any) -> tuple[Any, Any]:
+            outputs, logs, new_state = call(state.replace(params=params))
+            losses = metrics.join_weights(checks.leaves_by_path((logs or {}).get("losses", {})))
+            losses = {name: metrics.value_of(loss) for name, loss in losses.items()}
+            if not losses:
+                raise ValueError(f"{self!r} logged no loss to differentiate. Call logs.add_loss('loss', loss).")
+            for name, loss in losses.items():
+                if np.shape(loss):
+                    raise ValueError(
+                        f"{self!r} logged the loss {name!r}, {checks.describe(loss)}, which is not a scalar. Take its "
+                        "mean."
+                    )
+            return sum(losses.values()), (outputs, logs, new_state)
+
+        with_gradients = jax.value_and_grad(sum_of_losses, has_aux=True)
+        (value, (outputs, logs, new_state)), grads = with_gradients(state.params)
+        grads = jax.tree.map(jnp.conj, grads)  # JAX returns the conjugate of the direction of ascent.
+        new_state = (state if new_state is None else new_state).replace(params=state.params)
+        new_state = _update_variables(new_state, logs.pop("updates", {}))
+        value_fn = lambda params: sum_of_losses(params)[0]
+        return outputs, logs, types.apply_gradients(new_state, grads, value, value_fn)
+
+
+def _with_mean_losses(logs: Mapping[str, Any], rows: int | None) -> Any:
+    """Returns the logs, with per-example losses replaced by their means."""
+    mean_of = lambda loss: jnp.mean(loss) if rows is not None and np.shape(loss) == (rows,) else loss
+    losses = logs.get("losses") or {}
+    return type(logs)({**logs, "losses": jax.tree.map(mean_of, losses)}) if losses else logs  # pyright: ignore
+
+
+class _PairRunner(Runner):
+    def explain(self, error: Exception, batch: Any) -> None:
+        if isinstance(error, TypeError | ValueError):
+            checks.check_batch(batch[0])
+
+
+class _NamedStep(FunctionStep):
+    """A step with a name, which error messages use."""
+
+    def __init__(self, fn: Callable[..., Any], partitioner: partition.Partitioner, *, train: bool, name: str):
+        super().__init__(fn, partitioner, train=train)
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def shard_batch(self, batch: Any) -> Any:
+        return super().shard_batch(batch) if self.train else self.partitioner.shard_short_batch(batch)
+
+
+class _PairStep(_NamedStep):
+    """A step whose batch is a pair: the actual batch, which is sharded, and the broadcasts, which are replicated."""
+
+    _runner_class = _PairRunner
+
+    def preprocess_batch(self, batch: Any) -> Any:
+        own, broadcasts = batch
+        return super().preprocess_batch(own), data.numpy_batch(broadcasts)
+
+    def shard_batch(self, batch: Any) -> Any:
+        own, broadcasts = batch
+        return super().shard_batch(own), _unbound(broadcasts, self.partitioner.mesh)
+
+
+def _unbound(broadcasts: Any, mesh: Any) -> Any:
+    """Copies leaves to the host if they are committed to devices other than the mesh's."""
+    if mesh is None:
+        return broadcasts
+    devices = set(mesh.devices.flat)
+    is_bound = lambda leaf: isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices
+    return jax.tree.map(lambda leaf: metrics.fetch(leaf) if is_bound(leaf) else leaf, broadcasts)
+
+
+def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
+    """Returns the state, updated with the variables that the forward pass changed."""
+    if not updates:
+        return state
+    if not hasattr(state, "update_variables"):  # Flax's TrainState, with custom fields.
+        return state.replace(**updates)
+    if types.is_nnx(state.params, "State"):
+        return functools.reduce(lambda state, variables: state.update_variables(variables), updates.values(), state)
+    return state.update_variables(updates)
+
+
+# Signatures and results of functions -----------------------------------------------------------------
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a function or other callable, for use in messages."""
+    of = function.func if isinstance(function, functools.partial) else function
+    return getattr(of, "__name__", None) or repr(of)
+
+
+def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
+    """Returns the names of a function's required positional arguments, and how many positional arguments it accepts.
+
+    >>> positional_arguments(lambda state, batch, extra=None: None)
+    (['state', 'batch'], 3)
+
+    Raises:
+      TypeError: If the function has required keyword-only arguments, or its signature can't be read.
+    """
+    name = name_of(function)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise TypeError(f"The signature of {name} can't be read. Wrap it: lambda state: ...") from None
+    needed = [each for each in parameters if each.default is each.empty]
+    by_name = [each.name for each in needed if each.kind is each.KEYWORD_ONLY]
+    if by_name:
+        raise TypeError(
+            f"{name} has keyword-only arguments ({', '.join(by_name)}), but is called with positional ones. Bind them "
+            "with functools.partial."
+        )
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in needed if each.kind in kinds]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        names += [f"*{place}" for place in range(len(names), 4)]
+        return names, len(names)
+    return names, sum(each.kind in kinds for each in parameters)
+
+
+def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any, Any]:
+    """Converts a function's result to `(outputs, logs, state)`, with None for each part that is missing.
+
+    >>> outputs_logs_and_state(({"loss": 0.5}, 7.0), "train_step", state=6.0)
+    (None, {'loss': 0.5}, 7.0)
+
+    Args:
+      result: None, logs, `(logs, state)`, `(outputs, logs, state)`, or a state that is neither a tuple nor a dict.
+      name: The name of the function, for error messages.
+      state: The state that was passed to the function, or None.
+
+    Raises:
+      TypeError: If the result has none of these forms.
+    """
+    if type(result) is tuple and len(result) == 2 and isinstance(result[0], dict) and not isinstance(state, tuple):
+        return None, *result  # The common case, first for speed.
+    if isinstance(result, Mapping):
+        if isinstance(state, Mapping) and state and result.keys() == state.keys():
+            raise TypeError(_wrong_result(name, "a dictionary with the keys of the state"))
+        return None, result, None
+    if isinstance(result, tuple):
+        is_named = hasattr(result, "_fields")
+        if is_named or len(result) not in (2, 3) or _is_state_in_parts(result, state):
+            got = f"the tuple {type(result).__name__}" if is_named else f"a tuple of {len(result)}"
+            raise TypeError(_wrong_result(name, got))
+        outputs, logs, new_state = result if len(result) == 3 else (None, *result)
+        if logs is not None and not isinstance(logs, Mapping):
+            raise TypeError(_wrong_result(name, f"logs that are not a dictionary, {checks.describe(logs)}"))
+        return outputs, logs, new_state
+    if not (result is None or state is None or _may_replace(result, state)):
+        got = f"only {checks.describe(result)}, while the state is {checks.describe(state)}"
+        raise TypeError(_wrong_result(name, got))
+    return None, None, result
+
+
+def _is_state_in_parts(result: tuple[Any, ...], state: Any) -> bool:
+    """Returns True if a tuple is itself a new state, rather than `(logs, state)` or `(outputs, logs, state)`."""
+    may_be = isinstance(state, tuple) and len(state) == len(result) and isinstance(result[0], Mapping)
+    return may_be and structures.are_alike(state, result)
+
+
+def _may_replace(result: Any, state: Any) -> bool:
+    """Returns True if a single returned value looks like a new state, rather than a mistake."""
+    arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
+    if isinstance(result, arrays) and isinstance(state, arrays):
+        return np.shape(result) == np.shape(state)
+    return isinstance(result, type(state)) or isinstance(state, type(result))
+
+
+def _wrong_result(name: str, got: str) -> str:
+    return (
+        f"{name} must return None, logs, (logs, state) or (outputs, logs, state), with None for anything that it "
+        f"doesn't return, got {got}. Write {{'name': value}} for values to log, and (None, state) for a state that is "
+        "a tuple or a dictionary."
+    )

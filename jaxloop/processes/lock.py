@@ -1,0 +1,120 @@
+"""Directory locks, which ensure that only one run at a time trains in a directory.
+
+The kernel releases the lock of a process that ends, no matter how it ends.
+"""
+
+import contextlib
+import datetime
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+
+import filelock
+from absl import logging
+from etils import epath
+
+from jaxloop.base import files
+from jaxloop.base.text import printable
+
+TRAINER, EVALUATOR = ".trainer.lock", ".evaluator.lock"
+"""The names of the lock files: one for a run that trains, and one for a run that only evaluates."""
+
+_COMMAND_LENGTH = 200
+_MAX_BYTES = 10_000  # Limits how much of the file is read, because its content is untrusted.
+
+_held: dict[str, os.stat_result] = {}  # The lock files that this process has locked, by path.
+
+
+class DirectoryInUseError(RuntimeError):
+    """Raised if another run, in this process or in a different one, uses a directory."""
+
+
+class DirectoryLostError(RuntimeError):
+    """Raised if a directory that this process has locked was moved, deleted, or replaced."""
+
+
+@contextlib.contextmanager
+def locked(directory: epath.PathLike, name: str = TRAINER) -> Iterator[None]:
+    """A context manager that prevents other runs from using a directory.
+
+    The lock file stays in the directory, and describes the process that last held the lock. Remote directories (`gs://`)
+    can't be locked; a warning is logged instead.
+
+    >>> import tempfile
+    >>> directory = tempfile.mkdtemp()
+    >>> with locked(directory):
+    ...     pass
+    >>> os.listdir(directory)
+    ['.trainer.lock']
+
+    Args:
+      directory: The directory, which is created if it doesn't exist.
+      name: The name of the lock file.
+
+    Raises:
+      DirectoryInUseError: If the lock is already held.
+      OSError: If the directory can't be created, written to, or locked.
+    """
+    path = _path(directory, name)
+    if files.is_remote(path):
+        logging.warning("%s can't be locked: make sure that no other run writes there at the same time.", directory)
+        yield
+        return
+    directory, lock = os.path.dirname(path), filelock.FileLock(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            os.makedirs(directory, exist_ok=True)
+            os.close(files.open_descriptor(path, os.O_RDWR | os.O_CREAT))  # Raises if it isn't a regular file.
+            stack.enter_context(lock.acquire(timeout=0))
+            with files.open_file(path, "w") as file:
+                file.write(_this_process())
+        except filelock.Timeout:
+            raise DirectoryInUseError(
+                f"{printable(directory)} is in use by {_read_holder(path)}. Two runs in one directory would overwrite "
+                "each other's checkpoints. Give this run another directory, or end the other one."
+            ) from None
+        except OSError as error:
+            raise files.unwritable(directory, error) from error
+        _held[path] = os.stat(path)
+        stack.callback(_held.pop, path, None)
+        yield
+
+
+def check(directory: epath.PathLike, name: str = TRAINER) -> None:
+    """Checks that a directory is still the one that this process locked. Does nothing if it isn't locked.
+
+    Raises:
+      DirectoryLostError: If the directory or its lock file was moved, deleted, or replaced.
+    """
+    path = _path(directory, name)
+    if (locked_file := _held.get(path)) is None:
+        return
+    with contextlib.suppress(OSError):  # The file is gone, or the path is no longer accessible.
+        if os.path.samestat(locked_file, os.lstat(path)):
+            return
+    raise DirectoryLostError(
+        f"The directory {os.path.dirname(path)} is no longer the one that this run locked: it was moved, deleted or "
+        f"replaced, or {name} in it was. Another run may use it now, so nothing more is saved there. Put the directory "
+        "back and start the run again."
+    )
+
+
+def _path(directory: epath.PathLike, name: str) -> str:
+    """Returns the path of a lock file, with symbolic links in the directory's path resolved."""
+    return os.path.join(files.absolute(directory), name)
+
+
+def _this_process() -> str:
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    command = shlex.join(sys.orig_argv)
+    shortened = command if len(command) <= _COMMAND_LENGTH else f"{command[:_COMMAND_LENGTH]}..."
+    return f"process {os.getpid()} on {socket.gethostname()}, since {now} ({shortened})"
+
+
+def _read_holder(path: str) -> str:
+    """Describes the process that holds a lock. It may not have described itself yet."""
+    with contextlib.suppress(OSError, ValueError):
+        return printable(files.read_bytes(path, _MAX_BYTES).decode()) or "another process"
+    return "another process"

@@ -1,0 +1,177 @@
+"""A breakdown of runs' wall time, across all restarts."""
+
+import dataclasses
+from typing import final
+
+from etils import epath
+
+from jaxloop.base.text import printable
+from jaxloop.base.timing import duration
+from jaxloop.runs import run_log
+
+# The parts, each with its name in the table and advice on how to reduce it.
+_PARTS = {
+    "productive": ("productive steps", ""),
+    "repeated": ("repeated steps", "Save checkpoints more often, so that a killed run repeats fewer steps."),
+    "compiling": ("compiling", "Call jaxloop.enable_compilation_cache, so that a restart does not compile again."),
+    "data": ("waiting for data", "Read batches ahead with jaxloop.prefetch, or make the dataset faster."),
+    "actions": ("actions", "Call actions less often."),
+    "evals": ("evaluations", "Evaluate less often, or on fewer batches."),
+    "checkpoints": ("checkpoints", "Save checkpoints less often."),
+    "restores": ("restores", "Restores take long: keep checkpoints on a faster disk."),
+    "startup": ("start-up", "Import and build less before the run starts."),
+    "downtime": (
+        "between processes",
+        "Restart the program sooner after it ends. If it is often killed, lower log_interval.",
+    ),
+    "unknown": ("unknown", ""),
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """A breakdown of the wall time of one or more runs.
+
+    The parts add up to the time between the first start of a run and its last recorded activity. `str` formats them as
+    a table, followed by advice on how to reduce the largest unproductive part.
+
+    >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
+    productive steps   90.0%  1 min 30 s  1,000 steps
+    waiting for data    9.0%       9.0 s
+    start-up            1.0%       1.0 s
+    total             100.0%  1 min 40 s  1 start
+    Read batches ahead with jaxloop.prefetch, or make the dataset faster.
+
+    Attributes:
+      productive: Seconds spent dispatching new steps and waiting for the devices to run them.
+      repeated: Seconds spent repeating steps that a killed process had already run after its last checkpoint.
+      compiling: Seconds spent tracing and compiling the train step.
+      data: Seconds spent waiting for the next batch.
+      actions: Seconds spent in actions other than saving checkpoints.
+      evals: Seconds spent in evaluations, including their compilation.
+      checkpoints: Seconds that the loop was blocked by saving checkpoints.
+      restores: Seconds spent restoring checkpoints.
+      startup: Seconds between the start of a process and its call to the `OuterLoop`.
+      downtime: Seconds between the last log line of a process and the start of the next one. If a process is killed,
+        this includes its time since its last log point.
+      unknown: Seconds not covered above.
+      steps: The number of updates up to the last log line, not counting repeats.
+      repeated_steps: The number of updates that were logged, and then repeated.
+      starts: The number of calls to the `OuterLoop`.
+    """
+
+    productive: float = 0.0
+    repeated: float = 0.0
+    compiling: float = 0.0
+    data: float = 0.0
+    actions: float = 0.0
+    evals: float = 0.0
+    checkpoints: float = 0.0
+    restores: float = 0.0
+    startup: float = 0.0
+    downtime: float = 0.0
+    unknown: float = 0.0
+    steps: int = 0
+    repeated_steps: int = 0
+    starts: int = 0
+
+    @property
+    def total(self) -> float:
+        """The total wall time, in seconds."""
+        return sum(getattr(self, part) for part in _PARTS)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds spent on each part, keyed by the part's name in the table."""
+        return {name: getattr(self, part) for part, (name, _) in _PARTS.items()}
+
+    @property
+    def advice(self) -> str:
+        """Advice on how to reduce the largest unproductive part; empty if at least 95% of the time was productive."""
+        part = max(_PARTS, key=lambda part: getattr(self, part) if part != "productive" else 0.0)
+        return "" if self.productive >= 0.95 * self.total else _PARTS[part][1]
+
+    def __add__(self, other: "Goodput") -> "Goodput":
+        names = [field.name for field in dataclasses.fields(self)]
+        return Goodput(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def __str__(self) -> str:
+        counts = {"productive": f"{self.steps:,} steps", "repeated": f"{self.repeated_steps:,} steps"}
+        rows = [(name, getattr(self, part), counts.get(part, "")) for part, (name, _) in _PARTS.items()]
+        rows = [row for row in rows if abs(row[1]) >= 0.0005 * self.total]
+        rows.append(("total", self.total, "1 start" if self.starts == 1 else f"{self.starts:,} starts"))
+        times = [duration(max(seconds, 0.0)) for _, seconds, _ in rows]
+        width = max(map(len, times))
+        total = max(self.total, 1e-9)
+        lines = [
+            f"{name:<17} {seconds / total:6.1%}  {time:>{width}}  {count}".rstrip()
+            for (name, seconds, count), time in zip(rows, times, strict=True)
+        ]
+        return "\n".join([*lines, self.advice] if self.advice else lines)
+
+
+def goodput(*workdirs: epath.PathLike) -> Goodput:
+    """Returns a breakdown of the wall time of one or more runs, which may still be in progress.
+
+    The times are read from the run log, `goodput.jsonl`, which every `OuterLoop` with a local work directory writes
+    when a run starts, at log points, and when the run ends.
+
+    >>> import tempfile, jaxloop
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> workdir = tempfile.mkdtemp()
+    >>> _ = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=workdir)(state, batches)
+    >>> spent = jaxloop.goodput(workdir)
+    >>> spent.steps, spent.repeated_steps, spent.starts
+    (100, 0, 1)
+
+    Raises:
+      FileNotFoundError: If one of the directories has no run log.
+    """
+    return sum((of_attempts(read_attempts(workdir)) for workdir in workdirs), Goodput())
+
+
+def read_attempts(workdir: epath.PathLike) -> list[run_log.Attempt]:
+    """Returns a record of each start of a run, in chronological order.
+
+    Raises:
+      FileNotFoundError: If the directory has no run log.
+    """
+    attempts = run_log.read(workdir)
+    if not attempts:
+        raise FileNotFoundError(
+            f"{printable(workdir)} has no run log ({run_log.FILE}). Give the work directory of an OuterLoop."
+        )
+    return attempts
+
+
+def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
+    """Breaks down the wall time of a run, given the records of its starts in chronological order."""
+    parts = dict.fromkeys(_PARTS, 0.0)
+    most, repeated_steps, first, end = 0, 0, None, None
+    for attempt in attempts:
+        since = attempt.since if end is None else max(attempt.since, end)
+        started = max(attempt.started, since)
+        parts["downtime"] += 0.0 if end is None else since - end
+        parts["startup"] += started - since
+        when, at, before = started, None, {}
+        reached = most
+        for now, step, spent in attempt.points:
+            now = max(now, when)
+            at = step if at is None else at
+            first = step if first is None else first
+            count = max(step - at, 0)
+            again = min(max(min(step, most) - at, 0), count)
+            seconds, before = {kind: spent[kind] - before.get(kind, 0.0) for kind in spent}, spent
+            in_steps = seconds.pop("device") + seconds.pop("dispatch")
+            share = again / count if count else 0.0
+            parts["repeated"] += share * in_steps
+            parts["productive"] += (1.0 - share) * in_steps
+            for kind, value in seconds.items():
+                parts[kind] += value
+            parts["unknown"] += now - when - in_steps - sum(seconds.values())
+            repeated_steps += again
+            when, at, reached = now, max(at, step), max(reached, step)
+        most, end = reached, when
+    return Goodput(**parts, steps=most - (first or 0), repeated_steps=repeated_steps, starts=len(attempts))

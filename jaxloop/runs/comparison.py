@@ -1,0 +1,184 @@
+"""A table that compares runs by their best value of a metric, and shows the notes in which they differ."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any, final
+
+from etils import epath
+
+from jaxloop.actions.monitor import Monitor
+from jaxloop.base import checks, files
+from jaxloop.base.text import printable
+from jaxloop.base.timing import duration
+from jaxloop.history import HISTORY_FILE
+from jaxloop.runs import accounts, run_log
+
+_SEED = "seed"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A comparison of runs, sorted by their best value of a metric. `str` formats it as a table.
+
+    Attributes:
+      by: The path of the metric.
+      mode: "max" if larger values are better, or "min" if smaller values are better.
+      runs: One dict per run. Its keys are `workdir`, `best`, `step` (at which the best value was reached), `secs` (the
+        wall time in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and
+        `step` are None if the metric was never finite.
+      groups: One dict per group of runs whose notes are equal except for `seed`. Its keys are `notes`, `runs` (the
+        number of runs), `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). The
+        list is empty if no group has more than one run.
+    """
+
+    by: str
+    mode: str
+    runs: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        names = _differing([run["notes"] for run in self.runs])
+        head = ["run", f"best {self.by}", "step", "time", "productive", *names]
+        rows = [
+            [
+                run["workdir"],
+                _number(run["best"]),
+                "" if run["step"] is None else f"{run['step']:,}",
+                duration(run["secs"]),
+                f"{run['productive']:.0%}",
+                *(str(run["notes"].get(name, "")) for name in names),
+            ]
+            for run in self.runs
+        ]
+        tables = [_table([head, *rows])]
+        if self.groups:
+            names = _differing([group["notes"] for group in self.groups])
+            head = ["runs", f"mean of best {self.by}", "deviation", *names]
+            rows = [
+                [
+                    str(group["runs"]),
+                    _number(group["mean"]),
+                    _number(group["deviation"]),
+                    *(str(group["notes"].get(name, "")) for name in names),
+                ]
+                for group in self.groups
+            ]
+            tables.append(_table([head, *rows]))
+        return "\n\n".join(tables)
+
+
+def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> Comparison:
+    """Compares runs by the best value of a metric in their histories.
+
+    Args:
+      workdirs: The runs' work directories.
+      by: The path of the metric in the history, such as "test.accuracy".
+      mode: "max", "min", or "auto" to infer the mode from the name, if it is certain; see `jaxloop.actions.Monitor`.
+
+    Raises:
+      FileNotFoundError: If a directory has no run log.
+      ValueError: If no run has a finite value for this metric.
+    """
+    monitor = Monitor(by, mode)
+    runs = [_run(workdir, monitor) for workdir in workdirs]
+    if all(run["best"] is None for run in runs):
+        there = sorted({path for workdir in workdirs for path in _paths(workdir)})
+        text = f"No history has a finite value of {printable(by)!r}"
+        if by.replace("/", ".") in there:
+            raise ValueError(f"{text}: it was always NaN or infinite.")
+        raise ValueError(f"{text}. Available: {checks.listed(there)}. Give one of these.")
+    sign = -1.0 if monitor.mode == "max" else 1.0
+    runs.sort(key=lambda run: math.inf if run["best"] is None else sign * run["best"])
+    grouped: dict[Any, list[dict[str, Any]]] = {}
+    for run in runs:
+        key = tuple(sorted((name, str(value)) for name, value in run["notes"].items() if name != _SEED))
+        grouped.setdefault(key, []).append(run)
+    groups = [_group(members) for members in grouped.values()]
+    has_groups = any(group["runs"] > 1 for group in groups)
+    return Comparison(by, monitor.mode, runs, groups if has_groups else [])
+
+
+def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
+    attempts = accounts.read_attempts(workdir)
+    spent = accounts.of_attempts(attempts)
+    notes = attempts[-1].described.get("notes")
+    best, step = _best(files.absolute(workdir) / HISTORY_FILE, monitor)
+    return {
+        "workdir": os.fspath(workdir),
+        "best": best,
+        "step": step,
+        "secs": spent.total,
+        "productive": spent.productive / max(spent.total, 1e-9),
+        "notes": notes if isinstance(notes, dict) else {},
+    }
+
+
+def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]:
+    """Returns the best finite value in a history and the step at which it was reached. Skips malformed lines."""
+    wanted = monitor.name.replace("/", ".")
+    name = re.escape(wanted.rpartition(".")[2]).encode() + rb'": ?'
+    try:
+        content = files.read_bytes(path)
+    except FileNotFoundError:
+        return None, None
+    for part in wanted.split(".")[:-1]:  # Most lines belong to a different group.
+        key = json.dumps(part).encode()
+        content = b"\n".join(line for line in content.split(b"\n") if key in line)
+    sign = -1.0 if monitor.mode == "max" else 1.0
+    numbers = set(re.findall(name + rb"(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)", content))
+    # Other paths that end in the same name also match, so the matching lines are parsed, best values first.
+    for number in sorted(numbers, key=lambda number: (sign * float(number), number)):
+        for match in re.finditer(name + re.escape(number) + rb"(?![0-9.eE])", content):
+            line = content[
+                content.rfind(b"\n", 0, match.start()) + 1 : (content.find(b"\n", match.start()) + 1 or None)
+            ]
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                row = files.parse_json(line)
+                value = dict(run_log.flat(row["logs"])).get(wanted)
+                if isinstance(value, int | float) and math.isfinite(value) and value == float(number):
+                    return float(value), int(row["elapsed"]["steps"])
+    return None, None
+
+
+def _paths(workdir: epath.PathLike) -> set[str]:
+    """Returns the paths of the metrics in a history's last rows."""
+    paths: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in files.read_bytes(files.absolute(workdir) / HISTORY_FILE).splitlines()[-100:]:
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                paths |= dict(run_log.flat(files.parse_json(line)["logs"])).keys()
+    return paths
+
+
+def _group(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    values = [run["best"] for run in runs if run["best"] is not None]
+    return {
+        "notes": {name: value for name, value in runs[0]["notes"].items() if name != _SEED},
+        "runs": len(runs),
+        "mean": statistics.fmean(values) if values else None,
+        "deviation": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the names of the notes whose values differ between runs."""
+    names = dict.fromkeys(name for each in notes for name in each)
+    return [name for name in names if len({str(each.get(name)) for each in notes}) > 1]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,241 @@
+"""`rewind`, which reproduces the state before any step of a run."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, final
+
+from etils import epath
+
+from jaxloop import checkpoint, types
+from jaxloop.base import checks, files
+from jaxloop.base.timing import Spent
+from jaxloop.engine.agenda import ActionItem, Rank
+from jaxloop.engine.plan import Plan
+from jaxloop.experiment.detours import Detour, LeftOut
+from jaxloop.experiment.evaluations import Recorder
+from jaxloop.experiment.specs import CheckpointSpec, RunSpec
+from jaxloop.experiment.training import Training, step_num_of
+from jaxloop.experiment.whole_run import Resumed, WholeRun
+from jaxloop.history import HISTORY_FILE, History, Row
+from jaxloop.outer_loop import OuterLoop
+from jaxloop.runs.run_log import RunLog
+from jaxloop.schedules import Elapsed
+
+
+@final
+class Rewound(NamedTuple):
+    """The result of `rewind`: everything needed to repeat one step of a run.
+
+    Attributes:
+      state: The train state before the step.
+      batch: The step's batch, as the dataset returns it.
+      keys: The PRNG keys that `run` uses for this batch; see `Step.prng_key`.
+      num_verified: The number of history rows that the repeated steps reproduced.
+    """
+
+    state: Any
+    batch: types.Batch
+    keys: Any
+    num_verified: int
+
+
+def rewind(
+    workdir: epath.PathLike,
+    outer_loop: OuterLoop,
+    step_num: int,
+    state: Any = None,
+    train_dataset: Iterable[types.Batch] | None = None,
+    train_total_steps: int | None = None,
+    train_loop_steps: int | None = None,
+    *,
+    train_epochs: int | None = None,
+    verify: bool = True,
+) -> Rewound:
+    """Reproduces, bit for bit, the state, the batch and the PRNG keys that a run used for a given step.
+
+    Restores the last checkpoint before the step and repeats the steps from there, without evaluations or actions. The
+    work directory isn't changed. You can then run the step again, eagerly in a debugger or after changing it:
+
+    >>> import tempfile, jax, jaxloop
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> workdir = tempfile.mkdtemp()
+    >>> train_loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(workdir, jaxloop.every(steps=20))])
+    >>> outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(workdir))
+    >>> _ = outer_loop(state, batches, train_loop_steps=10)
+    >>> before = jaxloop.rewind(workdir, outer_loop, 97, train_dataset=batches, train_loop_steps=10)
+    >>> int(before.state.step), before.num_verified
+    (96, 1)
+    >>> with jax.disable_jit():
+    ...     after, outputs = step(before.state, before.batch)
+    >>> int(after.step)
+    97
+
+    Args:
+      workdir: The work directory of the run. There must be at least one checkpoint before the step, unless `state` is
+        the run's initial state.
+      outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
+      step_num: The number of the step, counting updates from 1.
+      state: A state with the structure of the run's state, or an abstract state. If None, the step creates one with the
+        arguments of the most recent `initialize_model` call. If there is no earlier checkpoint, the run is repeated
+        from this state, which is then donated.
+      train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
+      train_total_steps: The value that was passed to the run; see `OuterLoop`.
+      train_loop_steps: The value that was passed to the run; see `OuterLoop`.
+      train_epochs: The value that was passed to the run; see `OuterLoop`.
+      verify: Whether to compare the repeated steps with the history.
+
+    Returns:
+      The state before the step, and the step's batch and PRNG keys.
+
+    Raises:
+      FileNotFoundError: If there is neither a checkpoint before the step nor a `state` from an earlier step.
+      RuntimeError: If the repeated steps differ from the original ones, for example because the devices are different.
+      ValueError: If the run doesn't have such a step, or the dataset can't return to an earlier position.
+    """
+    checks.check_only_process("rewind")
+    checks.check_positive("rewind.step_num", step_num)
+    loop = outer_loop.train_loop
+    if loop is None:
+        raise ValueError("rewind needs an OuterLoop with a train loop.")
+    state = loop.step._runner.states.initial() if state is None else state
+    if train_total_steps is not None and step_num > train_total_steps:
+        raise ValueError(f"The run has no step {step_num}: it ends at train_total_steps={train_total_steps}.")
+    before = step_num - loop.step.updates_per_step
+    spec = RunSpec(train_dataset, before, train_loop_steps, epochs=train_epochs)
+    past = _read_history(workdir)
+    whole = WholeRun(
+        loop.engine,
+        {},
+        {},
+        History(_history_path(workdir), writes=False),
+        loop.step.base_prng,
+        left_out=LeftOut({*outer_loop.skip, *_batches_of_detours(past)}),
+    )
+    recorder = Recorder(whole.history, "train", outer_loop.log_interval)
+    source_of = outer_loop.source_of
+    # Only its `restore_data` matters.
+    checkpoints = outer_loop.checkpoint_spec or CheckpointSpec(workdir)
+    training = Training(loop, spec, [], whole, checkpoints, source_of, (), RunLog(None, Spent), returns=True)
+    context = lambda now: {"history": whole.history, "total_steps": before, "snapshot": None, "detour": None}
+    plan = Plan(
+        total=before,
+        loop_steps=train_loop_steps,
+        items=[row := ActionItem(recorder, context, Rank.ROW)],
+        next_data=training.next_epoch,
+        mark=training.mark,
+        consumed=whole.note_consumed,
+    )
+    loop.engine.set_plan(plan)
+    try:
+        state, resumed = _restored(workdir, outer_loop, state, before, whole)
+        with _muted(loop, row):
+            kept = whole.history.rows
+            state, batch = training.repeat(state, resumed)
+    finally:
+        loop.engine.set_plan(None)
+    if batch is None and train_dataset is not None:
+        raise ValueError(f"The run has no step {step_num}: its data end at step {step_num_of(state)}.")
+    num_verified = _verified(whole.history, past) - _verified(kept, past) if verify else 0
+    return Rewound(state, batch, loop.step.prng_key(before), num_verified)
+
+
+def _history_path(workdir: epath.PathLike) -> epath.Path:
+    return files.absolute(workdir) / HISTORY_FILE
+
+
+def _read_history(workdir: epath.PathLike) -> History:
+    path = _history_path(workdir)
+    return History.load(path) if path.exists() else History()
+
+
+def _batches_of_detours(history: History) -> Iterator[int]:
+    """Yields the numbers of the batches that a run left out in its detours."""
+    for row in history.rows:
+        if "detour" in row.logs:
+            detour = Detour(**row.logs["detour"])
+            yield from range(detour.first_batch, detour.last_batch + 1)
+
+
+def _restored(
+    workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, whole: WholeRun
+) -> tuple[Any, Resumed | None]:
+    """Restores the newest checkpoint at or before a step. Returns its state and its progress.
+
+    If there is no such checkpoint, returns the given state, and None for the progress.
+    """
+    spec, train_loop, given = outer_loop.checkpoint_spec, outer_loop.train_loop, checks.adopt(state)
+    assert train_loop is not None
+    places = [files.absolute(workdir), files.absolute(workdir) / "checkpoints"]
+    places += [] if spec is None else [spec.checkpoint_dir]
+    if paths := [path for path in checkpoint.all_paths(places) if int(path.name) <= before]:
+        template = checkpoint.template_of(given)
+        found = checkpoint.open_newest(paths, template, quarantines=False)
+        assert found is not None
+        opened, restored = found
+        resumed = whole.load(opened, template)
+        whole.resume_history(resumed)
+        return restored, resumed
+    try:
+        step_num = step_num_of(given)
+    except TypeError:  # An abstract state.
+        step_num = before + 1
+    if step_num > before:
+        raise FileNotFoundError(
+            f"There is no checkpoint of step {before} or earlier in {', '.join(map(str, places))}. Give the initial "
+            "state of the run, to repeat it from there."
+        )
+    train_loop.engine.resume(Elapsed(step_num))
+    whole.resume_history(Resumed(Elapsed(step_num), history_rows=None if step_num else 0))
+    return given, None
+
+
+@contextlib.contextmanager
+def _muted(loop: Any, row: ActionItem) -> Iterator[None]:
+    """Disables all actions of a loop and its step, except the one that adds rows, while the context is open."""
+    engine, lists = loop.engine, loop.step._runner.action_lists
+    begin_actions, actions = engine.begin_actions, [each.actions for each in lists]
+    engine.run.agenda.items, engine.begin_actions = [row], ()
+    for each in lists:
+        each.actions = ()
+    try:
+        yield
+    finally:
+        engine.begin_actions = begin_actions
+        for each, before in zip(lists, actions, strict=True):
+            each.actions = before
+
+
+def _verified(rows: Iterable[Row], past: History) -> int:
+    """Compares rows with the history's rows for the same steps. Returns the number of rows compared.
+
+    Raises:
+      RuntimeError: If a value differs.
+    """
+    known, count = dict(_by_steps(past.rows)), 0
+    for steps, values in _by_steps(rows):
+        if steps not in known:
+            continue
+        count += 1
+        different = [name for name, value in values.items() if not _is_same(value, known[steps].get(name))]
+        if different:
+            name = different[0]
+            raise RuntimeError(
+                f"The repeated step {steps[1]} has {name}={values[name]!r}, and the history has "
+                f"{known[steps].get(name)!r}. Repeat the run on the same devices, with the same program and the same "
+                "data, or write rewind(..., verify=False)."
+            )
+    return count
+
+
+def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
+    """Yields each row's train metrics, preceded by the pair of steps between which they were measured."""
+    before = 0
+    for row in rows:
+        if "train" in row.logs:
+            yield (before, row.elapsed.steps), row.logs["train"]
+            before = row.elapsed.steps
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one == other or (one != one and other != other)

@@ -1,0 +1,287 @@
+"""The run log, which records every start of a run, its progress, and how it ended."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from jaxloop.base import files
+from jaxloop.base.timing import Spent
+
+FILE = "goodput.jsonl"
+"""The name of the run log in a work directory."""
+
+_LINE_SECS = 1.0  # At most one log line per second, however short the loops are.
+_MAX_LINE_BYTES = 100_000
+_ID = re.compile(r"[0-9a-f]{16}")
+_KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
+_has_claimed_start = False  # True once a run has counted the time since this process started.
+
+
+@final
+class RunLog:
+    """Writes the run log of one call to an `OuterLoop`.
+
+    A line is appended when the run starts, when its first step is known, at log points (at most once per second), and
+    when it ends. A killed run's last line shows its last known progress.
+
+    The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
+
+    Args:
+      workdir: The directory. If it is None or remote, no log is written.
+      spent: A function that returns the time report for the call so far.
+    """
+
+    def __init__(self, workdir: epath.PathLike | None, spent: Callable[[], Spent]):
+        has_log = workdir is not None and not files.is_remote(workdir)
+        self._path = os.path.join(files.absolute(workdir), FILE) if has_log else None
+        self._spent = spent
+        self._run = ""
+        self.notes: dict[str, Any] = {}
+        self._descriptor: int | None = None
+        self._newest_line = -math.inf
+
+    def start(self, **described: Any) -> None:
+        """Writes the log line that marks the start of a run.
+
+        Args:
+          **described: A description of the run, as JSON values. The program's Git commit is added to the notes.
+        """
+        self.notes = described.pop("notes", {})
+        if self._path is None:
+            return
+        self._run = secrets.token_hex(8)
+        with self._writing():
+            self._descriptor = files.open_descriptor(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            _end_torn_line(self._descriptor)
+            now = time.time()
+            process = {"since": _started_at(now), "pid": os.getpid(), "host": socket.gethostname()}
+            self.notes = _commit() | self.notes
+            self._write("start", now, **process, **described, notes=self.notes, environment=_environment())
+
+    def begin(self, step: int) -> None:
+        """Writes the line that records the step at which the run begins or resumes."""
+        self._line("begin", step)
+
+    def log(self, step: int) -> None:
+        """Writes the line for a log point, unless the last line is less than a second old."""
+        if self._descriptor is not None and time.time() - self._newest_line >= _LINE_SECS:
+            self._line("log", step)
+
+    def end(self, step: int, reason: str) -> None:
+        """Writes the last line.
+
+        Args:
+          step: The number of completed updates.
+          reason: How the run ended; see `Attempt.reason`.
+        """
+        self._line("end", step, reason=reason)
+        self._close()
+
+    def _line(self, event: str, step: int, **others: Any) -> None:
+        if self._descriptor is None:
+            return
+        with self._writing():
+            spent = self._spent()
+            seconds = {kind: round(getattr(spent, kind), 6) for kind in _KINDS if getattr(spent, kind)}
+            self._write(event, time.time(), step=step, spent=seconds, **others)
+
+    def _write(self, event: str, when: float, **others: Any) -> None:
+        assert self._descriptor is not None
+        line = {"event": event, "time": round(when, 6), "run": self._run} | others
+        os.write(self._descriptor, json.dumps(line).encode() + b"\n")
+        self._newest_line = when
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            logging.warning("The run continues without its log, which can't be written: %s", error)
+            self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+        self._descriptor = None
+
+
+@final
+@dataclasses.dataclass
+class Attempt:
+    """One start of a run, as recorded in the log.
+
+    Attributes:
+      run: A random ID, in hexadecimal.
+      started: The time when the call to the `OuterLoop` started, in seconds since the epoch.
+      since: The time when the process started; equal to `started` for later calls in the same process, and in
+        notebooks.
+      described: The other values in the start's log line: `pid`, `host`, `total_steps`, `notes`.
+      points: The later lines, each as `(time, step, seconds by kind)`. The first line records the first step.
+      reason: How the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or another signal,
+        or `"error: ..."`. None if it was killed or is still running.
+    """
+
+    run: str
+    started: float
+    since: float
+    described: dict[str, Any]
+    points: list[tuple[float, int, dict[str, float]]] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+
+    def is_alive(self) -> bool:
+        """Returns whether the process of this attempt is still running on this machine."""
+        pid = self.described.get("pid")
+        if type(pid) is not int or not 0 < pid < 2**31:
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # It belongs to another user.
+            pass
+        began = _began_at(pid)
+        return began is None or began <= self.started + 1.0  # Otherwise, another process has this PID now.
+
+    @property
+    def last(self) -> tuple[float, int]:
+        """The time and step of the last line."""
+        when, step, _ = self.points[-1] if self.points else (self.started, 0, {})
+        return when, step
+
+
+def read(workdir: epath.PathLike) -> list[Attempt]:
+    """Reads a directory's run log, and returns its attempts in order. Skips malformed lines.
+
+    Raises:
+      OSError: If the file is not a regular file, or can't be read.
+      ValueError: If the file is too large.
+    """
+    path = files.absolute(workdir) / FILE
+    if not path.exists():
+        return []
+    attempts: dict[str, Attempt] = {}
+    for line in files.read_bytes(path).splitlines():
+        if len(line) <= _MAX_LINE_BYTES:
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                _take(files.parse_json(line), attempts)
+    return list(attempts.values())
+
+
+def _take(line: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
+    """Adds a log line to the attempts. Raises one of several exceptions if the line is malformed."""
+    event, when, run = line["event"], _seconds(line["time"]), line["run"]
+    if event == "start":
+        if _ID.fullmatch(run) and run not in attempts:
+            others = {key: value for key, value in line.items() if key not in ("event", "time", "run", "since")}
+            attempts[run] = Attempt(run, when, min(_seconds(line["since"]), when), others)
+        return
+    attempt, step = attempts[run], line["step"]
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise ValueError("step is no step number")
+    if event in ("begin", "log", "end"):
+        attempt.points.append((when, step, {kind: _seconds(line["spent"].get(kind, 0.0)) for kind in _KINDS}))
+        if event == "end":
+            attempt.reason = str(line["reason"])
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("no number of seconds")
+    return float(value)
+
+
+def _end_torn_line(descriptor: int) -> None:
+    """Terminates an incomplete last line that a killed process left behind."""
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+
+
+def flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the paths and values of a nested dict, such as a history row's logs."""
+    for key, value in logs.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}".replace("/", "."), value
+
+
+def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Checks a run's notes, and returns them as JSON values.
+
+    Raises:
+      TypeError: If the notes are not a dict of strings, numbers and booleans.
+      ValueError: If the notes are too long, or a number is not finite.
+    """
+    checked = {}
+    for name, value in (notes or {}).items():
+        value = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
+            raise TypeError(
+                f"OuterLoop.notes takes strings, numbers and booleans by name, got {value!r} for {name!r}. Write "
+                f"str(...), or several notes."
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"OuterLoop.notes takes finite numbers, got {name}={value!r}.")
+        checked[name] = value
+    if len(json.dumps(checked)) > _MAX_LINE_BYTES // 2:
+        raise ValueError("OuterLoop.notes has more than 50,000 characters. Shorten them, or note the name of a file.")
+    return checked
+
+
+def _commit() -> dict[str, str]:
+    """Returns the commit of the program's Git repository, as a note; an empty dict if there is no repository."""
+    directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return {"commit": found.stdout.strip()}
+    return {}
+
+
+def _environment() -> dict[str, str]:
+    devices = jax.devices()
+    return {
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "processes": str(jax.process_count()),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "command": shlex.join(sys.orig_argv)[:200],
+    }
+
+
+def _started_at(now: float) -> float:
+    """Returns the process's start time for its first run; `now` for later runs and in notebooks."""
+    global _has_claimed_start
+    is_first, _has_claimed_start = not _has_claimed_start, True
+    if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return now
+    return _began_at(os.getpid()) or now
+
+
+def _began_at(pid: int) -> float | None:
+    """Returns the start time of a process, in seconds since the epoch; None if the system doesn't report it."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat, open("/proc/uptime", "rb") as uptime:
+            ticks = int(stat.read().rpartition(b")")[2].split()[19])
+            return time.time() - max(0.0, float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):  # Not Linux.
+        return None

@@ -1,0 +1,309 @@
+"""A watchdog that ends a hanging run, and reports which process hangs and where."""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any, final
+
+from absl import logging
+from etils import epath
+
+from jaxloop import distributed, metrics
+from jaxloop.actions.action import Action
+from jaxloop.base import files
+from jaxloop.base.text import printable
+from jaxloop.data.position import PositionedIterator
+from jaxloop.engine.engine import Engine
+from jaxloop.engine.feed import Feed
+from jaxloop.engine.program import Program
+from jaxloop.experiment.evaluations import Evaluation
+from jaxloop.experiment.training import Training
+from jaxloop.processes import agreement
+from jaxloop.runs.failures import FOLDER
+from jaxloop.step import Step
+
+EXIT_CODE = 75
+"""The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts the process."""
+
+_COLLECT_SECS = 3.0  # How long the first process waits for the reports of the others.
+_LAST_SECS = 0.3
+_MAX_REPORT_BYTES = 1 << 20
+_DONE_FILE = "reported"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Watchdog:
+    """Ends a run that has gone too long without making progress, and reports where it hangs.
+
+    If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
+    the process is doing and contains the stacks of all threads. The first process logs a one-line summary, such as
+    "process 3 is reading batch 5,113; 7 others are waiting for the other processes". All processes exit with code 75,
+    so that a scheduler restarts them. The run then resumes from its newest checkpoint. A separate thread checks for
+    progress about once per second, so the steps aren't slowed down.
+
+    >>> import jaxloop
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), watchdog=Watchdog(step_secs=60))
+    >>> state, _ = outer_loop(state, batches)
+
+    Args:
+      step_secs: The maximum time, in seconds, that may pass without a train step being dispatched or completed.
+      startup_secs: The maximum time before the first step of an `OuterLoop` call. It also limits the time for compiling
+        a step and running it for the first time, including any wait for processes that are still compiling.
+      eval_secs: The maximum time without a new batch in an evaluation, including compilation.
+      checkpoint_secs: The maximum time that saving or restoring a checkpoint may block the run.
+    """
+
+    step_secs: float = 600.0
+    startup_secs: float = 3600.0
+    eval_secs: float = 3600.0
+    checkpoint_secs: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"Watchdog.{field.name} must be a positive number of seconds, got {value!r}.")
+
+    @contextlib.contextmanager
+    def watching(
+        self,
+        train: Engine,
+        evals: Sequence[Engine],
+        workdir: epath.PathLike | None,
+        before_exit: Callable[[str], None] = lambda place: None,
+    ) -> Iterator[None]:
+        """A context manager that makes the watchdog monitor the calling thread.
+
+        Args:
+          train: The train loop's engine, or the first eval loop's engine if there is no training.
+          evals: The engines of the eval loops.
+          workdir: The directory for the reports; if None, no reports are written.
+          before_exit: A function that the first process calls before exiting. It receives a description of the hang.
+        """
+        thread = _Watching(self, train, evals, workdir, before_exit)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.over.set()
+            if thread.is_ending:  # It ends the process; any error in this thread is a consequence of that.
+                thread.join()
+
+
+@final
+class _Watching(threading.Thread):
+    """The background thread of a `Watchdog`."""
+
+    def __init__(
+        self,
+        limits: Watchdog,
+        train: Engine,
+        evals: Sequence[Engine],
+        workdir: epath.PathLike | None,
+        before_exit: Callable[[str], None],
+    ):
+        super().__init__(name="jaxloop-watchdog", daemon=True)
+        self._limits, self._train, self._evals = limits, train, evals
+        self._folder = None if workdir is None else files.absolute(workdir) / FOLDER
+        self._before_exit = before_exit
+        self._watched = threading.get_ident()
+        self._steps_before = self._steps()
+        self.over = threading.Event()
+        self.is_ending: bool = False
+
+    def run(self) -> None:
+        seen, since = None, time.monotonic()
+        pause = min(1.0, *(limit / 10 for limit in dataclasses.astuple(self._limits)))
+        while not self.over.wait(pause):
+            now, activity = time.monotonic(), self._activity()
+            if activity != seen:
+                seen, since = activity, now
+            elif now - since > activity[0] and not self.over.is_set():
+                self._end(now - since)
+
+    def _activity(self) -> tuple[Any, ...]:
+        """Returns a tuple that changes whenever the run makes progress. Its first element is the limit, in seconds.
+
+        The host may be many steps ahead of the devices, so a step counts as progress both when it is dispatched and
+        when it has been computed.
+        """
+        kind = self._train.run.stopwatch.kind
+        return self._limit(kind), kind, *map(_counts, (self._train, *self._evals))
+
+    def _steps(self) -> int:
+        """Returns the number of train steps that this process has completed."""
+        train = self._train
+        return train.run.stopwatch.steps + train.step_num - train.call.step_num
+
+    def _limit(self, kind: str | None) -> float:
+        match kind:
+            case "evals":
+                return self._limits.eval_secs
+            case "checkpoints" | "restores":
+                return self._limits.checkpoint_secs
+            case "compiling":
+                return self._limits.startup_secs
+        has_run = self._steps() > self._steps_before and metrics.is_ready(self._train.run.stopwatch.first_step)
+        return self._limits.step_secs if has_run else self._limits.startup_secs
+
+    def _end(self, secs: float) -> None:
+        """Reports the hang and ends the process."""
+        self.is_ending = True
+        step = self._train.step_num
+        frames = sys._current_frames()
+        place = place_of(frames.pop(self._watched, None), step)
+        if place.startswith("in ") and any(map(_is_at_barrier, frames.values())):
+            place += ", waiting for the other processes"
+        number, is_first = distributed.place()[0], distributed.is_first_process()
+        path, said, is_shared = None, place, self._train.job.is_shared
+        with contextlib.suppress(Exception):
+            path = self._write(number, step, place, secs)
+        done = path and path.parent / _DONE_FILE
+        if is_first:
+            if is_shared and path is not None:
+                said = self._collect(path.parent, number, place)
+            stacks = "" if path is None else f" The stacks are in {path.parent}."
+            logging.error("Nothing happened for %.0f s: %s.%s Exiting with code %d.", secs, said, stacks, EXIT_CODE)
+            with contextlib.suppress(Exception):
+                self._before_exit(f"hang: {said}")
+            with contextlib.suppress(Exception):
+                if is_shared and done is not None:
+                    files.open_file(done, "wb").close()
+                    time.sleep(_LAST_SECS)  # Let the others exit first: if this process exits, they abort.
+                sys.stdout.flush()
+                sys.stderr.flush()
+        else:
+            deadline = time.monotonic() + _COLLECT_SECS + _LAST_SECS
+            while time.monotonic() < deadline and not (done is not None and done.exists()):
+                time.sleep(0.02)
+        os._exit(EXIT_CODE)
+
+    def _write(self, number: int, step: int, place: str, secs: float) -> epath.Path | None:
+        if self._folder is None:
+            return None
+        folder = self._folder / f"hang-{step}"
+        files.make_directory(self._folder)
+        files.make_directory(folder)
+        if distributed.is_first_process():  # Left by an earlier hang at the same step.
+            (folder / _DONE_FILE).unlink(missing_ok=True)
+        path = folder / f"process-{number}.txt"
+        with files.open_file(path, "w") as file:
+            file.write(f"{place}\nNothing happened for {secs:.0f} s, after step {step}.\n")
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            for ident, frame in sys._current_frames().items():
+                file.write(f"\nThread {names.get(ident, ident)}:\n")
+                file.writelines(traceback.format_stack(frame))
+        return path
+
+    def _collect(self, folder: epath.Path, number: int, place: str) -> str:
+        """Waits for the reports of the other processes, and returns a sentence that describes all processes."""
+        count, places, deadline = distributed.place()[1], {number: place}, time.monotonic() + _COLLECT_SECS
+        while len(places) < count and time.monotonic() < deadline:
+            time.sleep(0.05)
+            for other in set(range(count)) - set(places):
+                with contextlib.suppress(OSError, ValueError):
+                    text = files.read_bytes(folder / f"process-{other}.txt", _MAX_REPORT_BYTES).decode()
+                    if "\n" in text:
+                        places[other] = printable(text.partition("\n")[0])[:200]
+        return sentence(places, count)
+
+
+def _counts(engine: Engine) -> tuple[int, int, int]:
+    run, ran = engine.run, engine.call.ran
+    return run.loops, run.batches + (0 if ran is None else len(ran.examples)), run.outputs.num_computed
+
+
+def sentence(places: dict[int, str], count: int) -> str:
+    """Describes what the processes of a job are doing, starting with the rarest activity.
+
+    >>> sentence({0: "waiting for the others", 1: "reading batch 8", 2: "waiting for the others"}, 4)
+    'process 1 is reading batch 8; processes 0, 2 are waiting for the others; process 3 did not report'
+    """
+    groups = collections.defaultdict(list)
+    for number, place in sorted(places.items()):
+        groups[place].append(number)
+    parts = [
+        f"{_numbered(numbers)} {'is' if len(numbers) == 1 else 'are'} {place}"
+        for place, numbers in sorted(groups.items(), key=lambda each: (len(each[1]), each[0].startswith("waiting")))
+    ]
+    if missing := sorted(set(range(count)) - set(places)):
+        parts.append(f"{_numbered(missing)} did not report")
+    return "; ".join(parts)
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    listed = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"process{'es' if len(numbers) > 1 else ''} {listed}"
+
+
+# The place ------------------------------------------------------------------------------------------------
+
+_WAITING_FOR_PROCESSES = {
+    each.__code__ for each in (agreement._send_message, agreement._Messages.read, agreement.wait_for_all)
+}
+_WAITING = {each.__code__ for each in (metrics.wait, metrics.fetch)}
+_READING = {each.__code__ for each in (Feed.take, Feed.has_more, PositionedIterator.peek)}
+_HOOKS = {"__call__", "begin_run", "write_notes", "finish", "flush", "close", "before_checkpoint"}
+_STEP_HOOKS = {"begin", "preprocess_batch", "run", "end"}
+
+
+def place_of(frame: FrameType | None, step: int) -> str:
+    """Describes what a thread is doing, based on its stack, for example "reading batch 5,113".
+
+    Args:
+      frame: The innermost frame; None if the thread has ended.
+      step: The number of train steps that have begun.
+    """
+    place, is_known, count, ahead, evaluation = "between two steps", False, step, 0, ""
+    while frame is not None:
+        code, names = frame.f_code, frame.f_locals
+        owner: Any = names.get("self")
+        if code is Evaluation.evaluate.__code__:
+            evaluation, count = f" of the evaluation {owner.spec.name!r}", _counts(owner.loop.engine)[1]
+        elif code is agreement.JointReader.__call__.__code__:
+            ahead += owner.held
+        elif code is agreement.JointReader._send.__code__:  # Not announced to the others yet.
+            ahead += len(names.get("batches", ()))
+        if code.co_name in _HOOKS and isinstance(owner, Action):
+            place, is_known = f"in {type(owner).__name__}", True
+        elif not is_known and (found := _what(code, names)):
+            place, is_known = found, True
+        frame = frame.f_back
+    numbers = {"batch": count + ahead + 1, "next": count + 1, "newest": count}
+    return place.format(**{name: f"{number:,}{evaluation}" for name, number in numbers.items()})
+
+
+def _what(code: CodeType, names: Any) -> str | None:
+    owner = names.get("self")
+    if isinstance(owner, Step) and code.co_name in _STEP_HOOKS:
+        return f"in {type(owner).__name__}.{code.co_name}, step {{next}}"
+    if code in _WAITING_FOR_PROCESSES:
+        return "waiting for the other processes"
+    if code in _WAITING:
+        return "waiting for step {newest}"
+    if code is Program.run.__code__:
+        return "running step {next}" if names.get("is_in_step") else "reading batch {batch}"
+    if code in _READING:
+        return "reading batch {batch}"
+    if code is Training._resume.__code__:
+        return "restoring a checkpoint"
+    return None
+
+
+def _is_at_barrier(frame: FrameType | None) -> bool:
+    """Returns whether an Orbax thread is waiting for the other processes."""
+    while frame is not None:
+        if "multihost" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

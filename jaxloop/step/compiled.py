@@ -1,0 +1,386 @@
+"""Compilation of a step's `run` hook for training or evaluation, with one or more batches per dispatch."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from jaxloop import types
+from jaxloop.base import checks
+from jaxloop.base.flat_state import FlatState
+from jaxloop.base.structures import PerStructure
+from jaxloop.base.timing import Stopwatch, duration
+from jaxloop.processes import agreement
+from jaxloop.step import cost, forward, nonfinite
+
+
+@final
+class Compiled:
+    """Compiles a step's `run` when it is first called, and again for each new batch shape.
+
+    Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back. When
+    training without `jit_kwargs`, the carry is a flat state if the partitioner can compile functions that take
+    arbitrary pytrees. In all other cases, it is the state itself.
+
+    If the function is traced again for any reason other than a new batch shape, a warning lists the leaves that
+    changed.
+
+    Args:
+      programs: The programs of the step.
+      evaluates: True for an evaluation, in which case the state isn't donated, and only the outputs are returned.
+      fuses: Whether to run several steps per call by scanning `run` over stacked batches. The outputs are then stacked
+        too.
+      policy: How to handle NaN and infinity. Unless they are ignored, the outputs contain flags for them.
+    """
+
+    def __init__(self, programs: "Programs", *, evaluates: bool, fuses: bool, policy: nonfinite.NanPolicy):
+        step, jit_kwargs = programs.step, programs.jit_kwargs
+        partitioner, self._name = step.partitioner, type(step).__name__
+        run: Callable[..., Any] = programs.evaluate if evaluates else programs.run
+        if policy != "ignore":
+            run = programs.detector(policy).run
+        self._programs, self._partitioner, self._evaluates = programs, partitioner, evaluates
+        # The state isn't flattened if there are `jit_kwargs` or per-leaf shardings, which refer to the state's tree.
+        self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
+        options, mesh = dict(jit_kwargs), partitioner.mesh
+        if fuses:
+            run = _map(run) if evaluates else _scan(run)
+        if evaluates:
+            options.pop("donate_argnames", None)
+            options |= {"donate_argnums": (), "out_shardings": partitioner.output_sharding}
+        elif self._is_flat:
+            options["donate_argnums"] = 0
+            if mesh is not None:
+                place = partitioner.sharding
+                options["out_shardings"] = (place, (place, partitioner.output_sharding))
+        self._end_compiling: Callable[[Any], None] | None = None  # None unless it is compiling.
+        self._signatures: list[dict[str, str]] = []
+        self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
+        self._newest: tuple[Any, Any] = (None, None)  # The structures of the latest call, and its function.
+
+    def enter(self, state: Any) -> Any:
+        """Converts a state to a carry for `call`."""
+        return FlatState.of(state) if self._is_flat else state
+
+    def leave(self, carry: Any) -> Any:
+        """Converts a carry from `enter` or `call` back to a state."""
+        return carry[0].whole(carry[1]) if self._is_flat else carry
+
+    def call(self, carry: Any, batch: types.Batch, form: Any = None) -> tuple[Any, Any]:
+        """Dispatches a batch, and returns the new carry and the outputs. In training, the old carry is donated.
+
+        Args:
+          carry: See `enter`.
+          batch: The batch.
+          form: The batch's `form` from `checks.BatchWatch`. Batches with the same structure, shapes and dtypes
+            have the same form. If None, the batch is inspected, which takes about 5% as long as a small step.
+        """
+        step = None
+        try:
+            if self._evaluates:
+                return carry, self._compiled_per_structure(carry, batch)
+            if not self._is_flat:
+                return self._compiled_per_structure(carry, batch)
+            flat, step = carry
+            key, (newest_key, function) = (flat.structure, form), self._newest
+            if form is None or key != newest_key:
+                function = self._compiled_per_structure.of(flat, (step, batch))
+                self._newest = (key, function)
+            flat, (step, outputs) = function(flat, (step, batch))
+            return (flat, step), outputs
+        finally:
+            if self._end_compiling is not None:
+                self._end_compiling(step)
+
+    def trace(self, state: Any, batch: types.Batch) -> jax.stages.Traced:
+        """Traces the function that `call` would run for this state and batch.
+
+        If you lower and compile the result, `call` reuses the compiled program.
+        """
+        try:
+            if self._is_flat:
+                flat, step = FlatState.of(state)
+                return self._compiled_per_structure.trace(flat, (step, batch))
+            return self._compiled_per_structure.trace(state, batch)
+        finally:
+            if self._end_compiling is not None:
+                self._end_compiling(None)
+
+    def _compile(self, run: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def traced(state: Any, batch: types.Batch) -> Any:
+            signature = _signature(state, batch)
+            if self._signatures and signature not in self._signatures:
+                _explain_trace(self._name, self._signatures, signature)
+            self._signatures.append(signature)
+            self._begin_compiling()
+            return run(state, batch)
+
+        @functools.wraps(run)
+        def of_flat(flat: FlatState, step_and_batch: tuple[Any, types.Batch]) -> Any:
+            step, batch = step_and_batch
+            new_state, outputs = traced(flat.whole(step), batch)
+            flat, step = FlatState.of(new_state)
+            return flat, (step, outputs)
+
+        compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
+        is_shared = agreement.is_shared(self._partitioner.mesh)
+        return _SameInAllProcesses(self._name, compiled, self._programs.batch_watch) if is_shared else compiled
+
+    def _begin_compiling(self) -> None:
+        """Logs that compilation begins, and counts the time until the dispatch returns as compile time."""
+        stopwatch = self._programs.stopwatch
+        if stopwatch is None:
+            return
+        before, began = stopwatch.switch("compiling"), stopwatch.clock()
+        if before != "dispatch":  # Compiling in an evaluation counts as evaluation.
+            stopwatch.switch(before)
+        logging.info("Compiling %s.run before the next step.", self._name)
+
+        def end(step: Any) -> None:
+            self._end_compiling = None
+            stopwatch.first_step = step
+            stopwatch.switch(before)
+            logging.info("Compiled %s.run in %s.", self._name, duration(stopwatch.clock() - began))
+
+        self._end_compiling = end
+
+
+class _SameInAllProcesses:
+    """A compiled function that checks, for each new batch structure, that all processes run the same program.
+
+    If the programs differed, the processes would deadlock or compute different results. A structure that is new in only
+    one process would also deadlock, so if the batches may differ, they are compared first.
+    """
+
+    def __init__(self, name: str, compiled: Any, batch_watch: checks.BatchWatch):
+        self._name, self._compiled, self._batch_watch = name, compiled, batch_watch
+        self.trace = compiled.trace
+        self._known: set[Any] = set()
+
+    def __call__(self, state: Any, batch: types.Batch) -> Any:
+        if self._batch_watch.may_differ:
+            found = checks.batch_leaves(batch[1] if isinstance(state, FlatState) else batch)
+            agreement.check_same(
+                f"The batch of {self._name}",
+                [f"{path}: {checks.describe(leaf)}" for path, leaf in found.items()],
+                "Give the batches of all processes the same leaves, dtypes and shapes, except for the number of rows.",
+            )
+        leaves, structure = jax.tree.flatten(batch)
+        form = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if form not in self._known:
+            program = self.trace(state, batch).lower().as_text()
+            if isinstance(state, FlatState):
+                signature = _signature(state.whole(batch[0]), batch[1])
+            else:
+                signature = _signature(state, batch)
+            described = [f"{name}: {leaf}" for name, leaf in signature.items()]
+            digest = hashlib.sha256(program.encode()).hexdigest()[:12]
+            lines = [f"jax {jax.__version__}", *described, f"compiled program {digest}, {len(program)} characters"]
+            agreement.check_same(f"{self._name}.run, with its model, loss and optimizer,", lines)
+            self._known.add(form)
+        return self._compiled(state, batch)
+
+
+@final
+class Programs:
+    """Compiles a step's `run` for training or evaluation, with one or several batches per dispatch.
+
+    Args:
+      step: The step.
+      batch_watch: The checks of the step's training batches.
+
+    Attributes:
+      step, batch_watch: The arguments of the same names.
+      jit_kwargs: The arguments for `jax.jit` that override the partitioner's.
+      policy: What the loop that is running the step does about NaN and infinity.
+      stopwatch: The stopwatch of the loop that is running the step; None if there is none.
+      cost: The `Cost` of the program that was last compiled ahead of time; None if there is none.
+    """
+
+    def __init__(self, step: Any, batch_watch: checks.BatchWatch):
+        self.step: Any = step
+        self.batch_watch: checks.BatchWatch = batch_watch
+        self._compiled: dict[Any, Compiled] = {}
+        self.jit_kwargs: dict[str, Any] = {}
+        self.stopwatch: Stopwatch | None = None
+        self.policy: nonfinite.NanPolicy = "ignore"
+        self._detectors: dict[str, nonfinite.Detector] = {}
+        self.cost: Any = None
+
+    def restart(self, **jit_kwargs: Any) -> None:
+        """Discards everything compiled so far, and compiles with these arguments of `jax.jit` from now on."""
+        jax.jit(lambda state, batch: None, **jit_kwargs)  # Raises a `TypeError` for an unknown option.
+        self._compiled, self.jit_kwargs = {}, jit_kwargs
+
+    def compiled(self, *, evaluates: bool = False, fuses: bool = False) -> Compiled:
+        """Returns the compiled `run`; see `dispatcher`."""
+        policy = "ignore" if evaluates else self.policy
+        key = (evaluates, fuses, policy)
+        if key not in self._compiled:
+            self._compiled[key] = Compiled(self, evaluates=evaluates, fuses=fuses, policy=policy)
+        return self._compiled[key]
+
+    def dispatcher(self, *, evaluates: bool = False, fuses: bool = False) -> tuple[Compiled, Callable[..., Any]]:
+        """Returns the compiled `run` and a function that dispatches it.
+
+        Args:
+          evaluates: Whether to dispatch an evaluation, which doesn't donate the state.
+          fuses: Whether one dispatch processes several stacked batches.
+        """
+        compiled = self.compiled(evaluates=evaluates, fuses=fuses)
+        return compiled, compiled.call
+
+    def detector(self, policy: nonfinite.NanPolicy) -> nonfinite.Detector:
+        """Returns the object that adds the flags of a policy to the outputs of `run`."""
+        if policy not in self._detectors:
+            is_on_mesh = self.step.partitioner.mesh is not None
+            self._detectors[policy] = nonfinite.Detector(self.run, policy, is_on_mesh)
+        return self._detectors[policy]
+
+    def compile(self, state: Any, batch: types.Batch, *, evaluates: bool, fuses: bool) -> cost.Cost:
+        """Compiles `run` ahead of time for a state and a batch that is ready for it, or their shapes."""
+        traced, mesh = self.compiled(evaluates=evaluates, fuses=fuses).trace(state, batch), self.step.partitioner.mesh
+        self.cost = cost.cost_of(traced, num_devices=1 if mesh is None else mesh.size)
+        return self.cost
+
+    @contextlib.contextmanager
+    def watched(self, policy: nonfinite.NanPolicy, stopwatch: Stopwatch | None = None) -> Iterator[None]:
+        """A context manager that makes the step use a loop's policy for NaN and infinity, and its stopwatch.
+
+        Args:
+          policy: The loop's `nan_policy`.
+          stopwatch: The loop's stopwatch, which also times compilations. If None, the current stopwatch is kept.
+        """
+        before = self.policy, self.stopwatch
+        self.policy, self.stopwatch = policy, stopwatch or self.stopwatch
+        try:
+            yield
+        finally:
+            self.policy, self.stopwatch = before
+
+    # Traced --------------------------------------------------------------------------------------
+
+    def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+        """Calls the step's `run`, and checks its results."""
+        hook = f"{type(self.step).__name__}.run"
+        with forward.noting_changes() as changed:
+            result = self.step.run(state, batch)
+        new_state, outputs = checks.check_run(result, hook)
+        checks.check_same_state(state, new_state, hook)
+        trace = lambda: jax.make_jaxpr(lambda *args: self.step.run(*args)[0])(state, batch).jaxpr
+        forward.check_updates_kept(state, new_state, changed, repr(self.step), trace)
+        return new_state, self._reported(outputs, batch)
+
+    def evaluate(self, state: Any, batch: types.Batch) -> types.Output:
+        """Calls the step's `run`, and returns only its outputs."""
+        result = checks.check_run(self.step.run(state, batch), f"{type(self.step).__name__}.run")
+        return self._reported(result[1], batch)
+
+    def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
+        """Converts the outputs of `run` to the form in which loops report them."""
+        if not outputs:
+            return outputs
+        is_padded = checks.is_user_defined(self.step, "num_examples")  # The arrays may contain rows that don't count.
+        outputs = types.mean_losses(outputs, None if is_padded else checks.num_examples(batch))
+        return types.nnx_metrics_as_weighted(outputs)
+
+
+def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
+    """Describes, by leaf name, the properties of each leaf that a trace depends on."""
+    leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
+    leaves |= checks.batch_leaves(batch)
+    is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
+    return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}
+
+
+def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, str]) -> None:
+    """Warns about the leaves that differ from those of the most similar earlier trace."""
+    of_state = lambda signature: [leaf for leaf in signature if leaf.startswith("state/")]
+    traces = [trace for trace in traces if of_state(trace) == of_state(new)]
+    if not traces:
+        return  # A state with other leaves, such as one without an optimizer's, is a different kind of state.
+    changes = min((checks.changes(old, new) for old in traces), key=len)
+    without_shape = lambda text: text.partition("[")[0] + text.partition("]")[2]
+    is_shape_of_batch = lambda leaf, old, now: leaf.startswith("batch") and without_shape(old) == without_shape(now)
+    changes = [change for change in changes if not is_shape_of_batch(*change)]
+    if not changes:
+        return  # `checks.BatchWatch` warns about shapes of batches.
+    logging.warning(
+        "%s.run is compiled again because these leaves changed (before -> now):\n%s\nGive all states and batches the "
+        "same dtypes, without weak types: jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
+        name,
+        "\n".join(checks.change_lines(changes)),
+    )
+
+
+def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def fused(state: Any, batches: Any) -> Any:
+        return _scan_batches(lambda _, batch: (None, evaluate(state, batch)), None, batches)[1]
+
+    return fused
+
+
+def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def fused(state: Any, batches: Any) -> Any:
+        # A new function per class, because JAX caches traces by function.
+        return _scan_batches(lambda *args: run(*args), state, batches)
+
+    return fused
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _StackedNone:
+    """A stack of batches that are all None. It stores their number, because a scan over None needs a length."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> Any:
+    """Scans over batches that were stacked with `stacked`."""
+    if isinstance(batches, _StackedNone):
+        return jax.lax.scan(body, carry, None, length=batches.length)
+    return jax.lax.scan(body, carry, batches)
+
+
+def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
+    """Stacks batches, or their shapes, along a new leading axis. Returns None if the shapes differ.
+
+    Host arrays stay on the host.
+
+    >>> stacked([{"x": np.zeros(3)}, {"x": np.ones(3)}])["x"].shape
+    (2, 3)
+    """
+    if all(batch is None for batch in batches):
+        return _StackedNone(len(batches))
+    try:
+        return jax.tree.map(_stacked_leaf, *batches)
+    except ValueError:  # Raised by `_stacked_leaf`, and by jax.tree.map if the structures differ.
+        return None
+
+
+def _stacked_leaf(*leaves: Any) -> Any:
+    first = leaves[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
+    if not isinstance(first, np.ndarray | jax.Array):
+        return np.stack(leaves)
+    shape, dtype = first.shape, first.dtype
+    for leaf in leaves:
+        if leaf.shape != shape or leaf.dtype != dtype:
+            raise ValueError("The leaves differ.")
+    if isinstance(first, jax.Array):
+        return jnp.stack(leaves)
+    # Several times faster than `np.stack`.
+    return np.concatenate(leaves).reshape(len(leaves), *shape) if shape else np.stack(leaves)

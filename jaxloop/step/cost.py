@@ -1,0 +1,290 @@
+"""The FLOPs, memory and communication of compiled steps, and the peak FLOPs per second of devices."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxloop.partition.layout import readable
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """All collective operations of one kind in a dispatch.
+
+    Attributes:
+      kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+      count: The number of operations. If XLA knows the number of iterations of a loop, an operation in the loop counts
+        once per iteration.
+      bytes: The total size of the operations, in bytes per device. Each operation's size is that of its inputs or its
+        outputs, whichever is larger.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The computation, memory and communication of one dispatch of a compiled step. `str` formats it as one sentence.
+
+    The sizes and collectives are those of the program that XLA compiled.
+
+    Attributes:
+      flops: The total number of floating-point operations on all devices; see `flops_of`.
+      argument_bytes: The memory for the state and the batch. This and all sizes below are in bytes per device.
+      output_bytes: The memory for the new state and the outputs.
+      alias_bytes: The part of `output_bytes` that reuses the memory of donated arguments.
+      temp_bytes: The memory for temporaries, such as activations and gradients.
+      code_bytes: The memory for the program itself.
+      collectives: The collective operations, one item per kind. Empty on one device.
+
+    >>> print(Cost(flops=6.2e9, argument_bytes=24 << 20, output_bytes=24 << 20, alias_bytes=24 << 20,
+    ...            temp_bytes=100 << 20, code_bytes=0))
+    6.2e+09 FLOPs and 124.0 MiB of a device's memory: 24.0 MiB of arguments, 100.0 MiB of temporaries.
+    """
+
+    flops: float
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    code_bytes: int
+    collectives: Sequence[Collective] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak memory that the program needs on each device, in bytes."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.flops:.3g} FLOPs and {readable(self.peak_bytes)} of a device's memory: "
+            f"{readable(self.argument_bytes)} of arguments, {readable(self.temp_bytes)} of temporaries."
+        )
+
+
+class DeviceMemoryError(MemoryError):
+    """Raised if a program needs more memory than its devices have.
+
+    Attributes:
+      needed_bytes: The memory needed by the program and its arguments, in bytes per device.
+      available_bytes: The available memory, in bytes per device.
+    """
+
+    def __init__(self, needed_bytes: int, available_bytes: int):
+        super().__init__(
+            f"The program needs {readable(needed_bytes)} of a device's memory, and {readable(available_bytes)} are "
+            "available."
+        )
+        self.needed_bytes: int = needed_bytes
+        self.available_bytes: int = available_bytes
+
+
+# "the total memory required for HLO temporaries (32.03G) exceeds available HBM (15.75G)", and its older forms.
+_TOO_LARGE = re.compile(
+    r"required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)|"
+    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"
+)
+
+
+def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program.
+
+    Raises:
+      DeviceMemoryError: If the program needs too much memory. Only the TPU compiler detects this.
+    """
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if found := _TOO_LARGE.search(str(error)):
+            needed, needed_unit, available, available_unit = [each for each in found.groups() if each is not None]
+            bytes_of = lambda number, unit: int(float(number) * 1024 ** " KMGT".index(unit or " "))
+            raise DeviceMemoryError(bytes_of(needed, needed_unit), bytes_of(available, available_unit)) from error
+        raise
+
+
+def cost_of(traced: jax.stages.Traced, *, num_devices: int) -> Cost:
+    """Compiles a traced program and returns its cost.
+
+    Raises:
+      DeviceMemoryError: If the program needs too much memory. Only the TPU compiler detects this.
+    """
+    program = compiled(traced.lower())
+    memory: Any = program.memory_analysis()
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    argument, output, alias, temp, code = (int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names)
+    # The text of the program is long, so it is read only if needed.
+    collectives = collectives_of(program.as_text() or "") if num_devices > 1 else ()
+    return Cost(flops_of(traced.jaxpr), argument, output, alias, temp, code, collectives)
+
+
+# Each of these takes one operation per element.
+_ARITHMETIC = frozenset(
+    """abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp cos cosh cumlogsumexp cummax cummin cumprod
+    cumsum digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p logistic max min mul neg pow
+    reduce_max reduce_min reduce_prod reduce_sum reduce_window_sum rem rsqrt scatter-add scatter_add sin sinh sqrt
+    square sub tan tanh""".split()
+)
+
+
+def flops_of(program: Any) -> float:
+    """Returns the total number of floating-point operations of a traced program (a `ClosedJaxpr`) on all devices.
+
+    A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
+    counts as one per element. A scan's body counts once per iteration. (XLA's own estimate counts it only once, and so
+    misses most of a model that scans over its layers.) The body of a `while` loop counts once, because the number of
+    iterations is unknown. Only the most expensive branch of a `cond` counts. Kernels that JAX can't look into, such as
+    cuDNN's, aren't counted. If a program has no floating-point operations, its integer operations are counted instead.
+
+    >>> scanned = lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=10)[0]
+    >>> flops_of(jax.make_jaxpr(scanned)(jnp.zeros([4, 4]))) == 10 * 2 * 4**3
+    True
+    """
+    return _operations(program, np.inexact) or _operations(program, np.integer)
+
+
+def _operations(program: Any, kind: Any) -> float:
+    """Counts a program's operations: arithmetic only if its results are of this kind, matrix products in any case."""
+    return sum((_operations_of(equation, kind) for equation in program.eqns), 0.0)
+
+
+def _operations_of(equation: Any, kind: Any) -> float:
+    name, params, inputs = equation.primitive.name, equation.params, [each.aval for each in equation.invars]
+    result: Any = equation.outvars[0].aval if equation.outvars else None
+    if name in _ARITHMETIC:
+        is_counted = jnp.issubdtype(result.dtype, kind)
+        return float(max(array.size for array in (result, *inputs))) if is_counted else 0.0
+    match name:
+        case "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            return 2.0 * result.size * math.prod(inputs[0].shape[axis] for axis in contracted)
+        case "ragged_dot" | "ragged_dot_general":
+            return 2.0 * inputs[0].size * result.shape[-1]
+        case "conv_general_dilated":
+            return _flops_of_convolution(inputs[0], inputs[1], result, **params)
+    bodies = [_operations(each, kind) for each in jax.tree.leaves(params) if hasattr(each, "eqns")]
+    match name:
+        case "cond":
+            return max(bodies)
+        case "scan":
+            return params["length"] * sum(bodies)
+        case "shard_map":  # Its body is the program of one device.
+            axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+            return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(bodies)
+        case "pallas_call":  # Its body is the program of one block.
+            return math.prod(params["grid_mapping"].grid) * sum(bodies)
+    return sum(bodies)
+
+
+def _flops_of_convolution(
+    lhs: Any, rhs: Any, out: Any, *, dimension_numbers: Any, window_strides: Any, padding: Any, **options: Any
+) -> float:
+    """Counts two operations per product of an input and a kernel element. Padding and dilation don't add any."""
+    (_, _, *of_lhs), (_, inputs, *of_rhs), (rows, outputs, *of_out) = dimension_numbers
+    num_products = out.shape[rows] * out.shape[outputs] * rhs.shape[inputs]
+    for axis, (stride, (low, _)) in enumerate(zip(window_strides, padding, strict=True)):
+        every, step = options["lhs_dilation"][axis], options["rhs_dilation"][axis]
+        place = np.arange(out.shape[of_out[axis]])[:, None] * stride + np.arange(rhs.shape[of_rhs[axis]]) * step - low
+        num_products *= int(((place >= 0) & (place < lhs.shape[of_lhs[axis]] * every) & (place % every == 0)).sum())
+    return 2.0 * num_products
+
+
+# An instruction of a compiled program: its name, type, operation and operands, and, for loops, the trip count. A
+# program consists of computations, each of which begins with its name and a brace.
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
+_BODY = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_ARRAY = re.compile(r"([a-z]+\d+|pred)(?:e\w+)?\[([\d,]*)\]")
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collectives_of(program: str) -> Sequence[Collective]:
+    """Returns the collective operations in the text of a compiled XLA program, the largest total size first.
+
+    >>> program = '''
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0)
+    ...   ROOT %sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+    ... }
+    ... '''
+    >>> collectives_of(program)
+    (Collective(kind='all-reduce', count=1, bytes=32),)
+    """
+    found: dict[str, dict[str, list[int]]] = collections.defaultdict(dict)  # By computation, then by kind.
+    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    sizes: dict[str, int] = {}
+    here = entry = ""
+    for line in program.splitlines():
+        if begins := _COMPUTATION.match(line):
+            here = begins[2]
+            entry = here if begins[1] else entry
+        elif instruction := _INSTRUCTION.match(line):
+            name, kind_of_value, what, rest = instruction.groups()
+            sizes[name] = _bytes_of(kind_of_value)
+            kind = what.removesuffix("-start")
+            if kind in _KINDS:
+                operands = re.findall(r"%?([\w.-]+)", rest.split(")")[0])
+                size = max(sizes[name], sum(sizes.get(operand, 0) for operand in operands))
+                found[here].setdefault(kind, []).append(size)
+            trips = int(each[1]) if what == "while" and (each := _TRIPS.search(line)) else 1
+            calls[here] += [(body, trips) for body in _BODY.findall(line)]
+
+    def add(computation: str, times: int, totals: dict[str, list[int]]) -> None:
+        for kind, each in found[computation].items():
+            totals[kind] += [size for size in each for _ in range(times)]
+        for body, trips in calls[computation]:
+            add(body, times * trips, totals)
+
+    totals: dict[str, list[int]] = collections.defaultdict(list)
+    add(entry, 1, totals)
+    collectives = [Collective(kind, len(each), sum(each)) for kind, each in totals.items()]
+    return tuple(sorted(collectives, key=lambda each: -each.bytes))
+
+
+def _bytes_of(kind_of_value: str) -> int:
+    """Returns the size, in bytes, of an array or tuple of arrays with this XLA type."""
+    arrays = _ARRAY.findall(kind_of_value)
+    width = lambda name: 1 if name == "pred" else max(int(re.sub(r"\D", "", name)), 8) // 8
+    return sum(width(name) * math.prod(int(size) for size in shape.split(",") if size) for name, shape in arrays)
+
+
+# Dense bfloat16 (float16 before Ampere), without sparsity, from the data sheets of NVIDIA and from "Cloud TPU system
+# architecture". On TPU v2 and v3, a JAX device is one core: half a chip. More specific names come first.
+_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "TPU v6": 918e12,
+    "TPU v5p": 459e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v4": 275e12,
+    "TPU v3": 61.5e12,
+    "TPU v2": 22.5e12,
+}
+
+
+def peak_flops_per_sec(device_kind: str) -> float | None:
+    """Returns a device kind's peak FLOPs per second for bfloat16 matrix products, or None if it is unknown.
+
+    >>> peak_flops_per_sec("NVIDIA H100 80GB HBM3"), peak_flops_per_sec("cpu")
+    (989000000000000.0, None)
+    """
+    return next((peak for name, peak in _PEAKS.items() if name in device_kind), None)

@@ -1,0 +1,753 @@
+"""Functions that create the initial `TrainState` for any kind of model and run its forward pass.
+
+`adapt` converts models that are neither Linen modules nor NNX classes to an `AdaptedModel`, and `forward` calls every
+kind of model in the same way.
+"""
+
+import abc
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.interpreters import partial_eval
+
+from jaxloop import types
+from jaxloop.base import checks
+from jaxloop.types import nnx
+
+
+def with_arguments(
+    model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], step_class: type
+) -> Any:
+    """Converts a model as `adapt` does, and binds the arguments of an NNX class.
+
+    Args:
+      model: A model of any kind, or None.
+      nnx_model_args: The step's argument of the same name.
+      options: The keyword arguments that no constructor of the step defines.
+      step_class: The class of the step.
+
+    Raises:
+      ValueError: If `nnx_model_args` is missing for an NNX class, or is given for any other kind of model.
+      TypeError: If a keyword is unknown and the model is not an NNX class.
+    """
+    if types.is_nnx_class(model):
+        if nnx_model_args is None:
+            raise ValueError(
+                f"{model.__name__} is an NNX module class, so the Step needs nnx_model_args, the positional arguments "
+                "of its constructor (nnx_model_args=() for none). The Step constructs the model, with "
+                "rngs=nnx.Rngs(...) from base_prng."
+            )
+        return functools.partial(model, *nnx_model_args, **options)
+    model = None if model is None else adapt(model)
+    if nnx_model_args is not None:
+        what = model.kind if isinstance(model, AdaptedModel) else f"the model is a {type(model).__name__}"
+        raise ValueError(
+            f"nnx_model_args={nnx_model_args!r} is for an NNX module class, but {what}. Leave it out, or give the "
+            "class of an NNX module."
+        )
+    for name in options:
+        known = _options_of(step_class)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
+        raise TypeError(f"Step got an unexpected keyword {name!r}.{hint}")
+    return model
+
+
+def _options_of(step_class: type) -> list[str]:
+    """Returns the names of the arguments that a class and its base classes define."""
+    parameters = (each for base in step_class.__mro__ for each in _parameters(base).values())
+    return list(dict.fromkeys(each.name for each in parameters if each.kind not in _VARIADIC))
+
+
+def init_fn(
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    base_prng: types.PRNGType,
+    spec: types.BatchSpec,
+    init_kwargs: Mapping[str, Any],
+) -> tuple[Callable[..., types.TrainState], Sequence[Any]]:
+    """Returns a pure function that creates the initial state, to be compiled by a partitioner, and its arguments.
+
+    The arguments are the arrays of an `AdaptedModel`, because constants would slow down compilation.
+    """
+
+    def initialize(*arrays: Any) -> types.TrainState:
+        if model is None:
+            raise TypeError(
+                "This step has no model to initialize. Make the state yourself, for example with "
+                "TrainState.create(...), in an override of make_state(self, spec=None), or give the Step a model."
+            )
+        if isinstance(model, nn.Module):
+            return _init_linen(model, optimizer, base_prng, example_inputs(spec), init_kwargs)
+        if isinstance(model, AdaptedModel):
+            return _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs)
+        return _init_nnx(model, optimizer, base_prng, init_kwargs)
+
+    return initialize, model.arrays if isinstance(model, AdaptedModel) else ()
+
+
+def _init_linen(model, optimizer, base_prng, inputs, init_kwargs) -> types.TrainState:
+    rngs = dict(base_prng) if isinstance(base_prng, Mapping) else base_prng
+    method = init_kwargs.get("method", "__call__")
+    method = getattr(type(model), method) if isinstance(method, str) else method
+    flags = _mode_flags(method, train=False, without_default=True)
+    args, kwargs = _arguments(method, inputs, given=init_kwargs)
+    variables = dict(model.init(rngs, *args, **{**flags, **kwargs, **init_kwargs}))
+    variables = {name: each for name, each in variables.items() if name not in types.LINEN_SOWN}
+    params = variables.pop("params", {})
+    batch_stats = variables.pop("batch_stats", {})
+    return types.TrainState.create(
+        apply_fn=model.apply, params=params, tx=optimizer, batch_stats=batch_stats, collections=variables
+    )
+
+
+def _init_nnx(new_model, optimizer, base_prng, init_kwargs) -> types.TrainState:
+    rngs = nnx.Rngs(**base_prng) if isinstance(base_prng, Mapping) else nnx.Rngs(base_prng)
+    model = new_model(rngs=rngs, **init_kwargs)
+    graphdef, params, batch_stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
+    return types.TrainState.create(
+        apply_fn=NNXApply(graphdef), params=params, tx=optimizer, batch_stats=batch_stats, collections=rest
+    )
+
+
+def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> types.TrainState:
+    if model.init is None:
+        if init_kwargs:
+            raise TypeError(
+                f"initialize_model got {', '.join(init_kwargs)}, but {model.kind}, which has its initial parameters. "
+                "Leave out the keywords."
+            )
+        params, batch_stats, collections = jax.tree.map(_copy, arrays)
+    else:
+        params, batch_stats, collections = model.init(_key(base_prng, "params"), example_inputs(spec), init_kwargs)
+    return types.TrainState.create(
+        apply_fn=model.apply_fn, params=params, tx=optimizer, batch_stats=batch_stats, collections=collections
+    )
+
+
+def _copy(leaf: Any) -> jax.Array:
+    """Returns a copy that the first step may donate. It isn't weakly typed, so the step compiles only once."""
+    leaf = jnp.asarray(leaf)
+    return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
+
+
+# The forward pass ------------------------------------------------------------------------------------
+
+
+def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PRNGType | None = None) -> Any:
+    """Calls a state's model, which may be of any kind that `LossStep` accepts.
+
+    The mode (training or inference) is set in the way that each kind of model expects. NNX and Equinox models are
+    switched to that mode. All models except Equinox modules receive `train`, `training`, `is_training` or
+    `deterministic` if they take an argument of that name. Linen collections are mutable during training.
+
+    Args:
+      state: The `TrainState`. Its `apply_fn` determines the kind of model. A plain function is called like the `apply`
+        of an `(init, apply)` pair.
+      params: The parameters to use instead of `state.params`, for example inside a function to be differentiated.
+      inputs: The model's input, or a list or dict of inputs for a Linen or NNX model that takes several.
+      train: Whether to call the model in training mode.
+      rngs: A single key, or a dict of keys by name. In a Linen model, dropout uses a single key as it is, and all other
+        names use keys derived from it. From a dict, a model that takes one key receives the key named "dropout" or, if
+        there is none, the key whose name sorts first.
+
+    Returns:
+      `(outputs, updates)`. Pass `updates` to `state.update_variables`. In an evaluation, it contains only the losses
+      that the model sowed; see `sown_losses`. It is None if it would be empty.
+
+    >>> import optax
+    >>> model = nn.Dense(2)
+    >>> variables = model.init(jax.random.key(0), jnp.ones([1, 3]))
+    >>> state = types.TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.sgd(0.1))
+    >>> outputs, updates = forward(state, state.params, jnp.ones([5, 3]), train=False)
+    >>> outputs.shape, updates is None
+    ((5, 2), True)
+    """
+    apply_fn, module = state.apply_fn, _linen_module(state.apply_fn)
+    if module is not None:
+        outputs, updates = _forward_linen(module, {**state.variables, "params": params}, inputs, train, rngs)
+    else:
+        apply_fn = apply_fn if isinstance(apply_fn, Forward) else FunctionApply(apply_fn)
+        outputs, updates = apply_fn.forward(state, params, inputs, train=train, rngs=rngs)
+        if train and updates is not None:
+            _note_changes({"batch_stats": state.batch_stats, "collections": state.collections}, updates)
+    return outputs, (updates if train else _sown_part(updates)) or None
+
+
+# The paths of the variables that forward passes in training mode have changed, and their values before the change; None
+# outside `noting_changes`.
+_changed: contextvars.ContextVar[list[tuple[str, Any]] | None] = contextvars.ContextVar("changed", default=None)
+
+
+@contextlib.contextmanager
+def noting_changes() -> Iterator[list[tuple[str, Any]]]:
+    """A context manager that collects the variables of a state that forward passes in training mode change.
+
+    The list holds their paths, and their values before the change.
+    """
+    token = _changed.set(changed := [])
+    try:
+        with nn.intercept_methods(_note_changes_of_linen):
+            yield changed
+    finally:
+        _changed.reset(token)
+
+
+def _note_changes(before: Any, after: Any) -> None:
+    changed, kept = _changed.get(), {id(leaf) for leaf in jax.tree.leaves(after)}
+    if changed is not None:
+        changed += [each for each in checks.leaves_by_path(before).items() if id(each[1]) not in kept]
+
+
+def _note_changes_of_linen(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    scope = context.module.scope
+    if scope is None or scope.path:
+        return method(*args, **kwargs)
+    before = checks.leaves_by_path(context.module.variables)
+    outputs = method(*args, **kwargs)
+    _note_changes(before, context.module.variables)
+    return outputs
+
+
+def check_updates_kept(
+    before: Any, after: Any, changed: Sequence[tuple[str, Any]], step: str, trace: Callable[[], Any]
+) -> None:
+    """Raises an error if a step updates the state but drops the variables that the forward pass changed.
+
+    Args:
+      before: The state that was passed to `run`.
+      after: The state that `run` returned.
+      changed: The list from `noting_changes`.
+      step: A description of the step.
+      trace: A function that returns the jaxpr of `run`. It is called if a forward pass ran inside a transformation such
+        as `jax.jit` or `jax.checkpoint`, where variables can be recognized only by their paths.
+    """
+    old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for _, leaf in changed}
+    new = checks.leaves_by_path(after)
+    dropped = [path for path, leaf in new.items() if id(leaf) in lost]
+    unchanged = {path: id(leaf) in old for path, leaf in new.items()}
+    inner = {path for path, leaf in changed if id(leaf) not in old}
+    if inner and not dropped:
+        jaxpr = trace()
+        unchanged = {path: _is_returned_unchanged(jaxpr, place) for place, path in enumerate(new)}
+        ends = {path: [name for name in new if f"/{name}".endswith(f"/{path}")] for path in inner}
+        lost_names = {name for names in ends.values() if all(unchanged[name] for name in names) for name in names}
+        dropped = [name for name in new if name in lost_names]
+    if dropped and not all(unchanged.values()):
+        raise ValueError(
+            f"{step} returns variables unchanged that the model's forward pass changed: {checks.listed(dropped)}. Each "
+            "step would start from the same values: dropout would repeat its mask, and running statistics would never "
+            "move. Keep the second result of call_model or apply_fn, outputs, updates = self.call_model(...), return "
+            "updates from the loss function (has_aux=True), and store them: "
+            "state = state.apply_gradients(grads=grads).update_variables(updates). If the old values are right, call "
+            "the model with train=False, or return copies of them (jnp.copy)."
+        )
+
+
+def _is_returned_unchanged(jaxpr: Any, place: int) -> bool:
+    """Returns whether the output at `place` is the argument at `place`, perhaps passed through nested functions."""
+    needed, needs = partial_eval.dce_jaxpr(jaxpr, [number == place for number in range(len(jaxpr.outvars))])
+    return [number for number, is_needed in enumerate(needs) if is_needed] == [place] and _is_without_operations(needed)
+
+
+def _is_without_operations(jaxpr: Any) -> bool:
+    nested = [each.params.get("jaxpr") for each in jaxpr.eqns]
+    return all(each is not None and _is_without_operations(getattr(each, "jaxpr", each)) for each in nested)
+
+
+def sown_losses(updates: Any) -> list[Any]:
+    """Returns the losses that a Linen or NNX model sowed in a forward pass: `self.sow("losses", "name", value)`.
+
+    `LossStep` adds them to the loss. In your own `Step`, add them yourself: `loss + sum(sown_losses(updates))`.
+
+    Args:
+      updates: The second result of `forward` or `Step.call_model`.
+    """
+    return jax.tree.leaves(_sown_part(updates))
+
+
+def _sown_part(updates: Any) -> Any:
+    if types.is_nnx(updates, "State"):
+        return nnx.filter_state(updates, types.nnx_sown_types()[0])
+    return {name: each for name, each in (updates or {}).items() if name == "losses"}
+
+
+def mixes_examples(state: Any, *, train: bool) -> bool:
+    """Returns whether an example may affect the outputs for other examples, in the same batch or in later ones.
+
+    This is the case for batch normalization in training. If so, a short batch must not be padded.
+    """
+    if types.is_nnx(state.collections, "State"):
+        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+        others = [
+            leaf
+            for leaf in jax.tree.leaves(state.collections, is_leaf=is_variable)
+            if not isinstance(leaf, nnx.RngState)
+        ]
+    else:
+        others = state.collections
+    has_statistics = bool(jax.tree.leaves(state.batch_stats)) or bool(others)
+    module = _linen_module(state.apply_fn)
+    # A Linen module without a mode flag can't know that it is being evaluated.
+    knows_mode = module is None or bool(_mode_flags(type(module).__call__, train))
+    return has_statistics and (train or not knows_mode)
+
+
+def _linen_module(apply_fn: Any) -> nn.Module | None:
+    module = getattr(apply_fn, "__self__", None)
+    return module if isinstance(module, nn.Module) else None
+
+
+def _forward_linen(module, variables, inputs, train, rngs) -> tuple[Any, Any]:
+    args, kwargs = _arguments(type(module).__call__, inputs)
+    options = {**kwargs, **_mode_flags(type(module).__call__, train), "rngs": _named_keys(rngs)}
+    # Without their earlier values, which `sow` would add to.
+    variables = {name: each for name, each in variables.items() if name not in types.LINEN_SOWN}
+    stored = [name for name in variables if name != "params"] if train else []
+    return module.apply(variables, *args, mutable=[*stored, "losses"], **options)
+
+
+# The arguments through which models receive the training mode, with their values in training.
+_MODE_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # Some functions written in C have no signature.
+        return {}
+
+
+def _mode_flags(function: Callable[..., Any], train: bool, *, without_default: bool = False) -> dict[str, bool]:
+    found = {name: parameter for name, parameter in _parameters(function).items() if name in _MODE_FLAGS}
+    return {
+        name: _MODE_FLAGS[name] == train
+        for name, parameter in found.items()
+        if not without_default or parameter.default is inspect.Parameter.empty
+    }
+
+
+def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = ()) -> tuple[Sequence[Any], Any]:
+    """Returns the positional and keyword arguments for a model's method.
+
+    A method that takes one argument receives the inputs unchanged. A method that takes several arguments receives the
+    items of a list or tuple by position, or the items of a dict by name.
+
+    Args:
+      method: The method, bound or unbound.
+      inputs: The inputs.
+      given: The names of other arguments that the caller passes.
+
+    Raises:
+      TypeError: If the method takes several arguments, and the inputs are not a matching list or dict.
+    """
+    ignored = {"self", "rngs", *_MODE_FLAGS, *given}
+    parameters = {
+        name: each for name, each in _parameters(method).items() if name not in ignored and each.kind not in _VARIADIC
+    }
+    required = [name for name, each in parameters.items() if each.default is inspect.Parameter.empty]
+    if isinstance(inputs, Mapping) and len(inputs) > 1 and {*required} <= {*inputs} <= {*parameters}:
+        return (), inputs
+    if len(required) < 2:
+        return (inputs,), {}
+    if type(inputs) in (list, tuple) and len(required) <= len(inputs) <= len(parameters):
+        return tuple(inputs), {}
+    raise TypeError(
+        f"The model takes {', '.join(parameters)}, and its inputs are {checks.describe(inputs)}"
+        f"{f' of {len(inputs)}' if isinstance(inputs, Sequence | Mapping) else ''}. Give a list of the inputs in this "
+        "order, or a dict with these keys."
+    )
+
+
+def _key(rngs: types.PRNGType | None, name: str) -> Any:
+    """Returns the PRNG key called `name`, or else the one whose name sorts first. Returns a single key unchanged."""
+    if isinstance(rngs, Mapping):
+        return rngs[name if name in rngs else min(rngs)]
+    return rngs
+
+
+def _named_keys(rngs: types.PRNGType | None) -> dict[str, jax.Array] | None:
+    if rngs is None or isinstance(rngs, Mapping):
+        return None if rngs is None else dict(rngs)
+    # Linen uses the key "params" for all names without a key.
+    return {"dropout": rngs, "params": jax.random.fold_in(rngs, 1)}
+
+
+class Forward(abc.ABC):
+    """The `apply_fn` of a model that isn't a Linen module. `jit` hashes it and compares it on each call."""
+
+    @abc.abstractmethod
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
+        """Calls the model; see the function `forward`."""
+
+
+@final
+class NNXApply(Forward):
+    """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
+
+    Works like `graphdef.apply`. In addition, `train=True` calls `model.train()` and `train=False` calls `model.eval()`,
+    which switch layers such as dropout and batch normalization to that mode. Without `train`, the model stays in the
+    mode that its constructor chose.
+
+    `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so its hash
+    is cached.
+    """
+
+    def __init__(self, graphdef: "nnx.GraphDef"):
+        self.graphdef = graphdef
+        self._hash = hash(graphdef)
+
+    def __call__(self, *states: Any, train: bool | None = None) -> Callable[..., Any]:
+        if train is None:
+            return self.graphdef.apply(*self._new_variables(states))
+        graphdef, state = nnx.split(self._merge(states, train))
+        return _Noting(graphdef.apply(state), states) if train else graphdef.apply(state)
+
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
+        model = self._merge((params, state.batch_stats, state.collections), train)
+        options: dict[str, Any] = dict(_mode_flags(type(model).__call__, train))
+        if rngs is not None and "rngs" in _parameters(type(model).__call__):
+            options["rngs"] = nnx.Rngs(**rngs) if isinstance(rngs, Mapping) else nnx.Rngs(rngs)
+        args, kwargs = _arguments(type(model).__call__, inputs)
+        if hasattr(nnx, "capture"):
+            outputs, sown = nnx.capture(model, types.nnx_sown_types()[0])(*args, **kwargs, **options)
+            return outputs, nnx.merge_state(nnx.state(model), sown)
+        # Older versions of Flax store what a model sows in the model.
+        return model(*args, **kwargs, **options), nnx.state(model)
+
+    def _merge(self, states: Sequence[Any], train: bool) -> Any:
+        model = nnx.merge(self.graphdef, *self._new_variables(states))
+        model.train() if train else model.eval()
+        return model
+
+    def _new_variables(self, states: Sequence[Any]) -> Any:
+        for state in states:
+            if not isinstance(state, nnx.State):
+                raise TypeError(
+                    "The apply_fn of an NNX model takes nnx.States, apply_fn(params, batch_stats, collections, "
+                    f"train=...)(inputs), got {checks.describe(state)} among them. "
+                    "(apply_fn({'params': params}, inputs) is for Linen modules.)"
+                )
+        # Copies the variables, because inside a gradient, NNX can only change variables created there.
+        return jax.tree.map(lambda leaf: leaf, states)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, NNXApply) and self.graphdef == other.graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Noting:
+    """Wraps the result of `graphdef.apply(state)`, or a method of it, to note which variables a call changes."""
+
+    applied: Any
+    states: Sequence[Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs, (graphdef, updates) = self.applied(*args, **kwargs)
+        _note_changes(dict(zip(("params", "batch_stats", "collections"), self.states, strict=False)), updates)
+        return outputs, (graphdef, updates)
+
+    def __getattr__(self, name: str) -> "_Noting":
+        return _Noting(getattr(self.applied, name), self.states)
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class EquinoxApply(Forward):
+    """The `apply_fn` of an Equinox module. `apply_fn(state.params)` returns the module with these parameters.
+
+    Attributes:
+      static: The module without its parameters.
+    """
+
+    static: Any
+
+    def __call__(self, params: Any) -> Any:
+        import equinox as eqx
+
+        return eqx.combine(params, self.static)
+
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
+        import equinox as eqx
+
+        model = eqx.nn.inference_mode(self(params), value=not train)
+        parameters = _parameters(type(model).__call__)
+        takes_key = "key" in parameters and (train or parameters["key"].default is inspect.Parameter.empty)
+        keys = None
+        if takes_key and rngs is not None:
+            keys = jax.random.split(_key(rngs, "dropout"), len(jax.tree.leaves(inputs)[0]))
+
+        def call_model(example: Any, variables: Any, key: Any) -> Any:
+            arguments = (example,) if variables is None else (example, variables)
+            return model(*arguments) if key is None else model(*arguments, key=key)
+
+        # BatchNorm computes means over the axis with this name.
+        batched = lambda out_axes: jax.vmap(call_model, in_axes=(0, None, 0), out_axes=out_axes, axis_name="batch")
+        if "state" not in state.collections:
+            return batched(0)(inputs, None, keys), None
+        outputs, variables = batched((0, None))(inputs, state.collections["state"], keys)
+        return outputs, {"state": variables}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class HaikuApply(Forward):
+    """The `apply_fn` of a Haiku model. It calls the `apply` of `hk.transform` or `hk.transform_with_state`."""
+
+    apply: Callable[..., Any]
+    has_state: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.apply(*args, **kwargs)
+
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
+        before = (state.collections["state"],) if self.has_state else ()
+        result = self.apply(params, *before, _key(rngs, "dropout"), inputs, **_mode_flags(self.apply, train))
+        return (result[0], {"state": result[1]}) if self.has_state else (result, None)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class FunctionApply(Forward):
+    """The `apply_fn` of an `(init, apply)` pair of functions. It calls `apply(params, inputs)`."""
+
+    apply: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.apply(*args, **kwargs)
+
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
+        options: dict[str, Any] = dict(_mode_flags(self.apply, train))
+        for name in _parameters(self.apply):
+            if name in ("rng", "key"):
+                options[name] = _key(rngs, "dropout")
+            elif name == "rngs":
+                options[name] = _named_keys(rngs)
+        return self.apply(params, inputs, **options), None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ParamsApply(Forward):
+    """The `apply_fn` for parameters without a model. It returns the parameters as the outputs."""
+
+    def __call__(self, params: Any) -> Any:
+        return params
+
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
+        return params, None
+
+
+# Models of other kinds -------------------------------------------------------------------------------
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdaptedModel:
+    """A model that is neither a Linen module nor an NNX class, as converted by `adapt`.
+
+    Attributes:
+      kind: A clause that describes the kind of model in error messages.
+      apply_fn: The `apply_fn` of states created from the model.
+      arrays: The initial `(params, batch_stats, collections)`; empty if the model doesn't contain them.
+      init: A function that computes `arrays` from `(key, inputs, init_kwargs)`; None if the model contains them.
+    """
+
+    kind: str
+    apply_fn: Forward
+    arrays: tuple[Any, ...] = ()
+    init: Callable[..., tuple[Any, Any, Any]] | None = None
+
+
+def adapt(model: Any) -> Any:
+    """Converts a model to a form that a `Step` can initialize.
+
+    Linen modules and NNX classes are returned unchanged. The following are converted to an `AdaptedModel`:
+
+    - an NNX module instance;
+    - an Equinox module instance, or a pair `(module, state)` made by `eqx.nn.make_with_state`;
+    - the result of `hk.transform` or `hk.transform_with_state`;
+    - a pair of functions `(init, apply)`;
+    - a pytree of parameters.
+
+    >>> adapt({"w": np.ones(3), "b": 0.0}).kind
+    'a dict is a pytree of parameters'
+
+    Raises:
+      TypeError: If the model isn't one of these kinds.
+    """
+    name = type(model).__name__
+    if inspect.isclass(model):
+        if types.is_nnx_class(model):
+            return model
+        raise TypeError(
+            f"{_SUPPORTED_MODELS}, got the class {model.__name__}. Give an instance, {model.__name__}(...)."
+        )
+    if isinstance(model, nn.Module | AdaptedModel):
+        return model
+    if types.is_nnx(model, "Module"):
+        model = nnx.clone(model)
+        nnx.pop(model, types.nnx_sown_types())  # An earlier call may have sown values.
+        graphdef, *arrays = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
+        return AdaptedModel(f"{name} is an instance of an NNX module", NNXApply(graphdef), tuple(arrays))
+    if isinstance(model, tuple) and len(model) == 2 and _is_equinox_state(model[1]):
+        return _adapt_equinox(*model)
+    if _is_of("equinox", model):
+        return _adapt_equinox(model, None)
+    if _is_of("haiku", model):
+        if name not in ("Transformed", "TransformedWithState"):
+            raise TypeError(f"{_SUPPORTED_MODELS}, got Haiku's {name}. Give hk.transform(...) of one function.")
+        return _adapt_haiku(model, has_state=name == "TransformedWithState")
+    if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
+        init, apply = model
+        make = lambda key, inputs, init_kwargs: (init(key, inputs, **init_kwargs), {}, {})
+        return AdaptedModel("the model is a pair of functions (init, apply)", FunctionApply(apply), init=make)
+    return _adapt_params(model)
+
+
+_SUPPORTED_MODELS = (
+    "model must be a Linen module, an NNX class or instance, an Equinox module, the result of hk.transform, a pair of "
+    "functions (init, apply), or a pytree of parameters"
+)
+
+
+def _is_of(package: str, model: Any) -> bool:
+    """Returns whether any of a model's base classes is from a package, without a slow import of the package."""
+    return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
+
+
+def _is_equinox_state(value: Any) -> bool:
+    return _is_of("equinox", value) and type(value).__name__ == "State"
+
+
+def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
+    import equinox as eqx
+
+    name = type(model).__name__
+    if not callable(model):
+        raise TypeError(f"The Equinox module {name} has no __call__, which the forward pass needs. Define it.")
+    if state is None and "state" in _parameters(type(model).__call__):
+        raise TypeError(
+            f"The Equinox module {name} takes a state. Give the pair that makes both: "
+            f"model=eqx.nn.make_with_state({name})(...)."
+        )
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    arrays = (params, {}, {} if state is None else {"state": state})
+    return AdaptedModel(f"{name} is an Equinox module", EquinoxApply(static), arrays)
+
+
+def _adapt_haiku(model: Any, has_state: bool) -> AdaptedModel:
+    def init(key: Any, inputs: Any, init_kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        # Initialize in training mode, because hk.BatchNorm creates its state only in that mode.
+        made = model.init(key, inputs, **{**_mode_flags(model.init, train=True), **init_kwargs})
+        params, state = made if has_state else (made, None)
+        return params, {}, {"state": state} if has_state else {}
+
+    return AdaptedModel("the model is a Haiku transform", HaikuApply(model.apply, has_state), init=init)
+
+
+def _adapt_params(params: Any) -> AdaptedModel:
+    is_array = lambda leaf: isinstance(leaf, float | np.ndarray | np.generic | jax.Array)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not any(is_array(leaf) for _, leaf in leaves):
+        raise TypeError(f"{_SUPPORTED_MODELS}, got {checks.describe(params)}.")
+    for path, leaf in leaves:
+        if not is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            where = f"leaf {checks.path_name(path)!r}" if path else "model"
+            raise TypeError(
+                f"model is a pytree of parameters, and its {where} is {checks.describe(leaf)}, but gradients need "
+                "floating-point arrays. Remove leaves that are not parameters, or cast them with .astype(np.float32)."
+            )
+    return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", ParamsApply(), (params, {}, {}))
+
+
+_ARRAYS = jax.Array | np.ndarray | np.generic
+
+
+def example_inputs(spec: types.BatchSpec) -> Any:
+    """Returns inputs for initializing a model. Shapes in the spec become arrays of ones; arrays are kept unchanged.
+
+    >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "key": jax.random.key(0)}))
+    {'image': (1, 28, 28, 1), 'key': ()}
+    """
+
+    def ones(leaf: Any) -> jax.Array:
+        shape = _shape_in_spec(leaf)
+        if shape is not None:
+            return jnp.ones(shape.shape, shape.dtype)
+        if isinstance(leaf, _ARRAYS):
+            return jnp.asarray(leaf)
+        raise ValueError(
+            f"A spec must be a shape ([1, 28, 28, 1]), a (shape, dtype) pair, an array or a key, or these nested in "
+            f"dicts, lists and named tuples, got {leaf!r} in it."
+        )
+
+    return jax.tree.map(ones, spec, is_leaf=lambda leaf: leaf is None or _shape_in_spec(leaf) is not None)
+
+
+def example_batch(batch: types.BatchSpec) -> types.Batch:
+    """Returns a host batch in which zeros replace the shapes.
+
+    The zeros are views of a single number, so they use no memory. A batch without arrays is treated as a spec. If a
+    batch contains arrays, lists of numbers in it are not treated as shapes.
+
+    >>> example_batch({"x": ([2**40, 3], np.uint8)})["x"].shape
+    (1099511627776, 3)
+    """
+    is_spec = not any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(batch))
+    shape_of = lambda leaf: None if _is_shape(leaf) and not is_spec else _shape_in_spec(leaf)
+
+    def zeros(leaf: Any) -> Any:
+        shape = shape_of(leaf)
+        return leaf if shape is None else np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
+
+    return jax.tree.map(zeros, batch, is_leaf=lambda leaf: shape_of(leaf) is not None)
+
+
+def shape_of_array(leaf: Any) -> Any:
+    """Returns a NumPy array's shape, and the dtype that it has inside `jit`. Other leaves are returned unchanged."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _shape_in_spec(leaf: Any) -> jax.ShapeDtypeStruct | None:
+    """Returns the shape and dtype described by a leaf of a spec; None if the leaf is anything else."""
+    if _is_shape(leaf):
+        return jax.ShapeDtypeStruct(tuple(leaf), jnp.float32)
+    if _is_shape_and_dtype(leaf):
+        return jax.ShapeDtypeStruct(tuple(leaf[0]), jax.dtypes.canonicalize_dtype(leaf[1]))
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def _is_shape(leaf: Any) -> bool:
+    plain_sequence = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields")
+    return plain_sequence and all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in leaf)
+
+
+def _is_shape_and_dtype(leaf: Any) -> bool:
+    plain_pair = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields") and len(leaf) == 2
+    if not plain_pair or not _is_shape(leaf[0]) or isinstance(leaf[1], jax.ShapeDtypeStruct | _ARRAYS):
+        return False
+    if isinstance(leaf[1], str | np.dtype):
+        return True
+    return (isinstance(leaf[1], type) and issubclass(leaf[1], np.generic | int | float | bool)) or hasattr(
+        leaf[1], "dtype"
+    )

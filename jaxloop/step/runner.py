@@ -1,0 +1,310 @@
+"""Runs a `Step`: calls its hooks and actions in order, dispatches `run`, and keeps track of the step's states.
+
+Each step has one `Runner`, so that `Step` itself has only names for its users.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from jaxloop import metrics, types
+from jaxloop.actions.action import Action
+from jaxloop.actions.action_list import ActionList
+from jaxloop.base import checks
+from jaxloop.schedules import Elapsed
+from jaxloop.step import forward, nonfinite
+from jaxloop.step.compiled import Programs
+
+
+class Runner:
+    """Passes batches through a step's hooks in order, and calls the step's actions.
+
+    Hooks:
+      check_batches: Checks training batches that are ready for `run`, and counts their rows.
+      place: Places a batch on the devices, or several stacked batches.
+      begin_reads_state: Determines whether a loop must assemble the state before `begin`.
+      filler: Returns the function that sets the size of padded batches.
+      explain: Adds a note about the batch to an error.
+
+    Args:
+      step: The step.
+      base: The class `Step`, with the default hooks.
+      begin_actions: The actions to call before `run`.
+      end_actions: The actions to call after `end`.
+
+    Attributes:
+      step: The step.
+      batch_watch: The checks of the step's training batches.
+      programs: The compiled versions of `run`.
+      states: The states that the step returned.
+      action_lists: The begin actions and the end actions. Each list counts how often its actions were called.
+      has_schedules: True if the interval of any of the step's actions is a schedule.
+    """
+
+    def __init__(
+        self, step: Any, base: type, begin_actions: Sequence[Action] | None, end_actions: Sequence[Action] | None
+    ):
+        self.step: Any = step
+        self._base = base
+        self.batch_watch: checks.BatchWatch = checks.BatchWatch()
+        self.programs: Programs = Programs(step, self.batch_watch)
+        self.states: States = States(step)
+        unit = "steps within the loop"
+        self.action_lists: tuple[ActionList, ActionList] = (
+            ActionList(begin_actions, unit),
+            ActionList(end_actions, unit),
+        )
+        self.has_schedules: bool = any(each.has_schedules for each in self.action_lists)
+        self._has_warned_of_count = False
+
+    def has_own(self, name: str) -> bool:
+        """Returns True if the step's class or the step itself overrides a method of `Step`."""
+        return checks.is_overridden(self.step, name, self._base)
+
+    def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
+        """Describes any host code that must run at each step and therefore prevents a loop from fusing its steps.
+
+        Returns None if there isn't any such code.
+
+        Args:
+          evaluates: Whether to describe the code for evaluations rather than for training.
+        """
+        for name in ("evaluate" if evaluates else "__call__", "end"):
+            if self.has_own(name):
+                return f"it has its own `{name}`, which is called after each step"
+        if checks.is_user_defined(self.step, "shard_batch"):
+            return "it has its own `shard_batch`, which places one batch"
+        if any(each.actions for each in self.action_lists):
+            return "it has actions, which are called for each step; move them to the loop, with a schedule"
+        return None
+
+    # Before `run` --------------------------------------------------------------------------------
+
+    def count_examples(self, batch: types.Batch) -> int:
+        """Returns the result of `num_examples` as an int.
+
+        Raises:
+          ValueError: If the result is negative or not a whole number.
+        """
+        step = self.step
+        value = step.num_examples(batch)
+        count = checks.whole_number(value)
+        if count is None:
+            raise ValueError(
+                f"{type(step).__name__}.num_examples must return the number of examples in the batch, a whole number, "
+                f"got {value!r} for {checks.batch_in_words(batch)}."
+            )
+        is_default = count == 1 and not self._has_warned_of_count and not checks.is_user_defined(step, "num_examples")
+        if is_default and checks.num_examples(batch) is None:
+            self._has_warned_of_count = True
+            logging.warning(
+                "%r counts each batch as one example, because its leaves don't share a leading axis. Override "
+                "Step.num_examples(batch) for weighted means.",
+                step,
+            )
+        return count
+
+    def check_batches(self, *batches: types.Batch) -> int:
+        """Checks the shapes of training batches that are ready for `run`, and returns the number of rows per batch.
+
+        Args:
+          *batches: One or more batches, all with the same structure, shapes and dtypes.
+        """
+        rows = self.batch_watch.look(batches, self.step)
+        return self.count_examples(batches[0]) if rows is None else rows
+
+    def begin_reads_state(self, batch: types.Batch) -> bool:
+        """Returns True if an overridden `begin` reads the state, which the loop must then assemble before the step."""
+        return True
+
+    def filler(self) -> Callable[[int], None] | None:
+        """Returns a function that sets the size to which short batches are padded, or None if the step can't pad."""
+        return None
+
+    def preprocessed(self, batch: types.Batch) -> types.Batch:
+        """Calls `preprocess_batch` and returns its result. Raises a `TypeError` if the result is None."""
+        ready = self.step.preprocess_batch(batch)
+        if ready is None and batch is not None:
+            raise TypeError(f"{type(self.step).__name__}.preprocess_batch returned None. Return the batch.")
+        return ready
+
+    def before_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
+        """Passes a prepared state and a batch from the dataset through the hooks that precede `run`."""
+        result = self.step.begin(state, self.preprocessed(batch))
+        new_state, batch = checks.check_pair(result, f"{type(self.step).__name__}.begin", "(state, batch)")
+        return state if new_state is state else self.states.prepare(new_state), batch
+
+    def begin(self, state: Any, batch: types.Batch, number: int, elapsed: Elapsed) -> tuple[Any, types.Batch]:
+        """Calls the hooks and the begin actions of a step that isn't run by a loop's program."""
+        state, batch = self.before_run(state, batch)
+        _call_actions(self.action_lists[0], state, None, number, elapsed)
+        return state, batch
+
+    # `run` ---------------------------------------------------------------------------------------
+
+    @property
+    def places_batches(self) -> bool:
+        """True if each training batch must be passed to `place` before `run`."""
+        step, places = self.step, type(self).place is not Runner.place
+        is_own = places or checks.is_user_defined(step, "shard_batch")
+        return is_own or (step._should_shard_batch and step.partitioner.places_batches)
+
+    def place(self, batch: types.Batch, *, evaluates: bool = False, fuses: bool = False) -> types.Batch:
+        """Places a batch on the devices with `shard_batch`.
+
+        In an evaluation, a batch that can't be divided evenly among the devices is replicated, unless `shard_batch` is
+        overridden.
+
+        Args:
+          batch: The batch.
+          evaluates: Whether the batch is for an evaluation.
+          fuses: Whether these are several batches, stacked along a new leading axis.
+        """
+        step = self.step
+        if fuses:
+            return step._partitioner.shard_stacked_batches(batch) if step._should_shard_batch else batch
+        if evaluates and step._should_shard_batch and not self.has_own("shard_batch"):
+            return step._partitioner.shard_short_batch(batch)
+        return step.shard_batch(batch)
+
+    def dispatch(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> tuple[Any, types.Output]:
+        """Dispatches `run` on a batch that is ready for it."""
+        compiled, call = self.programs.dispatcher(evaluates=evaluates)
+        try:
+            carry, outputs = call(compiled.enter(state), self.place(batch, evaluates=evaluates))
+        except Exception as error:
+            self.explain(error, batch)
+            raise
+        return compiled.leave(carry), outputs
+
+    def explain(self, error: Exception, batch: types.Batch) -> None:
+        """Adds a note about the batch to a step's error. If the batch is invalid, raises a different error instead."""
+        if isinstance(error, TypeError | ValueError):
+            checks.check_batch(batch)
+        if batch is None:
+            error.add_note("without a batch, because the dataset is None. If the step needs data, give a dataset.")
+        else:
+            error.add_note(f"with {checks.batch_in_words(batch)}")
+            if any(np.ndim(leaf) == 0 for leaf in checks.batch_leaves(batch).values() if not isinstance(leaf, str)):
+                error.add_note(
+                    "Some of its leaves have no axis. If the dataset yields examples instead of batches, write "
+                    "jaxloop.data.batched(dataset, 64, seed=0)."
+                )
+
+    # After `run` ---------------------------------------------------------------------------------
+
+    def end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
+        """Calls the hook `end` and the end actions of a step that isn't run by a loop's program."""
+        flags = (outputs or {}).get(nonfinite.FLAGS)
+        if flags is not None:  # The hook and the actions see only the step's own outputs.
+            own = {name: value for name, value in (outputs or {}).items() if name != nonfinite.FLAGS}
+            state, outputs = self.end(state, own or None, number, elapsed)
+            return state, {**(outputs or {}), nonfinite.FLAGS: flags}
+        if self.has_own("end"):
+            with jax.profiler.TraceAnnotation("jaxloop: end"):
+                result = self.step.end(state, outputs)
+            state, outputs = checks.check_result(result, f"{type(self.step).__name__}.end")
+            outputs = _copy_donated(outputs, state)
+        _call_actions(self.action_lists[1], state, outputs, number, elapsed)
+        return state, outputs
+
+
+def _call_actions(actions: ActionList, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> None:
+    for index in range(len(actions.actions)):
+        if actions.is_due(index, number + 1, elapsed):
+            step_num = int(metrics.fetch(getattr(state, "step", 0)))
+            actions.call(index, state, outputs, dataclasses.replace(elapsed, steps=step_num))
+
+
+def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
+    """Copies outputs that are leaves of the state, because the next step would donate them before they are read."""
+    donated = {id(leaf) for leaf in jax.tree.leaves(state)}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in donated else leaf, outputs)
+
+
+def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
+    """Passes a batch through the hooks that precede `run`. Returns the state (or its shapes) and batch shapes."""
+    runner = step._runner
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+    state = jax.tree.map(_shape_in_run, state) if is_abstract else runner.states.prepare(state)
+    state, batch = runner.before_run(state, forward.example_batch(batch))
+    if checks.is_user_defined(step, "shard_batch") or checks.is_user_defined(step.partitioner, "shard_batch"):
+        return state, batch  # A custom `shard_batch` may accept only arrays.
+    return state, jax.tree.map(forward.shape_of_array, batch)
+
+
+def _shape_in_run(leaf: Any) -> Any:
+    """Returns a shape as it is in a run, so that jit reuses the compiled function: on one device, without sharding."""
+    if not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) or leaf.sharding.device_set.isdisjoint(
+        jax.devices()
+    ):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+
+
+_NOTHING: Callable[[], Any] = lambda: None
+
+
+@final
+class States:
+    """Prepares states for a step, and remembers the one that the step returned last.
+
+    Args:
+      step: The step.
+
+    Attributes:
+      initialize: A function that recreates the state that `initialize_model` last returned; None if that method was
+        never called.
+      rescued: The state that `run` returned, if `end` or an end action raised an error in the last step.
+    """
+
+    def __init__(self, step: Any):
+        self._step = step
+        self.initialize: Callable[[], Any] | None = None
+        self.rescued: Any = None
+        # Weak references to a state that was not donated, and to one of its leaves that the next step will donate.
+        self._known_state = self._known_leaf = _NOTHING
+
+    def initial(self) -> Any:
+        """Recreates the state that `initialize_model` last returned. Raises a `ValueError` if it was never called."""
+        if self.initialize is None:
+            raise ValueError(
+                f"The structure of the state is unknown. Call initialize_model(...) of {self._step!r} first, or give "
+                "state=..."
+            )
+        return self.initialize()
+
+    def prepare(self, state: Any) -> Any:
+        """Converts a state to the form that `run` needs, with all leaves as arrays on the partitioner's devices.
+
+        If the state is the one that this step last returned or prepared, it isn't checked again.
+
+        Raises:
+          ValueError: If the state was donated to an earlier call. (With several CPU devices, using such a state would
+            crash the process.)
+        """
+        self.rescued = None
+        if self._is_known(state):
+            return state
+        checks.check_alive(state, repr(self._step))
+        state = self._step.partitioner.place_state(checks.adopt(state))
+        self.remember(state)
+        return state
+
+    def _is_known(self, state: Any) -> bool:
+        if self._known_state() is not state:
+            return False
+        leaf = self._known_leaf()  # Another step may have donated it since.
+        return leaf is not None and not leaf.is_deleted()
+
+    def remember(self, state: Any) -> None:
+        """Records the last state that this step returned, so that `prepare` doesn't check it again."""
+        # Compares by identity: `state.replace(...)` makes a new object, which may contain a donated leaf.
+        leaf = checks.donated_leaf(state) if hasattr(state, "step") else None
+        self._known_state, self._known_leaf = (_NOTHING, _NOTHING) if leaf is None else map(weakref.ref, (state, leaf))
