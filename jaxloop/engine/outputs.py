@@ -386,6 +386,8 @@ def _groups(rows: Sequence[Any]) -> list[tuple[dict[str, Any] | None, int]]:
 def _unstacked(column: Any, number: int) -> list[Any]:
     if isinstance(column, list):
         return column
+    if isinstance(column, np.ndarray):
+        return list(column)
     leaves, structure = jax.tree.flatten(column)
     if not leaves:
         return [column] * number
