@@ -524,3 +524,13 @@ def test_forget_batches_discards_batches_read_before_a_seek():
     loop.forget_batches()
     _, outputs = loop(step.initialize_model([1, 1]), iterator, num_steps=2)
     assert [float(value) for value in outputs["loss"]] == [0, 1]
+
+
+def test_a_train_loop_counts_on_after_it_evaluated_another_state():
+    step, state, batches = examples.tiny_regression()
+    _, other, _ = examples.tiny_regression()
+    loop = TrainLoop(step)
+    state, _ = loop(state, batches, 5)
+    loop(other, batches, 2, return_state_from_step=False)
+    state, _ = loop(state, batches, 5)
+    assert int(state.step) == loop.step_num == loop.elapsed.steps == 10

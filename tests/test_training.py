@@ -1,6 +1,7 @@
 """Tests of joined loops: loops at whose ends nothing is due run without a pause, with the same results."""
 
 import _thread
+import contextlib
 import itertools
 import shutil
 import signal
@@ -318,6 +319,73 @@ def test_outputs_of_loops_before_a_failure_are_kept(loop_class, at, tmp_path):
         else:
             outer_loop(STATE, data, 20, 2)
     assert seen == [(10, 10), (20, 10)]
+
+
+def test_a_stop_that_a_step_reported_before_a_failure_ends_the_resumed_loop(tmp_path):
+    step = stops_at(3)(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+    fail = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), at(steps=6))
+    fail.uses_outputs = False
+    for actions in ([fail], []):
+        save = jaxloop.CheckpointAction(tmp_path, never())
+        train_loop = jaxloop.TrainLoop(step, end_actions=[*actions, save], stat_names=[])
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=every(1000))
+        with pytest.raises(Broken) if actions else contextlib.nullcontext():
+            state, _ = outer_loop(STATE, jaxloop.from_index(lambda number: BATCHES[number]), 30, 10)
+    assert int(state.step) == 10
+
+
+def test_a_resumed_loop_weights_what_update_outputs_added_before_the_resume(tmp_path):
+    class Adding(jaxloop.TrainLoop):
+        def update_outputs(self, loop_outputs, step_outputs):
+            return super().update_outputs(loop_outputs, step_outputs)
+
+        def end(self, state, outputs):
+            seen.append((len(outputs["loss"]), list(outputs.num_examples)))
+            return super().end(state, outputs)
+
+    seen, sizes = [], [8, 8, 4, 8, 8, 8]
+    batch = lambda number: {name: leaf[: sizes[number]] for name, leaf in BATCHES[number].items()}
+    for fails in (True, False):
+        fail = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), at(steps=4))
+        fail.uses_outputs = False
+        actions = [fail] if fails else []
+        train_loop = Adding(STEP, end_actions=[*actions, jaxloop.CheckpointAction(tmp_path, never())])
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=every(steps=2))
+        with pytest.raises(Broken) if fails else contextlib.nullcontext():
+            outer_loop(STATE, jaxloop.from_index(batch, num_batches=6), None, 6)
+    assert seen == [(6, sizes)]
+
+
+@pytest.mark.parametrize("end", [{"train_total_steps": 7}, {"stop": at(steps=7)}])
+def test_a_signal_at_the_last_step_does_not_lose_the_last_row(end):
+    def batch(number):
+        if number == 6:
+            signal.raise_signal(signal.SIGINT)
+        return BATCHES[number]
+
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP))
+    outer_loop(STATE, jaxloop.from_index(batch), **end)
+    assert outer_loop.history.collect("steps", "train.loss")[0] == [7]
+
+
+def test_begin_actions_receive_the_time_since_their_last_call():
+    seen = []
+
+    class Begin(jaxloop.Action):
+        def __call__(self, state, outputs, *, spent, **kwargs):
+            seen.append(spent.steps)
+
+    jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, begin_actions=[Begin()]))(STATE, BATCHES, 12, 4)
+    assert seen == [0, 4, 4]
+
+
+def test_statistics_of_a_loop_begin_where_the_last_one_ended(set_clock):
+    set_clock(map(float, itertools.count()).__next__)
+    names = [jaxloop.stat_loop.STAT_LOOP_TIME_SECS]
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, stat_names=names), log_interval=10)
+    _, outputs = outer_loop(STATE, itertools.cycle(BATCHES), 100, 10)
+    _, alone = jaxloop.TrainLoop(STEP, stat_names=names)(STATE, itertools.cycle(BATCHES), 10)
+    assert outputs[names[0]] < 3 * alone[names[0]]
 
 
 def test_the_last_step_is_saved_despite_ctrl_c(tmp_path):

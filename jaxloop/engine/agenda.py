@@ -27,7 +27,7 @@ class Rank(enum.IntEnum):
     ROW = 1
     ACTION = 2
     EVALUATION = 3
-    LAST = 4
+    AFTER_EVALUATIONS = 4
     SAVE = 5
 
 
@@ -67,6 +67,7 @@ class Item:
     """Something that a run calls when it is due: a history row, an action, an evaluation, a checkpoint.
 
     Hooks:
+      name: The name under which a checkpoint stores its state.
       interval: A schedule, or a number of loops.
       call: Called when the item is due. Returns False if it was interrupted, and must be called again after a resume.
       state_dict, load_state_dict, kept_state: See `Action`.
@@ -154,7 +155,7 @@ class ActionItem(Item):
         self.next_interval: Schedule | None = None
         self._context = context
         self.time_category, self.name = self.action.time_category, type(self.action).__qualname__
-        last = Rank.SAVE if self.time_category == "checkpoints" else Rank.LAST
+        last = Rank.SAVE if self.time_category == "checkpoints" else Rank.AFTER_EVALUATIONS
         rank = rank if rank is not None else last if self.action.runs_last else Rank.ACTION
         uses, waits = self.action.uses_outputs, self.action.needs_all_outputs
         super().__init__(rank, "nothing" if not uses else "all" if waits else "newest")
@@ -296,9 +297,10 @@ class Agenda:
         self.owes_trim = may_end or (self.owes_trim and ended is None)
         if not self.owes_trim:  # Before the saves, because a resumed run must merge the same sums in the same order.
             self.trim()
-        for item in self.items if saves and not stopped() else ():
-            if item.rank == Rank.SAVE and item.is_due(now, loop):
-                self._call(item, state, now, spent, ended)
+        if saves and not stopped():
+            for item in self.items:
+                if item.rank == Rank.SAVE and item.is_due(now, loop):
+                    self._call(item, state, now, spent, ended)
         return now
 
     def _call(self, item: Item, state: Any, now: Elapsed, spent: Spent, ended: Ended | None) -> None:

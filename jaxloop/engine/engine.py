@@ -116,7 +116,7 @@ class Engine:
         self.observers: list[Callable[[types.Batch], None]] = []
         self.call: Call = Call()
         self._feed = Feed(iter(()))
-        self._known_count: Any = None  # A `state.step` that is known to equal `call.step_num`.
+        self._known_count: tuple[Any, int] = (None, 0)  # A `state.step`, and its value.
         self._has_checked_count = False
 
     @property
@@ -191,7 +191,8 @@ class Engine:
                 call.rescued = self._rescue(error)
                 raise
             finally:
-                self._known_count = getattr(call.state, "step", None) if trains else self._known_count
+                if trains:
+                    self._known_count = getattr(call.state, "step", None), call.step_num
                 call.state = call.program = None
                 if not trains and run.batches:
                     run.drop_loop()  # What was measured in an interrupted evaluation.
@@ -213,8 +214,9 @@ class Engine:
             run.now = dataclasses.replace(run.now, steps=step_num)
         if plan.is_alone:
             run.batches = 0
-            for item in () if trains else run.agenda.items:  # The same state may be evaluated again.
-                item.called_at = None
+            if not trains:  # The same state may be evaluated again.
+                for item in run.agenda.items:
+                    item.called_at = None
         run.agenda.begin_call()
         updates, place, guard = step.updates_per_step if trains else 0, run.outputs.position, None
         if trains and options.nan_policy != "ignore":
@@ -242,10 +244,10 @@ class Engine:
 
     def step_num_of(self, state: Any) -> int:
         """Returns the number of completed updates: `state.step`, or the loop's own count if the state has no `step`."""
-        count = getattr(state, "step", None)
-        if count is None or count is self._known_count:
-            return self.call.step_num  # Reading the array would wait for the devices.
-        return int(metrics.fetch(count))
+        count, (known, number) = getattr(state, "step", None), self._known_count
+        if count is None:
+            return self.call.step_num
+        return number if count is known else int(metrics.fetch(count))  # Reading waits for the devices.
 
     def _begin_loop(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         """Calls the `begin` hook. In a loop that is continued, only if it wraps the data, and its state is ignored."""
@@ -270,9 +272,10 @@ class Engine:
         for item in self.begin_actions:
             item.called_at = None
             if item.is_due(asked, run.loops + 1):
-                with run.stopwatch.counting("actions"):
-                    item.call(Moment(state, now, None, run.stopwatch.spent()))
-                    item.calls += 1
+                spent = run.stopwatch.spent()
+                with run.stopwatch.counting(item.action.time_category):
+                    item.call(Moment(state, now, None, spent - item.spent))
+                item.calls, item.spent = item.calls + 1, spent
         run.began_at = asked.without_previous()
 
     def _end_loop(self, state: Any, outputs: LoopOutputs) -> tuple[Any, LoopOutputs]:
@@ -340,7 +343,8 @@ class Engine:
                     call.data_ended = True
                     break
                 if self.requests.requested:
-                    call.is_interrupted = left > 0 and not plan.ends_loop(run.now.steps)
+                    ends_here = plan.ends_loop(run.now.steps) or plan.ends_at(run.now)
+                    call.is_interrupted = left > 0 and not ends_here
                     break
                 is_reached = left > 0 and self._is_reached(goal)
                 if left > 0 and plan.ends_loop(run.now.steps) and (is_reached or not self._pass_loop_end()):
@@ -444,7 +448,10 @@ class Engine:
         """
         run, updates, loop_steps = self.run, self.call.updates, self.plan.loop_steps
         if updates and loop_steps is not None and run.batches * updates > run.now.steps % loop_steps:
+            before = run.loops
             run.pass_ends(loop_steps, updates, also_here=also_here)
+            if run.loops > before and self.statistics is not None:
+                self.statistics.begin_loop()
 
     def _pass_loop_end(self) -> bool:
         """Ends a loop at whose end nothing is due. Returns False if something ends the run here."""
@@ -500,7 +507,7 @@ class Engine:
           only_saves: Whether to call only the actions that save checkpoints.
         """
         run, agenda = self.run, self.run.agenda
-        self.call = Call(self.call.step_num, self._loop.step.updates_per_step)
+        self.call.updates = 0 if self.options.evaluates else self._loop.step.updates_per_step
         with self.requests, run.stopwatch.counting("dispatch"):
             now = dataclasses.replace(run.now, is_last=is_last or self.plan.ends_at(run.now))
             now = dataclasses.replace(now, previous=now.previous or now.without_previous())

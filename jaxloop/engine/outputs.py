@@ -57,6 +57,9 @@ class Outputs:
     A cut ends a segment. `clu.metrics` states are merged in step order within a segment, so everything that reads
     outputs, and every end of a loop, makes a cut. A checkpoint reads without a cut, so it changes no bits.
 
+        | dropped | segment | segment | open segment | on the devices | newest |
+                  ^ the cursor of a reader                                     ^ position
+
     Attributes:
       newest: The outputs of the latest steps. Append to this list, then call `push`.
       position: The number of steps so far.
@@ -115,7 +118,7 @@ class Outputs:
     def push(self, num_steps: int, state: Any) -> None:
         """Waits if the host is too far ahead after these steps, and reads outputs that have been computed."""
         self._wait(num_steps, state)
-        self._look_at(self.newest[-1])
+        self._look_at(num_steps)
         if len(self._examples) < self._chunk_size:
             return
         self._send()
@@ -127,12 +130,14 @@ class Outputs:
         if self._held > max(limit, self._max_in_flight):
             self._read([each for each in self._queue if each is not newest], metrics.fetch)
 
-    def _look_at(self, newest: types.Output | Block) -> None:
-        """Notes whether the outputs are plain. Those of one compiled function have the same axes in all steps."""
+    def _look_at(self, num_steps: int) -> None:
+        """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
+        newest = self.newest[-1]
         values, axes = _values_of(newest) or {}, 1 if isinstance(newest, Block) else 0
         if self._names is None:
             self._names, self.are_plain = values.keys(), types.STOP_LOOP not in values
-        self.are_plain &= values.keys() == self._names
+        rows = [newest] if axes else self.newest[-num_steps:]
+        self.are_plain &= all((_values_of(row) or {}).keys() == self._names for row in rows)
         self.are_plain &= all(isinstance(value, jax.Array) and value.ndim == axes for value in values.values())
 
     def _wait(self, num_steps: int, state: Any) -> None:
@@ -277,7 +282,8 @@ class Outputs:
 
     def begin_loop(self, position: int | None = None) -> None:
         """Begins the next loop here or, if all outputs since then are plain, at an earlier position."""
-        self.loop_start, self._updated, self.may_stop = position or self.position, LoopOutputs(), False
+        self.loop_start = self.position if position is None else position
+        self._updated, self.may_stop = LoopOutputs(), False
 
     def drop_loop(self) -> None:
         """Forgets the outputs of the current loop."""
@@ -321,14 +327,16 @@ class Outputs:
     def state_dict(self, cursors: Sequence[int], encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
         """Returns the outputs after the first of these cursors, which are those that somebody has still to read."""
         self.fetch()
-        least = min(cursors, default=self.position)
+        wanted = [*cursors] if self.update is None else [*cursors, self.loop_start]
+        least = min(wanted, default=self.position)
         segments = [(end, segment) for end, segment in self._segments if end > least]
-        rest = self._open if cursors else LoopOutputs()
+        rest = self._open if least < self.position else LoopOutputs()
         number = sum(len(segment.num_examples) for _, segment in segments) + len(rest.num_examples)
         sums = LoopOutputs({name: [state] for name, state in metrics.fetch(self._sums).items()})
         return {
             "position": self.position,
             "loop_start": self.loop_start,
+            "may_stop": self.may_stop,
             "dropped": self.position - number,
             "segments": [[end, encode(segment)] for end, segment in segments],
             "open": encode(rest),
@@ -339,6 +347,7 @@ class Outputs:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restores a `state_dict`."""
         self.position, self.loop_start, self._dropped = saved["position"], saved["loop_start"], saved["dropped"]
+        self.may_stop = saved["may_stop"]
         self._segments = [(end, LoopOutputs.decode(segment)) for end, segment in saved["segments"]]
         self._open = LoopOutputs.decode(saved["open"])
         self._sums = {name: states[0] for name, states in LoopOutputs.decode(saved["sums"]).items()}

@@ -120,7 +120,7 @@ class Program:
                 carry = self.step.rescued_state  # `run` completed, and its `end` or an action failed.
                 add_outputs(None)
                 add_number(self._num_examples)
-            ran.state, ran.in_data, ran.is_in_step = leave(carry), in_data, is_in_step
+            ran.state, ran.in_data, ran.is_in_step = leave(carry), ran.in_data + in_data, is_in_step
 
     def _marked(self, run_one: Callable[..., Any], step_num: int) -> Callable[..., Any]:
         """Wraps `run_one` to mark each step in the profile being recorded, for tools that group events by step."""

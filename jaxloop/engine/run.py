@@ -110,6 +110,8 @@ class Run:
     def pass_ends(self, loop_steps: int, updates: int, *, also_here: bool) -> None:
         """Ends the loops that the latest steps completed without a stop.
 
+        After steps 7 to 25 with loops of 10 steps, the loops end that contain steps 10 and 20.
+
         Args:
           loop_steps: The number of updates per loop.
           updates: The number of updates per batch.
@@ -161,7 +163,7 @@ class Run:
         """Restores a `state_dict`."""
         now = Elapsed(**saved["elapsed"])
         self.begin(now, saved["steps_in_loop"])
-        self.now = Elapsed(*now.to_dict().values(), previous=Elapsed(**saved["previous"]))
+        self.now = dataclasses.replace(now, previous=Elapsed(**saved["previous"]))
         self.loops, self.began_at = saved["loops"], Elapsed(**saved["began_at"])
         self.wraps_data = saved["wraps_data"]
         if saved["ended"]:

@@ -168,6 +168,8 @@ class Commands(Item):
       history: The history. Each executed command is added to it.
     """
 
+    name = "commands"
+
     def __init__(
         self,
         workdir: epath.PathLike | None,
