@@ -16,7 +16,9 @@ class ActionLoop(StatLoop):
     """A loop that calls actions when it begins, between its steps, and when it ends.
 
     Hooks:
-      begin, end: See `Loop`. Overrides must call `super()`, which calls the actions and adds the statistics.
+      begin: See `Loop`.
+      end: See `Loop`. An override calls `super().end(...)`, which adds the statistics. The actions receive what it
+        returns.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> import jaxloop

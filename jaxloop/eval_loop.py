@@ -17,8 +17,9 @@ class EvalLoop(ActionLoop):
     """Evaluates a state without changing or donating it.
 
     Hooks:
-      begin, end: See `Loop`. Overrides must call the parent method, which calls the actions and adds the statistics. An
-        override of `end` can add values to the outputs before it calls `super().end(...)`.
+      begin: See `Loop`.
+      end: See `Loop`. An override calls `super().end(...)`, which adds the statistics. The actions receive what it
+        returns.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     `jaxloop.metrics.summarize` computes example-weighted means of the outputs. These are the exact means over the

@@ -13,8 +13,9 @@ class TrainLoop(ActionLoop):
     """A loop that trains. Each step updates the state, which the loop then passes to the next step.
 
     Hooks:
-      begin, end: See `Loop`. An override must call `super().begin(...)` or `super().end(...)`, which call the actions
-        and add the statistics.
+      begin: See `Loop`.
+      end: See `Loop`. An override calls `super().end(...)`, which adds the statistics. The actions receive what it
+        returns.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> from jaxloop import examples
