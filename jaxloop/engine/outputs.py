@@ -118,7 +118,7 @@ class Outputs:
     def push(self, num_steps: int, state: Any) -> None:
         """Waits if the host is too far ahead after these steps, and reads outputs that have been computed."""
         self._wait(num_steps, state)
-        self._look_at(num_steps)
+        self._look_at(self.newest[-1])
         if len(self._examples) < self._chunk_size:
             return
         self._send()
@@ -130,14 +130,11 @@ class Outputs:
         if self._held > max(limit, self._max_in_flight):
             self._read([each for each in self._queue if each is not newest], metrics.fetch)
 
-    def _look_at(self, num_steps: int) -> None:
+    def _look_at(self, newest: types.Output | Block) -> None:
         """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
-        newest = self.newest[-1]
         values, axes = _values_of(newest) or {}, 1 if isinstance(newest, Block) else 0
         if self._names is None:
             self._names, self.are_plain = values.keys(), types.STOP_LOOP not in values
-        rows = [newest] if axes else self.newest[-num_steps:]
-        self.are_plain &= all((_values_of(row) or {}).keys() == self._names for row in rows)
         self.are_plain &= all(isinstance(value, jax.Array) and value.ndim == axes for value in values.values())
 
     def _wait(self, num_steps: int, state: Any) -> None:
@@ -168,6 +165,7 @@ class Outputs:
         """Moves `newest` to the queue as a chunk."""
         groups = []
         for columns, number in _groups(self.newest):
+            self.are_plain &= (columns or {}).keys() == self._names
             rest = {}
             for name, column in (columns or {}).items():
                 if metrics.is_metric(column[0] if isinstance(column, list) else column):
@@ -382,6 +380,11 @@ def _at(column: Any, index: int) -> Any:
 
 def _groups(rows: Sequence[Any]) -> list[tuple[dict[str, Any] | None, int]]:
     """Groups consecutive steps that report the same names."""
+    if isinstance(rows[0], dict):
+        with contextlib.suppress(KeyError, TypeError):
+            columns = {name: [row[name] for row in rows] for name in rows[0]}
+            if sum(map(len, rows)) == len(columns) * len(rows):  # No row has further names.
+                return [(columns, len(rows))]
     groups = []
     for _, part in itertools.groupby(rows, lambda row: row.keys() if isinstance(row, dict) else id(row)):
         first, *others = part = list(part)
@@ -411,8 +414,8 @@ def _is_computed(each: _Chunk | _Cut) -> bool:
 
 def _has_only_scalars(chunk: Any) -> bool:
     columns = [column for columns, _ in chunk.groups for column in (columns or {}).values()]
-    depth = lambda column: 0 if isinstance(column, list) else 1
-    return all(getattr(leaf, "ndim", 0) <= depth(column) for column in columns for leaf in jax.tree.leaves(column))
+    newest = [(column[-1], 0) if isinstance(column, list) else (column, 1) for column in columns]
+    return all(getattr(leaf, "ndim", 0) <= axes for value, axes in newest for leaf in jax.tree.leaves(value))
 
 
 def _is_stackable(column: Any) -> bool:

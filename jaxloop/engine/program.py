@@ -143,7 +143,9 @@ class Program:
         return *self.custom(state, batch, number), self._num_examples
 
     def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-        carry, batch, num_examples = self._prepare(carry, batch)
+        num_examples = None
+        if self._counts:
+            carry, batch, num_examples = self._prepare(carry, batch)
         rows = 0 if self._evaluates else self._runner.check_batches(batch)
         try:
             placed = self._runner.place(batch, evaluates=self._evaluates) if self._places else batch
