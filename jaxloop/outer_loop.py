@@ -366,9 +366,9 @@ class OuterLoop:
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs)
-        return preflight.check(self._experiment(spec, topology), state, self._errors_of(spec))
+        return preflight.check(self._experiment(spec, topology, is_starting=False), state, self._errors_of(spec))
 
-    def _experiment(self, spec: RunSpec, topology: str | None = None) -> preflight.Experiment:
+    def _experiment(self, spec: RunSpec, topology: str | None, *, is_starting: bool) -> preflight.Experiment:
         return preflight.Experiment(
             spec,
             self.train_loop,
@@ -380,14 +380,13 @@ class OuterLoop:
             self._savers,
             self._passes,
             topology,
+            is_starting,
         )
 
     def _check_start(self, spec: RunSpec, state: Any, num_batches: int | None) -> None:
         """Warns about each problem of a run that can be found without delaying its start, unless it did so before."""
-        report = preflight.check_start(self._experiment(spec), state, num_batches)
-        self._predicted_unused = {action for action, calls in report.calls.items() if calls.is_never}
-        is_never = lambda each: report.plan.get(f"eval {each.name!r}", "").startswith("never;")
-        self._predicted_unused |= {each.name for each in spec.eval_specs if is_never(each)}
+        report = preflight.check(self._experiment(spec, None, is_starting=True), state, num_batches=num_batches)
+        self._predicted_unused = {each for each, calls in report.calls.items() if calls.is_never}
         for problem in report.problems:
             warning = f"In {problem.where}: {problem.text}"
             if self._job.is_first and warning not in self._warnings:

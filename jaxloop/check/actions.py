@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 from jaxloop import metrics
 from jaxloop.actions.action import Action
@@ -11,10 +11,12 @@ from jaxloop.actions.monitor import Monitor
 from jaxloop.actions.summary_action import SummaryAction
 from jaxloop.base import checks, encoding
 from jaxloop.check.experiment import Part
-from jaxloop.check.forecast import At, Calls, Course
 from jaxloop.check.report import Findings
+from jaxloop.engine.rehearse import Calls, Course
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule, is_never
+
+At = Literal["begin", "end", "step"]
 
 
 @final
@@ -37,7 +39,7 @@ class CalledAction:
     here: Findings
 
 
-def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action, Calls]:
+def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action | str, Calls]:
     """Checks the actions of all loops, and returns the predicted calls to each action."""
     all_called = list(_called_actions(parts, course, found))
     for called in all_called:
@@ -74,11 +76,11 @@ def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> I
 
 def _calls_of(action: Action, part: Part, at: At, course: Course) -> Calls:
     interval = action.interval
-    if part.trains:
-        return course.calls(interval, at)
-    if at == "step" or (at == "begin" and isinstance(interval, Schedule)):
-        return Calls(is_all=False)  # The steps of an evaluation are unknown here.
-    return course.calls_in_evaluation(interval, part.calls, part.name)
+    if at == "begin" or (at == "step" and not part.trains):
+        return Calls(rest="at unknown steps")
+    if not part.trains:
+        return course.calls_in_evaluation(interval, part.calls)
+    return course.calls(interval, in_step=at == "step")
 
 
 def _check_interval(called: CalledAction, course: Course) -> None:
@@ -96,7 +98,7 @@ def _check_patience(called: CalledAction, course: Course) -> None:
     """Warns if an action's patience is longer than the run."""
     action, calls = called.action, called.calls
     patience = action.patience if isinstance(action, EarlyStoppingAction) else None
-    if patience and calls.is_all and not calls.by_clock and 0 < calls.number <= patience and not course.start.steps:
+    if patience and not calls.rest and 0 < len(calls.moments) <= patience and not course.start.steps:
         called.here.warn(
             f"It can't end the run: it is called {calls}, and patience={patience} needs at least {patience + 1} "
             "measurements. Lower patience, or call it more often: add it to the end_actions of the eval loop, or pass "

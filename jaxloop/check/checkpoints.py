@@ -8,16 +8,15 @@ import numpy as np
 from etils import epath
 
 from jaxloop import checkpoint, distributed
-from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import encoding, files
 from jaxloop.check.data import TrainData
 from jaxloop.check.experiment import Experiment, State
-from jaxloop.check.forecast import Begin, Course
 from jaxloop.check.report import Findings
 from jaxloop.data import fingerprint
+from jaxloop.engine.rehearse import Course
 from jaxloop.experiment import whole_run
-from jaxloop.experiment.specs import CheckpointSpec, evaluations_in
+from jaxloop.experiment.specs import CheckpointSpec
 from jaxloop.experiment.training import step_num_of
 from jaxloop.partition.layout import readable
 from jaxloop.processes import lock
@@ -26,27 +25,27 @@ from jaxloop.schedules import Elapsed, Schedule
 # Resuming ---------------------------------------------------------------------------------------------------
 
 
-def check_checkpoints(experiment: Experiment, state: State, data: TrainData, found: Findings) -> Begin:
-    """Checks the directories, and the checkpoint to resume from. Returns the point at which the run begins."""
+def check_checkpoints(experiment: Experiment, course: Course, state: State, data: TrainData, found: Findings) -> Course:
+    """Checks the directories, and the checkpoint to resume from. Returns the course from where the run begins."""
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
     _check_directories(experiment, found)
-    begin = _begin_with(state.values, experiment)
+    course = _course_from(state.values, course, experiment)
     with here:
         directories = [spec.checkpoint_dir, *whole_run.directories_of(train_loop, spec)] if spec is not None else []
         saved = checkpoint.all_paths(dict.fromkeys(directories))
         if spec is not None and not saved:
             found.plan["checkpoint"] = f"none yet in {spec.checkpoint_dir}"
-        elif spec is not None and int(saved[-1].name) < begin.elapsed.steps:
+        elif spec is not None and int(saved[-1].name) < course.start.steps:
             where = f"the newest, of step {saved[-1].name}, is behind the state"
             found.plan["checkpoint"] = f"{where}, so the run continues from the state"
         elif spec is not None:
             step, directory = int(saved[-1].name), saved[-1].parent
             found.plan["checkpoint"] = f"resumes from step {step:,} in {directory}"
-            begin = _check_checkpoint(spec, directory, step, train_loop, state, data, experiment.spec.ends, here)
+            course = _check_checkpoint(spec, directory, step, experiment, course, state, data, here)
     if train_loop is not None:
         with found.at("the checkpoints"):
-            whole_run.check_no_newer_checkpoints(train_loop, begin.elapsed.steps)
-    return begin
+            whole_run.check_no_newer_checkpoints(train_loop, course.start.steps)
+    return course
 
 
 def _check_directories(experiment: Experiment, found: Findings) -> None:
@@ -61,8 +60,8 @@ def _check_directories(experiment: Experiment, found: Findings) -> None:
                     pass
 
 
-def _begin_with(given: Any, experiment: Experiment) -> Begin:
-    """Returns the point at which a run with the given state begins, unless it resumes from a checkpoint.
+def _course_from(given: Any, course: Course, experiment: Experiment) -> Course:
+    """Returns the course of a run that begins with the given state, unless it resumes from a checkpoint.
 
     If the state is at the step where the last call to the train loop ended, the run continues from there.
     """
@@ -72,33 +71,28 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
     start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
     if loop_steps is not None:
         start = dataclasses.replace(start, loops=start.steps // loop_steps)
-    last = {}
-    for name, each, spec in experiment.evaluations:
-        counted = None if loop_steps is None else evaluations_in(start.loops, spec)
-        number = counted if counted is not None else each.loop_count if continues else 0
-        last[name] = number, each.elapsed if continues else start
-    return Begin(start, passes=experiment.passes if continues else 0, evaluations=last)
+    return dataclasses.replace(course, start=start, passes=experiment.passes if continues else 0)
 
 
 def _check_checkpoint(
     spec: CheckpointSpec,
     directory: epath.Path,
     step: int,
-    loop: ActionLoop | None,
+    experiment: Experiment,
+    course: Course,
     state: State,
     data: TrainData,
-    ends: tuple[int | None, int | None],
     here: Findings,
-) -> Begin:
-    """Checks that a checkpoint belongs to this run. Returns the point at which a resumed run would begin."""
-    opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
+) -> Course:
+    """Checks that a checkpoint belongs to this run. Returns the course of a run that resumes from it."""
+    loop, opened = experiment.train_loop, checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():
         if state.shapes is not None:
             with here:
                 checkpoint.check_fits(directory, step, state.shapes, spec.transforms)
         elapsed, run = opened.elapsed().without_previous(), checkpoint.run(directory, step)
         if not run or loop is None:
-            return Begin(elapsed)
+            return dataclasses.replace(course, start=elapsed)
         with here:
             whole_run.check_keys(run, encoding.encode_keys(loop.step.base_prng), directory)
         position = run["positions"][0]["data"] if spec.restore_data else None
@@ -107,11 +101,10 @@ def _check_checkpoint(
                 before, source = position["fingerprint"], data.source
                 fingerprint.check_same(before.get("source"), source.fingerprint)
                 fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
-        parts, batches = run["parts"], position["count"] if position else 0
-        train, last_beginning = parts["train"], Elapsed(**parts["train"]["began_at"])
-        has_stopped = train["has_stopped"] and not whole_run.ends_later(run, ends)
-        evaluations = {name: (part["loops"], Elapsed(**part["elapsed"])) for name, part in parts.items()}
-        return Begin(elapsed, run["passes"], batches, has_stopped, last_beginning, evaluations)
+        train, batches = run["parts"]["train"], position["count"] if position else 0
+        has_stopped = train["has_stopped"] and not whole_run.ends_later(run, experiment.spec.ends)
+        passes = run["passes"]
+        return dataclasses.replace(course, start=elapsed, passes=passes, batches=batches, has_stopped=has_stopped)
 
 
 # Saving -----------------------------------------------------------------------------------------------------
@@ -160,12 +153,12 @@ def check_saving(experiment: Experiment, course: Course, size: int, data: TrainD
 def _check_saver(name: str, action: CheckpointAction, course: Course, size: int, here: Findings) -> None:
     """Checks the checkpoints that an action would save, and whether there is enough disk space for them."""
     calls, has_best = course.calls(action.interval), bool(action.monitors)
-    kept = len(calls.steps) if action.keep is None else action.keep
+    kept = len(calls.moments) if action.keep is None else action.keep
     keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"
     keeps += "" if action.keep_every is None else f", and those of {action.keep_every!r},"
     best = f"; the best by {action.monitor}" if has_best else ""
     here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}{best}"
-    if course.is_one_loop and not isinstance(action.interval, Schedule) and calls.number == 1:
+    if course.is_one_loop and not isinstance(action.interval, Schedule) and len(calls.moments) == 1:
         here.warn(
             f"{action!r} counts loops, and the run is a single loop, so it saves once, at the end, and a killed run "
             "would start over. Write interval=every(time=600) | last(), or give train_loop_steps=...."

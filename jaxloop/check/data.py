@@ -2,8 +2,7 @@
 
 import dataclasses
 import inspect
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -11,16 +10,15 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.check.experiment import Experiment, Part
-from jaxloop.check.forecast import Begin, Course
 from jaxloop.check.report import Findings
 from jaxloop.data import is_endless, is_one_pass, num_batches
 from jaxloop.data.position import PositionedIterator
 from jaxloop.data.sources import NO_DATA, fork_warning, indexed
 from jaxloop.engine.feed import as_iterator
+from jaxloop.engine.plan import Plan
+from jaxloop.engine.rehearse import END, Course
 from jaxloop.experiment.specs import EvalSpec
-
-# The limits for reading an eval dataset of unknown length to its end.
-_LOOK_SECS, _LOOK_BATCHES = 0.5, 10_000
+from jaxloop.schedules import Elapsed
 
 # Training data ----------------------------------------------------------------------------------------------
 
@@ -74,18 +72,16 @@ def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
     return opened
 
 
-def course_of(
-    experiment: Experiment, begin: Begin, data: TrainData, *, rows: int | None = None, most_moments: int = 20_000
-) -> Course:
-    """Predicts the course of the run from the point where it begins.
-
-    `rows` is the number of examples per batch if no batch was read; see `Course.most_moments`.
-    """
+def course_of(experiment: Experiment, data: TrainData) -> Course:
+    """Returns the course of the run from step 0."""
     spec, train_loop = experiment.spec, experiment.train_loop
-    size = checks.num_examples(data.first[0]) if data.first else rows
-    updates = 1 if train_loop is None else train_loop.step.updates_per_step
-    course = Course(spec, begin, data.num_batches, size or 1, updates, most_moments=most_moments)
-    return course if spec.stop is None else course.ended_by(spec.stop)
+    stop = None if spec.stop is None else spec.stop.as_stop()
+    updates, at = (1, Elapsed()) if train_loop is None else (train_loop.step.updates_per_step, None)
+    plan = Plan(total=spec.total_steps, loop_steps=spec.loop_steps, stop=stop, at=at)
+    rows, most = checks.num_examples(data.first[0]) or 1 if data.first else 1, 5_000
+    if experiment.is_starting:  # The batch size is unknown, so assume that any number of examples is reached at once.
+        plan, rows, most = dataclasses.replace(plan, total=spec.ends[0], stop=None), 2**30, 100
+    return Course(plan, spec.epochs, data.num_batches, rows, updates, most_moments=most)
 
 
 def check_length(here: Findings, experiment: Experiment, course: Course, data: TrainData, state: Any) -> None:
@@ -94,21 +90,21 @@ def check_length(here: Findings, experiment: Experiment, course: Course, data: T
     here.plan["train"] = f"{course}; loops end {course.loops}"
     if course.is_over:
         text = f"the run is at step {start}, and ends at step {end}"
-        if course.begin.has_stopped:
+        if course.has_stopped:
             text = f"an evaluation or an action stopped the run at step {start}, unless its patience is longer now"
         here.warn(f"Nothing is left to train: {text}.")
     counter: Any = getattr(state, "step", None)
-    if hasattr(counter, "dtype") and end is not None and end > np.iinfo(counter.dtype).max:
+    if hasattr(counter, "dtype") and END > end > np.iinfo(counter.dtype).max:
         text = f"state.step, {checks.describe(counter)}, counts to {np.iinfo(counter.dtype).max}"
         here.error(f"{text}, and the run goes to step {end}. Make it an int32.")
     data_end = course.end_of_pass(1)
-    if spec.epochs is None and data_end is not None and end is not None and data_end < end:
+    if spec.epochs is None and data_end < end:
         here.at("the train data").warn(
             f"They end at step {data_end}, after {data.num_batches} batches, and train_total_steps={spec.total_steps}. "
             "Repeat the dataset (train_epochs says how often), or lower train_total_steps."
         )
     is_generator = inspect.isgenerator(spec.train_dataset) and not experiment.is_starting  # It may end.
-    if spec.epochs is None and spec.stop is None and end is None and (is_generator or is_endless(spec.data)):
+    if spec.epochs is None and spec.stop is None and end == END and (is_generator or is_endless(spec.data)):
         ending = "its data have no end" if not is_generator else "a generator does not say whether its data end"
         here.warn(
             f"Nothing ends the run: {ending}, and there is neither train_total_steps nor stop. Give one of them, if no "
@@ -125,53 +121,38 @@ def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tupl
     The list is empty if the batch can't be read without consuming it.
     """
     if spec.dataset_iterator is not None:
-        source = experiment.source_of(spec.dataset_iterator)
-        left = num_batches(source)
-        _check_iterator(part, spec, left + source.num_read if left is not None and experiment.is_starting else left)
         try:
-            return [] if experiment.is_starting else [source.peek()], f"{spec.num_steps} batches each time"
+            first = [] if experiment.is_starting else [experiment.source_of(spec.dataset_iterator).peek()]
         except StopIteration:
             raise spec.empty() from None
+        return first, f"{spec.num_steps} batches each time"
     if is_one_pass(spec.dataset):
-        _check_iterator(part, spec, num_batches(spec.dataset))
+        runs_again = len(part.calls.moments) > 1 or part.calls.rest
+        if runs_again and spec.num_steps is None and spec.should_eval_fn is None:
+            part.here.error(
+                f"It will run more than once, and its dataset is {checks.describe(spec.dataset)}, an iterator, which "
+                "yields its batches only once. Give an iterable that can be read again (a list, a tf.data.Dataset), or "
+                "use EvalSpec(None, dataset_iterator=..., num_steps=...) to continue where the last evaluation stopped."
+            )
         return (), "batches of an iterator"
+    number = _check_number(part.here, spec, is_starting=experiment.is_starting)
     if experiment.is_starting:
-        return (), _check_number(part.here, spec)
+        return (), number
     batches: Any = as_iterator(spec.data)
     try:
-        first = next(batches, None)
-        if first is None:
-            raise spec.empty()
-        return [first], _check_number(part.here, spec, batches)
+        return [next(batches)], number
+    except StopIteration:
+        raise spec.empty() from None
     finally:
         if hasattr(batches, "close"):
             batches.close()
 
 
-def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
-    """Checks that an iterator has enough batches for the evaluations that read from it."""
-    calls, number = part.calls, len(part.calls.steps)
-    if there is not None and there < (spec.num_steps or 0) * number and not calls.at_most:
-        part.here.error(
-            f"Its {number} evaluations read num_steps={spec.num_steps} batches each, but its iterator has only "
-            f"{there}. Give an iterator that has enough batches, or a dataset that can be read again each time."
-        )
-    if spec.num_steps is None and (number > 1 or not calls.is_all) and not calls.at_most:
-        part.here.error(
-            f"It will run more than once, and its dataset is {checks.describe(spec.dataset)}, an iterator, which "
-            "yields its batches only once. Give an iterable that can be read again (a list, a tf.data.Dataset), or use "
-            "EvalSpec(None, dataset_iterator=..., num_steps=...) to continue where the last evaluation stopped."
-        )
-
-
-def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any] | None = None) -> str:
-    """Checks and describes the number of batches that an evaluation reads.
-
-    If the number is unknown, it counts `batches`, from which the first one has already been read.
-    """
+def _check_number(here: Findings, spec: EvalSpec, *, is_starting: bool) -> str:
+    """Checks and describes the number of batches that an evaluation reads."""
     known = num_batches(spec.data)
     if spec.num_steps is not None:
-        if known is not None and known < spec.num_steps and batches is not None:  # Otherwise, the run warns.
+        if known is not None and known < spec.num_steps and not is_starting:  # Otherwise, the run warns.
             text = f"num_steps={spec.num_steps}, but its dataset has only {known} batches, so it will read no more."
             here.warn(f"{text} Lower num_steps, or leave it out.")
         return f"{spec.num_steps} batches"
@@ -179,23 +160,4 @@ def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any] | None 
         text = "Its dataset has no end, so the evaluation would never end."
         here.error(f"{text} Set num_steps in its EvalSpec, or give a finite dataset.")
         return "endless batches"
-    if known is None:
-        if batches is None:
-            return "batches"
-        known, has_ended = _count(batches)
-        if not has_ended:
-            if known == _LOOK_BATCHES:
-                text = f"Its dataset has not ended after {known:,} batches. If it repeats without end, set num_steps"
-                here.warn(f"{text} in its EvalSpec, or give a finite dataset.")
-            return f"at least {known:,} batches"
-    return f"{known} batch{'es' if known > 1 else ''}"
-
-
-def _count(batches: Iterator[Any]) -> tuple[int, bool]:
-    """Reads further batches for a short time. Returns the total number read, and whether the data ended."""
-    count, began = 1, time.perf_counter()
-    while time.perf_counter() - began < _LOOK_SECS and count < _LOOK_BATCHES:
-        if next(batches, None) is None:
-            return count, True
-        count += 1
-    return count, False
+    return "batches" if known is None else f"{known} batch{'es' if known > 1 else ''}"

@@ -9,9 +9,9 @@ from etils import epath
 from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
-from jaxloop.check.forecast import Calls
 from jaxloop.check.report import Findings
 from jaxloop.data.position import PositionedIterator
+from jaxloop.engine.rehearse import Calls
 from jaxloop.experiment.specs import CheckpointSpec, EvalSpec, RunSpec
 from jaxloop.schedules import Schedule
 
@@ -42,17 +42,13 @@ class Experiment:
     source_of: Callable[[Any], PositionedIterator]
     savers: Sequence[CheckpointAction]
     passes: int
-    topology: str | None = None
-    is_starting: bool = False
+    topology: str | None
+    is_starting: bool
 
     @property
     def evaluations(self) -> list[tuple[str, ActionLoop, EvalSpec]]:
         """The name, loop and spec of each evaluation."""
-        specs = [each for each in self.spec.eval_specs if isinstance(each, EvalSpec)]
-        names = [each.name for each in specs]
-        # Duplicate names are reported as errors in the arguments.
-        names = [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names, start=1)]
-        return list(zip(names, self.eval_loops, specs, strict=False))
+        return [(each.name, loop, each) for loop, each in zip(self.eval_loops, self.spec.eval_specs, strict=True)]
 
 
 @final

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from jaxloop.actions.action import Action
 from jaxloop.base.text import printable
-from jaxloop.check.forecast import Calls
+from jaxloop.engine.rehearse import Calls
 
 _WIDTH = 110
 _PACKAGE = pathlib.Path(__file__).parent.parent
@@ -56,13 +56,13 @@ class Report:
       problems: The problems, errors first.
       plan: The plan of the run, as lines of text by topic.
       secs: The time that the check took, in seconds.
-      calls: The predicted calls to each of the loops' actions.
+      calls: The predicted calls to each of the loops' actions, and the evaluations by name.
     """
 
     problems: Sequence[Problem]
     plan: Mapping[str, str]
     secs: float = 0.0
-    calls: Mapping[Action, Calls] = dataclasses.field(default_factory=dict)
+    calls: Mapping[Action | str, Calls] = dataclasses.field(default_factory=dict)
 
     @property
     def errors(self) -> Sequence[Problem]:
@@ -176,9 +176,7 @@ def _formatted(error: Exception) -> str:
         return f"{error}{notes}"
     users = [(frame, path) for frame, path in frames if not _is_in_jaxloop(path) and "site-packages" not in path.parts]
     place = f"\n{_place_in_words(*users[-1])}" if users else ""
-    message = re.sub(
-        r"\n?The error occurred while tracing the function <lambda> at .*jaxloop/step.*|\n?See https.*", "", str(error)
-    )
+    message = re.sub(r"\n?See https.*", "", str(error))
     return f"{type(error).__name__}: {message}{notes}{place}"
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from jaxloop.check.costs import cost_analysis, moved_to
 from jaxloop.check.experiment import Part, State
 from jaxloop.check.report import Findings
 from jaxloop.partition.layout import Layout, bytes_of, readable
-from jaxloop.step import NO_OPTIMIZER, Step
+from jaxloop.step import Step
 from jaxloop.step.cost import DeviceMemoryError
 
 # The largest size of outputs that may be kept until the end of a loop without a warning.
@@ -45,10 +44,6 @@ def check_state(given: Any, here: Findings) -> State:
         checks.check_counter(step, is_scalar=step is None or not step.shape)
         return State(shapes, values)
     return State(None, values)
-
-
-def _is_weak(leaf: Any) -> bool:
-    return bool(getattr(leaf, "weak_type", False))
 
 
 def _state_for_begin(state: State, step: Step) -> Any:
@@ -84,9 +79,9 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
         if part.trains:
             with here:
                 step.shard_batch(ready)
-        new_state, outputs, updates = _trace(step, state.shapes, ready, evaluates=not part.trains)
+        outputs, updates = _trace(step, state.shapes, ready, evaluates=not part.trains)
         if part.trains:
-            _check_new_state(here, step, state.shapes, new_state, updates)
+            _check_updates(here, step, state.shapes, updates)
         hooks = ((step, "end"), (part.loop, "end"), (part.loop, "update_outputs"))
         if any(checks.is_user_defined(thing, name) for thing, name in hooks):
             return part
@@ -140,11 +135,10 @@ def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.
     return True
 
 
-def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tuple[Any, types.Output, int | None]:
+def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tuple[types.Output, int | None]:
     """Traces `run` for a state, or its shapes, and a batch that is ready for it.
 
-    Returns the shapes of the new state and the outputs, and the number that `run` adds to `state.step` (None if it
-    depends on the data).
+    Returns the shapes of the outputs, and the number that `run` adds to `state.step` (None if it depends on the data).
     """
     programs, mesh = step._runner.programs, step.partitioner.mesh
     checked = programs.evaluate if evaluates else programs.run
@@ -152,12 +146,12 @@ def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tu
     with partition.mesh_for_tracing(mesh):
         jaxpr, result = jax.make_jaxpr(run, return_shape=True)(state, batch)
     if evaluates:
-        return state, result, 0
+        return result, 0
     new_state, outputs = result
     count = getattr(new_state, "step", None)
     place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is count), None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # `_added_to_leaf` runs the program.
-        return new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place)
+        return outputs, None if place is None else _added_to_leaf(jaxpr, place)
 
 
 def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
@@ -172,21 +166,11 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
     return int(metrics.fetch(after)) - 41
 
 
-def _check_new_state(here: Findings, step: Step, state: Any, new_state: Any, updates: int | None) -> None:
-    """Checks that a training step counts its updates, and that its new state doesn't cause a recompilation."""
-    kind = type(step).__name__
+def _check_updates(here: Findings, step: Step, state: Any, updates: int | None) -> None:
+    """Checks that a training step counts its updates."""
     if hasattr(state, "step") and updates not in (None, step.updates_per_step):
         adds = f"adds {updates} to state.step" if updates else "returns state.step unchanged"
-        here.error(f"{kind}.run {adds}. {checks.counting_hint(step)}")
-    before, after = checks.leaves_by_path(state), checks.leaves_by_path(new_state)
-    both = ((f"{kind}.run returns", after, before), ("The state that is given has", before, after))
-    for what, one, other in both:
-        weak = [path for path, leaf in one.items() if _is_weak(leaf) and not _is_weak(other[path])]
-        if weak:
-            here.warn(
-                f"{what} weakly typed leaves ({', '.join(weak[:4])}), so that run is compiled twice. A number such as "
-                "jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not."
-            )
+        here.error(f"{type(step).__name__}.run {adds}. {checks.counting_hint(step)}")
 
 
 def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
@@ -216,18 +200,7 @@ def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) ->
         )
 
 
-# The optimizer and the model --------------------------------------------------------------------------------
-
-
-def check_optimizer(part: Part, state: Any) -> None:
-    """Warns about a training step without an optimizer."""
-    step = part.loop.step
-    if step.train and getattr(state, "tx", None) is NO_OPTIMIZER:
-        part.here.warn(
-            f"{type(step).__name__} has train=True but no optimizer, so state.apply_gradients adds the gradients to "
-            "the parameters, and the loss grows. Give it an Optax transformation: Step(base_prng, model, "
-            "optax.adam(1e-3), ...)."
-        )
+# The model ----------------------------------------------------------------------------------------------------
 
 
 def check_model(part: Part, train_step: Step) -> None:
@@ -346,22 +319,10 @@ def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch,
 
 
 def _check_memory_limit(here: Findings, size: int, memory: int | None) -> None:
-    """Checks that a step fits into a device's memory and this host's memory."""
+    """Checks that a step fits into a device's memory."""
     if memory is not None and size > memory:
         here.error(
             f"A step needs {readable(size)} of a device, which has {readable(memory)}. Split the state over more "
             "devices (FSDPPartitioner), make the batch smaller, accumulate gradients, or recompute activations in the "
             "backward pass (jax.checkpoint)."
         )
-    needed, there = size * len(jax.local_devices()), _bytes_of_host()
-    if jax.default_backend() == "cpu" and there is not None and needed > there:
-        text = f"A step needs {readable(needed)}, but this host has {readable(there)} of memory."
-        here.warn(f"{text} Use a smaller batch, or another host.")
-
-
-def _bytes_of_host() -> int | None:
-    """Returns the memory of this host in bytes, or None if the system doesn't report it."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None

@@ -15,13 +15,13 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, encoding, timing
 from jaxloop.base.text import announce, quiet_orbax, suggests
-from jaxloop.check.forecast import Course
 from jaxloop.data.position import PositionedIterator, PositionUnknownError
 from jaxloop.data.sources import NO_DATA, num_batches
 from jaxloop.engine.feed import Feed, as_iterator
 from jaxloop.engine.outputs import CHUNK_SIZE
+from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Program, Ran
-from jaxloop.experiment.specs import RunSpec
+from jaxloop.engine.rehearse import Course
 from jaxloop.experiment.whole_run import Resumed, WholeRun, reconcile_hyperparams
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.counting import Counting, as_stop
@@ -282,16 +282,15 @@ def _directories(callbacks: Sequence["CallbackOf"]) -> list[epath.Path]:
 
 def _warn_of_unused(entries: Sequence["_Entry"], num_batches: int | None, total_steps: int | None) -> None:
     """Warns about schedules that would never fire in a loop of this length."""
-    spec = RunSpec(total_steps=total_steps)
-    # The batch size is unknown, and doesn't matter unless the schedule counts samples.
-    courses = [Course(spec, batches_in_pass=num_batches, rows=rows, most_moments=100) for rows in (1, 2**30)]
-    for entry in entries if not courses[0].is_over else ():
+    # The batch size is unknown, so assume that any number of examples is reached at once.
+    course = Course(Plan(total=total_steps), batches_in_pass=num_batches, rows=2**30, most_moments=100)
+    for entry in entries if not course.is_over else ():
         when = entry.when if isinstance(entry.when, Schedule) else None
         if when is not None and (step := skipped_step(when)):
             _warn_once(f"{when!r} fires at step {step}, but its next_step skips that step, so the firing is lost.")
-        elif when is not None and not is_never(when) and all(course.calls(when).is_never for course in courses):
+        elif when is not None and not is_never(when) and course.calls(when).is_never:
             names = ", ".join(callback.name for callback in entry.callbacks)
-            _warn_once(f"{when!r} would never fire, so {names} would never be called: {courses[0]}.")
+            _warn_once(f"{when!r} would never fire, so {names} would never be called: {course}.")
 
 
 @functools.cache  # A loop may run within each step of another one.
