@@ -175,7 +175,7 @@ def test_the_oldest_tested_versions_are_the_lowest_allowed_ones():
 def test_dir_shows_public_names_only():
     names = set(dir(jaxloop))
     assert set(jaxloop.__all__) < names and {"__version__", "actions", "types"} < names
-    assert not names & {"base", "check", "engine", "experiment", "models", "processes", "runs"}
+    assert not names & {"base", "engine", "experiment", "models", "processes", "runs"}
     assert all(hasattr(jaxloop, name) for name in names)
 
 

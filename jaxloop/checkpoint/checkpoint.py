@@ -1129,7 +1129,8 @@ class CheckpointWriter:
         *,
         keep_every: Schedule | None = None,
     ):
-        self._keep, self.best, self._keep_every = keep, best, keep_every
+        self._keep, self._keep_every = keep, keep_every
+        self.best: tuple[str, str] | None = best
         self.last_stall_secs: float | None = None
         self.last_wait_secs: float | None = None
         self._manager: ocp.CheckpointManager | None = None

@@ -154,7 +154,8 @@ class ActionItem(Item):
         self.action: Action = as_action(action)
         self.next_interval: Schedule | None = None
         self._context = context
-        self.time_category, self.name = self.action.time_category, type(self.action).__qualname__
+        self.time_category: str | None = self.action.time_category
+        self.name: str = type(self.action).__qualname__
         last = Rank.SAVE if self.time_category == "checkpoints" else Rank.AFTER_EVALUATIONS
         rank = rank if rank is not None else last if self.action.runs_last else Rank.ACTION
         uses, waits = self.action.uses_outputs, self.action.needs_all_outputs

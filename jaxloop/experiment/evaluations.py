@@ -76,7 +76,7 @@ class Evaluation(Item):
         self.loop: ActionLoop = loop
         self.spec: EvalSpec = spec
         self.source: PositionedIterator | None = source
-        self.name = f"evaluation {spec.name}"
+        self.name: str = f"evaluation {spec.name}"
         self._context = context
         self._row = ActionItem(Recorder(history, spec.name, 1), context, Rank.ROW)
         self._was_short = False

@@ -120,7 +120,7 @@ class Training:
             return state, None
         if run.job.requests.requested:  # Perhaps during an evaluation of this step, which the next run repeats.
             logging.warning("Stopped by %s before the first step.", run.job.requests.signal_name)
-            return state, None
+            return state, metrics.LoopOutputs({types.STOP_LOOP: True})
         self.newest, self.has_begun = (state, step_num), True
         with run.commands.polling():
             return self._train(state)
