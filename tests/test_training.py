@@ -627,3 +627,108 @@ def test_a_batch_read_ahead_by_an_earlier_call_is_not_counted(tmp_path):
         positions[0]["data"]["count"] for positions in (checkpoint_of_first, checkpoint.run(tmp_path, 0)["positions"])
     ]
     assert counts == [0, 0]
+
+
+# Guarantees at the ends of loops and at resumes -----------------------------------------------------------------
+
+
+def fail_at(number):
+    def fail(step_num, outputs):
+        if step_num == number:
+            raise Broken
+
+    return fail
+
+
+def interrupted_data(number, num_batches=None):
+    """Returns data that simulate Ctrl-C when a batch is read for the `number`-th time, counting from 0."""
+    reads = itertools.count()
+
+    def batch(index):
+        if next(reads) == number:
+            signal.raise_signal(signal.SIGINT)
+        return BATCHES[index % 100]
+
+    return jaxloop.from_index(batch, num_batches=num_batches)
+
+
+class ManySums(type(STEP)):
+    """Reports metrics whose sums depend on the order of the additions."""
+
+    def run(self, state, batch):
+        state, outputs = super().run(state, batch)
+        average = lambda factor: clu.metrics.Average.from_model_output(batch["x"].mean() / factor)
+        return state, {**outputs, **{f"average_{factor}": average(factor) for factor in (3, 7, 11, 13, 17, 19)}}
+
+
+MANY_SUMS = ManySums(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+
+
+def sums_of(directory, data, intervals, saves, **length):
+    """Returns the sums that actions receive in a run that saves checkpoints: `(action, step, sums)`."""
+    seen = []
+
+    def note(number):
+        totals = lambda outputs: [float(outputs[name][0].total) for name in outputs if name.startswith("average")]
+        return lambda step_num, outputs: seen.append((number, step_num, totals(outputs)))
+
+    actions = [Calls(note(number), interval) for number, interval in enumerate(intervals)]
+    save = jaxloop.CheckpointAction(directory, saves, keep=None)
+    train_loop = jaxloop.TrainLoop(MANY_SUMS, end_actions=[*actions, save], stat_names=[])
+    outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(directory), log_interval=never())
+    outer_loop(STATE, data, **length)
+    return sorted(seen)
+
+
+@pytest.mark.parametrize("length", [{"train_loop_steps": 8, "train_total_steps": 24}, {"train_epochs": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("stop", "intervals"),
+    [
+        (5, [every(steps=20), 2, every(steps=4)]),
+        (15, [every(steps=20), 2, every(steps=4)]),  # After step 16, where a loop may end.
+        (17, [every(steps=24), every(steps=3), every(steps=10)]),
+    ],
+)
+def test_sums_are_bit_identical_after_a_signal(stop, intervals, length, tmp_path):
+    size = 8 if "train_epochs" in length else None
+    run = lambda name, stop: sums_of(tmp_path / name, interrupted_data(stop, size), intervals, never(), **length)
+    assert sorted(run("broken", stop) + run("broken", None)) == run("whole", None)
+
+
+@pytest.mark.parametrize("kept", [8, 16])
+def test_sums_are_bit_identical_after_a_kill(kept, tmp_path):
+    intervals = [every(steps=24), every(steps=9), every(steps=2)]
+    run = lambda: sums_of(tmp_path, DATA, intervals, every(steps=2), train_loop_steps=8, train_total_steps=24)
+    whole = run()
+    for step in checkpoint.all_steps(tmp_path):
+        if step > kept:
+            shutil.rmtree(tmp_path / str(step))
+    assert run() == [each for each in whole if each[1] > kept]
+
+
+class SavesItself(jaxloop.Action):
+    """Saves checkpoints through an action that the loop doesn't know."""
+
+    uses_outputs, runs_last, time_category = False, True, "checkpoints"
+
+    def __init__(self, directory, interval):
+        super().__init__(interval)
+        self.save, self.saved = jaxloop.CheckpointAction(directory), []
+
+    def __call__(self, state, outputs, *, step_num, **context):
+        self.saved.append(step_num)
+        self.save(state, outputs, step_num=step_num, **context)
+
+    def flush(self):
+        self.save.flush()
+
+
+def test_an_action_that_saves_is_not_called_again_at_the_step_of_its_checkpoint(tmp_path):
+    called = []
+    for total in (10, 20):
+        save = SavesItself(tmp_path, every(steps=5))
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[save], stat_names=[])
+        jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path))(STATE, DATA, total, 5)
+        save.flush()
+        called.append(save.saved)
+    assert called == [[5, 10], [15, 20]]
