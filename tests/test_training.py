@@ -732,3 +732,39 @@ def test_an_action_that_saves_is_not_called_again_at_the_step_of_its_checkpoint(
         save.flush()
         called.append(save.saved)
     assert called == [[5, 10], [15, 20]]
+
+
+@pytest.mark.parametrize("length", [{}, {"train_loop_steps": 6}, {"train_epochs": 1}], ids=str)
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_the_last_step_is_known_if_the_data_end_where_a_loop_ends(is_interrupted, length, tmp_path):
+    seen, ends = [], []
+    for number in [11, None] if is_interrupted else [None]:
+        at_end, each = Seen(last()), Seen(every(steps=6))
+        train_loop = jaxloop.TrainLoop(
+            STEP, end_actions=[at_end, each, jaxloop.CheckpointAction(tmp_path, never())], stat_names=[]
+        )
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=last())
+        outer_loop(STATE, interrupted_data(number, 12), **length)
+        ends += [(step_num, is_last) for step_num, _, is_last, *_ in at_end.calls]
+        seen += [(step_num, is_last) for step_num, _, is_last, *_ in each.calls]
+    assert ends == [(12, True)] and outer_loop.history.collect("steps") == [12]
+    assert seen[0] == (6, False) and seen[1][0] == 12 and len(seen) == 2
+    assert is_interrupted or seen[1][1]
+
+
+@pytest.mark.parametrize("loop_steps", [5, 10])
+def test_the_time_report_of_an_action_does_not_contain_the_time_to_read_ahead(loop_steps, set_clock):
+    seconds, seen = [0.0], []
+    set_clock(lambda: seconds[0])
+
+    def batch(number):
+        seconds[0] += 100.0 * (number == 5)
+        return BATCHES[number]
+
+    class Times(jaxloop.Action):
+        def __call__(self, state, outputs, *, spent, **kwargs):
+            seen.append((spent.steps, spent.data))
+
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[Times(every(steps=5))]))
+    outer_loop(STATE, jaxloop.from_index(batch), 10, loop_steps)
+    assert seen == [(5, 0.0), (5, 100.0)]
