@@ -768,3 +768,68 @@ def test_the_time_report_of_an_action_does_not_contain_the_time_to_read_ahead(lo
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[Times(every(steps=5))]))
     outer_loop(STATE, jaxloop.from_index(batch), 10, loop_steps)
     assert seen == [(5, 0.0), (5, 100.0)]
+
+
+def test_a_failed_evaluation_leaves_no_outputs_to_the_next_one():
+    class Data:
+        fails = True
+
+        def __iter__(self):
+            yield from BATCHES[:2]
+            if self.fails:
+                raise Broken
+            yield from BATCHES[2:4]
+
+    spec = jaxloop.EvalSpec(Data())
+    outer_loop, other = (jaxloop.OuterLoop(None, [jaxloop.EvalLoop(EVAL_STEP, stat_names=[])]) for _ in range(2))
+    with pytest.raises(Broken):
+        outer_loop(STATE, eval_specs=[spec])
+    spec.dataset.fails = False
+    outputs = [each(STATE, eval_specs=[spec])[1] for each in (outer_loop, other)]
+    assert [len(each["loss"]) for each in outputs] == [4, 4]
+    assert outer_loop.history.collect("eval.loss") == other.history.collect("eval.loss")
+
+
+@pytest.mark.parametrize("saves", [1, never()], ids=repr)
+@pytest.mark.parametrize("interrupted_at", [1, 2], ids=["before its end", "at its last batch"])
+def test_a_signal_in_an_evaluation_does_not_end_the_resumed_run(interrupted_at, saves, tmp_path):
+    class Data:
+        def __init__(self, interrupted_at):
+            self.interrupted_at = interrupted_at
+
+        def __iter__(self):
+            for index, batch in enumerate(BATCHES):
+                if index == self.interrupted_at:
+                    signal.raise_signal(signal.SIGINT)
+                yield batch
+
+    def run(directory, interrupted_at=None):
+        evaluated = Seen()
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[jaxloop.CheckpointAction(directory, saves)], stat_names=[])
+        eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluated], stat_names=[])
+        outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], jaxloop.CheckpointSpec(directory))
+        spec = jaxloop.EvalSpec(Data(interrupted_at), num_steps=3)
+        outer_loop(STATE, DATA, 12, 4, [spec])
+        return train_loop.step_num, evaluated.calls, rows(outer_loop)
+
+    step_num, before, _ = run(tmp_path / "broken", interrupted_at)
+    assert step_num == 4 and len(before) == interrupted_at - 1
+    step_num, calls, found = run(tmp_path / "broken")
+    assert (step_num, before + calls, found) == run(tmp_path / "whole")
+
+
+def test_actions_prevented_by_an_exception_receive_what_end_returned_after_a_resume(tmp_path):
+    class Counted(jaxloop.TrainLoop):
+        def end(self, state, outputs):
+            state, outputs = super().end(state, outputs)
+            return state, {**outputs, "ended": self.step_num}
+
+    seen = []
+    note = lambda step_num, outputs: seen.append((step_num, outputs["ended"], len(outputs["loss"])))
+    for fails in (True, False):
+        fail, save = Calls(fail_at(8 if fails else None)), jaxloop.CheckpointAction(tmp_path, never())
+        train_loop = Counted(STEP, end_actions=[fail, Calls(note), Calls(note, 2), save], stat_names=[])
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path))
+        with pytest.raises(Broken) if fails else contextlib.nullcontext():
+            outer_loop(STATE, DATA, 12, 4)
+    assert seen == [(4, 4, 4), (8, 8, 4), (8, 8, 8), (12, 12, 4)]
