@@ -833,3 +833,39 @@ def test_actions_prevented_by_an_exception_receive_what_end_returned_after_a_res
         with pytest.raises(Broken) if fails else contextlib.nullcontext():
             outer_loop(STATE, DATA, 12, 4)
     assert seen == [(4, 4, 4), (8, 8, 4), (8, 8, 8), (12, 12, 4)]
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}], ids=str)
+@pytest.mark.parametrize("fails_at", [None, 2, 5, 14])
+def test_ends_of_loops_at_which_nothing_is_due_count(fails_at, options, tmp_path):
+    intervals, calls = [every(loops=3), at(loops=2), 4, every(loops=5) | last()], []
+    for number in [fails_at, None] if fails_at else [None]:
+        actions = [Seen(interval) for interval in intervals]
+        save = jaxloop.CheckpointAction(tmp_path, never())
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*actions, save], stat_names=[], **options)
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
+        with pytest.raises(Broken) if number else contextlib.nullcontext():
+            outer_loop(STATE, batches("the data raise", number), 24, 2)
+        if number:
+            assert train_loop.loop_count == train_loop.elapsed.loops == number // 2
+        calls.append([[(step, loops, len(losses)) for step, loops, _, losses, _ in each.calls] for each in actions])
+    assert [list(itertools.chain(*each)) for each in zip(*calls, strict=True)] == [
+        [(6, 3, 6), (12, 6, 6), (18, 9, 6), (24, 12, 6)],
+        [(4, 2, 4)],
+        [(8, 4, 8), (16, 8, 8), (24, 12, 8)],
+        [(10, 5, 10), (20, 10, 10), (24, 12, 4)],
+    ]
+    assert train_loop.loop_count == train_loop.elapsed.loops == 12
+
+
+@pytest.mark.parametrize("loop_class", [jaxloop.TrainLoop, OneByOne])
+def test_the_progress_before_the_last_step_counts_the_loops_until_then(loop_class):
+    seen = []
+
+    class Progress(jaxloop.Action):
+        def __call__(self, state, outputs, *, elapsed, **kwargs):
+            seen.append((elapsed.steps, elapsed.loops, elapsed.previous.steps, elapsed.previous.loops))
+
+    train_loop = loop_class(STEP, end_actions=[Progress(every(steps=5))], stat_names=[])
+    jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, DATA, 20, 2)
+    assert seen == [(5, 2, 4, 2), (10, 5, 9, 4), (15, 7, 14, 7), (20, 10, 19, 9)]
