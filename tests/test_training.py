@@ -869,3 +869,70 @@ def test_the_progress_before_the_last_step_counts_the_loops_until_then(loop_clas
     train_loop = loop_class(STEP, end_actions=[Progress(every(steps=5))], stat_names=[])
     jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, DATA, 20, 2)
     assert seen == [(5, 2, 4, 2), (10, 5, 9, 4), (15, 7, 14, 7), (20, 10, 19, 9)]
+
+
+def test_two_actions_of_a_class_keep_their_own_states_at_a_resume(tmp_path):
+    class Total(jaxloop.Action):
+        def __init__(self, interval):
+            super().__init__(interval)
+            self.total, self.calls = 0.0, []
+
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            self.total += float(np.sum(outputs["loss"]))
+            self.calls.append((step_num, len(outputs["loss"]), self.total))
+
+        def state_dict(self):
+            return {"total": self.total}
+
+        def load_state_dict(self, saved):
+            self.total = saved["total"]
+
+    def run(directory, total):
+        actions = [Total(every(steps=4)), Total(every(steps=7)), Total(3)]
+        save = jaxloop.CheckpointAction(directory, every(steps=10))
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*actions, save], stat_names=[])
+        jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(directory))(STATE, DATA, total, 5)
+        return [each.calls for each in actions]
+
+    first, second = (run(tmp_path / "resumed", total) for total in (10, 30))
+    assert [a + b for a, b in zip(first, second, strict=True)] == run(tmp_path / "whole", 30)
+
+
+def test_what_is_due_at_one_step_is_called_in_order(tmp_path):
+    seen = []
+
+    def note(name):
+        logs = [row.logs for row in outer_loop.history]
+        seen.append((name, sum("train" in each for each in logs), sum("eval" in each for each in logs)))
+
+    class Save(jaxloop.CheckpointAction):
+        def __call__(self, *args, **kwargs):
+            note("save")
+            super().__call__(*args, **kwargs)
+
+    class Told(Calls):
+        settings = ("volume",)
+
+        def change(self, name, value):
+            note("command")
+
+    def batch(number):
+        if number == 1:
+            jaxloop.tell(tmp_path, "told.volume=11", wait_secs=0)
+        return BATCHES[number]
+
+    each = every(steps=1)
+    noted = lambda name: lambda step_num, outputs: note(name)
+    actions = [Save(tmp_path, each), Calls(noted("after"), each, runs_last=True), Told(noted("action"), each)]
+    train_loop = jaxloop.TrainLoop(STEP, end_actions=actions)
+    eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[Calls(noted("evaluation"))])
+    outer_loop = jaxloop.OuterLoop(
+        train_loop, [eval_loop], jaxloop.CheckpointSpec(tmp_path), workdir=tmp_path, log_interval=each
+    )
+    outer_loop(STATE, jaxloop.from_index(batch), 8, eval_specs=[jaxloop.EvalSpec(BATCHES[:1], interval=each)])
+    order = [("action", 1, 0), ("evaluation", 1, 1), ("after", 1, 1), ("save", 1, 1)]
+    expected = [(name, trained + n, evaluated + n) for n in range(8) for name, trained, evaluated in order]
+    (command,) = [entry for entry in seen if entry[0] == "command"]
+    place = seen.index(command)
+    assert 0 < place < len(seen) - 1 and place % 4 == 0 and command[1:] == (place // 4, place // 4)
+    assert [entry for entry in seen if entry is not command] == expected
