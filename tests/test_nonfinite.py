@@ -208,6 +208,23 @@ def test_the_check_costs_one_read_per_chunk(data_parallel, monkeypatch):
     assert count("raise") == count("skip") <= 1 + 100 / 32 + 1
 
 
+@pytest.mark.parametrize("steps_per_dispatch", [1, 16])
+def test_raise_comes_within_96_steps_even_if_nothing_is_due(steps_per_dispatch, data_parallel):
+    read, made = [], batches(41, bad=[41])
+
+    def data():
+        while True:
+            read.append(1)
+            yield made[min(len(read), 41) - 1]
+
+    step, state = make(1, data_parallel)
+    options = {"steps_per_dispatch": steps_per_dispatch, "max_steps_in_flight": 64}
+    loop = jaxloop.TrainLoop(step, nan_policy="raise", stat_names=[], **options)
+    with pytest.raises(FloatingPointError) as raised:
+        jaxloop.OuterLoop(loop, log_interval=jaxloop.never())(state, data(), 2000)
+    assert raised.value.step_num == 41 and len(read) <= 41 + 96
+
+
 def test_an_unknown_policy_is_rejected(data_parallel):
     with pytest.raises(ValueError, match="nan_policy must be one of 'raise', 'skip' and 'ignore', got 'stop'"):
         jaxloop.TrainLoop(make(1, data_parallel)[0], nan_policy="stop")  # pyright: ignore
