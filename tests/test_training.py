@@ -379,6 +379,81 @@ def test_begin_actions_receive_the_time_since_their_last_call():
     assert seen == [0, 4, 4]
 
 
+class Doubling(jaxloop.TrainLoop):
+    def update_outputs(self, loop_outputs, step_outputs):
+        loop_outputs.setdefault("twice", []).append(2 * float(step_outputs["loss"]))
+        return loop_outputs
+
+
+class Renaming(jaxloop.TrainLoop):
+    def end(self, state, outputs):
+        state, outputs = super().end(state, outputs)
+        return state, {"twice": [2 * value for value in outputs["loss"]]}
+
+
+@pytest.mark.parametrize("fails_at", [None, 4, 6])
+@pytest.mark.parametrize("loop_class", [Doubling, Renaming])
+def test_an_int_interval_gets_what_the_hooks_made_of_several_loops(loop_class, fails_at, tmp_path):
+    seen = []
+    for fails in [True, False] if fails_at else [False]:
+        fail = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), at(steps=fails_at or 1), runs_last=True)
+        fail.uses_outputs = False
+        action = Calls(
+            lambda step_num, outputs: seen.append({name: len(values) for name, values in outputs.items()}), 3
+        )
+        ends = [action, *([fail] if fails else []), jaxloop.CheckpointAction(tmp_path, never())]
+        outer_loop = jaxloop.OuterLoop(
+            loop_class(STEP, end_actions=ends, stat_names=[]), None, jaxloop.CheckpointSpec(tmp_path), log_interval=3
+        )
+        with pytest.raises(Broken) if fails else contextlib.nullcontext():
+            outer_loop(STATE, jaxloop.from_index(lambda number: BATCHES[number]), 9, 3)
+    assert seen == [{"twice": 9}] and outer_loop.history.paths() == ["train.twice"]
+
+
+def test_begin_actions_of_a_second_call_do_not_see_the_end_of_the_first():
+    seen = []
+
+    class Begin(jaxloop.Action):
+        def __call__(self, state, outputs, *, elapsed, **kwargs):
+            seen.append(elapsed.is_last)
+
+    loop = jaxloop.TrainLoop(STEP, begin_actions=[Begin()])
+    state, _ = loop(STATE, BATCHES, 5)
+    loop(state, BATCHES, 5)
+    assert seen == [False, False]
+
+
+def test_metrics_of_the_call_after_a_failure_are_complete():
+    class Reporting(type(STEP)):
+        def run(self, state, batch):
+            state, outputs = super().run(state, batch)
+            average = clu.metrics.Average.from_model_output(outputs["loss"])
+            return state, {**outputs, "average": average}
+
+    def broken():
+        yield from BATCHES[:2]
+        raise Broken
+
+    loop = jaxloop.TrainLoop(Reporting(STEP.base_prng, STEP.model, STEP.optimizer, train=True))
+    with pytest.raises(Broken):
+        loop(STATE, broken())
+    _, outputs = loop(loop.rescued_state, BATCHES, 3)
+    assert float(outputs["average"][0].count) == 3
+
+
+def test_outputs_that_appear_in_the_middle_of_joined_loops_are_returned():
+    class Reporting(type(STEP)):
+        def run(self, state, batch):
+            state, outputs = super().run(state, batch)
+            return state, outputs if batch["x"].shape[0] == 8 else {**outputs, "other": outputs["loss"]}
+
+    step = Reporting(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+    sizes = [8] * 15 + [4] * 15
+    data = [{name: leaf[:size] for name, leaf in batch.items()} for batch, size in zip(BATCHES, sizes, strict=False)]
+    _, outputs = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=last())(STATE, data, 30, 10)
+    assert (len(outputs["loss"]), len(outputs["other"])) == (10, 10)
+
+
 def test_statistics_of_a_loop_begin_where_the_last_one_ended(set_clock):
     set_clock(map(float, itertools.count()).__next__)
     names = [jaxloop.stat_loop.STAT_LOOP_TIME_SECS]

@@ -218,6 +218,9 @@ class Agenda:
       wants_stop: True if something has asked the run to stop.
       stopped_by: The item that asked; None if none did.
       owes_trim: True if `trim` must be called unless a loop has ended at the step of the last moment.
+      keeps_loops: True if hooks of the loop may change its outputs, so that items with an int interval get what `end`
+        returned for each loop.
+      loops: The ended loops that such items have still to read, if `keeps_loops` is True.
     """
 
     def __init__(
@@ -231,6 +234,8 @@ class Agenda:
         self.items: Sequence[Item] = ()
         self.others: Sequence[Item] = ()
         self.owes_trim: bool = False
+        self.keeps_loops: bool = False
+        self.loops: list[Ended] = []
         self.begin_call()
 
     def begin_call(self) -> None:
@@ -295,6 +300,8 @@ class Agenda:
                 saves = False
                 break
             now = dataclasses.replace(now, is_last=True)
+        if ended is not None and self.keeps_loops and ended.number not in [each.number for each in self.loops]:
+            self.loops.append(ended)
         self.owes_trim = may_end or (self.owes_trim and ended is None)
         if not self.owes_trim:  # Before the saves, because a resumed run must merge the same sums in the same order.
             self.trim()
@@ -339,8 +346,10 @@ class Agenda:
             return LoopOutputs(outputs.newest_scalars() if ended is None else metrics.newest_scalars(ended.outputs))
         outputs.cut()
         if ended is not None and not isinstance(item.interval, Schedule) and item.cursor <= ended.start:
-            earlier = outputs.since(item.cursor, ended.start)
-            earlier.extend(ended.outputs.copy())
+            loops = [each for each in self.loops if item.cursor <= each.start < ended.start]
+            earlier = LoopOutputs() if self.keeps_loops else outputs.since(item.cursor, ended.start)
+            for each in (*loops, ended):
+                earlier.extend(each.outputs.copy())
             return earlier
         found = outputs.since(item.cursor)
         if ended is not None:
@@ -351,6 +360,8 @@ class Agenda:
         """Drops the outputs that everything has read."""
         self.owes_trim = False
         self._outputs.trim(self.cursors)
+        least = min(self.cursors, default=self._outputs.position)
+        self.loops = [each for each in self.loops if each.start >= least]
 
     @property
     def cursors(self) -> list[int]:
@@ -361,6 +372,7 @@ class Agenda:
 
     def reset(self) -> None:
         """Forgets all calls."""
+        self.loops = []
         for item in self.items:
             item.reset(self._stopwatch.spent(), self._outputs.position)
 

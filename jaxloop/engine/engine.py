@@ -138,6 +138,7 @@ class Engine:
             if item not in agenda.items:
                 item.reset(self.run.stopwatch.spent(), self.run.outputs.position)
         agenda.items = sorted([*self.plan.items, *self.end_actions], key=lambda item: item.rank)
+        agenda.keeps_loops = any(checks.is_user_defined(self._loop, name) for name in ("update_outputs", "end"))
         no_context = lambda now: {}
         of_step = (action for each in self._runner.action_lists for action in each.actions)
         agenda.others = [*self.begin_actions, *(ActionItem(action, no_context) for action in of_step)]
@@ -253,6 +254,7 @@ class Engine:
         """Calls the `begin` hook. In a loop that is continued, only if it wraps the data, and its state is ignored."""
         run = self.run
         if run.batches == 0:
+            run.outputs.cut()
             run.outputs.begin_loop()
             run.ended = None
             if self.begin_actions:
@@ -267,7 +269,7 @@ class Engine:
 
     def _call_begin_actions(self, state: Any) -> None:
         run, plan = self.run, self.plan
-        now = dataclasses.replace(run.now, time=run.time()) if plan.at is None else plan.at
+        now = dataclasses.replace(run.now, time=run.time(), is_last=False) if plan.at is None else plan.at
         asked = dataclasses.replace(now, loops=now.loops + 1, previous=run.began_at)
         for item in self.begin_actions:
             item.called_at = None

@@ -218,7 +218,11 @@ class Outputs:
         for columns, number in groups:
             columns = {name: _unstacked(column, number) for name, column in (columns or {}).items()}
             own, examples = examples[:number], examples[number:]
-            self._open.num_examples += own if self.guard is None else self.guard.inspect(columns, first, own)
+            own = own if self.guard is None else self.guard.inspect(columns, first, own)
+            if self._open.num_examples and columns.keys() != self._open.keys():
+                self._segments.append((first, self._open))
+                self._open = LoopOutputs()
+            self._open.num_examples += own
             first += number
             for name, column in columns.items():
                 self._open.setdefault(name, []).extend(column)

@@ -155,6 +155,7 @@ class Run:
             "wraps_data": self.wraps_data,
             "began_at": self.began_at.to_dict(),
             "items": self.agenda.state_dict(),
+            "ended_loops": [[self._encode(each.outputs), each.start, each.number] for each in self.agenda.loops],
             "outputs": self.outputs.state_dict(self.agenda.cursors, self._encode),
         }
         return saved, self.agenda.kept_states()
@@ -172,6 +173,8 @@ class Run:
         self.outputs.load_state_dict(saved["outputs"])
         self.agenda.wants_stop, self.agenda.owes_trim = saved["has_stopped"], saved["owes_trim"]
         self.agenda.load_state_dict(saved["items"], kept)
+        loops = saved["ended_loops"]
+        self.agenda.loops = [Ended(LoopOutputs.decode(outputs), *others) for outputs, *others in loops]
 
     def _encode(self, outputs: LoopOutputs) -> dict[str, Any]:
         encoded, left_out = outputs.encode()

@@ -167,7 +167,9 @@ class Interruptible:
     def __enter__(self) -> "Interruptible":
         self.signum = self.unconfirmed = None
         self.end_pause()
-        self._outer = _find_open()
+        self._outer = _find_open() or getattr(_current, "outermost", None)
+        if self._outer is None:
+            _current.outermost = self
         if self._outer is None and threading.current_thread() is threading.main_thread():
             for signum, default in _DEFAULTS:
                 if signal.getsignal(signum) is default:
@@ -178,6 +180,8 @@ class Interruptible:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._restore_handlers()
+        if self._outer is None:
+            _current.outermost = None
         if self._watch is not None:
             self._watch.end()
             self._watch = None
@@ -292,6 +296,9 @@ def _exit_now(signum: int) -> None:
         for worker in multiprocessing.active_children():  # They may ignore signals and outlive this process.
             worker.kill()
     os._exit(128 + signum)
+
+
+_current = threading.local()
 
 
 def _find_open() -> Interruptible | None:
