@@ -73,7 +73,8 @@ def saved_without_times(directory):
                 name: without_time(each)
                 for name, each in value.items()
                 # A loop that ends without a stop neither divides the outputs into parts nor keeps them for its actions.
-                if not any(word in str(name) for word in timed) and name not in ("positions", "outputs", "ended")
+                if not any(word in str(name) for word in timed)
+                and name not in ("positions", "outputs", "ended", "ended_loops")
             }
         return [without_time(each) for each in value] if isinstance(value, list) else value
 
