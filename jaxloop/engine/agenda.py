@@ -360,7 +360,8 @@ class Agenda:
         """Drops the outputs that everything has read."""
         self.owes_trim = False
         self._outputs.trim(self.cursors)
-        least = min(self.cursors, default=self._outputs.position)
+        of_loops = [item for item in self.items if item.reads == "all" and not isinstance(item.interval, Schedule)]
+        least = min((item.cursor for item in of_loops), default=self._outputs.position)
         self.loops = [each for each in self.loops if each.start >= least]
 
     @property
