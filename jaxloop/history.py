@@ -640,7 +640,7 @@ class History:
     def _send_newest(self, on_device: dict[str, jax.Array]) -> None:
         """Starts copying the device values of the newest row to the host."""
         self._waiting.append(len(self) - 1)
-        for value in on_device.values():
+        for value in on_device.values() if jax.default_backend() != "cpu" else ():  # A CPU shares the host's memory.
             value.copy_to_host_async()
         if len(self._waiting) >= _MAX_PENDING_ROWS:  # The older half has probably been computed by now.
             waiting = [self._on_their_way(number) for number in self._waiting[: _MAX_PENDING_ROWS // 2]]
