@@ -95,7 +95,6 @@ class ActionLoop(StatLoop):
         run = self.engine.run
         if value != run.loops:  # Outputs that no action has read yet belong to a different run.
             run.begin(dataclasses.replace(run.now, loops=value))
-            run.loops = value
 
     def __call__(
         self,

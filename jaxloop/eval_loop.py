@@ -62,16 +62,12 @@ class EvalLoop(ActionLoop):
         self.engine.set_steps_per_dispatch(steps_per_dispatch)
         self.engine.observers.append(self._count_batch)
         if step.train:
-            logging.warning("EvalLoop got %s", self.training_warning)
+            logging.warning(
+                "EvalLoop got %r, a step with train=True, which evaluates dropout and batch statistics in training "
+                "mode. Make another step with train=False for the eval loop.",
+                step,
+            )
         self._is_bounded, self._num_batches = False, 0
-
-    @property
-    def training_warning(self) -> str:
-        """The text of the warning about a step with `train=True` in an eval loop."""
-        return (
-            f"{self.step!r}, a step with train=True, which evaluates dropout and batch statistics in training mode. "
-            "Make another step with train=False for the eval loop."
-        )
 
     def __call__(
         self,

@@ -233,7 +233,7 @@ class Engine:
 
     def _set_up_outputs(self, guard: nonfinite.Guard | None) -> None:
         outputs, has_update = self.run.outputs, checks.is_user_defined(self._loop, "update_outputs")
-        outputs.set_limit(self.max_in_flight, keeps=not has_update and guard is None)
+        outputs.set_limit(self.max_in_flight, keeps=not has_update)
         outputs.update = self._loop.update_outputs if has_update else None
         outputs.guard = guard
 
@@ -450,9 +450,8 @@ class Engine:
         """
         run, updates, loop_steps = self.run, self.call.updates, self.plan.loop_steps
         if updates and loop_steps is not None and run.batches * updates > run.now.steps % loop_steps:
-            before = run.loops
-            run.pass_ends(loop_steps, updates, also_here=also_here)
-            if run.loops > before and self.statistics is not None:
+            has_passed = run.pass_ends(loop_steps, updates, also_here=also_here)
+            if has_passed and self.statistics is not None:
                 self.statistics.begin_loop()
 
     def _pass_loop_end(self) -> bool:
@@ -656,7 +655,7 @@ class Engine:
           batches: The number of batches of the current loop that the earlier run used.
         """
         self.run.begin(elapsed, batches)
-        self.run.loops, self.call.step_num = elapsed.loops, elapsed.steps
+        self.call.step_num = elapsed.steps
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what a checkpoint stores about the loop: JSON values, and the train states that actions keep.

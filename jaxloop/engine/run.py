@@ -107,8 +107,8 @@ class Run:
         self.batches = 0
         self.loops, self.loops_run = self.loops + 1, self.loops_run + 1
 
-    def pass_ends(self, loop_steps: int, updates: int, *, also_here: bool) -> None:
-        """Ends the loops that the latest steps completed without a stop.
+    def pass_ends(self, loop_steps: int, updates: int, *, also_here: bool) -> bool:
+        """Ends the loops that the latest steps completed without a stop. Returns True if there were any.
 
         After steps 7 to 25 with loops of 10 steps, the loops end that contain steps 10 and 20.
 
@@ -120,7 +120,7 @@ class Run:
         now, before, newest = self.now, self.now.steps - self.batches * updates, self.now.steps - (not also_here)
         passed = newest // loop_steps - before // loop_steps
         if passed <= 0:
-            return
+            return False
         size, since = loop_steps // updates, (newest % loop_steps + (not also_here)) // updates
         self.longest = max(self.longest, self.batches - since - (passed - 1) * size, size if passed > 1 else 0)
         self.loops, self.loops_run, self.batches = self.loops + passed, self.loops_run + passed, since
@@ -129,6 +129,7 @@ class Run:
         before_now = now.previous.loops + passed - (also_here and since == 0) if now.previous else 0
         previous = now.previous and dataclasses.replace(now.previous, loops=before_now)
         self.now = dataclasses.replace(now, loops=now.loops + passed, previous=previous)
+        return True
 
     def drop_loop(self) -> None:
         """Forgets the current loop."""
@@ -144,8 +145,9 @@ class Run:
           in_moment: True if some items may have to be called again after a resume.
         """
         ended = self.ended if in_moment else None
+        encode = lambda ended: [self._encode(ended.outputs), ended.start, ended.number]
         saved = {
-            "ended": ended and [self._encode(ended.outputs), ended.start, ended.number],
+            "ended": ended and encode(ended),
             "elapsed": self.now.to_dict(),
             "previous": (self.now.previous or self.now).to_dict(),
             "loops": self.loops,
@@ -155,7 +157,7 @@ class Run:
             "wraps_data": self.wraps_data,
             "began_at": self.began_at.to_dict(),
             "items": self.agenda.state_dict(),
-            "ended_loops": [[self._encode(each.outputs), each.start, each.number] for each in self.agenda.loops],
+            "ended_loops": list(map(encode, self.agenda.loops)),
             "outputs": self.outputs.state_dict(self.agenda.cursors, self._encode),
         }
         return saved, self.agenda.kept_states()
@@ -167,14 +169,12 @@ class Run:
         self.now = dataclasses.replace(now, previous=Elapsed(**saved["previous"]))
         self.loops, self.began_at = saved["loops"], Elapsed(**saved["began_at"])
         self.wraps_data = saved["wraps_data"]
-        if saved["ended"]:
-            outputs, *others = saved["ended"]
-            self.ended = Ended(LoopOutputs.decode(outputs), *others)
+        decode = lambda ended: Ended(LoopOutputs.decode(ended[0]), *ended[1:])
+        self.ended = saved["ended"] and decode(saved["ended"])
         self.outputs.load_state_dict(saved["outputs"])
         self.agenda.wants_stop, self.agenda.owes_trim = saved["has_stopped"], saved["owes_trim"]
         self.agenda.load_state_dict(saved["items"], kept)
-        loops = saved["ended_loops"]
-        self.agenda.loops = [Ended(LoopOutputs.decode(outputs), *others) for outputs, *others in loops]
+        self.agenda.loops = list(map(decode, saved["ended_loops"]))
 
     def _encode(self, outputs: LoopOutputs) -> dict[str, Any]:
         encoded, left_out = outputs.encode()
