@@ -67,12 +67,12 @@ class ActionLoop(StatLoop):
     @property
     def begin_actions(self) -> Sequence[Action]:
         """The actions that are called when a loop begins."""
-        return tuple(item.action for item in self.engine.begin_actions)
+        return tuple(item.action for item in self.engine.actions.begin)
 
     @property
     def end_actions(self) -> Sequence[Action]:
         """The actions that are called between steps, or when a loop ends."""
-        return tuple(item.action for item in self.engine.end_actions)
+        return tuple(item.action for item in self.engine.actions.end)
 
     @property
     def actions(self) -> Sequence[Action]:

@@ -10,8 +10,6 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.step import Step
 
-_ENDLESS_AFTER = 10_000  # An unbounded evaluation with more steps than this causes a warning.
-
 
 class EvalLoop(ActionLoop):
     """Evaluates a state without changing or donating it.
@@ -60,14 +58,12 @@ class EvalLoop(ActionLoop):
         )
         self.engine.options.evaluates = True
         self.engine.set_steps_per_dispatch(steps_per_dispatch)
-        self.engine.observers.append(self._count_batch)
         if step.train:
             logging.warning(
                 "EvalLoop got %r, a step with train=True, which evaluates dropout and batch statistics in training "
                 "mode. Make another step with train=False for the eval loop.",
                 step,
             )
-        self._is_bounded, self._num_batches = False, 0
 
     def __call__(
         self,
@@ -85,16 +81,5 @@ class EvalLoop(ActionLoop):
                 "EvalLoop got return_state_from_step=True, but an evaluation can't change the state. Use a TrainLoop "
                 "or an ActionLoop for steps that do."
             )
-        self._is_bounded, self._num_batches = num_steps is not None, 0
         _, outputs = super().__call__(state, dataset_iterator, num_steps, return_state_from_step=False)
         return state, outputs
-
-    def _count_batch(self, batch: types.Batch) -> None:
-        self._num_batches += 1
-        if not self._is_bounded and self._num_batches == _ENDLESS_AFTER + 1:
-            logging.warning(
-                "The evaluation by %r has run more than %d steps without reaching the end of its dataset. If the "
-                "dataset repeats forever, set num_steps in its EvalSpec.",
-                self.step,
-                _ENDLESS_AFTER,
-            )

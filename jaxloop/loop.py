@@ -67,12 +67,12 @@ class Loop:
 
         If the state has no `step`, this is the number of steps that this loop has run.
         """
-        return self.engine.call.step_num
+        return self.engine.step_num
 
     @property
     def num_examples(self) -> list[int]:
         """The number of examples in each step of the most recent loop."""
-        return list(self.engine.call.weights)
+        return list(self.engine.outcome.num_examples)
 
     @property
     def elapsed(self) -> Elapsed:
@@ -92,7 +92,7 @@ class Loop:
     @property
     def was_interrupted(self) -> bool:
         """True if Ctrl-C or SIGTERM stopped the last call to this loop before all of its steps had run."""
-        return self.engine.call.is_interrupted
+        return self.engine.outcome.is_interrupted
 
     @property
     def rescued_state(self) -> Any:
@@ -100,7 +100,7 @@ class Loop:
 
         It is also None if the failed step had already donated the state.
         """
-        return self.engine.call.rescued[0]
+        return self.engine.outcome.failure.state
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
         """Compiles this loop ahead of time for batches of the given shape.
@@ -125,7 +125,7 @@ class Loop:
 
     def forget_batches(self) -> None:
         """Drops the batches that were read ahead. Call this after moving the iterator to a different position."""
-        self.engine.forget_batches()
+        self.engine.data.forget()
 
     def __call__(
         self,

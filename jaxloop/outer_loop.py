@@ -21,7 +21,8 @@ from jaxloop.base.timing import Spent
 from jaxloop.check import preflight
 from jaxloop.data.position import PositionedIterator
 from jaxloop.engine.agenda import ActionItem, Rank
-from jaxloop.engine.plan import Plan
+from jaxloop.engine.plan import Plan, Source
+from jaxloop.engine.run import Tally
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.experiment.detours import LeftOut
 from jaxloop.experiment.evaluations import Evaluation, Recorder, evaluate_checkpoints, evaluate_once
@@ -268,7 +269,9 @@ class OuterLoop:
                             state, outputs = training(state, logs_total_steps=log_train_total_steps)
                             if not requests.requested:
                                 for each in evaluations:
-                                    if each.calls:  # Calls the actions of the eval loop that are due at the last step.
+                                    if (
+                                        each.was_called
+                                    ):  # Calls the actions of the eval loop that are due at the last step.
                                         each.loop.engine.hold_now(state, is_last=True)
                         self._job.any_stops()  # Detects a signal that arrived after the last batch.
                         if training is None or not training.is_interrupted_for_detour:
@@ -491,8 +494,9 @@ class OuterLoop:
                 functools.partial(self._check_start, spec),
                 returns=before is not None,
             )
+            observers = []
             if self._directory_of_failures is not None and not self._job.is_shared:
-                engine.observers = [*engine.observers, kept.add]
+                observers = [kept.add]
             rows = [ActionItem(recorder, context, Rank.ROW)]
             savers = [ActionItem(each, context) for each in filter(None, [self._own_saver])]
             engine.set_plan(
@@ -502,9 +506,7 @@ class OuterLoop:
                     stop=spec.stop,
                     items=[commands, *rows, *evaluations, *savers],
                     context=context,
-                    next_data=training.next_epoch,
-                    mark=training.mark,
-                    consumed=whole.note_consumed,
+                    source=Source(training.next_epoch, training.mark, whole.note_consumed, observers),
                 )
             )
         return evaluations, training
@@ -533,7 +535,7 @@ class OuterLoop:
     def _record_failure(self, error: BaseException, kept: failures.KeptBatches) -> None:
         """Writes a record of the failed step, after all checkpoints are committed."""
         loop, workdir = self.train_loop, self._directory_of_failures
-        failed_step = None if loop is None else loop.engine.call.failed_step
+        failed_step = None if loop is None else loop.engine.outcome.failure.step_num
         if not isinstance(loop, TrainLoop) or failed_step is None or workdir is None:
             return
         if self._job.is_shared:
@@ -570,8 +572,6 @@ class OuterLoop:
                 errors.append(error)
         for loop in self._loops:
             loop.engine.set_plan(None)
-        if self.train_loop is not None:
-            self.train_loop.engine.observers = []
         self._history.close()
         if errors and raise_errors:
             raise errors[0]
@@ -581,10 +581,10 @@ def _begin_counting(loops: Sequence[ActionLoop]) -> None:
     """Resets the call counts of the loops and their actions."""
     for loop in loops:
         run = loop.engine.run
-        run.loops_run = run.longest = 0
+        run.tally = Tally()
         run.agenda.begin_call()
-        for item in run.agenda.all_items:
-            item.calls = 0
+        for item in run.agenda.items:
+            item.was_called = False
         for each in loop.step._runner.action_lists:
             each.calls = [0] * len(each.actions)
 
@@ -596,15 +596,17 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Sequence[Evaluatio
     """
     lines, seen = [], set()
     for loop in loops:
-        engine, runs = loop.engine, loop.engine.run.loops_run
-        unused = [(item.action, "loops") for item in (*engine.begin_actions, *engine.end_actions) if not item.calls]
+        engine, runs = loop.engine, loop.engine.run.tally.loops
+        unused = [
+            (item.action, "loops") for item in (*engine.actions.begin, *engine.actions.end) if not item.was_called
+        ]
         for each in loop.step._runner.action_lists:
             if id(each) not in seen:  # Two loops may share a step.
                 seen.add(id(each))
                 unused += [(a, each.unit) for a, calls in zip(each.actions, each.calls, strict=True) if not calls]
         ran = "1 loop ran" if runs == 1 else f"{runs} loops ran"
         for action, unit in unused if runs else ():
-            happened = f"only {ran}" if unit == "loops" else f"the longest loop had {engine.run.longest}"
+            happened = f"only {ran}" if unit == "loops" else f"the longest loop had {engine.run.tally.longest}"
             name, interval = f"{type(action).__name__} of {loop!r}", action.interval
             if action in predicted:
                 continue
@@ -613,9 +615,9 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Sequence[Evaluatio
             else:
                 hint = f" Did you mean every(steps={interval})?" if interval > 1 else ""
                 lines.append(f"{name}: interval={interval} means every {interval} {unit}, and {happened}.{hint}")
-    train_loops = sum(loop.engine.run.loops_run for loop in loops[: len(loops) - len(evaluations)])
+    train_loops = sum(loop.engine.run.tally.loops for loop in loops[: len(loops) - len(evaluations)])
     for each in evaluations:
-        if train_loops and not each.loop.engine.run.loops_run and each.spec.name not in predicted:
+        if train_loops and not each.loop.engine.run.tally.loops and each.spec.name not in predicted:
             lines.append(f"{each.loop!r}: {each.spec.when} was never due in {train_loops} train loops.")
     if lines:
         logging.warning("Never called in this run:\n  %s", "\n  ".join(lines))

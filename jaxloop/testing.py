@@ -25,8 +25,10 @@ from jaxloop import metrics
 from jaxloop.base import checks
 from jaxloop.checkpoint import CheckpointWriter
 from jaxloop.engine.engine import Engine
-from jaxloop.engine.feed import Feed
-from jaxloop.engine.outputs import Outputs, rows_of
+from jaxloop.engine.loop_data import LoopData
+from jaxloop.engine.outputs import Outputs
+from jaxloop.engine.pending import rows_of
+from jaxloop.engine.steps import Steps
 from jaxloop.history import History
 
 
@@ -228,7 +230,8 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
     belongs to the same dispatch, the process is killed later.
     """
     observed: dict[int, _Observed] = {}
-    open_feed, run_some, arrive, save = Engine._open, Engine._run_some, Outputs._arrive, CheckpointWriter.save
+    open_feed, run_stretch = LoopData.open, Steps._run_stretch
+    arrive, save = Outputs._arrive, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
     def kill_after(number: int) -> None:
@@ -237,10 +240,11 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def observed_open(self: Engine, dataset: Any) -> None:
-        open_feed(self, dataset)
-        if self.call.updates:
-            seen, read = observed.setdefault(id(self.run.outputs), _Observed(self)), self._feed._read
+    def observed_open(self: LoopData, dataset: Any, *, evaluates: bool = False) -> None:
+        open_feed(self, dataset, evaluates=evaluates)
+        if not evaluates:
+            engine = self._loop.engine
+            seen, read = observed.setdefault(id(engine.run.outputs), _Observed(engine)), self.feed._read
 
             def observed_read() -> Any:
                 batch = read()
@@ -248,13 +252,13 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
                 kill_after(max(seen.batches) - seen.updates)
                 return batch
 
-            self._feed._read = observed_read
+            self.feed._read = observed_read
 
-    def observed_run(self: Engine, feed: Feed, *args: Any) -> int:
-        number = run_some(self, feed, *args)
-        if number and self.call.updates:
-            observed[id(self.run.outputs)].states[self.step_num] = _digest(self.call.state)
-            kill_after(self.step_num)
+    def observed_run(self: Steps, *args: Any) -> int:
+        number, call, run = run_stretch(self, *args), self._call, self._run
+        if number and call.updates:
+            observed[id(run.outputs)].states[run.now.steps] = _digest(call.state)
+            kill_after(run.now.steps)
         return number
 
     def observed_arrive(self: Outputs, groups: Any, examples: list[int]) -> None:
@@ -266,7 +270,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    Engine._open, Engine._run_some = observed_open, observed_run  # pyright: ignore[reportAttributeAccessIssue]
+    LoopData.open, Steps._run_stretch = observed_open, observed_run  # pyright: ignore[reportAttributeAccessIssue]
     Outputs._arrive = observed_arrive
     CheckpointWriter.save = saved
     return observed

@@ -16,13 +16,18 @@ from jaxloop.base.timing import Spent, Stopwatch
 from jaxloop.engine.outputs import Outputs
 from jaxloop.metrics import LoopOutputs
 from jaxloop.processes.agreement import Job, report_failure
+from jaxloop.processes.interrupt import Interruptible
 from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 
 
 @final
 class Rank(enum.IntEnum):
-    """The order of the items that are due at the same step."""
+    """The order of the items that are due at the same step.
 
+    `ELSEWHERE` is for items that something else calls. An agenda only saves and restores them.
+    """
+
+    ELSEWHERE = -1
     COMMAND = 0
     ROW = 1
     ACTION = 2
@@ -63,11 +68,64 @@ class Ended(NamedTuple):
     number: int
 
 
+@final
+class EndedLoops:
+    """The ended loops that items have still to read.
+
+    Attributes:
+      newest: The loop that has ended last, until the next one begins.
+      are_kept: True if hooks of the loop may change its outputs. Items with an int interval then get what the `end`
+        hook returned for each loop, and else the outputs of the steps.
+    """
+
+    def __init__(self):
+        self.are_kept: bool = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all loops."""
+        self.newest: Ended | None = None
+        self._kept: list[Ended] = []
+
+    def begin_loop(self) -> None:
+        """Forgets the newest loop, because the next one begins."""
+        self.newest = None
+
+    def keep(self, ended: Ended) -> None:
+        """Keeps the loop for later calls, if `are_kept` is True."""
+        if self.are_kept and ended.number not in [each.number for each in self._kept]:
+            self._kept.append(ended)
+
+    def since(self, cursor: int, ended: Ended, outputs: Outputs) -> LoopOutputs:
+        """Returns the outputs from a cursor to the end of a loop, with what the `end` hooks returned."""
+        found = LoopOutputs() if self.are_kept else outputs.since(cursor, ended.start)
+        for each in (*(each for each in self._kept if cursor <= each.start < ended.start), ended):
+            found.extend(each.outputs.copy())
+        return found
+
+    def trim(self, cursor: int) -> None:
+        """Drops the loops that began before a cursor."""
+        self._kept = [each for each in self._kept if each.start >= cursor]
+
+    def state_dict(self, encode: Callable[[LoopOutputs], Any], *, with_newest: bool) -> dict[str, Any]:
+        """Returns JSON values."""
+        encoded = lambda ended: [encode(ended.outputs), ended.start, ended.number]
+        newest = encoded(self.newest) if with_newest and self.newest is not None else None
+        return {"newest": newest, "kept": list(map(encoded, self._kept))}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restores a `state_dict`."""
+        decoded = lambda ended: Ended(LoopOutputs.decode(ended[0]), *ended[1:])
+        self.newest = saved["newest"] and decoded(saved["newest"])
+        self._kept = list(map(decoded, saved["kept"]))
+
+
 class Item:
     """Something that a run calls when it is due: a history row, an action, an evaluation, a checkpoint.
 
     Hooks:
       name: The name under which a checkpoint stores its state.
+      time_category: The kind of work as which its calls are timed (see `Spent`); None for none of its own.
       interval: A schedule, or a number of loops.
       call: Called when the item is due. Returns False if it was interrupted, and must be called again after a resume.
       state_dict, load_state_dict, kept_state: See `Action`.
@@ -80,18 +138,18 @@ class Item:
       cursor: The position in the outputs up to which the item has read.
       called_at: The step after which it was last called; None before the first call.
       is_requested: True if it is due at the next moment, whatever its interval.
-      calls: The number of calls.
+      was_called: True if this process has called it.
       spent: The time report at its last call.
     """
 
-    name: str = ""
-    time_category: str | None = None
-    kept_state: Any = None
+    name = ""
+    time_category = None
+    kept_state = None
 
     def __init__(self, rank: Rank, reads: Literal["all", "newest", "nothing"] = "nothing"):
         self.rank: Rank = rank
         self.reads: Literal["all", "newest", "nothing"] = reads
-        self.calls: int = 0
+        self.was_called: bool = False
         self.reset(Spent())
 
     def reset(self, spent: Spent, cursor: int = 0) -> None:
@@ -159,7 +217,8 @@ class ActionItem(Item):
         last = Rank.SAVE if self.time_category == "checkpoints" else Rank.AFTER_EVALUATIONS
         rank = rank if rank is not None else last if self.action.runs_last else Rank.ACTION
         uses, waits = self.action.uses_outputs, self.action.needs_all_outputs
-        super().__init__(rank, "nothing" if not uses else "all" if waits else "newest")
+        reads = uses and rank != Rank.ELSEWHERE
+        super().__init__(rank, "nothing" if not reads else "all" if waits else "newest")
 
     @property
     def interval(self) -> int | Schedule:
@@ -213,14 +272,11 @@ class Agenda:
       measure: A function `(state, spent) -> statistics`, which are added to the outputs of items that read all.
 
     Attributes:
+      job: The processes that train together.
       items: The items, by rank.
-      others: Items that are called elsewhere, but saved and restored here.
-      wants_stop: True if something has asked the run to stop.
-      stopped_by: The item that asked; None if none did.
+      ended: The ended loops that items have still to read.
+      stopped_by: What has asked the run to stop: an item, or a description; None if nothing did.
       owes_trim: True if `trim` must be called unless a loop has ended at the step of the last moment.
-      keeps_loops: True if hooks of the loop may change its outputs, so that items with an int interval get what `end`
-        returned for each loop.
-      loops: The ended loops that such items have still to read, if `keeps_loops` is True.
     """
 
     def __init__(
@@ -230,25 +286,32 @@ class Agenda:
         job: Job,
         measure: Callable[[Any, Spent], Mapping[str, Any]],
     ):
-        self._outputs, self._stopwatch, self._job, self._measure = outputs, stopwatch, job, measure
+        self._outputs, self._stopwatch, self._measure = outputs, stopwatch, measure
+        self.job: Job = job
         self.items: Sequence[Item] = ()
-        self.others: Sequence[Item] = ()
+        self.ended: EndedLoops = EndedLoops()
         self.owes_trim: bool = False
-        self.keeps_loops: bool = False
-        self.loops: list[Ended] = []
         self.begin_call()
 
     def begin_call(self) -> None:
         """Forgets what was asked for in the last call."""
-        self.wants_stop: bool = False
-        self.stopped_by: Item | None = None
+        self.stopped_by: Any = None
         for item in self.items:
             item.is_requested = False
 
     @property
-    def all_items(self) -> list[Item]:
-        """All items, whether they are called here or elsewhere."""
-        return [*self.items, *self.others]
+    def wants_stop(self) -> bool:
+        """True if something has asked the run to stop."""
+        return self.stopped_by is not None
+
+    @property
+    def requests(self) -> Interruptible:
+        """The signals that have arrived."""
+        return self.job.requests
+
+    @property
+    def _called_here(self) -> list[Item]:
+        return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
     def add(self, item: Item) -> None:
         """Adds an item, which is called before the others of its rank."""
@@ -256,7 +319,7 @@ class Agenda:
 
     def goal(self, now: Elapsed, others: Sequence[Schedule]) -> Goal:
         """Returns the next step, time and loop at which something may be due."""
-        return goal_of([*(item.interval for item in self.items), *others], now)
+        return goal_of([*(item.interval for item in self._called_here), *others], now)
 
     def hold(
         self,
@@ -284,29 +347,30 @@ class Agenda:
         Returns:
           The progress, which now tells whether this is the end of the run.
         """
-        loop, stopped, saves = None if ended is None else ended.number, lambda: self._job.requests.requested, True
+        loop, stopped, saves = None if ended is None else ended.number, lambda: self.requests.requested, True
+        items = self._called_here
         while not only_saves:
             was_called = False
-            for item in self.items:
+            for item in items:
                 is_possible = item.rank < Rank.EVALUATION or (item.rank < Rank.SAVE and not stopped())
                 if is_possible and item.is_due(now, loop):
                     self._call(item, state, now, spent, ended)
                     was_called = True
-            if was_called:
-                self.wants_stop = self._job.any_stops(self.wants_stop)
+            if was_called and self.job.any_stops(self.wants_stop):
+                self.stopped_by = self.stopped_by or "another process"
             if not self.wants_stop or stopped() or now.is_last:
                 break
             if ended is None:
                 saves = False
                 break
             now = dataclasses.replace(now, is_last=True)
-        if ended is not None and self.keeps_loops and ended.number not in [each.number for each in self.loops]:
-            self.loops.append(ended)
+        if ended is not None:
+            self.ended.keep(ended)
         self.owes_trim = may_end or (self.owes_trim and ended is None)
         if not self.owes_trim:  # Before the saves, because a resumed run must merge the same sums in the same order.
             self.trim()
         if saves and not stopped():
-            for item in self.items:
+            for item in items:
                 if item.rank == Rank.SAVE and item.is_due(now, loop):
                     self._call(item, state, now, spent, ended)
         return now
@@ -323,14 +387,14 @@ class Agenda:
             with counting:
                 is_done = item.call(Moment(state, now, outputs, since))
         except (Exception, SystemExit) as error:
-            if self._job.is_shared and item.rank < Rank.SAVE:  # The other processes may be waiting inside a save.
+            if self.job.is_shared and item.rank < Rank.SAVE:  # The other processes may be waiting inside a save.
                 report_failure(error)
             raise
         if is_done:
-            item.calls += 1
+            item.was_called = True
             self._mark(item, now, spent)
             if outputs.asks_to_stop:
-                self.wants_stop, self.stopped_by = True, item
+                self.stopped_by = item
 
     def _mark(self, item: Item, now: Elapsed, spent: Spent) -> None:
         item.called_at, item.is_requested, item.spent, item.cursor = now.steps, False, spent, self._outputs.position
@@ -346,11 +410,7 @@ class Agenda:
             return LoopOutputs(outputs.newest_scalars() if ended is None else metrics.newest_scalars(ended.outputs))
         outputs.cut()
         if ended is not None and not isinstance(item.interval, Schedule) and item.cursor <= ended.start:
-            loops = [each for each in self.loops if item.cursor <= each.start < ended.start]
-            earlier = LoopOutputs() if self.keeps_loops else outputs.since(item.cursor, ended.start)
-            for each in (*loops, ended):
-                earlier.extend(each.outputs.copy())
-            return earlier
+            return self.ended.since(item.cursor, ended, outputs)
         found = outputs.since(item.cursor)
         if ended is not None:
             found.update({name: value for name, value in ended.outputs.items() if not isinstance(value, list)})
@@ -361,8 +421,7 @@ class Agenda:
         self.owes_trim = False
         self._outputs.trim(self.cursors)
         of_loops = [item for item in self.items if item.reads == "all" and not isinstance(item.interval, Schedule)]
-        least = min((item.cursor for item in of_loops), default=self._outputs.position)
-        self.loops = [each for each in self.loops if each.start >= least]
+        self.ended.trim(min((item.cursor for item in of_loops), default=self._outputs.position))
 
     @property
     def cursors(self) -> list[int]:
@@ -373,23 +432,33 @@ class Agenda:
 
     def reset(self) -> None:
         """Forgets all calls."""
-        self.loops = []
-        for item in self.items:
+        self.ended.reset()
+        for item in self._called_here:
             item.reset(self._stopwatch.spent(), self._outputs.position)
 
     def kept_states(self) -> dict[str, Any]:
         """Returns the train states that items keep."""
-        kept = {str(index): item.kept_state for index, item in enumerate(self.all_items)}
+        kept = {str(index): item.kept_state for index, item in enumerate(self.items)}
         return {index: state for index, state in kept.items() if state is not None}
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Returns everything about the items but the kept states, as JSON values."""
-        return [item.saved() for item in self.all_items]
+    def state_dict(self, *, in_moment: bool) -> dict[str, Any]:
+        """Returns everything but the kept states, as JSON values.
 
-    def load_state_dict(self, saved: Sequence[Mapping[str, Any]], kept: Mapping[str, Any]) -> None:
+        Args:
+          in_moment: True if some items may have to be called again after a resume.
+        """
+        return {
+            "owes_trim": self.owes_trim,
+            "ended": self.ended.state_dict(self._outputs.encode, with_newest=in_moment),
+            "items": [item.saved() for item in self.items],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Restores a `state_dict` and the kept states."""
-        left = dict(enumerate(saved))
-        for item in self.all_items:
+        self.owes_trim = saved["owes_trim"]
+        self.ended.load_state_dict(saved["ended"])
+        left = dict(enumerate(saved["items"]))
+        for item in self.items:
             index = next((index for index, each in left.items() if each["name"] == item.name), None)
             if index is not None:
                 item.load(left.pop(index))

@@ -13,10 +13,10 @@ from absl import logging
 from jaxloop import types
 from jaxloop.base import checks, timing
 from jaxloop.engine.feed import Feed
-from jaxloop.engine.outputs import Block
+from jaxloop.engine.pending import Block
 from jaxloop.processes.interrupt import Interruptible
 from jaxloop.step import FusingError, Step
-from jaxloop.step.compiled import stacked
+from jaxloop.step.compiled import Compiled, stacked
 
 Custom = Callable[[Any, types.Batch, int], tuple[Any, types.Output]]
 """Runs one step: `(state, batch, number of the step in this stretch) -> (state, outputs)`."""
@@ -67,14 +67,10 @@ class Program:
         self.custom: Custom | None = custom
         self.observers: Sequence[Callable[[types.Batch], None]] = observers
         self._evaluates = evaluates
-        runner = self._runner = step._runner
-        self._compiled, self._call = runner.programs.dispatcher(evaluates=evaluates)
-        self._begins, self._preprocesses = runner.has_own("begin"), runner.has_own("preprocess_batch")
-        self._counts = evaluates or self._begins or self._preprocesses or runner.has_own("num_examples")
-        self._places = evaluates or runner.places_batches
-        self._batch_watch = runner.batch_watch
+        self._runner = step._runner
+        self._compiled = step._runner.programs.compiled(evaluates=evaluates)
+        self._needs = step._runner.needs(evaluates=evaluates)
         self._has_failed = False  # True if a dispatch of several steps failed.
-        self._num_examples = 0  # In the current batch of a `custom` function.
 
     def run(
         self,
@@ -93,7 +89,7 @@ class Program:
             run_one = lambda state, batch: self._run_custom(state, batch, len(ran.examples))
         if jax.profiler.TraceAnnotation.is_enabled():
             run_one, read = self._marked(run_one, ran.step_num), _named("jaxloop: waiting for data", read)
-        in_data, is_in_step, carry = 0.0, False, enter(ran.state)
+        in_data, is_in_step, carry, batch = 0.0, False, enter(ran.state), None
         try:
             for _ in range(room):
                 began = clock()
@@ -119,7 +115,7 @@ class Program:
             if is_in_step and self.custom is not None and self.step.rescued_state is not None:
                 carry = self.step.rescued_state  # `run` completed, and its `end` or an action failed.
                 add_outputs(None)
-                add_number(self._num_examples)
+                add_number(self._runner.count_examples(batch))
             ran.state, ran.in_data, ran.is_in_step = leave(carry), ran.in_data + in_data, is_in_step
 
     def _marked(self, run_one: Callable[..., Any], step_num: int) -> Callable[..., Any]:
@@ -139,32 +135,32 @@ class Program:
 
     def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output, int]:
         assert self.custom is not None
-        self._num_examples = self._runner.count_examples(batch)
-        return *self.custom(state, batch, number), self._num_examples
+        num_examples = self._runner.count_examples(batch)
+        return *self.custom(state, batch, number), num_examples
 
     def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-        num_examples = None
-        if self._counts:
+        runner, num_examples = self._runner, None
+        if self._needs.counting:
             carry, batch, num_examples = self._prepare(carry, batch)
-        rows = 0 if self._evaluates else self._runner.check_batches(batch)
+        rows = 0 if self._evaluates else runner.check_batches(batch)
         try:
-            placed = self._runner.place(batch, evaluates=self._evaluates) if self._places else batch
-            carry, outputs = self._call(carry, placed, self._batch_watch.form)
+            placed = runner.place(batch, evaluates=self._evaluates) if self._needs.placing else batch
+            carry, outputs = self._compiled.call(carry, placed, runner.batch_watch.form)
         except Exception as error:
-            self._runner.explain(error, batch)
+            runner.explain(error, batch)
             raise
         return carry, outputs, rows if num_examples is None else num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
         """Passes a batch through the hooks before `run`."""
-        runner = self._runner
-        num_examples = runner.count_examples(batch) if self._counts else None
-        if self._begins:
+        runner, needs = self._runner, self._needs
+        num_examples = runner.count_examples(batch) if needs.counting else None
+        if needs.begin:
             state = self._compiled.leave(carry) if runner.begin_reads_state(batch) else None
             with jax.profiler.TraceAnnotation("jaxloop: begin"):
                 new_state, batch = runner.before_run(state, batch)
             carry = carry if new_state is state else self._compiled.enter(new_state)
-        elif self._preprocesses:
+        elif needs.preprocessing:
             with jax.profiler.TraceAnnotation("jaxloop: preprocess_batch"):
                 batch = runner.preprocessed(batch)
         return carry, batch, num_examples
@@ -176,7 +172,9 @@ class Program:
         began = timing.clock()
         batches, result = feed.take(size), None
         ran.in_data = timing.clock() - began
-        if len(batches) == size and not self._batch_watch.may_differ:  # Else, the processes compare them one by one.
+        if (
+            len(batches) == size and not self._runner.batch_watch.may_differ
+        ):  # Else, the processes compare them one by one.
             ran.is_in_step = True
             try:
                 with jax.profiler.StepTraceAnnotation(self._marker, step_num=ran.step_num + size):
@@ -203,7 +201,7 @@ class Program:
 
     def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
         """Runs a step on each batch in one dispatch. Returns None if the batches differ in shape."""
-        compiled, call = self._fused
+        compiled = self._fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches:
             new_carry, ready, num_examples = self._prepare(carry, batch)
@@ -219,8 +217,8 @@ class Program:
             return None
         rows = 0 if self._evaluates else self._runner.check_batches(*prepared)
         try:
-            carry, outputs = call(
-                carry, self._runner.place(whole, evaluates=self._evaluates, fuses=True), self._batch_watch.form
+            carry, outputs = compiled.call(
+                carry, self._runner.place(whole, evaluates=self._evaluates, fuses=True), self._runner.batch_watch.form
             )
         except Exception as error:
             self._runner.explain(error, prepared[0])
@@ -232,10 +230,10 @@ class Program:
         _ = self._fused
 
     @functools.cached_property
-    def _fused(self) -> Any:
+    def _fused(self) -> Compiled:
         if work := self._runner.work_for_each_step(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
-        return self._runner.programs.dispatcher(evaluates=self._evaluates, fuses=True)
+        return self._runner.programs.compiled(evaluates=self._evaluates, fuses=True)
 
 
 def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:

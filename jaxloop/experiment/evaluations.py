@@ -95,7 +95,7 @@ class Evaluation(Item):
         found = self.evaluate(moment.state, now, EvalContext(False, now.steps, now.loops))
         if found is not None and engine.run.agenda.wants_stop and moment.outputs is not None:
             moment.outputs[types.STOP_LOOP] = True
-        return found is None or not engine.call.is_interrupted
+        return found is None or not engine.outcome.is_interrupted
 
     def evaluate(self, state: Any, now: Elapsed, context: EvalContext) -> metrics.LoopOutputs | None:
         """Evaluates a state, and returns the outputs; None if the spec's function declines."""
@@ -108,8 +108,8 @@ class Evaluation(Item):
         with keeping_random_state(dataset):
             _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
         if not hasattr(dataset, "__next__"):  # The next evaluation starts over, so batches read ahead are useless.
-            engine.forget_batches()
-        if not engine.requests.requested:
+            engine.data.forget()
+        if not engine.job.requests.requested:
             self._check_length()
         return outputs
 
@@ -195,7 +195,7 @@ def _evaluate_all(
     for each in evaluations:
         engine, interval = each.loop.engine, each.interval
         is_due = context.is_continuous_eval or isinstance(interval, Schedule) or context.loop_count % interval == 0
-        if is_due and not engine.requests.requested:
+        if is_due and not engine.job.requests.requested:
             for item in engine.run.agenda.items:
                 item.called_at = None  # Another state may have the same step.
             last = each.evaluate(state, now, context) or last

@@ -140,7 +140,7 @@ class Training:
             state, _ = self._train(state)
         for _ in range(2):
             with contextlib.suppress(StopIteration):
-                return state, None if run.source is None else self.loop.engine.next_batch(run.source)
+                return state, None if run.source is None else self.loop.engine.data.next_batch(run.source)
             self.next_epoch()
         return state, None
 
@@ -169,7 +169,7 @@ class Training:
         `state` is None if the state was lost.
         """
         if state is None and self.savers:
-            logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.call.rescued[1])
+            logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.outcome.failure.reason)
         if self.run.left_out.requested or step_num == 0:  # The program makes the state of step 0 again.
             return
         # A save needs all processes. An exception such as KeyboardInterrupt ends the program without a save.
@@ -249,7 +249,7 @@ class Training:
             self._end_by_signal(state, loop.step_num)
         elif engine.run.agenda.wants_stop:
             self._announce_stop()
-        elif engine.call.data_ended:
+        elif engine.outcome.data_ended:
             self._tell_end_of_data(loop.step_num)
         return state, outputs if outputs or engine.run.loops > loops else None
 

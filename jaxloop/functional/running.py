@@ -18,7 +18,7 @@ from jaxloop.base.text import announce, quiet_orbax, suggests
 from jaxloop.data.position import PositionedIterator, PositionUnknownError
 from jaxloop.data.sources import NO_DATA, num_batches
 from jaxloop.engine.feed import Feed, as_iterator
-from jaxloop.engine.outputs import CHUNK_SIZE
+from jaxloop.engine.pending import CHUNK_SIZE
 from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Program, Ran
 from jaxloop.engine.rehearse import Course

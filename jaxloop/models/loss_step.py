@@ -670,9 +670,9 @@ class LossStep(NumpyStep):
         changed = jax.tree.map(change, batch)
         if _mask_of(batch) is not None:
             changed["mask"] = batch["mask"]
-        compiled, call = self._runner.programs.dispatcher(evaluates=True)
+        compiled = self._runner.programs.compiled(evaluates=True)
         place = lambda batch: self._runner.place(_MaskedBatch(batch, mask), evaluates=True)
-        one, other = (fetch(call(compiled.enter(state), place(each))[1]) for each in (batch, changed))
+        one, other = (fetch(compiled.call(compiled.enter(state), place(each))[1]) for each in (batch, changed))
         is_image = lambda value: isinstance(value_of(value), types.MetricWithMetadata)
         is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0, equal_nan=True)
         same = lambda name: all(jax.tree.leaves(jax.tree.map(is_same, one[name], other[name])))

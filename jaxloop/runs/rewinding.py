@@ -10,7 +10,8 @@ from jaxloop import checkpoint, types
 from jaxloop.base import checks, files
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Rank
-from jaxloop.engine.plan import Plan
+from jaxloop.engine.engine import LoopActions
+from jaxloop.engine.plan import Plan, Source
 from jaxloop.experiment.detours import Detour, LeftOut
 from jaxloop.experiment.evaluations import Recorder
 from jaxloop.experiment.specs import CheckpointSpec, RunSpec
@@ -122,9 +123,7 @@ def rewind(
         total=before,
         loop_steps=train_loop_steps,
         items=[row := ActionItem(recorder, context, Rank.ROW)],
-        next_data=training.next_epoch,
-        mark=training.mark,
-        consumed=whole.note_consumed,
+        source=Source(training.next_epoch, training.mark, whole.note_consumed),
     )
     loop.engine.set_plan(plan)
     try:
@@ -194,14 +193,14 @@ def _restored(
 def _muted(loop: Any, row: ActionItem) -> Iterator[None]:
     """Disables all actions of a loop and its step, except the one that adds rows, while the context is open."""
     engine, lists = loop.engine, loop.step._runner.action_lists
-    begin_actions, actions = engine.begin_actions, [each.actions for each in lists]
-    engine.run.agenda.items, engine.begin_actions = [row], ()
+    own, actions = engine.actions, [each.actions for each in lists]
+    engine.run.agenda.items, engine.actions = [row], LoopActions()
     for each in lists:
         each.actions = ()
     try:
         yield
     finally:
-        engine.begin_actions = begin_actions
+        engine.actions = own
         for each, before in zip(lists, actions, strict=True):
             each.actions = before
 

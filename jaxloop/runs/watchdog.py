@@ -143,7 +143,7 @@ class _Watching(threading.Thread):
     def _steps(self) -> int:
         """Returns the number of train steps that this process has completed."""
         train = self._train
-        return train.run.stopwatch.steps + train.step_num - train.call.step_num
+        return train.run.stopwatch.steps + train.step_num - train.run.now.steps
 
     def _limit(self, kind: str | None) -> float:
         match kind:

@@ -221,22 +221,17 @@ class Programs:
         self._compiled, self.jit_kwargs = {}, jit_kwargs
 
     def compiled(self, *, evaluates: bool = False, fuses: bool = False) -> Compiled:
-        """Returns the compiled `run`; see `dispatcher`."""
+        """Returns the compiled `run`.
+
+        Args:
+          evaluates: Whether it is for evaluations, which don't donate the state.
+          fuses: Whether one dispatch processes several stacked batches.
+        """
         policy = "ignore" if evaluates else self.policy
         key = (evaluates, fuses, policy)
         if key not in self._compiled:
             self._compiled[key] = Compiled(self, evaluates=evaluates, fuses=fuses, policy=policy)
         return self._compiled[key]
-
-    def dispatcher(self, *, evaluates: bool = False, fuses: bool = False) -> tuple[Compiled, Callable[..., Any]]:
-        """Returns the compiled `run` and a function that dispatches it.
-
-        Args:
-          evaluates: Whether to dispatch an evaluation, which doesn't donate the state.
-          fuses: Whether one dispatch processes several stacked batches.
-        """
-        compiled = self.compiled(evaluates=evaluates, fuses=fuses)
-        return compiled, compiled.call
 
     def detector(self, policy: nonfinite.NanPolicy) -> nonfinite.Detector:
         """Returns the object that adds the flags of a policy to the outputs of `run`."""

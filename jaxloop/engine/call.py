@@ -1,0 +1,89 @@
+"""The options of a loop, and one call of it with its outcome."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+from jaxloop import partition
+from jaxloop.engine.program import Program, Ran
+from jaxloop.step import Step, nonfinite
+
+
+@final
+@dataclasses.dataclass
+class Options:
+    """How a loop runs its steps. See `TrainLoop`.
+
+    Attributes:
+      steps_per_dispatch: The number of steps in one dispatch; None until "auto" has measured it.
+      nan_policy: What to do about NaN and infinity.
+      max_in_flight: The maximum number of steps by which the host may run ahead; None for the default.
+      evaluates: True if the loop never changes the state.
+      checks_count: Whether to check that `state.step` counts the updates.
+    """
+
+    steps_per_dispatch: int | None = 1
+    nan_policy: nonfinite.NanPolicy = "ignore"
+    max_in_flight: int | None = None
+    evaluates: bool = False
+    checks_count: bool = False
+
+    def in_flight(self, step: Step) -> int:
+        """Returns the number of steps by which the host may run ahead."""
+        default = partition.max_steps_in_flight(step.partitioner.mesh, self.steps_per_dispatch or 1)
+        return self.max_in_flight or default
+
+
+@final
+class Failure(NamedTuple):
+    """What is left after an exception.
+
+    Attributes:
+      step_num: The number of the step that raised it; None if no step did.
+      state: The state after the last completed step; None if it was lost.
+      reason: The reason why there is no state.
+    """
+
+    step_num: int | None = None
+    state: Any = None
+    reason: str | None = None
+
+
+@final
+@dataclasses.dataclass
+class Outcome:
+    """How the newest call of an engine went.
+
+    Attributes:
+      num_examples: The number of examples in each step of the latest loop.
+      data_ended: True if the data have ended.
+      is_interrupted: True if a signal came before all steps of a loop had run.
+      failure: What is left after an exception.
+    """
+
+    num_examples: Sequence[int] = ()
+    data_ended: bool = False
+    is_interrupted: bool = False
+    failure: Failure = dataclasses.field(default_factory=Failure)
+
+
+@final
+@dataclasses.dataclass
+class Call:
+    """One call of an engine.
+
+    Attributes:
+      updates: The number of updates per batch; 0 if the call evaluates.
+      program: The program that runs the steps; None after the call.
+      state: The state after the last completed step; None after the call.
+      place: What is running, for the note on an exception.
+      ran: The steps that are running now; None between them.
+      outcome: How the call has gone so far.
+    """
+
+    updates: int = 1
+    program: Program | None = None
+    state: Any = None
+    place: Any = "the dataset"
+    ran: Ran | None = None
+    outcome: Outcome = dataclasses.field(default_factory=Outcome)

@@ -1,0 +1,222 @@
+"""The loop over steps."""
+
+import math
+from typing import Any, final
+
+from absl import logging
+
+from jaxloop.base import checks
+from jaxloop.engine.agenda import Rank
+from jaxloop.engine.auto import STEPS_TRIED, find_steps_per_dispatch
+from jaxloop.engine.call import Call, Options
+from jaxloop.engine.loop_data import LoopData
+from jaxloop.engine.plan import Plan
+from jaxloop.engine.program import Ran
+from jaxloop.engine.run import Run
+from jaxloop.schedules import NEVER, Elapsed, Goal
+from jaxloop.step import Step
+
+_ENDLESS = Goal(NEVER[0], math.inf, NEVER[0])
+_MANY_BATCHES = 10_000  # After this many, an evaluation without a limit causes a warning.
+
+
+@final
+class Steps:
+    """Runs the steps of a loop, in stretches of steps between which nothing can be due, and then calls what is due.
+
+    Args:
+      loop: The loop.
+      call: The call that runs the loop.
+      run: The run.
+      plan: What an experiment adds to the loop.
+      options: How the steps run.
+      data: The data of the loop, which have begun.
+      statistics: The object that measures intervals; None if nothing is measured.
+    """
+
+    def __init__(self, loop: Any, call: Call, run: Run, plan: Plan, options: Options, data: LoopData, statistics: Any):
+        self._loop, self._call, self._run, self._plan = loop, call, run, plan
+        self._options, self._data, self._statistics = options, data, statistics
+
+    def __call__(self, num_batches: int | None) -> None:
+        """Runs up to `num_batches` steps. Stops where a loop ends, when the data end, and after a signal."""
+        run, updates = self._run, self._call.updates
+        left = NEVER[0] if num_batches is None else num_batches
+        until, is_bounded = run.now.steps + left * updates, num_batches is not None
+        goal = self._next_goal() if left > 0 else None
+        while goal is not None:
+            self._call.place = "the dataset"
+            try:
+                left -= self._run_stretch(min(left, self._room(goal)), goal)
+            except BaseException:
+                self._pass_ends(also_here=run.now.steps < min(goal.step, until))
+                raise
+            self._pass_ends(also_here=False)
+            goal = self._call_what_is_due(goal, left)
+            if not (is_bounded or updates):
+                is_bounded = _warn_if_many(self._loop.step, run.batches)
+
+    # What is due -------------------------------------------------------------------------------------
+
+    def _next_goal(self) -> Goal:
+        return self._run.agenda.goal(self._run.now, self._plan.schedules) if self._call.updates else _ENDLESS
+
+    def _is_reached(self, goal: Goal) -> bool:
+        """Returns True if something may be due now."""
+        if self._run.now.steps >= goal.step or self._run.agenda.requests.outermost.pauses:
+            return self._call.updates > 0
+        return goal.time < math.inf and self._run.clock.time() >= goal.time
+
+    def _call_what_is_due(self, goal: Goal, left: int) -> Goal | None:
+        """Handles the end of a stretch. Returns the next goal, or None if the loop ends here.
+
+        Args:
+          goal: The goal of the stretch.
+          left: The number of batches to the end of the loop.
+        """
+        call, run, plan, requests = self._call, self._run, self._plan, self._run.agenda.requests
+        ends_loop = plan.ends_loop(run.now.steps)
+        if self._data.feed.has_ended:
+            call.outcome.data_ended = True
+            return None
+        if requests.requested:
+            call.outcome.is_interrupted = left > 0 and not ends_loop and not plan.ends_at(run.now)
+            return None
+        if left == 0:
+            return None
+        is_reached = self._is_reached(goal)
+        if ends_loop and (is_reached or not self._passes_end()):
+            return None
+        if not is_reached:
+            return goal
+        now, spent = run.at_moment(run.now.loops), run.stopwatch.spent()
+        if plan.ends_at(now) or not self.has_more(now):
+            return None  # The loop ends here, and its `end` comes first.
+        call.place = "the actions"
+        checks.mark_donated(call.state, repr(self._loop))  # The next step donates it.
+        run.now = run.agenda.hold(call.state, now, spent)
+        call.outcome.is_interrupted = requests.requested
+        return None if requests.requested or run.agenda.wants_stop else self._next_goal()
+
+    def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
+        """Returns True if there is another batch, which is then read ahead."""
+        self._call.place = "the dataset"
+        saves = any(item.rank == Rank.SAVE and item.is_due(now, now.loops) for item in self._run.agenda.items)
+        has_more = self._data.has_more(marks=saves, ends_loop=ends_loop)
+        self._call.outcome.data_ended |= not has_more
+        return has_more
+
+    def _passes_end(self) -> bool:
+        """Ends a loop at whose end nothing is due. Returns False if something ends the run here."""
+        run = self._run
+        if not self.has_more(run.now) or run.agenda.requests.requested:
+            return False
+        run.outputs.cut()
+        if run.outputs.may_stop and run.outputs.loop().asks_to_stop:
+            return False
+        self._pass_ends(also_here=True)
+        return True
+
+    def _pass_ends(self, *, also_here: bool) -> None:
+        """Ends the loops that the latest steps completed without a stop.
+
+        Args:
+          also_here: Whether to end a loop that ends at the last of these steps, too.
+        """
+        run, updates, loop_steps = self._run, self._call.updates, self._plan.loop_steps
+        if updates and loop_steps is not None and run.batches * updates > run.now.steps % loop_steps:
+            has_passed = run.pass_ends(loop_steps, updates, also_here=also_here)
+            if has_passed and self._statistics is not None:
+                self._statistics.begin_loop()
+
+    # Stretches ---------------------------------------------------------------------------------------
+
+    def _room(self, goal: Goal) -> int:
+        """Returns the number of batches up to the goal or, unless nothing needs it, the next end of a loop."""
+        now, updates, loop_steps = self._run.now.steps, self._call.updates, self._plan.loop_steps
+        if not updates:
+            return NEVER[0]
+        room = -(-(goal.step - now) // updates)
+        if loop_steps is None or (goal.time == math.inf and self._run.outputs.pending.are_plain):
+            return room
+        return min(room, (loop_steps - now % loop_steps) // updates)
+
+    def _run_stretch(self, room: int, goal: Goal) -> int:
+        """Runs some steps, counts them, and takes over their outputs. Returns their number of batches."""
+        call, run, feed, pending = self._call, self._run, self._data.feed, self._run.outputs.pending
+        step, program, requests = self._loop.step, call.program, run.agenda.requests.outermost
+        assert program is not None
+        by_clock, deadline = goal.time < math.inf, math.inf
+        if by_clock and feed.joint is None:
+            deadline = run.clock.deadline(goal.time)
+        room = 1 if program.custom is not None or (by_clock and feed.joint is not None) else room
+        if self._options.steps_per_dispatch is None and room >= STEPS_TRIED:
+            self._find_steps_per_dispatch()
+        size = self._options.steps_per_dispatch or 1
+        call.ran = ran = Ran(call.state, run.now.steps, pending.newest)
+        try:
+            if not (1 < size <= room and program.run_fused(ran, feed, size)) and not feed.has_ended:
+                program.run(ran, feed, min(room, pending.room), requests, deadline)
+        except BaseException as error:
+            if ran.is_in_step and isinstance(error, Exception):
+                failed = run.now.steps + (len(ran.examples) + 1) * max(call.updates, 1)
+                call.outcome.failure = call.outcome.failure._replace(step_num=failed)
+            if ran.is_in_step or not requests.supersedes(error):
+                raise
+        finally:
+            run.stopwatch.move(ran.in_data, "data")
+            call.state, call.ran, number = ran.state, None, len(ran.examples)
+            call.place = step if ran.is_in_step else call.place
+            if feed.joint is not None and number:
+                ran.examples, times = map(list, zip(*feed.joint.counted(number), strict=True))
+                run.clock.agreed = times[-1]
+            run.count(ran.examples, call.updates)
+            pending.account(ran.examples)
+            is_undone = ran.is_in_step and step.rescued_state is None
+            self._data.source.consumed(feed.num_ahead + is_undone)
+        if number:
+            if run.agenda.owes_trim:
+                run.agenda.trim()
+            call.place = step
+            run.outputs.push(number, ran.state)
+            self.check_count()
+        return number
+
+    def check_count(self) -> None:
+        """Raises an error if `state.step` would overflow or, after the first steps, differs from the run's count."""
+        call, run = self._call, self._run
+        if self._options.checks_count and call.updates:
+            self._loop.step._runner.states.check_count(call.state, run.now.steps, run.batches)
+
+    def _find_steps_per_dispatch(self) -> None:
+        """Determines the faster number of steps per dispatch on copies of the state, and puts the batches back."""
+        call, options, feed, limits = self._call, self._options, self._data.feed, self._run.outputs.pending.limits
+        with self._run.stopwatch.counting("data"):
+            batches = feed.take(STEPS_TRIED)
+        try:
+            if len(batches) == STEPS_TRIED:
+                options.steps_per_dispatch = find_steps_per_dispatch(
+                    self._loop.step, call.state, batches, evaluates=not call.updates
+                )
+            elif not call.updates:  # Later evaluations read the same data.
+                options.steps_per_dispatch = 1
+        except Exception as error:  # A step that fails will fail again when it really runs, with its usual note.
+            logging.warning("steps_per_dispatch='auto' uses 1, because the measurement failed: %r", error)
+            options.steps_per_dispatch = 1
+        finally:
+            feed.put_back(batches)
+        in_flight = options.in_flight(self._loop.step)
+        self._run.outputs.pending.limits = limits._replace(in_flight=in_flight)
+
+
+def _warn_if_many(step: Step, num_batches: int) -> bool:
+    """Warns of an evaluation that may be endless. Returns True if it did."""
+    if num_batches <= _MANY_BATCHES:
+        return False
+    logging.warning(
+        "The evaluation by %r has run more than %d steps without reaching the end of its dataset. If the dataset "
+        "repeats forever, set num_steps in its EvalSpec.",
+        step,
+        _MANY_BATCHES,
+    )
+    return True
