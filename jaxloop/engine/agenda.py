@@ -61,63 +61,13 @@ class Ended(NamedTuple):
       outputs: What its `end` hook returned.
       start: The position in the outputs at which it began.
       number: The number of loops that have ended, including this one.
+      is_own: True if hooks of the loop may have changed the outputs.
     """
 
     outputs: LoopOutputs
     start: int
     number: int
-
-
-@final
-class EndedLoops:
-    """The ended loops that items have still to read.
-
-    Attributes:
-      newest: The loop that has ended last, until the next one begins.
-      are_kept: True if hooks of the loop may change its outputs. Items with an int interval then get what the `end`
-        hook returned for each loop, and else the outputs of the steps.
-    """
-
-    def __init__(self):
-        self.are_kept: bool = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets all loops."""
-        self.newest: Ended | None = None
-        self._kept: list[Ended] = []
-
-    def begin_loop(self) -> None:
-        """Forgets the newest loop, because the next one begins."""
-        self.newest = None
-
-    def keep(self, ended: Ended) -> None:
-        """Keeps the loop for later calls, if `are_kept` is True."""
-        if self.are_kept and ended.number not in [each.number for each in self._kept]:
-            self._kept.append(ended)
-
-    def since(self, cursor: int, ended: Ended, outputs: Outputs) -> LoopOutputs:
-        """Returns the outputs from a cursor to the end of a loop, with what the `end` hooks returned."""
-        found = LoopOutputs() if self.are_kept else outputs.since(cursor, ended.start)
-        for each in (*(each for each in self._kept if cursor <= each.start < ended.start), ended):
-            found.extend(each.outputs.copy())
-        return found
-
-    def trim(self, cursor: int) -> None:
-        """Drops the loops that began before a cursor."""
-        self._kept = [each for each in self._kept if each.start >= cursor]
-
-    def state_dict(self, encode: Callable[[LoopOutputs], Any], *, with_newest: bool) -> dict[str, Any]:
-        """Returns JSON values."""
-        encoded = lambda ended: [encode(ended.outputs), ended.start, ended.number]
-        newest = encoded(self.newest) if with_newest and self.newest is not None else None
-        return {"newest": newest, "kept": list(map(encoded, self._kept))}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
-        decoded = lambda ended: Ended(LoopOutputs.decode(ended[0]), *ended[1:])
-        self.newest = saved["newest"] and decoded(saved["newest"])
-        self._kept = list(map(decoded, saved["kept"]))
+    is_own: bool
 
 
 class Item:
@@ -136,6 +86,7 @@ class Item:
 
     Attributes:
       cursor: The position in the outputs up to which the item has read.
+      unread: With an int interval, what the `end` hook returned for earlier loops. They end at the cursor.
       called_at: The step after which it was last called; None before the first call.
       is_requested: True if it is due at the next moment, whatever its interval.
       was_called: True if this process has called it.
@@ -155,6 +106,7 @@ class Item:
     def reset(self, spent: Spent, cursor: int = 0) -> None:
         """Forgets all calls."""
         self.cursor: int = cursor
+        self.unread: LoopOutputs = LoopOutputs()
         self.called_at: int | None = None
         self.is_requested: bool = False
         self.spent: Spent = spent
@@ -184,15 +136,16 @@ class Item:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restores a `state_dict`."""
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
         """Returns everything that a checkpoint stores about the item, as JSON values."""
-        state = encoding.encode(self.state_dict())
-        return {"name": self.name, "called_at": self.called_at, "cursor": self.cursor, "state": state}
+        read = {"called_at": self.called_at, "cursor": self.cursor, "unread": encode(self.unread)}
+        return {"name": self.name, "state": encoding.encode(self.state_dict()), **read}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restores the result of `saved`."""
         self.load_state_dict(encoding.decode(saved["state"]))
         self.called_at, self.cursor = saved["called_at"], saved["cursor"]
+        self.unread = LoopOutputs.decode(saved["unread"])
 
 
 @final
@@ -274,7 +227,7 @@ class Agenda:
     Attributes:
       job: The processes that train together.
       items: The items, by rank.
-      ended: The ended loops that items have still to read.
+      ended: The loop that has ended last, until the next one begins.
       stopped_by: What has asked the run to stop: an item, or a description; None if nothing did.
       owes_trim: True if `trim` must be called unless a loop has ended at the step of the last moment.
     """
@@ -289,7 +242,7 @@ class Agenda:
         self._outputs, self._stopwatch, self._measure = outputs, stopwatch, measure
         self.job: Job = job
         self.items: Sequence[Item] = ()
-        self.ended: EndedLoops = EndedLoops()
+        self.ended: Ended | None = None
         self.owes_trim: bool = False
         self.begin_call()
 
@@ -364,8 +317,9 @@ class Agenda:
                 saves = False
                 break
             now = dataclasses.replace(now, is_last=True)
-        if ended is not None:
-            self.ended.keep(ended)
+        for item in items if ended is not None and ended.is_own else ():
+            if _reads_loops(item) and item.cursor <= ended.start:
+                item.unread, item.cursor = self._outputs_for(item, ended), self._outputs.position
         self.owes_trim = may_end or (self.owes_trim and ended is None)
         if not self.owes_trim:  # Before the saves, because a resumed run must merge the same sums in the same order.
             self.trim()
@@ -397,7 +351,8 @@ class Agenda:
                 self.stopped_by = item
 
     def _mark(self, item: Item, now: Elapsed, spent: Spent) -> None:
-        item.called_at, item.is_requested, item.spent, item.cursor = now.steps, False, spent, self._outputs.position
+        item.called_at, item.is_requested, item.spent = now.steps, False, spent
+        item.cursor, item.unread = self._outputs.position, LoopOutputs()
 
     def _outputs_for(self, item: Item, ended: Ended | None) -> LoopOutputs:
         """Returns the outputs since an item's last call. An int interval gets what the `end` hook returned."""
@@ -409,8 +364,11 @@ class Agenda:
         if item.reads == "newest":
             return LoopOutputs(outputs.newest_scalars() if ended is None else metrics.newest_scalars(ended.outputs))
         outputs.cut()
-        if ended is not None and not isinstance(item.interval, Schedule) and item.cursor <= ended.start:
-            return self.ended.since(item.cursor, ended, outputs)
+        if ended is not None and _reads_loops(item) and item.cursor <= ended.start:
+            found = item.unread.copy()
+            found.extend(outputs.since(item.cursor, ended.start))
+            found.extend(ended.outputs.copy())
+            return found
         found = outputs.since(item.cursor)
         if ended is not None:
             found.update({name: value for name, value in ended.outputs.items() if not isinstance(value, list)})
@@ -420,8 +378,6 @@ class Agenda:
         """Drops the outputs that everything has read."""
         self.owes_trim = False
         self._outputs.trim(self.cursors)
-        of_loops = [item for item in self.items if item.reads == "all" and not isinstance(item.interval, Schedule)]
-        self.ended.trim(min((item.cursor for item in of_loops), default=self._outputs.position))
 
     @property
     def cursors(self) -> list[int]:
@@ -432,7 +388,7 @@ class Agenda:
 
     def reset(self) -> None:
         """Forgets all calls."""
-        self.ended.reset()
+        self.ended = None
         for item in self._called_here:
             item.reset(self._stopwatch.spent(), self._outputs.position)
 
@@ -447,16 +403,17 @@ class Agenda:
         Args:
           in_moment: True if some items may have to be called again after a resume.
         """
+        encode, ended = self._outputs.encode, self.ended if in_moment else None
         return {
             "owes_trim": self.owes_trim,
-            "ended": self.ended.state_dict(self._outputs.encode, with_newest=in_moment),
-            "items": [item.saved() for item in self.items],
+            "ended": ended and [encode(ended.outputs), *ended[1:]],
+            "items": [item.saved(encode) for item in self.items],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Restores a `state_dict` and the kept states."""
         self.owes_trim = saved["owes_trim"]
-        self.ended.load_state_dict(saved["ended"])
+        self.ended = saved["ended"] and Ended(LoopOutputs.decode(saved["ended"][0]), *saved["ended"][1:])
         left = dict(enumerate(saved["items"]))
         for item in self.items:
             index = next((index for index, each in left.items() if each["name"] == item.name), None)
@@ -474,3 +431,7 @@ class Agenda:
                     "state was dropped.",
                     each["name"],
                 )
+
+
+def _reads_loops(item: Item) -> bool:
+    return item.reads == "all" and not isinstance(item.interval, Schedule)

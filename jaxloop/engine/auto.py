@@ -45,24 +45,31 @@ class StepTimes:
         return f"{text}, and {self.fused * 1e6:,.0f} us in a dispatch of {STEPS_TRIED}"
 
 
-def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batch], *, evaluates: bool = False) -> int:
-    """Times steps on copies of the state, and returns the faster number of steps per dispatch: 1 or 32.
+def find_steps_per_dispatch(step: Step, state: Any, feed: Feed, *, evaluates: bool) -> int | None:
+    """Times steps on copies of the state. Returns the faster number of steps per dispatch, 1 or 32; None if unknown.
 
     Args:
       step: The step that runs each batch. The measurement makes extra calls to its `preprocess_batch` and `begin`.
       state: A state prepared by the step. It isn't donated.
-      batches: 32 batches to run.
+      feed: The next batches. They are put back.
       evaluates: Whether to measure evaluation steps.
     """
+    batches = feed.take(STEPS_TRIED)
     try:
+        if len(batches) < STEPS_TRIED:
+            return 1 if evaluates else None  # Later evaluations read the same data.
         times = _measure(Program(step, evaluates=evaluates), state, batches)
     except FusingError as error:
         logging.info("steps_per_dispatch='auto' uses 1. %s", error)
-        return 1
-    if times is None:
-        return 1
-    logging.info("steps_per_dispatch='auto' uses %d for %r: %s.", times.steps_per_dispatch, step, times)
-    return times.steps_per_dispatch
+    except Exception as error:  # A step that fails will fail again when it really runs, with its usual note.
+        logging.warning("steps_per_dispatch='auto' uses 1, because the measurement failed: %r", error)
+    else:
+        if times is not None:
+            logging.info("steps_per_dispatch='auto' uses %d for %r: %s.", times.steps_per_dispatch, step, times)
+            return times.steps_per_dispatch
+    finally:
+        feed.put_back(batches)
+    return 1
 
 
 def _measure(program: Program, state: Any, batches: Sequence[types.Batch]) -> StepTimes | None:

@@ -17,7 +17,6 @@ from jaxloop.engine.auto import STEPS_TRIED
 from jaxloop.engine.call import Call, Failure, Options, Outcome
 from jaxloop.engine.feed import as_iterator
 from jaxloop.engine.loop_data import LoopData
-from jaxloop.engine.pending import Limits
 from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Program
 from jaxloop.engine.run import Run
@@ -97,7 +96,6 @@ class Engine:
         of_step = [ActionItem(action, no_context, Rank.ELSEWHERE) for each in lists for action in each.actions]
         items = [*self.plan.items, *self.actions.begin, *self.actions.end, *of_step]
         agenda.items = sorted(items, key=lambda item: item.rank)
-        agenda.ended.are_kept = any(checks.is_user_defined(self._loop, name) for name in ("update_outputs", "end"))
 
     def description(self) -> list[str]:
         """Returns lines that describe the loop. They must be identical in all processes of a job."""
@@ -163,7 +161,7 @@ class Engine:
     def _begin_call(self, state: Any, trains: bool) -> Call:
         run, plan = self.run, self.plan
         state = self._loop.step._runner.states.prepare(state)
-        step_num = self.step_num_of(state)
+        step_num = self._loop.step._runner.states.step_num_of(state, self.step_num)
         if trains:
             if step_num != run.now.steps:  # Not the state that the last call returned.
                 run.begin(Elapsed(step_num, loops=run.loops))
@@ -195,8 +193,7 @@ class Engine:
         outputs, updates, policy = self.run.outputs, self.call.updates, self.options.nan_policy
         has_update = checks.is_user_defined(self._loop, "update_outputs")
         outputs.update = self._loop.update_outputs if has_update else None
-        limits = Limits(self.options.in_flight(self._loop.step))
-        outputs.pending.limits = limits._replace(kept=0) if has_update else limits
+        outputs.pending.in_flight.limit = self.options.in_flight(self._loop.step)
         outputs.guard = None
         if updates and policy != "ignore":
             place, names = outputs.position, self._loop.step._runner.programs.detector(policy).names
@@ -208,17 +205,13 @@ class Engine:
         ran, steps = self.call.ran, self.run.now.steps if self.plan.at is None else self.plan.at.steps
         return steps + (0 if ran is None else len(ran.examples) * self.call.updates)
 
-    def step_num_of(self, state: Any) -> int:
-        """Returns the number of completed updates: `state.step`, or the loop's own count if the state has no `step`."""
-        return self._loop.step._runner.states.step_num_of(state, self.step_num)
-
     def _begin_loop(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         """Calls the `begin` hook. In a loop that is continued, only if it wraps the data, and its state is ignored."""
         run = self.run
         if run.batches == 0:
             run.outputs.cut()
             run.outputs.begin_loop()
-            run.agenda.ended.begin_loop()
+            run.agenda.ended = None
             if self.actions.begin:
                 self._call_begin_actions(state)
         if self.statistics is not None:
@@ -255,7 +248,8 @@ class Engine:
         spent = run.stopwatch.spent()  # Without the time to read ahead.
         run.now = now = self._now_at_end()
         call.place = "the actions"
-        run.agenda.ended.newest = ended = Ended(outputs.copy(), start, run.loops)
+        is_own = any(checks.is_user_defined(self._loop, name) for name in ("update_outputs", "end"))
+        run.agenda.ended = ended = Ended(outputs.copy(), start, run.loops, is_own)
         run.now = run.agenda.hold(state, now, spent, ended)
         return state, outputs
 
@@ -361,9 +355,9 @@ class Engine:
             now = dataclasses.replace(run.now, is_last=is_last or self.plan.ends_at(run.now))
             now = dataclasses.replace(now, previous=now.previous or now.without_previous())
             agenda.stopped_by = agenda.stopped_by if is_last else None
-            had_stopped, ended = agenda.wants_stop, agenda.ended.newest if at_end else None
+            had_stopped, ended = agenda.wants_stop, agenda.ended if at_end else None
             if at_end and ended is None:
-                ended = Ended(LoopOutputs(), run.outputs.loop_start, run.loops)
+                ended = Ended(LoopOutputs(), run.outputs.loop_start, run.loops, False)
             agenda.hold(state, now, run.stopwatch.spent(), ended, only_saves=only_saves)
         return had_stopped or not agenda.wants_stop
 

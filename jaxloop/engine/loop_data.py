@@ -81,22 +81,6 @@ class LoopData:
             until_all_processes_end=evaluates,
         )
 
-    def has_more(self, *, marks: bool, ends_loop: bool = False) -> bool:
-        """Returns True if there is another batch, which is then read ahead.
-
-        Args:
-          marks: Whether to mark the position in the data first.
-          ends_loop: Whether a loop ends here.
-        """
-        if self.is_wrapped and ends_loop and not self.feed.has_ended:
-            return True  # The next loop wraps the data anew, and a batch that is read ahead here would be lost.
-        if marks and not self.feed.num_ahead:
-            self.source.mark()
-        with self._stopwatch.counting("data"):
-            has_more = self.feed.has_more()
-        self.source.consumed(self.feed.num_ahead)
-        return has_more
-
     def next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
         """Returns the batch that the next step would receive."""
         if self.feed.dataset is not dataset:

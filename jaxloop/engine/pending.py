@@ -1,7 +1,6 @@
 """The outputs of the latest steps, while they are on the devices."""
 
 import collections
-import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -37,7 +36,6 @@ class Chunk(NamedTuple):
 
     groups: list[tuple[dict[str, Any] | None, int]]
     examples: list[int]
-    dispatches: int
 
 
 @final
@@ -48,49 +46,33 @@ class Cut(NamedTuple):
 
 
 @final
-class Limits(NamedTuple):
-    """How many steps' outputs may be on the devices.
-
-    Attributes:
-      in_flight: The number of steps by which the host may run ahead.
-      kept: The number of steps whose scalars stay on the devices although they have been computed.
-    """
-
-    in_flight: int = 64
-    kept: int = _MOST_KEPT
-
-    @property
-    def chunk(self) -> int:
-        """The number of steps whose outputs are handled together."""
-        return min(CHUNK_SIZE, -(-self.in_flight // 2))
-
-
-@final
 class InFlight:
     """The dispatches that the devices may not have completed yet.
 
     Args:
       stopwatch: Tracks how the time is spent.
+
+    Attributes:
+      limit: The number of steps by which the host may run ahead.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
+        self.limit: int = 64
         self._stopwatch = stopwatch
         self._markers: collections.deque[tuple[Any, int]] = collections.deque()
         self._num_steps = 0
 
-    def add(self, outputs: types.Output, num_steps: int, state: Any, most: int) -> None:
-        """Adds a dispatch, and waits until at most `most` steps are left.
+    @property
+    def chunk(self) -> int:
+        """The number of steps whose outputs are handled together."""
+        return min(CHUNK_SIZE, -(-self.limit // 2))
 
-        Args:
-          outputs: The outputs of the dispatch.
-          num_steps: The number of its steps.
-          state: The state after it.
-          most: The number of steps.
-        """
+    def add(self, outputs: types.Output, num_steps: int, state: Any) -> None:
+        """Adds a dispatch, and waits if the host is too far ahead. `state` is the state after it."""
         marker = next((leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)), None)
         self._markers.append((marker, num_steps))
         self._num_steps += num_steps
-        while self._num_steps > most and self._markers:
+        while self._num_steps > self.limit - self.chunk and self._markers:
             marker, number = self._markers.popleft()
             self._num_steps -= number
             before = self._stopwatch.switch("device")
@@ -122,7 +104,6 @@ class Pending:
     Attributes:
       newest: The outputs of the latest steps, which are not in the queue yet. Programs append to this list.
       in_flight: The dispatches that may not be completed.
-      limits: How many outputs may be on the devices.
       names: The names that steps have reported; None before the first step.
       are_plain: True if there are outputs, and all steps report the same scalars, without `STOP_LOOP`.
     """
@@ -130,7 +111,6 @@ class Pending:
     def __init__(self, stopwatch: timing.Stopwatch):
         self._stopwatch = stopwatch
         self.in_flight: InFlight = InFlight(stopwatch)
-        self.limits: Limits = Limits()
         self.clear()
 
     def clear(self) -> None:
@@ -146,7 +126,7 @@ class Pending:
     @property
     def room(self) -> int:
         """The number of steps to run before the next `push`."""
-        return self.limits.chunk - len(self._examples)
+        return self.in_flight.chunk - len(self._examples)
 
     @property
     def num_steps(self) -> int:
@@ -159,21 +139,15 @@ class Pending:
 
     def push(self, num_steps: int, state: Any) -> int:
         """Waits if the host is too far ahead after these steps. Returns the length of the queue to take now."""
-        most = self.limits.in_flight - self.limits.chunk
-        self.in_flight.add(_values_of(self.newest[-1]), num_steps, state, most)
+        self.in_flight.add(_values_of(self.newest[-1]), num_steps, state)
         self._look_at(self.newest[-1])
-        if len(self._examples) < self.limits.chunk:
+        if self.room > 0:
             return 0
         self.send()
         *earlier, newest = self._queue
-        kept = self.limits.kept if _has_only_scalars(newest) else 0
-        is_much = _num_steps(self._queue) > max(kept, self.limits.in_flight)
-        return len(earlier) if is_much or self._are_on_host(earlier) else 0
-
-    def _are_on_host(self, earlier: Sequence[Chunk | Cut]) -> bool:
-        """Returns True if enough outputs have been computed on a CPU, where reading them takes no transfer."""
-        dispatches = sum(each.dispatches for each in earlier if isinstance(each, Chunk))
-        return _is_on_cpu() and dispatches >= self.limits.chunk and all(map(_is_computed, earlier))
+        limit = max(_MOST_KEPT if _has_only_scalars(newest) else 0, self.in_flight.limit)
+        is_free = _is_on_cpu() and all(map(_is_computed, earlier))  # Reading takes no transfer.
+        return len(earlier) if is_free or _num_steps(self._queue) > limit else 0
 
     def _look_at(self, newest: types.Output | Block) -> None:
         """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
@@ -203,7 +177,7 @@ class Pending:
             for leaf in jax.tree.leaves(groups):
                 if isinstance(leaf, jax.Array):
                     leaf.copy_to_host_async()
-        self._queue.append(Chunk(groups, self._examples, len(self.newest)))
+        self._queue.append(Chunk(groups, self._examples))
         self.newest, self._examples = [], []
 
     def _merge(self, name: str, column: Any) -> None:
@@ -215,7 +189,7 @@ class Pending:
             self._sums[name] = metrics.merge([*metrics.fetch(before), *states])
         elif not is_list:
             self._sums[name] = _merge_stacked(before, column)
-        elif len(column) >= self.limits.chunk:
+        elif len(column) >= self.in_flight.chunk:
             self._sums[name] = _merge_states([*before, *column])
         else:  # Compiling for each length would take longer.
             self._sums[name] = functools.reduce(lambda a, b: _merge_states([a, b]), [*before, *column])
@@ -233,8 +207,9 @@ class Pending:
             self.send()
         taken = self._queue[:number]
         if taken:
+            read = metrics.fetch if number is None or not _is_on_cpu() else metrics.view
             with self._stopwatch.counting("device"):
-                values = metrics.fetch([each.groups if isinstance(each, Chunk) else each.sums for each in taken])
+                values = read([each.groups if isinstance(each, Chunk) else each.sums for each in taken])
             pairs = zip(taken, values, strict=True)
             taken = [each._replace(groups=found) if isinstance(each, Chunk) else Cut(found) for each, found in pairs]
             del self._queue[:number]  # Only now, so an interrupted read loses nothing.
@@ -291,11 +266,6 @@ def _at(column: Any, index: int) -> Any:
 
 def _groups(rows: Sequence[Any]) -> list[tuple[dict[str, Any] | None, int]]:
     """Groups consecutive steps that report the same names."""
-    if isinstance(rows[0], dict):
-        with contextlib.suppress(KeyError, TypeError):
-            columns = {name: [row[name] for row in rows] for name in rows[0]}
-            if sum(map(len, rows)) == len(columns) * len(rows):  # No row has further names.
-                return [(columns, len(rows))]
     groups = []
     for _, part in itertools.groupby(rows, lambda row: row.keys() if isinstance(row, dict) else id(row)):
         first, *others = part = list(part)
@@ -307,6 +277,7 @@ def _groups(rows: Sequence[Any]) -> list[tuple[dict[str, Any] | None, int]]:
 
 
 def unstacked(column: Any, number: int) -> list[Any]:
+    """Returns a column as a list with one value per step."""
     if isinstance(column, list):
         return column
     if isinstance(column, np.ndarray):

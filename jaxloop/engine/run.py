@@ -146,7 +146,7 @@ class Run:
         size, since = loop_steps // updates, (newest % loop_steps + (not also_here)) // updates
         self._count_loops(passed, max(self.batches - since - (passed - 1) * size, size if passed > 1 else 0), since)
         self.outputs.begin_loop(self.outputs.position - since)
-        self.agenda.ended.begin_loop()
+        self.agenda.ended = None
         before_now = now.previous.loops + passed - (also_here and since == 0) if now.previous else 0
         previous = now.previous and dataclasses.replace(now.previous, loops=before_now)
         self.now = dataclasses.replace(now, loops=now.loops + passed, previous=previous)

@@ -14,7 +14,6 @@ from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Ran
 from jaxloop.engine.run import Run
 from jaxloop.schedules import NEVER, Elapsed, Goal
-from jaxloop.step import Step
 
 _ENDLESS = Goal(NEVER[0], math.inf, NEVER[0])
 _MANY_BATCHES = 10_000  # After this many, an evaluation without a limit causes a warning.
@@ -53,8 +52,13 @@ class Steps:
                 raise
             self._pass_ends(also_here=False)
             goal = self._call_what_is_due(goal, left)
-            if not (is_bounded or updates):
-                is_bounded = _warn_if_many(self._loop.step, run.batches)
+            if not is_bounded and not updates and run.batches > _MANY_BATCHES:
+                is_bounded = True
+                text = (
+                    "The evaluation by %r has run more than %d steps without reaching the end of its dataset. If the "
+                    "dataset repeats forever, set num_steps in its EvalSpec."
+                )
+                logging.warning(text, self._loop.step, _MANY_BATCHES)
 
     # What is due -------------------------------------------------------------------------------------
 
@@ -102,7 +106,14 @@ class Steps:
         """Returns True if there is another batch, which is then read ahead."""
         self._call.place = "the dataset"
         saves = any(item.rank == Rank.SAVE and item.is_due(now, now.loops) for item in self._run.agenda.items)
-        has_more = self._data.has_more(marks=saves, ends_loop=ends_loop)
+        feed, source = self._data.feed, self._data.source
+        if self._data.is_wrapped and ends_loop and not feed.has_ended:
+            return True  # The next loop wraps the data anew, and a batch that is read ahead here would be lost.
+        if saves and not feed.num_ahead:
+            source.mark()
+        with self._run.stopwatch.counting("data"):
+            has_more = feed.has_more()
+        source.consumed(feed.num_ahead)
         self._call.outcome.data_ended |= not has_more
         return has_more
 
@@ -150,9 +161,11 @@ class Steps:
         if by_clock and feed.joint is None:
             deadline = run.clock.deadline(goal.time)
         room = 1 if program.custom is not None or (by_clock and feed.joint is not None) else room
-        if self._options.steps_per_dispatch is None and room >= STEPS_TRIED:
-            self._find_steps_per_dispatch()
-        size = self._options.steps_per_dispatch or 1
+        options = self._options
+        if options.steps_per_dispatch is None and room >= STEPS_TRIED:
+            options.steps_per_dispatch = find_steps_per_dispatch(step, call.state, feed, evaluates=not call.updates)
+            run.outputs.pending.in_flight.limit = options.in_flight(step)
+        size = options.steps_per_dispatch or 1
         call.ran = ran = Ran(call.state, run.now.steps, pending.newest)
         try:
             if not (1 < size <= room and program.run_fused(ran, feed, size)) and not feed.has_ended:
@@ -187,36 +200,3 @@ class Steps:
         call, run = self._call, self._run
         if self._options.checks_count and call.updates:
             self._loop.step._runner.states.check_count(call.state, run.now.steps, run.batches)
-
-    def _find_steps_per_dispatch(self) -> None:
-        """Determines the faster number of steps per dispatch on copies of the state, and puts the batches back."""
-        call, options, feed, limits = self._call, self._options, self._data.feed, self._run.outputs.pending.limits
-        with self._run.stopwatch.counting("data"):
-            batches = feed.take(STEPS_TRIED)
-        try:
-            if len(batches) == STEPS_TRIED:
-                options.steps_per_dispatch = find_steps_per_dispatch(
-                    self._loop.step, call.state, batches, evaluates=not call.updates
-                )
-            elif not call.updates:  # Later evaluations read the same data.
-                options.steps_per_dispatch = 1
-        except Exception as error:  # A step that fails will fail again when it really runs, with its usual note.
-            logging.warning("steps_per_dispatch='auto' uses 1, because the measurement failed: %r", error)
-            options.steps_per_dispatch = 1
-        finally:
-            feed.put_back(batches)
-        in_flight = options.in_flight(self._loop.step)
-        self._run.outputs.pending.limits = limits._replace(in_flight=in_flight)
-
-
-def _warn_if_many(step: Step, num_batches: int) -> bool:
-    """Warns of an evaluation that may be endless. Returns True if it did."""
-    if num_batches <= _MANY_BATCHES:
-        return False
-    logging.warning(
-        "The evaluation by %r has run more than %d steps without reaching the end of its dataset. If the dataset "
-        "repeats forever, set num_steps in its EvalSpec.",
-        step,
-        _MANY_BATCHES,
-    )
-    return True

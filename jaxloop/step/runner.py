@@ -351,18 +351,10 @@ class States:
           batches: The number of batches since the loop began.
 
         Raises:
-          ValueError: If they differ, or if `state.step` would overflow.
+          ValueError: If they differ.
         """
         step, count = self._step, getattr(state, "step", None)
-        if count is None:
-            return
-        most = np.iinfo(getattr(count, "dtype", np.int64)).max
-        if step_num > most:
-            raise ValueError(
-                f"state.step ({checks.describe(count)}) can't count beyond {most}, but step {step_num} was reached. "
-                "Begin with a smaller state.step."
-            )
-        if self._has_checked_count:
+        if count is None or self._has_checked_count:
             return
         counted = int(metrics.fetch(count))
         if counted != step_num:
