@@ -42,7 +42,11 @@ def view(tree: Any) -> Any:
 
 def _viewed(leaves: Sequence[Any]) -> list[Any]:
     read = {kind: _reader_of(kind) for kind in set(map(type, leaves))}
-    return [read[type(leaf)](leaf) for leaf in leaves]
+    # A view's `[()]` is fastest for scalars. For other arrays, it would keep more than the buffer alive.
+    arrays = {kind for kind, reader in read.items() if reader is _read}
+    return [
+        np.asarray(leaf)[()] if type(leaf) in arrays and not leaf.shape else read[type(leaf)](leaf) for leaf in leaves
+    ]
 
 
 @functools.cache

@@ -21,8 +21,8 @@ from jaxloop.base.timing import Spent
 from jaxloop.check import preflight
 from jaxloop.data.position import PositionedIterator
 from jaxloop.engine.agenda import ActionItem, Rank
-from jaxloop.engine.plan import Plan, Source
-from jaxloop.engine.run import Tally
+from jaxloop.engine.feed import Source
+from jaxloop.engine.plan import Plan
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.experiment.detours import LeftOut
 from jaxloop.experiment.evaluations import Evaluation, Recorder, evaluate_checkpoints, evaluate_once
@@ -581,7 +581,7 @@ def _begin_counting(loops: Sequence[ActionLoop]) -> None:
     """Resets the call counts of the loops and their actions."""
     for loop in loops:
         run = loop.engine.run
-        run.tally = Tally()
+        run.loops_run = 0
         run.agenda.begin_call()
         for item in run.agenda.items:
             item.was_called = False
@@ -596,7 +596,7 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Sequence[Evaluatio
     """
     lines, seen = [], set()
     for loop in loops:
-        engine, runs = loop.engine, loop.engine.run.tally.loops
+        engine, runs = loop.engine, loop.engine.run.loops_run
         unused = [
             (item.action, "loops") for item in (*engine.actions.begin, *engine.actions.end) if not item.was_called
         ]
@@ -606,7 +606,7 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Sequence[Evaluatio
                 unused += [(a, each.unit) for a, calls in zip(each.actions, each.calls, strict=True) if not calls]
         ran = "1 loop ran" if runs == 1 else f"{runs} loops ran"
         for action, unit in unused if runs else ():
-            happened = f"only {ran}" if unit == "loops" else f"the longest loop had {engine.run.tally.longest}"
+            happened = f"only {ran}" if unit == "loops" else "no loop had as many"
             name, interval = f"{type(action).__name__} of {loop!r}", action.interval
             if action in predicted:
                 continue
@@ -615,9 +615,9 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Sequence[Evaluatio
             else:
                 hint = f" Did you mean every(steps={interval})?" if interval > 1 else ""
                 lines.append(f"{name}: interval={interval} means every {interval} {unit}, and {happened}.{hint}")
-    train_loops = sum(loop.engine.run.tally.loops for loop in loops[: len(loops) - len(evaluations)])
+    train_loops = sum(loop.engine.run.loops_run for loop in loops[: len(loops) - len(evaluations)])
     for each in evaluations:
-        if train_loops and not each.loop.engine.run.tally.loops and each.spec.name not in predicted:
+        if train_loops and not each.loop.engine.run.loops_run and each.spec.name not in predicted:
             lines.append(f"{each.loop!r}: {each.spec.when} was never due in {train_loops} train loops.")
     if lines:
         logging.warning("Never called in this run:\n  %s", "\n  ".join(lines))

@@ -377,20 +377,21 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
     Goal(step=90, time=inf, loop=4)
     """
-    schedules = [each if isinstance(each, Schedule) else every(loops=each) for each in intervals]
-    step = earliest([NEVER[0], *(_next_step(schedule, now) for schedule in schedules)])
-    time = earliest([NEVER[1], *(schedule.next_time(now) for schedule in schedules)])
-    return Goal(step, time, earliest([NEVER[0], *(schedule.next_loop(now) for schedule in schedules)]))
-
-
-def _next_step(schedule: Schedule, now: Elapsed) -> int | None:
-    found = schedule.next_step(now)
-    if found is not None and found <= now.steps:
-        raise ValueError(
-            f"{schedule!r}.next_step returned {found!r} at step {now.steps}. Return a later step, such as "
-            "now.steps + 1, or None if the schedule can't fire again."
-        )
-    return found
+    step, time, loop = NEVER[0], NEVER[1], NEVER[0]
+    for each in intervals:
+        if not isinstance(each, Schedule):
+            loop = min(loop, (now.loops // each + 1) * each)
+            continue
+        next_step, next_time, next_loop = each.next_step(now), each.next_time(now), each.next_loop(now)
+        if next_step is not None and next_step <= now.steps:
+            raise ValueError(
+                f"{each!r}.next_step returned {next_step!r} at step {now.steps}. Return a later step, such as "
+                "now.steps + 1, or None if the schedule can't fire again."
+            )
+        step = step if next_step is None else min(step, next_step)
+        time = time if next_time is None else min(time, next_time)
+        loop = loop if next_loop is None else min(loop, next_loop)
+    return Goal(step, time, loop)
 
 
 def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:

@@ -25,7 +25,7 @@ from jaxloop import metrics
 from jaxloop.base import checks
 from jaxloop.checkpoint import CheckpointWriter
 from jaxloop.engine.engine import Engine
-from jaxloop.engine.loop_data import LoopData
+from jaxloop.engine.feed import LoopData
 from jaxloop.engine.outputs import Outputs
 from jaxloop.engine.pending import rows_of
 from jaxloop.engine.steps import Steps

@@ -61,7 +61,7 @@ class Spent:
     @property
     def total(self) -> float:
         """The total time, in seconds."""
-        return sum(getattr(self, kind) for kind in _NAMES)
+        return self.training + self.evals + self.checkpoints + self.restores
 
     @property
     def training(self) -> float:

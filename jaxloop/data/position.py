@@ -166,7 +166,7 @@ class PositionedIterator(Iterator[types.Batch]):
     _skippable: bool
     _source: Source
     _fingerprint: dict[str, list[str]]
-    _convert: Callable[[types.Batch], types.Batch]
+    _convert: Callable[[types.Batch], types.Batch] | None
     _ahead: ReadAhead | None
     _left_out: Sequence[int]
     _number_of_pass: int | None
@@ -192,7 +192,7 @@ class PositionedIterator(Iterator[types.Batch]):
         self._dataset, self._iterate, self._prefetch, self._skippable = dataset, iterate, prefetch, skippable
         self._source = source_of(dataset, iterator, start)
         self._fingerprint = {"source": describe_source(dataset)}
-        self._convert = lambda batch: batch
+        self._convert = None
         self._ahead = None
         self._left_out = ()
         self._number_of_pass = None
@@ -206,7 +206,7 @@ class PositionedIterator(Iterator[types.Batch]):
         """
         self.close()
         self._iterator, self._count = iterator, count
-        self._has_begun = False  # True once a batch has been read since then.
+        self._read_next: Callable[[], types.Batch] = self._read_first
         self._peeked: list[types.Batch] = []  # At most one batch.
         self._seek_target: DatasetPosition | None = None  # Set until the next batch is checked.
         self._marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS)
@@ -339,6 +339,8 @@ class PositionedIterator(Iterator[types.Batch]):
         """Makes the iterator apply a function to each batch that it returns. Returns the iterator itself."""
         if self._convert is not convert:
             self._convert = convert
+            if self._read_next != self._read_first:
+                self._set_reader()
             self._peeked = [convert(batch) for batch in self._peeked]
         return self
 
@@ -377,10 +379,8 @@ class PositionedIterator(Iterator[types.Batch]):
         if self._ahead is not None:
             self._ahead.close()
 
-    def _read_next(self) -> types.Batch:
-        """Reads, checks and converts the next batch."""
-        if self._has_begun:
-            return self._convert(self._read_batch())
+    def _read_first(self) -> types.Batch:
+        """Reads, checks and converts the first batch since reading started."""
         if self._marks[-1][1] is None and (self._ahead is None or not self._ahead.has_begun):
             self._marks[-1] = (self._count, self._source.read())  # Reading ahead may pass this point later.
         batch = self._read_batch()
@@ -392,8 +392,12 @@ class PositionedIterator(Iterator[types.Batch]):
             is_reread = self._count == 0 and self._seek_target.count > 0
             check_same(self._seek_target.fingerprint.get("batch"), describe_batch(batch), sizes=is_reread)
             self._seek_target = None
-        self._has_begun = True
-        return self._convert(batch)
+        self._set_reader()
+        return batch if self._convert is None else self._convert(batch)
+
+    def _set_reader(self) -> None:
+        convert, read = self._convert, self._read_batch
+        self._read_next = read if convert is None else lambda: convert(read())
 
     # Positions ---------------------------------------------------------------------------------------
 

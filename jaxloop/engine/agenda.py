@@ -16,7 +16,6 @@ from jaxloop.base.timing import Spent, Stopwatch
 from jaxloop.engine.outputs import Outputs
 from jaxloop.metrics import LoopOutputs
 from jaxloop.processes.agreement import Job, report_failure
-from jaxloop.processes.interrupt import Interruptible
 from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 
 
@@ -61,7 +60,7 @@ class Ended(NamedTuple):
       outputs: What its `end` hook returned.
       start: The position in the outputs at which it began.
       number: The number of loops that have ended, including this one.
-      is_own: True if hooks of the loop may have changed the outputs.
+      is_own: True if the loop has hooks that may have changed the outputs.
     """
 
     outputs: LoopOutputs
@@ -86,7 +85,8 @@ class Item:
 
     Attributes:
       cursor: The position in the outputs up to which the item has read.
-      unread: With an int interval, what the `end` hook returned for earlier loops. They end at the cursor.
+      unread: What hooks returned for earlier loops: with an int interval, their outputs, which end at the cursor, and
+        with a schedule, the values that are not lists.
       called_at: The step after which it was last called; None before the first call.
       is_requested: True if it is due at the next moment, whatever its interval.
       was_called: True if this process has called it.
@@ -138,14 +138,14 @@ class Item:
 
     def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
         """Returns everything that a checkpoint stores about the item, as JSON values."""
-        read = {"called_at": self.called_at, "cursor": self.cursor, "unread": encode(self.unread)}
+        read = {"called_at": self.called_at, "cursor": self.cursor, "unread": self.unread and encode(self.unread)}
         return {"name": self.name, "state": encoding.encode(self.state_dict()), **read}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restores the result of `saved`."""
         self.load_state_dict(encoding.decode(saved["state"]))
         self.called_at, self.cursor = saved["called_at"], saved["cursor"]
-        self.unread = LoopOutputs.decode(saved["unread"])
+        self.unread = LoopOutputs.decode(saved["unread"]) if saved["unread"] else LoopOutputs()
 
 
 @final
@@ -222,7 +222,7 @@ class Agenda:
       stopwatch: Tracks how the time is spent.
       job: The processes that train together, with their signals. After a signal, no evaluation and nothing that saves
         is called.
-      measure: A function `(state, spent) -> statistics`, which are added to the outputs of items that read all.
+      measure: A function `(state, spent, cursor) -> statistics`, which are added to the outputs of items that read all.
 
     Attributes:
       job: The processes that train together.
@@ -237,7 +237,7 @@ class Agenda:
         outputs: Outputs,
         stopwatch: Stopwatch,
         job: Job,
-        measure: Callable[[Any, Spent], Mapping[str, Any]],
+        measure: Callable[[Any, Spent, int], Mapping[str, Any]],
     ):
         self._outputs, self._stopwatch, self._measure = outputs, stopwatch, measure
         self.job: Job = job
@@ -258,11 +258,6 @@ class Agenda:
         return self.stopped_by is not None
 
     @property
-    def requests(self) -> Interruptible:
-        """The signals that have arrived."""
-        return self.job.requests
-
-    @property
     def _called_here(self) -> list[Item]:
         return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
@@ -272,7 +267,7 @@ class Agenda:
 
     def goal(self, now: Elapsed, others: Sequence[Schedule]) -> Goal:
         """Returns the next step, time and loop at which something may be due."""
-        return goal_of([*(item.interval for item in self._called_here), *others], now)
+        return goal_of([item.interval for item in self._called_here] + [*others], now)
 
     def hold(
         self,
@@ -300,7 +295,7 @@ class Agenda:
         Returns:
           The progress, which now tells whether this is the end of the run.
         """
-        loop, stopped, saves = None if ended is None else ended.number, lambda: self.requests.requested, True
+        loop, stopped, saves = None if ended is None else ended.number, lambda: self.job.requests.requested, True
         items = self._called_here
         while not only_saves:
             was_called = False
@@ -317,9 +312,9 @@ class Agenda:
                 saves = False
                 break
             now = dataclasses.replace(now, is_last=True)
-        for item in items if ended is not None and ended.is_own else ():
-            if _reads_loops(item) and item.cursor <= ended.start:
-                item.unread, item.cursor = self._outputs_for(item, ended), self._outputs.position
+        if ended is not None and ended.is_own:
+            for item in items:
+                self._keep_unread(item, ended)
         self.owes_trim = may_end or (self.owes_trim and ended is None)
         if not self.owes_trim:  # Before the saves, because a resumed run must merge the same sums in the same order.
             self.trim()
@@ -332,7 +327,7 @@ class Agenda:
     def _call(self, item: Item, state: Any, now: Elapsed, spent: Spent, ended: Ended | None) -> None:
         outputs, since = self._outputs_for(item, ended), spent - item.spent
         if item.reads == "all" and now.steps:  # There is nothing to measure before the first step.
-            outputs.update(self._measure(state, since))
+            outputs.update(self._measure(state, since, item.cursor))
         if item.rank == Rank.SAVE:  # A checkpoint contains that it was saved.
             self._mark(item, now, spent)
         category = item.time_category
@@ -354,6 +349,15 @@ class Agenda:
         item.called_at, item.is_requested, item.spent = now.steps, False, spent
         item.cursor, item.unread = self._outputs.position, LoopOutputs()
 
+    def _keep_unread(self, item: Item, ended: Ended) -> None:
+        """Keeps what hooks returned for a loop, if an item that reads it was not called at its end."""
+        if item.reads != "all" or item.cursor == self._outputs.position:
+            return
+        if isinstance(item.interval, Schedule):
+            item.unread.update(_plain(ended.outputs))
+        elif item.cursor <= ended.start:
+            item.unread, item.cursor = self._outputs_for(item, ended), self._outputs.position
+
     def _outputs_for(self, item: Item, ended: Ended | None) -> LoopOutputs:
         """Returns the outputs since an item's last call. An int interval gets what the `end` hook returned."""
         outputs = self._outputs
@@ -364,14 +368,15 @@ class Agenda:
         if item.reads == "newest":
             return LoopOutputs(outputs.newest_scalars() if ended is None else metrics.newest_scalars(ended.outputs))
         outputs.cut()
-        if ended is not None and _reads_loops(item) and item.cursor <= ended.start:
+        if ended is not None and not isinstance(item.interval, Schedule) and item.cursor <= ended.start:
             found = item.unread.copy()
             found.extend(outputs.since(item.cursor, ended.start))
             found.extend(ended.outputs.copy())
             return found
         found = outputs.since(item.cursor)
+        found.update(_plain(item.unread))
         if ended is not None:
-            found.update({name: value for name, value in ended.outputs.items() if not isinstance(value, list)})
+            found.update(_plain(ended.outputs))
         return found
 
     def trim(self) -> None:
@@ -392,23 +397,20 @@ class Agenda:
         for item in self._called_here:
             item.reset(self._stopwatch.spent(), self._outputs.position)
 
-    def kept_states(self) -> dict[str, Any]:
-        """Returns the train states that items keep."""
-        kept = {str(index): item.kept_state for index, item in enumerate(self.items)}
-        return {index: state for index, state in kept.items() if state is not None}
-
-    def state_dict(self, *, in_moment: bool) -> dict[str, Any]:
-        """Returns everything but the kept states, as JSON values.
+    def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns JSON values, and the train states that items keep.
 
         Args:
           in_moment: True if some items may have to be called again after a resume.
         """
         encode, ended = self._outputs.encode, self.ended if in_moment else None
-        return {
+        kept = {str(index): item.kept_state for index, item in enumerate(self.items)}
+        saved = {
             "owes_trim": self.owes_trim,
             "ended": ended and [encode(ended.outputs), *ended[1:]],
             "items": [item.saved(encode) for item in self.items],
         }
+        return saved, {index: state for index, state in kept.items() if state is not None}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Restores a `state_dict` and the kept states."""
@@ -433,5 +435,5 @@ class Agenda:
                 )
 
 
-def _reads_loops(item: Item) -> bool:
-    return item.reads == "all" and not isinstance(item.interval, Schedule)
+def _plain(outputs: LoopOutputs) -> dict[str, Any]:
+    return {name: value for name, value in outputs.items() if not isinstance(value, list)}

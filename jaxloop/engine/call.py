@@ -19,7 +19,7 @@ class Options:
       nan_policy: What to do about NaN and infinity.
       max_in_flight: The maximum number of steps by which the host may run ahead; None for the default.
       evaluates: True if the loop never changes the state.
-      checks_count: Whether to check that `state.step` counts the updates.
+      checks_count: Whether to check that `state.step` counts the updates, once.
     """
 
     steps_per_dispatch: int | None = 1
@@ -78,6 +78,8 @@ class Call:
       state: The state after the last completed step; None after the call.
       place: What is running, for the note on an exception.
       ran: The steps that are running now; None between them.
+      count: After the call, `state.step` and its value.
+      own_hooks: The names of the loop's hooks that a user has defined.
       outcome: How the call has gone so far.
     """
 
@@ -86,4 +88,6 @@ class Call:
     state: Any = None
     place: Any = "the dataset"
     ran: Ran | None = None
+    count: tuple[Any, int] = (None, 0)
+    own_hooks: frozenset[str] | set[str] = frozenset()
     outcome: Outcome = dataclasses.field(default_factory=Outcome)

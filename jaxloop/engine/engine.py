@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, final
 
 from absl import logging
 
-from jaxloop import types
+from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks
 from jaxloop.base.timing import Spent
@@ -15,8 +15,7 @@ from jaxloop.data.sources import indexed
 from jaxloop.engine.agenda import ActionItem, Ended, Moment, Rank
 from jaxloop.engine.auto import STEPS_TRIED
 from jaxloop.engine.call import Call, Failure, Options, Outcome
-from jaxloop.engine.feed import as_iterator
-from jaxloop.engine.loop_data import LoopData
+from jaxloop.engine.feed import LoopData, as_iterator
 from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Program
 from jaxloop.engine.run import Run
@@ -27,7 +26,7 @@ from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import nonfinite
 
 # If one of these is overridden, each loop has its own call to `run`.
-_HOOKS = ("begin", "run", "end", "update_outputs", "_get_next_batch")
+_HOOKS = {"begin", "run", "end", "update_outputs", "_get_next_batch"}
 
 
 @final
@@ -148,7 +147,7 @@ class Engine:
                 raise
             finally:
                 if trains:
-                    runner.states.remember_count(call.state, run.now.steps)
+                    call.count = getattr(call.state, "step", None), run.now.steps
                 call.state = call.program = None
                 if not trains and run.batches:
                     run.drop_loop()  # What was measured in an interrupted evaluation.
@@ -161,7 +160,9 @@ class Engine:
     def _begin_call(self, state: Any, trains: bool) -> Call:
         run, plan = self.run, self.plan
         state = self._loop.step._runner.states.prepare(state)
-        step_num = self._loop.step._runner.states.step_num_of(state, self.step_num)
+        (known, step_num), count = self.call.count, getattr(state, "step", None)
+        if count is None or count is not known:
+            step_num = self.step_num if count is None else int(metrics.fetch(count))  # Reading waits for the devices.
         if trains:
             if step_num != run.now.steps:  # Not the state that the last call returned.
                 run.begin(Elapsed(step_num, loops=run.loops))
@@ -175,7 +176,8 @@ class Engine:
                     item.called_at = None
         run.agenda.begin_call()
         updates = self._loop.step.updates_per_step if trains else 0
-        self.call = call = Call(updates, self._program(trains), state)
+        own_hooks = {name for name in _HOOKS if checks.is_user_defined(self._loop, name)}
+        self.call = call = Call(updates, self._program(trains), state, own_hooks=own_hooks)
         self._set_up_outputs(step_num)
         return call
 
@@ -191,9 +193,8 @@ class Engine:
     def _set_up_outputs(self, step_num: int) -> None:
         """Prepares the outputs for a call that begins at the given step."""
         outputs, updates, policy = self.run.outputs, self.call.updates, self.options.nan_policy
-        has_update = checks.is_user_defined(self._loop, "update_outputs")
-        outputs.update = self._loop.update_outputs if has_update else None
-        outputs.pending.in_flight.limit = self.options.in_flight(self._loop.step)
+        outputs.update = self._loop.update_outputs if "update_outputs" in self.call.own_hooks else None
+        outputs.pending.in_flight.set_limit(self.options.in_flight(self._loop.step))
         outputs.guard = None
         if updates and policy != "ignore":
             place, names = outputs.position, self._loop.step._runner.programs.detector(policy).names
@@ -248,7 +249,7 @@ class Engine:
         spent = run.stopwatch.spent()  # Without the time to read ahead.
         run.now = now = self._now_at_end()
         call.place = "the actions"
-        is_own = any(checks.is_user_defined(self._loop, name) for name in ("update_outputs", "end"))
+        is_own = not call.own_hooks.isdisjoint({"run", "update_outputs", "end"})
         run.agenda.ended = ended = Ended(outputs.copy(), start, run.loops, is_own)
         run.now = run.agenda.hold(state, now, spent, ended)
         return state, outputs
@@ -332,7 +333,7 @@ class Engine:
         if plan.loop_steps is not None:
             first, idle = plan.loop_steps - step_num % plan.loop_steps, 0
             can_pass = not self.actions.begin and self.options.nan_policy == "ignore"
-            if can_pass and not any(checks.is_user_defined(self._loop, name) for name in _HOOKS):
+            if can_pass and not self.call.own_hooks:
                 idle = run.agenda.goal(run.now, plan.schedules).loop - run.now.loops - 1
             ends.append(min(first + idle * plan.loop_steps, NEVER[0]))
         return min(ends, default=None)
@@ -433,13 +434,17 @@ class Engine:
         outputs.num_examples = list(self.outcome.num_examples)
         return state, outputs
 
-    def measure(self, state: Any, spent: Spent | None = None) -> dict[str, Any]:
+    def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
         """Returns the statistics of an interval; by default, of the current loop."""
         if self.statistics is None:
             return {}
         found = self.statistics.of(state, spent, updates=max(self.call.updates, 1))
         outputs = self.run.outputs
-        return found if outputs.guard is None else found | outputs.guard.measure(outputs.loop_start)
+        return (
+            found
+            if outputs.guard is None
+            else found | outputs.guard.measure(outputs.loop_start if cursor is None else cursor)
+        )
 
     def _failure(self, error: BaseException) -> Failure:
         """Determines whether the state after the last completed step can be used after an exception."""

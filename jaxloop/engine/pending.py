@@ -1,6 +1,7 @@
 """The outputs of the latest steps, while they are on the devices."""
 
 import collections
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,7 @@ class Chunk(NamedTuple):
 
     groups: list[tuple[dict[str, Any] | None, int]]
     examples: list[int]
+    dispatches: int
 
 
 @final
@@ -54,18 +56,19 @@ class InFlight:
 
     Attributes:
       limit: The number of steps by which the host may run ahead.
+      chunk: The number of steps whose outputs are handled together.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
-        self.limit: int = 64
+        self.set_limit(64)
         self._stopwatch = stopwatch
         self._markers: collections.deque[tuple[Any, int]] = collections.deque()
         self._num_steps = 0
 
-    @property
-    def chunk(self) -> int:
-        """The number of steps whose outputs are handled together."""
-        return min(CHUNK_SIZE, -(-self.limit // 2))
+    def set_limit(self, limit: int) -> None:
+        """Sets the number of steps by which the host may run ahead."""
+        self.limit: int = limit
+        self.chunk: int = min(CHUNK_SIZE, -(-limit // 2))
 
     def add(self, outputs: types.Output, num_steps: int, state: Any) -> None:
         """Adds a dispatch, and waits if the host is too far ahead. `state` is the state after it."""
@@ -82,6 +85,10 @@ class InFlight:
                 self._stopwatch.switch(before)
             if marker is None:  # That step's state has been donated since, so this waited for the latest one.
                 self.clear()
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that times a wait for the devices."""
+        return self._stopwatch.counting("device")
 
     def clear(self) -> None:
         """Forgets all dispatches, because they are completed."""
@@ -104,12 +111,12 @@ class Pending:
     Attributes:
       newest: The outputs of the latest steps, which are not in the queue yet. Programs append to this list.
       in_flight: The dispatches that may not be completed.
+      num_steps: The number of steps whose outputs were not taken yet.
       names: The names that steps have reported; None before the first step.
       are_plain: True if there are outputs, and all steps report the same scalars, without `STOP_LOOP`.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
-        self._stopwatch = stopwatch
         self.in_flight: InFlight = InFlight(stopwatch)
         self.clear()
 
@@ -118,6 +125,7 @@ class Pending:
         self.newest: list[types.Output | Block] = []
         self.names: set[str] | None = None
         self.are_plain: bool = False
+        self.num_steps: int = 0
         self._examples: list[int] = []  # Of the steps in `newest`.
         self._queue: list[Chunk | Cut] = []
         self._sums: dict[str, Any] = {}  # Of the steps since the last cut.
@@ -128,14 +136,10 @@ class Pending:
         """The number of steps to run before the next `push`."""
         return self.in_flight.chunk - len(self._examples)
 
-    @property
-    def num_steps(self) -> int:
-        """The number of steps whose outputs were not taken yet."""
-        return len(self._examples) + _num_steps(self._queue)
-
     def account(self, examples: Sequence[int]) -> None:
         """Accepts the steps that were appended to `newest`."""
         self._examples += examples
+        self.num_steps += len(examples)
 
     def push(self, num_steps: int, state: Any) -> int:
         """Waits if the host is too far ahead after these steps. Returns the length of the queue to take now."""
@@ -146,20 +150,21 @@ class Pending:
         self.send()
         *earlier, newest = self._queue
         limit = max(_MOST_KEPT if _has_only_scalars(newest) else 0, self.in_flight.limit)
-        is_free = _is_on_cpu() and all(map(_is_computed, earlier))  # Reading takes no transfer.
-        return len(earlier) if is_free or _num_steps(self._queue) > limit else 0
+        if self.num_steps > limit:
+            return len(earlier)
+        # On a CPU, reading takes no transfer, but it takes less time for many dispatches at once.
+        is_much = sum([each.dispatches for each in earlier if isinstance(each, Chunk)]) >= self.in_flight.chunk
+        return len(earlier) if is_much and _is_on_cpu() and all(map(_is_computed, earlier)) else 0
 
     def _look_at(self, newest: types.Output | Block) -> None:
         """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
         values, axes = _values_of(newest) or {}, 1 if isinstance(newest, Block) else 0
         if self.names is None:
             self.names, self.are_plain = {*values}, types.STOP_LOOP not in values
-        self.are_plain &= all(isinstance(value, jax.Array) and value.ndim == axes for value in values.values())
+        self.are_plain &= all([isinstance(value, jax.Array) and value.ndim == axes for value in values.values()])
 
     def send(self) -> None:
         """Moves `newest` to the queue as a chunk."""
-        if not self._examples:
-            return
         groups, names = [], self.names or set()
         for columns, number in _groups(self.newest):
             rest = {}
@@ -177,7 +182,7 @@ class Pending:
             for leaf in jax.tree.leaves(groups):
                 if isinstance(leaf, jax.Array):
                     leaf.copy_to_host_async()
-        self._queue.append(Chunk(groups, self._examples))
+        self._queue.append(Chunk(groups, self._examples, len(self.newest)))
         self.newest, self._examples = [], []
 
     def _merge(self, name: str, column: Any) -> None:
@@ -196,22 +201,24 @@ class Pending:
 
     def cut(self) -> None:
         """Ends a segment here, without waiting."""
-        self.send()
+        if self._examples:
+            self.send()
         if not (self._queue and isinstance(self._queue[-1], Cut)):
             self._queue.append(Cut(self._sums))
             self._sums = {}
 
     def take(self, number: int | None = None) -> list[Chunk | Cut]:
         """Waits for the first `number` elements of the queue, and removes them. If `number` is None, takes all."""
-        if number is None:
+        if number is None and self._examples:
             self.send()
         taken = self._queue[:number]
         if taken:
             read = metrics.fetch if number is None or not _is_on_cpu() else metrics.view
-            with self._stopwatch.counting("device"):
+            with self.in_flight.waiting():
                 values = read([each.groups if isinstance(each, Chunk) else each.sums for each in taken])
             pairs = zip(taken, values, strict=True)
             taken = [each._replace(groups=found) if isinstance(each, Chunk) else Cut(found) for each, found in pairs]
+            self.num_steps -= sum([len(each.examples) for each in taken if isinstance(each, Chunk)])
             del self._queue[:number]  # Only now, so an interrupted read loses nothing.
         if not self._queue:
             self.in_flight.clear()
@@ -219,7 +226,6 @@ class Pending:
 
     def sums(self) -> dict[str, Any]:
         """Returns the merged `clu.metrics` states since the last cut, on the host."""
-        self.send()
         return metrics.fetch(self._sums)
 
     def resume(self, sums: dict[str, Any], names: set[str] | None) -> None:
@@ -266,6 +272,11 @@ def _at(column: Any, index: int) -> Any:
 
 def _groups(rows: Sequence[Any]) -> list[tuple[dict[str, Any] | None, int]]:
     """Groups consecutive steps that report the same names."""
+    if isinstance(rows[0], dict):
+        with contextlib.suppress(KeyError, TypeError):
+            columns = {name: [row[name] for row in rows] for name in rows[0]}
+            if sum(map(len, rows)) == len(columns) * len(rows):  # No row has further names.
+                return [(columns, len(rows))]
     groups = []
     for _, part in itertools.groupby(rows, lambda row: row.keys() if isinstance(row, dict) else id(row)):
         first, *others = part = list(part)
@@ -306,10 +317,6 @@ def _is_stackable(column: Any) -> bool:
     return len({getattr(value, "dtype", None) for value in column}) == 1 and not jnp.issubdtype(
         column[0].dtype, jax.dtypes.prng_key
     )
-
-
-def _num_steps(queue: Iterable[Chunk | Cut]) -> int:
-    return sum(len(each.examples) for each in queue if isinstance(each, Chunk))
 
 
 def _is_on_cpu() -> bool:

@@ -2,32 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
-from jaxloop import types
 from jaxloop.engine.agenda import Item
+from jaxloop.engine.feed import Source
 from jaxloop.schedules import Elapsed, Schedule
 
 
 def _no_context(now: Elapsed) -> Mapping[str, Any]:
     return {"history": None, "total_steps": None, "snapshot": None, "detour": None}
-
-
-@final
-class Source(NamedTuple):
-    """What an experiment does with the data of a loop.
-
-    Attributes:
-      next_pass: A function to call when the data end. Returns True if there is more data, for another loop.
-      mark: A function to call before a batch is read ahead, if a save is due.
-      consumed: A function to call with the number of batches that were read but not used, after steps.
-      observers: Functions to call with each batch before a step sees it.
-    """
-
-    next_pass: Callable[[], bool] = lambda: False
-    mark: Callable[..., None] = lambda **options: None
-    consumed: Callable[[int], None] = lambda ahead: None
-    observers: Sequence[Callable[[types.Batch], None]] = ()
 
 
 @final

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 from absl import logging
@@ -45,6 +45,23 @@ class Ran:
 
 
 @final
+class Needs(NamedTuple):
+    """What a batch needs before `run`.
+
+    Attributes:
+      begin: True if the step has its own `begin`.
+      preprocessing: True if it has its own `preprocess_batch`.
+      counting: True if `num_examples` must count the batch as it comes from the dataset.
+      placing: True if the batch must be passed to `place`.
+    """
+
+    begin: bool
+    preprocessing: bool
+    counting: bool
+    placing: bool
+
+
+@final
 class Program:
     """Passes batches through a step's hooks and dispatches them, one at a time or several in one dispatch.
 
@@ -67,9 +84,11 @@ class Program:
         self.custom: Custom | None = custom
         self.observers: Sequence[Callable[[types.Batch], None]] = observers
         self._evaluates = evaluates
-        self._runner = step._runner
         self._compiled = step._runner.programs.compiled(evaluates=evaluates)
-        self._needs = step._runner.needs(evaluates=evaluates)
+        runner = self._runner = step._runner
+        begin, preprocessing = runner.has_own("begin"), runner.has_own("preprocess_batch")
+        counting = evaluates or begin or preprocessing or runner.has_own("num_examples")
+        self._needs = Needs(begin, preprocessing, counting, evaluates or runner.places_batches)
         self._has_failed = False  # True if a dispatch of several steps failed.
 
     def run(

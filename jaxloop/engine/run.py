@@ -49,26 +49,12 @@ class Clock:
 
 
 @final
-@dataclasses.dataclass
-class Tally:
-    """What this process has run, for the warnings at the end.
-
-    Attributes:
-      loops: The number of loops.
-      longest: The number of batches in the longest loop.
-    """
-
-    loops: int = 0
-    longest: int = 0
-
-
-@final
 class Run:
     """The progress of a loop, the outputs that somebody has still to read, and the items that are called.
 
     Args:
       job: The processes that train together.
-      measure: A function `(state, spent) -> statistics`.
+      measure: A function `(state, spent, cursor) -> statistics`.
 
     Attributes:
       clock: The training time.
@@ -79,14 +65,14 @@ class Run:
       loops: The number of loops that this loop object has ended.
       batches: The number of batches in the current loop, including those before a resume.
       began_at: The progress when the begin actions were last checked.
-      tally: What this process has run.
+      loops_run: The number of loops that this process has run.
     """
 
-    def __init__(self, job: Job, measure: Callable[[Any, Spent | None], Mapping[str, Any]]):
+    def __init__(self, job: Job, measure: Callable[[Any, Spent, int], Mapping[str, Any]]):
         self.clock: Clock = Clock(Stopwatch(), is_shared=job.is_shared)
         self.outputs: Outputs = Outputs(self.stopwatch)
         self.agenda: Agenda = Agenda(self.outputs, self.stopwatch, job, measure)
-        self.tally: Tally = Tally()
+        self.loops_run: int = 0
         self.begin(Elapsed())
 
     @property
@@ -127,7 +113,7 @@ class Run:
         """Ends the current loop at this position."""
         self.outputs.cut()
         self.outputs.begin_loop()
-        self._count_loops(1, self.batches, 0)
+        self.loops, self.loops_run, self.batches = self.loops + 1, self.loops_run + 1, 0
 
     def pass_ends(self, loop_steps: int, updates: int, *, also_here: bool) -> bool:
         """Ends the loops that the latest steps completed without a stop. Returns True if there were any.
@@ -143,19 +129,14 @@ class Run:
         passed = newest // loop_steps - before // loop_steps
         if passed <= 0:
             return False
-        size, since = loop_steps // updates, (newest % loop_steps + (not also_here)) // updates
-        self._count_loops(passed, max(self.batches - since - (passed - 1) * size, size if passed > 1 else 0), since)
+        since = (newest % loop_steps + (not also_here)) // updates
+        self.loops, self.loops_run, self.batches = self.loops + passed, self.loops_run + passed, since
         self.outputs.begin_loop(self.outputs.position - since)
         self.agenda.ended = None
         before_now = now.previous.loops + passed - (also_here and since == 0) if now.previous else 0
         previous = now.previous and dataclasses.replace(now.previous, loops=before_now)
         self.now = dataclasses.replace(now, loops=now.loops + passed, previous=previous)
         return True
-
-    def _count_loops(self, number: int, longest: int, batches: int) -> None:
-        """Counts ended loops. `batches` have been counted since."""
-        self.loops, self.batches = self.loops + number, batches
-        self.tally.loops, self.tally.longest = self.tally.loops + number, max(self.tally.longest, longest)
 
     def drop_loop(self) -> None:
         """Forgets the current loop."""
@@ -170,16 +151,17 @@ class Run:
         Args:
           in_moment: True if some items may have to be called again after a resume.
         """
+        agenda, kept = self.agenda.state_dict(in_moment=in_moment)
         saved = {
             "elapsed": self.now.to_dict(),
             "previous": (self.now.previous or self.now).to_dict(),
             "loops": self.loops,
             "steps_in_loop": self.batches,
             "began_at": self.began_at.to_dict(),
-            "agenda": self.agenda.state_dict(in_moment=in_moment),
+            "agenda": agenda,
             "outputs": self.outputs.state_dict(self.agenda.cursors),
         }
-        return saved, self.agenda.kept_states()
+        return saved, kept
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Restores a `state_dict`."""

@@ -5,11 +5,12 @@ from typing import Any, final
 
 from absl import logging
 
+from jaxloop import metrics
 from jaxloop.base import checks
 from jaxloop.engine.agenda import Rank
 from jaxloop.engine.auto import STEPS_TRIED, find_steps_per_dispatch
 from jaxloop.engine.call import Call, Options
-from jaxloop.engine.loop_data import LoopData
+from jaxloop.engine.feed import LoopData
 from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Ran
 from jaxloop.engine.run import Run
@@ -36,6 +37,7 @@ class Steps:
     def __init__(self, loop: Any, call: Call, run: Run, plan: Plan, options: Options, data: LoopData, statistics: Any):
         self._loop, self._call, self._run, self._plan = loop, call, run, plan
         self._options, self._data, self._statistics = options, data, statistics
+        self._requests = run.agenda.job.requests
 
     def __call__(self, num_batches: int | None) -> None:
         """Runs up to `num_batches` steps. Stops where a loop ends, when the data end, and after a signal."""
@@ -67,7 +69,7 @@ class Steps:
 
     def _is_reached(self, goal: Goal) -> bool:
         """Returns True if something may be due now."""
-        if self._run.now.steps >= goal.step or self._run.agenda.requests.outermost.pauses:
+        if self._run.now.steps >= goal.step or self._requests.outermost.pauses:
             return self._call.updates > 0
         return goal.time < math.inf and self._run.clock.time() >= goal.time
 
@@ -78,7 +80,7 @@ class Steps:
           goal: The goal of the stretch.
           left: The number of batches to the end of the loop.
         """
-        call, run, plan, requests = self._call, self._run, self._plan, self._run.agenda.requests
+        call, run, plan, requests = self._call, self._run, self._plan, self._requests
         ends_loop = plan.ends_loop(run.now.steps)
         if self._data.feed.has_ended:
             call.outcome.data_ended = True
@@ -105,7 +107,8 @@ class Steps:
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
         """Returns True if there is another batch, which is then read ahead."""
         self._call.place = "the dataset"
-        saves = any(item.rank == Rank.SAVE and item.is_due(now, now.loops) for item in self._run.agenda.items)
+        savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
+        saves = any([item.is_due(now, now.loops) for item in savers])
         feed, source = self._data.feed, self._data.source
         if self._data.is_wrapped and ends_loop and not feed.has_ended:
             return True  # The next loop wraps the data anew, and a batch that is read ahead here would be lost.
@@ -120,7 +123,7 @@ class Steps:
     def _passes_end(self) -> bool:
         """Ends a loop at whose end nothing is due. Returns False if something ends the run here."""
         run = self._run
-        if not self.has_more(run.now) or run.agenda.requests.requested:
+        if not self.has_more(run.now) or self._requests.requested:
             return False
         run.outputs.cut()
         if run.outputs.may_stop and run.outputs.loop().asks_to_stop:
@@ -155,7 +158,7 @@ class Steps:
     def _run_stretch(self, room: int, goal: Goal) -> int:
         """Runs some steps, counts them, and takes over their outputs. Returns their number of batches."""
         call, run, feed, pending = self._call, self._run, self._data.feed, self._run.outputs.pending
-        step, program, requests = self._loop.step, call.program, run.agenda.requests.outermost
+        step, program, requests = self._loop.step, call.program, self._requests.outermost
         assert program is not None
         by_clock, deadline = goal.time < math.inf, math.inf
         if by_clock and feed.joint is None:
@@ -164,7 +167,7 @@ class Steps:
         options = self._options
         if options.steps_per_dispatch is None and room >= STEPS_TRIED:
             options.steps_per_dispatch = find_steps_per_dispatch(step, call.state, feed, evaluates=not call.updates)
-            run.outputs.pending.in_flight.limit = options.in_flight(step)
+            run.outputs.pending.in_flight.set_limit(options.in_flight(step))
         size = options.steps_per_dispatch or 1
         call.ran = ran = Ran(call.state, run.now.steps, pending.newest)
         try:
@@ -196,7 +199,20 @@ class Steps:
         return number
 
     def check_count(self) -> None:
-        """Raises an error if `state.step` would overflow or, after the first steps, differs from the run's count."""
-        call, run = self._call, self._run
-        if self._options.checks_count and call.updates:
-            self._loop.step._runner.states.check_count(call.state, run.now.steps, run.batches)
+        """Raises an error if, after the first steps, `state.step` differs from the run's count."""
+        step, run, updates, count = (
+            self._loop.step,
+            self._run,
+            self._call.updates,
+            getattr(self._call.state, "step", None),
+        )
+        if not (self._options.checks_count and updates and run.batches) or count is None:
+            return
+        step_num, number, counted = run.now.steps, run.batches, int(metrics.fetch(count))
+        if counted != step_num:
+            raise ValueError(
+                f"{step!r} ran on {number} batch{'es' if number > 1 else ''} from state.step "
+                f"{step_num - number * updates}, and state.step is now {counted}, not {step_num}. "
+                f"{checks.counting_hint(step)}"
+            )
+        self._options.checks_count = False

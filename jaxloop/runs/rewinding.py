@@ -11,7 +11,8 @@ from jaxloop.base import checks, files
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Rank
 from jaxloop.engine.engine import LoopActions
-from jaxloop.engine.plan import Plan, Source
+from jaxloop.engine.feed import Source
+from jaxloop.engine.plan import Plan
 from jaxloop.experiment.detours import Detour, LeftOut
 from jaxloop.experiment.evaluations import Recorder
 from jaxloop.experiment.specs import CheckpointSpec, RunSpec

@@ -6,7 +6,7 @@ Each step has one `Runner`, so that `Step` itself has only names for its users.
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +20,6 @@ from jaxloop.base import checks
 from jaxloop.schedules import Elapsed
 from jaxloop.step import forward, nonfinite
 from jaxloop.step.compiled import Programs
-
-
-@final
-class Needs(NamedTuple):
-    """What a batch needs before `run`.
-
-    Attributes:
-      begin: True if the step has its own `begin`.
-      preprocessing: True if it has its own `preprocess_batch`.
-      counting: True if `num_examples` must count the batch as it comes from the dataset.
-      placing: True if the batch must be passed to `place`.
-    """
-
-    begin: bool
-    preprocessing: bool
-    counting: bool
-    placing: bool
 
 
 class Runner:
@@ -165,13 +148,12 @@ class Runner:
 
     # `run` ---------------------------------------------------------------------------------------
 
-    def needs(self, *, evaluates: bool) -> Needs:
-        """Returns what each batch needs before `run`."""
-        step, begin, preprocessing = self.step, self.has_own("begin"), self.has_own("preprocess_batch")
-        is_own = type(self).place is not Runner.place or checks.is_user_defined(step, "shard_batch")
-        places = is_own or (step._should_shard_batch and step.partitioner.places_batches)
-        counts = begin or preprocessing or self.has_own("num_examples")
-        return Needs(begin, preprocessing, evaluates or counts, evaluates or places)
+    @property
+    def places_batches(self) -> bool:
+        """True if each training batch must be passed to `place` before `run`."""
+        step, places = self.step, type(self).place is not Runner.place
+        is_own = places or checks.is_user_defined(step, "shard_batch")
+        return is_own or (step._should_shard_batch and step.partitioner.places_batches)
 
     def place(self, batch: types.Batch, *, evaluates: bool = False, fuses: bool = False) -> types.Batch:
         """Places a batch on the devices with `shard_batch`.
@@ -288,8 +270,6 @@ class States:
         self.rescued: Any = None
         # Weak references to a state that was not donated, and to one of its leaves that the next step will donate.
         self._known_state = self._known_leaf = _NOTHING
-        self._known_count: tuple[Any, int] = (None, 0)  # A `state.step`, and its value.
-        self._has_checked_count = False
 
     def initial(self) -> Any:
         """Recreates the state that `initialize_model` last returned. Raises a `ValueError` if it was never called."""
@@ -328,39 +308,3 @@ class States:
         # Compares by identity: `state.replace(...)` makes a new object, which may contain a donated leaf.
         leaf = checks.donated_leaf(state) if hasattr(state, "step") else None
         self._known_state, self._known_leaf = (_NOTHING, _NOTHING) if leaf is None else map(weakref.ref, (state, leaf))
-
-    # `state.step` --------------------------------------------------------------------------------
-
-    def step_num_of(self, state: Any, default: int) -> int:
-        """Returns the number of completed updates: `state.step`, or `default` if the state has no `step`."""
-        count, (known, number) = getattr(state, "step", None), self._known_count
-        if count is None:
-            return default
-        return number if count is known else int(metrics.fetch(count))  # Reading waits for the devices.
-
-    def remember_count(self, state: Any, step_num: int) -> None:
-        """Records the value of `state.step`, so that `step_num_of` doesn't read it."""
-        self._known_count = getattr(state, "step", None), step_num
-
-    def check_count(self, state: Any, step_num: int, batches: int) -> None:
-        """Compares `state.step` with the number of updates that a loop has counted, when a step first ran.
-
-        Args:
-          state: The state.
-          step_num: The number of updates.
-          batches: The number of batches since the loop began.
-
-        Raises:
-          ValueError: If they differ.
-        """
-        step, count = self._step, getattr(state, "step", None)
-        if count is None or self._has_checked_count:
-            return
-        counted = int(metrics.fetch(count))
-        if counted != step_num:
-            raise ValueError(
-                f"{step!r} ran on {batches} batch{'es' if batches > 1 else ''} from state.step "
-                f"{step_num - batches * step.updates_per_step}, and state.step is now {counted}, not {step_num}. "
-                f"{checks.counting_hint(step)}"
-            )
-        self._has_checked_count = batches > 0
