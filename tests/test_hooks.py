@@ -319,3 +319,47 @@ def test_a_hook_is_honoured_with_several_steps_per_dispatch(hook, where, tmp_pat
 def test_a_hook_that_is_called_between_steps_is_refused_with_several_per_dispatch(hook):
     with pytest.raises(ValueError, match=HOOKS[hook].refusal):
         run_loops(hook, 2)
+
+
+# What hooks return, when it is read later ---------------------------------------------------------------
+
+
+class Numbered(jaxloop.TrainLoop):
+    def end(self, state, outputs):
+        state, outputs = super().end(state, outputs)
+        return state, {**outputs, "ended_at": float(self.step_num)}
+
+
+def rows_of_numbered(total, loop_steps=4, **options):
+    step = Sum(jax.random.key(0), None, train=True)
+    outer_loop = jaxloop.OuterLoop(Numbered(step), log_interval=every(steps=6), **options)
+    data = jaxloop.from_index(lambda number: batch_of(number + 1))
+    outer_loop(step.initialize_model(batch_of(1)), data, total, loop_steps)
+    return [(row.elapsed.steps, row.logs["train"].get("ended_at")) for row in outer_loop.history]
+
+
+def test_a_row_inside_a_later_loop_has_the_plain_number_that_end_returned():
+    assert rows_of_numbered(12) == [(6, 4.0), (12, 12.0)]
+
+
+def test_a_resumed_row_has_the_plain_number_that_end_returned_before(tmp_path):
+    assert rows_of_numbered(5, 5, workdir=tmp_path) == []
+    assert rows_of_numbered(12, 12, workdir=tmp_path) == [(6, 5.0), (12, 12.0)]
+
+
+class Marked(LoopRun, jaxloop.TrainLoop):
+    pass
+
+
+def test_an_action_over_two_loops_gets_what_run_returned_for_both():
+    seen = []
+
+    class Seen(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, **context):
+            seen.append((step_num, outputs["own"]))
+
+    step = Sum(jax.random.key(0), None, train=True)
+    loop = Marked(step, end_actions=[Seen(2)])
+    state = step.initialize_model(batch_of(1))
+    jaxloop.OuterLoop(loop)(state, jaxloop.from_index(lambda n: batch_of(n + 1)), 16, 4)
+    assert seen == [(8, [4.0, 4.0]), (16, [4.0, 4.0])]

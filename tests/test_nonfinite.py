@@ -350,3 +350,16 @@ def test_other_steps_and_layouts_are_checked_too(make_step, data_parallel, asser
     others, _ = jaxloop.TrainLoop(step)(new_state(), data[:2] + data[3:], num_steps=4)
     assert outputs["jaxloop/skipped_steps"] == 1
     assert_same(state.params, others.params)
+
+
+def test_skipped_steps_are_counted_since_the_last_call_of_an_action(data_parallel):
+    seen = []
+
+    class Seen(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, **context):
+            seen.append((step_num, outputs.get("jaxloop/skipped_steps", 0)))
+
+    step, state = make(1, data_parallel)
+    loop = jaxloop.TrainLoop(step, end_actions=[Seen(jaxloop.every(steps=20))], nan_policy="skip")
+    jaxloop.OuterLoop(loop)(state, iter(batches(60, {3, 23, 38, 41})), 60, 10)
+    assert seen == [(20, 1), (40, 2), (60, 1)]
