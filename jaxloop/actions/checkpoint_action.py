@@ -96,13 +96,10 @@ class CheckpointAction(Action):
         self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, keep_every=keep_every)
         self.keep_every: Schedule | None = keep_every
         self.keep: int | None = keep if isinstance(place, str | os.PathLike) else None
-        self._forget()
+        self.begin_run(0, can_resume=False)
         files.prepare_directory(self.directory)
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
         self._saves = self._saves_measured = 0
         self._not_finite: float | None = None  # The newest value of `best` that was NaN or infinite.
         self._last_step: int | None = None  # The last saved step.

@@ -1102,6 +1102,14 @@ def _is_typed_key(leaf: Any) -> bool:
 # Writing ---------------------------------------------------------------------------------------------
 
 
+def _is_saved(step: int, directory: epath.Path, manager: ocp.CheckpointManager | None) -> bool:
+    """Returns whether there is a complete checkpoint of a step in a user's manager or, without one, a directory."""
+    if manager is not None:
+        return step in manager.all_steps()
+    # Checking one name first is faster: Orbax starts threads to list a directory.
+    return (directory / str(step)).exists() and step in all_steps(directory)
+
+
 @final
 class CheckpointWriter:
     """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager is asynchronous.
@@ -1206,7 +1214,7 @@ class CheckpointWriter:
             args, custom_metadata = self._save_args(state, metadata or {}, run or {}, trees or {})
             with self._handling_errors_of(step):
                 manager = self._prepared_manager()
-                if self._has_checkpoint(step, manager):
+                if _is_saved(step, self._directory, None if self._owns_manager else manager):
                     logging.warning(
                         "%s already has a checkpoint of step %d, which was not overwritten.", self._directory, step
                     )
@@ -1291,13 +1299,6 @@ class CheckpointWriter:
                 "no clean-up job or other program does so, and start the run again: it resumes from the newest "
                 "checkpoint that is left."
             )
-
-    def _has_checkpoint(self, step: int, manager: ocp.CheckpointManager) -> bool:
-        """Returns whether there is a complete checkpoint of a step, whether saved by this program or another one."""
-        if not self._owns_manager:
-            return step in manager.all_steps()
-        # Checking one name first is faster: Orbax starts threads to list a directory.
-        return (self._directory / str(step)).exists() and step in all_steps(self._directory)
 
     def _wait_for_previous_save(self) -> None:
         began = timing.clock()

@@ -100,6 +100,10 @@ class DatasetPosition:
         return cls(**{**values, "state": _insert_arrays(values.get("state"), arrays or {})})
 
 
+def _applied(convert: Callable[[types.Batch], types.Batch] | None, read: Callable[[], types.Batch]) -> Any:
+    return read if convert is None else lambda: convert(read())
+
+
 _ARRAY_KEY = "jaxloop/beside"
 
 
@@ -340,7 +344,7 @@ class PositionedIterator(Iterator[types.Batch]):
         if self._convert is not convert:
             self._convert = convert
             if self._read_next != self._read_first:
-                self._set_reader()
+                self._read_next = _applied(convert, self._read_batch)
             self._peeked = [convert(batch) for batch in self._peeked]
         return self
 
@@ -392,12 +396,8 @@ class PositionedIterator(Iterator[types.Batch]):
             is_reread = self._count == 0 and self._seek_target.count > 0
             check_same(self._seek_target.fingerprint.get("batch"), describe_batch(batch), sizes=is_reread)
             self._seek_target = None
-        self._set_reader()
+        self._read_next = _applied(self._convert, self._read_batch)
         return batch if self._convert is None else self._convert(batch)
-
-    def _set_reader(self) -> None:
-        convert, read = self._convert, self._read_batch
-        self._read_next = read if convert is None else lambda: convert(read())
 
     # Positions ---------------------------------------------------------------------------------------
 

@@ -111,6 +111,11 @@ class Item:
         self.is_requested: bool = False
         self.spent: Spent = spent
 
+    def mark(self, now: Elapsed, spent: Spent, cursor: int) -> None:
+        """Notes a call."""
+        self.called_at, self.is_requested, self.spent = now.steps, False, spent
+        self.cursor, self.unread = cursor, LoopOutputs()
+
     @property
     def interval(self) -> int | Schedule:
         """A schedule, or a number of loops."""
@@ -329,7 +334,7 @@ class Agenda:
         if item.reads == "all" and now.steps:  # There is nothing to measure before the first step.
             outputs.update(self._measure(state, since, item.cursor))
         if item.rank == Rank.SAVE:  # A checkpoint contains that it was saved.
-            self._mark(item, now, spent)
+            item.mark(now, spent, self._outputs.position)
         category = item.time_category
         counting = contextlib.nullcontext() if category is None else self._stopwatch.counting(category)
         try:
@@ -341,13 +346,9 @@ class Agenda:
             raise
         if is_done:
             item.was_called = True
-            self._mark(item, now, spent)
+            item.mark(now, spent, self._outputs.position)
             if outputs.asks_to_stop:
                 self.stopped_by = item
-
-    def _mark(self, item: Item, now: Elapsed, spent: Spent) -> None:
-        item.called_at, item.is_requested, item.spent = now.steps, False, spent
-        item.cursor, item.unread = self._outputs.position, LoopOutputs()
 
     def _keep_unread(self, item: Item, ended: Ended) -> None:
         """Keeps what hooks returned for a loop, if an item that reads it was not called at its end."""
