@@ -1,5 +1,6 @@
 """Tests of runs with several processes."""
 
+import math
 import os
 import pathlib
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from programs.launching import JOB, break_and_resume, final_of, launch
 
 from jaxloop import checkpoint, distributed
+from jaxloop.base import timing
 from jaxloop.processes import agreement, interrupt
 
 PROGRAM, TOGETHER, ALL_APIS = (
@@ -140,27 +143,83 @@ def test_different_versions_of_a_step_are_detected_before_it_runs(tmp_path):
     assert re.search(r"compiled program \w+, \d+ characters -> compiled program \w+", job.stdout)
 
 
-def joint_reader(batches, **options):
+def votes(*processes):
+    """Returns votes of several processes, each given as `(status, number of rows in each batch)`."""
+    found = np.zeros(len(processes), agreement.MESSAGE)
+    for vote, (status, rows) in zip(found, processes, strict=True):
+        vote["status"], vote["number"] = status, len(rows)
+        vote["batches"]["rows"][: len(rows)] = vote["batches"]["examples"][: len(rows)] = rows
+    return found
+
+
+OK, FAILED, ENDED, EMPTY = agreement.OK, agreement.FAILED, agreement.ENDED, agreement.EMPTY
+
+
+@pytest.mark.parametrize(
+    ("processes", "in_training", "in_evaluation"),
+    [
+        ([(OK, [4, 4, 4]), (OK, [4, 4, 4])], [8, 8, 8], [8, 8, 8]),
+        ([(OK, [4, 4, 4]), (ENDED, [4])], [8, StopIteration], [8, 4, 4]),
+        ([(ENDED, [4, 4]), (ENDED, [4])], [8, StopIteration], [8, 4, StopIteration]),
+        ([(EMPTY, []), (EMPTY, [])], [StopIteration], [StopIteration]),
+        ([(OK, [4, 4, 4]), (EMPTY, [])], [StopIteration], [ValueError]),
+        ([(OK, [4, 4, 4]), (FAILED, [4, 4])], [8, 8, distributed.ProcessError], [8, 8, distributed.ProcessError]),
+        ([(FAILED, [4]), (FAILED, [4, 4])], [8, distributed.ProcessError], [8, distributed.ProcessError]),
+        ([(ENDED, [4]), (FAILED, [4, 4])], [8, StopIteration], [8, 4, distributed.ProcessError]),
+        ([(ENDED, [4]), (FAILED, [4])], [8, distributed.ProcessError], [8, distributed.ProcessError]),
+        ([(OK, [4, 3]), (OK, [4, 4])], [8, ValueError], [8, 7]),
+    ],
+)
+def test_votes_end_reading_after_the_same_batch(processes, in_training, in_evaluation):
+    kinds = lambda agreed: [type(each) if isinstance(each, Exception) else each for each in agreed]
+    sizes = []
+    assert kinds(agreement.agree(votes(*processes), until_all_end=False, fill_to=None)) == in_training
+    assert kinds(agreement.agree(votes(*processes), until_all_end=True, fill_to=sizes.append)) == in_evaluation
+    assert set(sizes) <= {4}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "failed"), [((FAILED, FAILED, OK), "0, 1"), ((OK, OK, FAILED), "2"), ((ENDED, FAILED, OK), "1")]
+)
+def test_votes_name_the_processes_that_failed_first(statuses, failed):
+    *_, error = agreement.agree(votes(*((status, []) for status in statuses)), until_all_end=False, fill_to=None)
+    assert f"Process {failed} of 3 has failed" in str(error) and agreement.is_known_to_all_processes(error)
+
+
+@pytest.mark.parametrize(("step_secs", "least", "most"), [(0.0005, 16, 16), (0.003, 16, 16), (0.2, 1, 2), (30, 1, 2)])
+@pytest.mark.parametrize("before", [1, 16])
+def test_votes_cover_many_fast_steps_or_few_slow_ones(before, step_secs, least, most):
+    pace, now, flying, sizes = agreement.Pace(before), 100.0, [], []
+    for _ in range(50):
+        while len(flying) < 2:  # One vote ahead.
+            flying.append((pace.size, now))
+        size, sent = flying.pop(0)
+        pace, now = pace.at(sent), now + size * step_secs
+        sizes.append(size)
+    assert least <= min(sizes[10:]) and max(sizes[10:]) <= most and max(sizes) <= max(before, most)
+
+
+def joint_reader(batches, requests=None):
     """Returns the reader for several processes, in a single process."""
-    count = lambda batch: len(batch["x"])
-    options = {"secs": time.perf_counter, "fill_to": None, "until_all_processes_end": False, **options}
-    options["before_reading"] = options["on_difference"] = lambda: None
-    return agreement.JointReader(
-        "a test", iter(batches).__next__, count=count, requests=interrupt.Interruptible(), **options
-    )
+    runner = types.SimpleNamespace(count_examples=lambda batch: len(batch["x"]), filler=lambda: None)
+    own = agreement.OwnBatches(iter(batches).__next__, runner, timing.Stopwatch())
+    return agreement.JointReader("a test", own, agreement.Job(True, requests), until_all_end=False)
 
 
 def test_joint_reader_reads_ahead_within_a_limit():
     iterator = iter([{"x": np.full([4], number)} for number in range(100)])
     reader = joint_reader(iterator)
-    reader.begin(5, ahead=0)
+    reader.begin(5)
     read = [reader() for _ in range(5)]
-    assert [batch["x"][0] for batch in read] == [0, 1, 2, 3, 4] and reader.held == 0
-    assert [examples for examples, _ in reader.counted(5)] == [4] * 5
-    assert next(iterator)["x"][0] == 5
-    reader.begin(None, ahead=0)
-    assert [reader()["x"][0] for _ in range(3)] == [6, 7, 8]
-    assert reader.held > 0 and next(iterator)["x"][0] == 9 + reader.held
+    assert [(batch["x"][0], examples) for batch, examples in read] == [(number, 4) for number in range(5)]
+    assert reader.held == 0 and next(iterator)["x"][0] == 5
+    for number in (6, 9):  # The second loop begins with batches that the first one has read ahead.
+        reader.begin(math.inf)
+        assert [reader()[0]["x"][0] for _ in range(3)] == [number, number + 1, number + 2]
+    assert reader.held > 0 and next(iterator)["x"][0] == 12 + reader.held
+    number = reader.held + 2
+    reader.begin(number)
+    assert len([reader() for _ in range(number)]) == number and reader.held == 0
 
 
 def test_joint_reader_raises_only_after_the_last_batch():
@@ -170,30 +229,34 @@ def test_joint_reader_raises_only_after_the_last_batch():
         raise OSError("the disk is gone")
 
     reader = joint_reader(failing())
-    reader.begin(None, ahead=0)
-    reader(), reader()
+    reader()
+    reader.begin(math.inf)  # The error has been read, but has not been raised yet.
+    reader()
     with pytest.raises(OSError, match="the disk is gone") as raised:
         reader()
     assert agreement.is_known_to_all_processes(raised.value) and not agreement.is_known_to_all_processes(OSError())
     reader = joint_reader([{"x": np.zeros([4])}])
-    reader.begin(None, ahead=0)
     reader()
     for _ in range(2):
         with pytest.raises(StopIteration):
             reader()
 
 
-def test_signal_takes_effect_once_all_processes_know_of_it():
-    with interrupt.Interruptible(defers=True) as requests:
-        reader = joint_reader([{"x": np.zeros([4])}] * 100)
-        reader._requests = requests
-        reader.begin(None, ahead=0)
+def test_signal_takes_effect_once_all_processes_know_of_it_and_only_in_its_run():
+    requests = interrupt.Interruptible(defers=True)
+    reader = joint_reader([{"x": np.zeros([4])}] * 100, requests)
+    with requests:
         reader()
         signal.raise_signal(signal.SIGINT)
         assert not requests.requested
         while not requests.requested:
             reader()
         assert requests.signal_name == "Ctrl-C"
+    with requests:
+        reader.begin(math.inf)
+        for _ in range(40):
+            reader()
+        assert not requests.requested
 
 
 def test_agreement_of_a_single_process():

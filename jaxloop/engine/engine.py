@@ -314,11 +314,11 @@ class Engine:
 
     def run_one_step(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output]:
         """Runs one step with all of its hooks and actions. The default of `Loop._run_one_step`."""
-        step, run, elapsed, joint = self._loop.step, self.run, None, self.data.feed.joint
+        step, run, elapsed, feed = self._loop.step, self.run, None, self.data.feed
         if not self.call.updates:
             return state, step.evaluate(state, batch, number)
         if step._runner.has_schedules:
-            samples = step._runner.count_examples(batch) if joint is None else joint.next_examples
+            samples = step._runner.count_examples(batch) if feed.joint is None else feed.examples[0]
             elapsed = run.now.advance(samples=samples, time=run.clock.time(), steps=self.call.updates)
         return step(state, batch, number, elapsed=elapsed)
 

@@ -1,12 +1,13 @@
 """Where the batches of a loop come from."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 from jaxloop import types
 from jaxloop.base import checks, timing
 from jaxloop.data.sources import NO_DATA, check_is_dataset, indexed, is_function
-from jaxloop.processes.agreement import Job, JointReader
+from jaxloop.processes.agreement import Job, JointReader, OwnBatches
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
@@ -40,28 +41,28 @@ class Feed(Iterator[types.Batch]):
     Args:
       dataset: An iterator of batches.
       read: A function that reads the next batch from the dataset; None to use `next(dataset)`.
-      join: In a multi-process job, a function that turns this process's reader into one shared by all processes.
+      joint: In a multi-process job, the reader to use instead, which all processes share.
 
     Attributes:
       dataset: The iterator.
-      joint: The reader shared by all processes; None if there is only one process.
+      joint: The argument of the same name.
       ahead: The batches that have been read but not used yet.
+      examples: In a multi-process job, the number of examples in all processes for each batch that was returned but not
+        counted yet, and for each batch in `ahead`.
       has_ended: True if the dataset has ended and all of its batches have been used.
     """
 
     def __init__(
         self,
         dataset: Iterator[types.Batch],
-        read: Callable[[Any], types.Batch] | None = None,
-        join: Callable[[Callable[[], types.Batch]], JointReader] | None = None,
+        read: Callable[[], types.Batch] | None = None,
+        joint: JointReader | None = None,
     ):
-        self.dataset = dataset
+        self.dataset, self.joint = dataset, joint
         self.ahead: list[types.Batch] = []
         self.has_ended: bool = False
-        self._read = dataset.__next__ if read is None else lambda: read(dataset)
-        self.joint: JointReader | None = join and join(self._read)
-        if self.joint is not None:
-            self._read = self.joint
+        self.examples: list[int] = []
+        self._read = read or dataset.__next__ if joint is None else self._read_jointly
         self._error: Exception | SystemExit | None = None
 
     @property
@@ -73,19 +74,25 @@ class Feed(Iterator[types.Batch]):
         """Begins a loop that reads at most `limit` batches. If `limit` is None, there is no limit."""
         self.has_ended = False
         if self.joint is not None:
-            self.joint.begin(limit, len(self.ahead))
+            self.joint.begin((math.inf if limit is None else limit) - len(self.ahead))
+
+    def _read_jointly(self) -> types.Batch:
+        assert self.joint is not None
+        batch, examples = self.joint()
+        self.examples.append(examples)
+        return batch
+
+    def count(self, number: int) -> list[int]:
+        """Counts the first `number` batches in `examples`, and forgets later ones that were used in vain."""
+        counted = self.examples[:number]
+        del self.examples[: len(self.examples) - len(self.ahead)]
+        return counted
 
     def reader(self) -> Callable[[], types.Batch]:
         """Returns a function that reads the next batch. The function stays valid until another method is called."""
-        return self._read if not self.ahead and self._error is None else self._next
-
-    def __iter__(self) -> Iterator[types.Batch]:
-        return self
+        return self._read if not self.ahead and self._error is None else self.__next__
 
     def __next__(self) -> types.Batch:
-        return self._next()
-
-    def _next(self) -> types.Batch:
         if self.ahead:
             return self.ahead.pop(0)
         self._raise_error()
@@ -97,15 +104,9 @@ class Feed(Iterator[types.Batch]):
         Args:
           number: The number of batches to return.
         """
+        self._read_ahead(number)
         batches = self.ahead[:number]
         del self.ahead[:number]
-        if self._error is None:
-            read, add = self._read, batches.append
-            try:
-                for _ in range(number - len(batches)):
-                    add(read())
-            except (Exception, SystemExit) as error:
-                self._error = error
         if not batches:
             self.has_ended = isinstance(self._error, StopIteration)
             if not self.has_ended:
@@ -118,13 +119,17 @@ class Feed(Iterator[types.Batch]):
 
     def has_more(self) -> bool:
         """Returns True if there is another batch or a pending error. If the buffer is empty, reads a batch ahead."""
-        if not self.ahead and self._error is None:
-            try:
-                self.ahead.append(self._read())
-            except (Exception, SystemExit) as error:
-                self._error = error
+        self._read_ahead(1)
         self.has_ended = not self.ahead and isinstance(self._error, StopIteration)
         return not self.has_ended
+
+    def _read_ahead(self, number: int) -> None:
+        """Reads until `number` batches are ahead or the dataset raises an exception."""
+        try:
+            while len(self.ahead) < number and self._error is None:
+                self.ahead.append(self._read())
+        except (Exception, SystemExit) as error:
+            self._error = error
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -188,36 +193,17 @@ class LoopData:
 
     def open(self, dataset: Iterator[types.Batch], *, evaluates: bool = False) -> None:
         """Makes a feed for an iterator."""
-        loop = self._loop
-        read = loop._get_next_batch if checks.is_user_defined(loop, "_get_next_batch") else None
-        join = lambda read: self._join(read, evaluates)
-        self.feed = Feed(dataset, read, join if self._job.is_shared else None)
+        loop, read, joint = self._loop, dataset.__next__, None
+        runner = loop.step._runner
+        if checks.is_user_defined(loop, "_get_next_batch"):
+            read = lambda: loop._get_next_batch(dataset)
+        if self._job.is_shared:
+            own = OwnBatches(read, runner, self._stopwatch)
+            joint = JointReader(repr(loop), own, self._job, until_all_end=evaluates)
+        self.feed = Feed(dataset, read, joint)
         if not evaluates:
             found = indexed(dataset)
-            loop.step._runner.batch_watch.declared_sizes = () if found is None else found.batch_sizes
-
-    def _join(self, read: Callable[[], types.Batch], evaluates: bool) -> JointReader:
-        """Returns a reader that reads batches jointly with the other processes."""
-        runner, stopwatch = self._loop.step._runner, self._stopwatch
-
-        def timed() -> types.Batch:
-            began = timing.clock()
-            try:
-                return read()
-            finally:
-                stopwatch.secs_reading += timing.clock() - began
-
-        return JointReader(
-            repr(self._loop),
-            timed,
-            before_reading=lambda: self.source.mark(if_cheap=True),
-            count=runner.count_examples,
-            requests=self._job.requests,
-            secs=stopwatch.training_secs,
-            on_difference=runner.batch_watch.expect_differences,
-            fill_to=runner.filler(),
-            until_all_processes_end=evaluates,
-        )
+            runner.batch_watch.declared_sizes = () if found is None else found.batch_sizes
 
     def next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
         """Returns the batch that the next step would receive."""

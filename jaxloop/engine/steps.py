@@ -169,6 +169,8 @@ class Steps:
             options.steps_per_dispatch = find_steps_per_dispatch(step, call.state, feed, evaluates=not call.updates)
             run.outputs.pending.in_flight.set_limit(options.in_flight(step))
         size = options.steps_per_dispatch or 1
+        if feed.joint is not None:
+            self._data.source.mark(if_cheap=True)
         call.ran = ran = Ran(call.state, run.now.steps, pending.newest)
         try:
             if not (1 < size <= room and program.run_fused(ran, feed, size)) and not feed.has_ended:
@@ -183,9 +185,8 @@ class Steps:
             run.stopwatch.move(ran.in_data, "data")
             call.state, call.ran, number = ran.state, None, len(ran.examples)
             call.place = step if ran.is_in_step else call.place
-            if feed.joint is not None and number:
-                ran.examples, times = map(list, zip(*feed.joint.counted(number), strict=True))
-                run.clock.agreed = times[-1]
+            if feed.joint is not None:
+                ran.examples, run.clock.agreed = feed.count(number), feed.joint.secs or run.clock.agreed
             run.count(ran.examples, call.updates)
             pending.account(ran.examples)
             is_undone = ran.is_in_step and step.rescued_state is None

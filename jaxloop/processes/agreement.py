@@ -8,13 +8,14 @@ processes send them at the same points in the program.
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -22,19 +23,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxloop import distributed, types
-from jaxloop.base import checks
+from jaxloop.base import checks, timing
 from jaxloop.distributed import ProcessError
 from jaxloop.processes import interrupt
 
-# The status of a process: it has more data, its data ended, it failed, or its data ended before the first batch.
-_OK, _ENDED, _FAILED, _EMPTY = 0, 1, 2, 3
-# The maximum number of batches in one message, and the seconds of training that they should take.
+# The status of a process: it has more data, it failed, its data ended, or its data ended before the first batch.
+OK, FAILED, ENDED, EMPTY = range(4)
+# The maximum number of batches in one vote, and the seconds of training that they should take.
 _MAX_BATCHES = 16
-_SECS_BETWEEN = 0.05
-# A message: a checksum of its topic, the status, the number of batches, the signal, the clock in two parts, and the
-# number of batches in the next message; then the rows, the examples and a checksum of the form of each batch.
-_HEAD = 7
-_SIZE = _HEAD + 3 * _MAX_BATCHES
+_SECS_PER_VOTE = 0.05
+# What a vote says about a batch. The form is a checksum of its structure, dtypes, and shapes without the rows.
+_BATCH = np.dtype([(name, np.uint32) for name in ("rows", "examples", "form")])
+# A message: a checksum of what it is about, and what one process says about that.
+_HEAD = [(name, np.uint32) for name in ("topic", "status", "number", "signum")]
+MESSAGE = np.dtype([*_HEAD, ("secs", np.float64), ("batches", _BATCH, _MAX_BATCHES)])
 
 
 def is_known_to_all_processes(error: BaseException) -> bool:
@@ -60,20 +62,20 @@ class _Messages:
         self._about, self._sent = about, sent
 
     def read(self) -> np.ndarray:
-        """Returns the messages, one row per process, without the checksum of their topic."""
-        rows = np.asarray(self._sent.addressable_data(0))
-        others = np.flatnonzero(rows[:, 0] != _checksum(self._about))
+        """Returns the messages, one per process, as an array of records."""
+        messages = np.asarray(self._sent.addressable_data(0)).view(MESSAGE)[:, 0]
+        others = np.flatnonzero(messages["topic"] != _checksum(self._about))
         if others.size:
             raise ProcessError(
                 f"The processes of this job diverged: this one {self._about}, but process "
                 f"{', '.join(map(str, others))} does something else. Give all processes the same loops, actions and "
                 "schedules. For work in only one process, check jax.process_index() inside an action."
             )
-        return rows[:, 1:]
+        return messages
 
 
 def _checksum(text: str) -> int:
-    return int(np.array(zlib.crc32(_without_addresses(text).encode()), np.uint32).view(np.int32))
+    return zlib.crc32(_without_addresses(text).encode())
 
 
 def _without_addresses(text: str) -> str:
@@ -90,12 +92,14 @@ def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     return NamedSharding(mesh, PartitionSpec("processes")), gather
 
 
-def _send_message(about: str, *numbers: int) -> _Messages:
+def _send_message(about: str, **fields: Any) -> _Messages:
     """Sends a message without waiting for the other processes."""
-    row = np.zeros([1, _SIZE], np.int32)
-    row[0, : 1 + len(numbers)] = _checksum(about), *numbers
-    split, gather = _exchange()
-    return _Messages(about, gather(jax.make_array_from_process_local_data(split, row, (jax.process_count(), _SIZE))))
+    message = np.zeros(1, MESSAGE)
+    for name, value in {"topic": _checksum(about), **fields}.items():
+        message[name] = value
+    row, (split, gather) = message.view(np.int32)[None], _exchange()
+    shape = jax.process_count(), row.size
+    return _Messages(about, gather(jax.make_array_from_process_local_data(split, row, shape)))
 
 
 def _error_for(failed: np.ndarray) -> ProcessError:
@@ -112,7 +116,7 @@ _VOTES = "asks whether the run continues"
 def report_failure(error: BaseException) -> None:
     """Tells the other processes, at their next call to `any_stops`, that this process failed."""
     with contextlib.suppress(Exception):  # The caller raises `error`.
-        _send_message(_VOTES, _FAILED).read()
+        _send_message(_VOTES, status=FAILED).read()
         known_to_all_processes(error)
 
 
@@ -154,9 +158,7 @@ def check_same(what: str, lines: Sequence[str], remedy: str = _SAME_PROGRAM) -> 
     texts = gather_texts(_without_addresses("\n".join(lines)))
     for place, text in enumerate(texts):
         if text != texts[0]:
-            first, other = (dict(enumerate(each.split("\n"))) for each in (texts[0], text))
-            numbers = range(max(len(first), len(other)))
-            pairs = [(first.get(number, "(none)"), other.get(number, "(none)")) for number in numbers]
+            pairs = itertools.zip_longest(texts[0].split("\n"), text.split("\n"), fillvalue="(none)")
             shown = "\n".join(f"  {one} -> {two}" for one, two in pairs if one != two)
             raise known_to_all_processes(
                 ValueError(
@@ -195,6 +197,17 @@ class Job:
         """True in the process that writes the job's files."""
         return not self.is_shared or distributed.is_first_process()
 
+    def send(self, about: str, **message: Any) -> _Messages:
+        """Sends a message, which also tells the other processes which signals this one has received."""
+        return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
+
+    def receive(self, messages: _Messages) -> np.ndarray:
+        """Returns the messages of all processes, one per process, and puts their signals into effect."""
+        received = messages.read()
+        if received["signum"].any():
+            self.requests.outermost.confirm(int(received["signum"].max()))
+        return received
+
     def any_stops(self, stops: bool = False) -> bool:
         """Returns whether any process wants to stop here.
 
@@ -205,16 +218,17 @@ class Job:
         """
         if not self.is_shared:
             return stops
-        messages = _send_message(_VOTES, _OK, int(stops), self.requests.outermost.to_confirm).read()
-        if np.any(messages[:, 0] == _FAILED):
-            raise _error_for(messages[:, 0] == _FAILED)
-        if messages[:, 2].any():
-            self.requests.outermost.confirm(int(messages[:, 2].max()))
-        return bool(messages[:, 1].any())
+        votes = self.receive(self.send(_VOTES, number=int(stops)))
+        failed = votes["status"] == FAILED
+        if failed.any():
+            raise _error_for(failed)
+        return bool(votes["number"].any())
 
     def from_first_process(self, value: bool) -> bool:
         """Returns the value that the first process passed."""
-        return bool(_send_message("asks the first process", int(value)).read()[0, 0]) if self.is_shared else value
+        if not self.is_shared:
+            return value
+        return bool(_send_message("asks the first process", number=int(value)).read()["number"][0])
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all processes, such as their listings of a directory, in process order.
@@ -234,197 +248,191 @@ class Job:
 
 
 @final
-class JointReader:
-    """Reads the same number of batches in all processes, and sums each batch's size over the processes.
+class Pace(NamedTuple):
+    """The number of batches per vote: about as many as take 50 ms, so that a signal takes effect soon.
 
-    Each message covers the next few batches (about 50 ms of training), which are read from the dataset ahead of time.
-    `held` counts the batches that were read ahead. If one process reaches the end of its data, raises an error, or
-    receives Ctrl-C or SIGTERM, all processes learn of it at the same batch.
+    >>> Pace(size=4, secs=7.0).at(7.02), Pace(size=4, secs=7.0).at(8.0)
+    (Pace(size=8, secs=7.02), Pace(size=2, secs=8.0))
+
+    Attributes:
+      size: The number of batches in the next vote.
+      secs: The training time in the first process when it sent the newest vote.
+    """
+
+    size: int = 1
+    secs: float = 0.0
+
+    def at(self, secs: float) -> "Pace":
+        """Returns the pace after a vote that was sent at the given training time."""
+        size = self.size * 2 if secs - self.secs < _SECS_PER_VOTE else self.size // 2
+        return Pace(min(max(size, 1), _MAX_BATCHES), secs)
+
+
+def agree(votes: np.ndarray, *, until_all_end: bool, fill_to: Callable[[int], None] | None) -> list[int | Exception]:
+    """Returns what all processes do next: the number of examples in each batch, followed by an exception, if any.
+
+    The exception is a `StopIteration` at the end of the data, a `ProcessError` if a process has failed, or a
+    `ValueError` if the processes' batches can't form one global batch.
+
+    Args:
+      votes: The votes of all processes.
+      until_all_end: See `JointReader`.
+      fill_to: A function to call with the largest number of rows if the processes' batches differ in size. It raises a
+        `ValueError` if they can't be padded. None if all batches must have the same size.
+    """
+    status, number, batches = votes["status"], votes["number"], votes["batches"]
+    stops = status == FAILED if until_all_end else status != OK
+    size = int(number[stops].min() if stops.any() else number.max())
+    for place, rows in enumerate(batches["rows"].T[:size]):
+        if np.any(rows != rows[0]) and (problem := _size_problem(rows, status == EMPTY, fill_to)):
+            return [*batches["examples"].sum(0)[:place].tolist(), known_to_all_processes(problem)]
+    found: list[int | Exception] = batches["examples"].sum(0)[:size].tolist()
+    if stops.any() or np.all(status >= ENDED):
+        failed = (status == FAILED) & (number == size)
+        found.append(_error_for(failed) if failed.any() else StopIteration())
+    return found
+
+
+def _size_problem(rows: np.ndarray, is_empty: np.ndarray, fill_to: Callable[[int], None] | None) -> ValueError | None:
+    what = f"The processes have batches of {', '.join(map(str, rows))} rows for one step"
+    if fill_to is None:
+        return ValueError(
+            f"{what}, but their sizes must be equal. Drop the remainder, or use a LossStep, which pads short "
+            "batches (in training, with batch_size=...)."
+        )
+    if is_empty.any():
+        return ValueError(f"{what}, and process {is_empty.argmax()} has none to pad. Give each process at least one.")
+    try:
+        fill_to(int(rows.max()))
+    except ValueError as error:
+        return error
+    return None
+
+
+@functools.lru_cache
+def _checksum_of_form(*form: Any) -> int:
+    return _checksum(repr(form))
+
+
+@final
+class OwnBatches:
+    """The batches that this process has read ahead.
+
+    Args:
+      read: A function that reads the next batch.
+      runner: The `Runner` of the step that runs the batches.
+      stopwatch: The stopwatch of the loop, which measures the training time and the time to read.
+
+    Attributes:
+      runner: The argument of the same name.
+      ahead: The batches, each with its record in a vote.
+    """
+
+    def __init__(self, read: Callable[[], types.Batch], runner: Any, stopwatch: timing.Stopwatch):
+        self._read, self._stopwatch, self.runner = read, stopwatch, runner
+        self.ahead: deque[tuple[types.Batch, tuple[int, int, int]]] = deque()
+        self._newest: types.Batch = None  # None before the first batch.
+        self._error: Exception | SystemExit | None = None  # The exception that comes after these batches.
+
+    def vote(self, start: int, size: int) -> dict[str, Any]:
+        """Returns a vote on the `size` batches after the first `start`. Reads those that are not `ahead` yet."""
+        began, records = timing.clock(), np.zeros(_MAX_BATCHES, _BATCH)
+        try:
+            while len(self.ahead) < start + size and self._error is None:
+                self._read_one()
+        except (Exception, SystemExit) as error:
+            self._error = error
+        secs = self._stopwatch.training_secs()
+        self._stopwatch.secs_reading += timing.clock() - began
+        found = [record for _, record in itertools.islice(self.ahead, start, start + size)]
+        records[: len(found)] = found
+        at_end = EMPTY if self._newest is None else ENDED
+        status = OK if len(found) == size else at_end if isinstance(self._error, StopIteration) else FAILED
+        return {"status": status, "number": len(found), "secs": secs, "batches": records}
+
+    def _read_one(self) -> None:
+        batch = self._read()
+        leaves, structure = jax.tree.flatten(batch)
+        form = [(tuple(getattr(x, "shape", ())[1:]), getattr(x, "dtype", type(x))) for x in leaves]
+        record = checks.num_examples(batch) or 0, self.runner.count_examples(batch), _checksum_of_form(structure, *form)
+        self.ahead.append((batch, record))
+        self._newest = batch
+
+    def take(self) -> types.Batch:
+        """Returns the next batch. If the data have ended, it has no rows."""
+        if self.ahead:
+            return self.ahead.popleft()[0]
+        return jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, self._newest)
+
+    def exception(self, agreed: Exception) -> Exception | SystemExit:
+        """Returns the exception to raise here if all processes stop: this process's own one, if it has failed."""
+        if self.ahead:
+            return agreed
+        own, self._error = self._error, None
+        return agreed if own is None or isinstance(own, StopIteration) else known_to_all_processes(own)
+
+
+@final
+class JointReader:
+    """Reads the same number of batches in all processes, and adds up their examples.
+
+    The processes vote on the next few batches, which they have read ahead of time. If one process reaches the end of
+    its data, raises an error, or receives Ctrl-C or SIGTERM, all processes learn of it at the same batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.
-      read: A function that reads the next batch of this process.
-      before_reading: A function that is called before batches are read from the dataset.
-      count: A function that returns the number of examples in a batch.
-      requests: The `Interruptible` with the signals that this process has received. Its `confirm` method is called when
-        all processes know about a signal.
-      secs: A function that returns the training time in this process, in seconds. All processes use the first process's
-        time.
-      on_difference: A function that is called in all processes, before they get such batches, if the batches of the
-        processes differ in more than their numbers of rows. The step's hooks may make them alike.
-      fill_to: A function that is called with the largest number of rows when the processes' batches differ in size, or
-        None if all batches must have the same size.
-      until_all_processes_end: Whether to continue until the datasets of all processes have ended. If True, a process
-        whose dataset has ended reads batches without rows. If False, reading stops when the first dataset ends.
+      own: The batches of this process.
+      job: The processes.
+      until_all_end: Whether to continue until the datasets of all processes have ended. If True, a process whose
+        dataset has ended reads batches without rows. If False, reading stops when the first dataset ends.
     """
 
-    def __init__(
-        self,
-        who: str,
-        read: Callable[[], types.Batch],
-        *,
-        before_reading: Callable[[], None],
-        count: Callable[[types.Batch], int],
-        requests: interrupt.Interruptible,
-        secs: Callable[[], float],
-        on_difference: Callable[[], None],
-        fill_to: Callable[[int], None] | None,
-        until_all_processes_end: bool,
-    ):
-        self._who, self._before_reading = who, before_reading
-        self._read, self._count, self._requests, self._secs, self._fill_to = read, count, requests, secs, fill_to
-        self._until_all_processes_end, self._on_difference = until_all_processes_end, on_difference
-        self._form: tuple[Any, int] = (None, 0)  # What the newest batch consists of, and its checksum.
-        self._own: deque[types.Batch] = deque()  # Read, but not in a message yet.
-        self._sent: deque[tuple[_Messages, list[types.Batch], int]] = deque()
-        self._agreed: deque[tuple[types.Batch, int, float, int]] = deque()
-        # For each batch that was returned but not counted yet: the examples in all processes, and the time.
-        self._returned: deque[tuple[int, float]] = deque()
-        self._error: Exception | SystemExit | None = None  # The error in this process.
-        self._end: Exception | SystemExit | None = None  # The error in all processes, to raise after `_agreed`.
-        self._empty: types.Batch = None  # A batch without rows.
-        self._left: float = math.inf
-        self._next_size = 1
-        self._num_sent = 0  # The number of batches in all messages.
-        self._num_old = 0  # The number of pending messages from an earlier loop, which handled their signals.
-        self._clock = 0.0, 0  # The seconds at the last message, and its number of batches.
+    def __init__(self, who: str, own: OwnBatches, job: Job, *, until_all_end: bool):
+        self._who, self._own, self._job, self._until_all_end = who, own, job, until_all_end
+        self._agreed: deque[int | Exception] = deque()
+        self._sent: tuple[_Messages, int] | None = None  # The vote on the batches after those, and their number.
+        self._left: float = math.inf  # The number of batches to vote on until the loop ends.
+        self._pace = Pace()
 
     @property
     def held(self) -> int:
         """The number of batches that this process has read but not returned yet."""
-        return len(self._own) + len(self._agreed) + sum(len(batches) for _, batches, _ in self._sent)
-
-    def begin(self, limit: int | None, ahead: int) -> None:
-        """Begins a loop of at most `limit` batches, the first `ahead` of which have already been returned."""
-        coming = ahead + len(self._agreed) + sum(size for *_, size in self._sent)
-        self._left = math.inf if limit is None else limit - coming
-        while len(self._returned) > ahead:
-            self._returned.popleft()
-        self._num_old = len(self._sent)
+        return len(self._own.ahead)
 
     @property
-    def next_examples(self) -> int:
-        """The number of examples, across all processes, in the first batch that has been returned but not counted."""
-        return self._returned[0][0]
+    def secs(self) -> float:
+        """The training time that all processes use: that of the first process at the newest vote."""
+        return self._pace.secs
 
-    def __call__(self) -> types.Batch:
+    def begin(self, limit: float) -> None:
+        """Begins a loop that reads at most `limit` batches. Earlier votes, and the signals in them, are void."""
+        self._agreed.clear()
+        self._sent, self._left = None, limit
+
+    def __call__(self) -> tuple[types.Batch, int]:
+        """Returns the next batch of this process, and the number of examples in the batches of all processes."""
         while not self._agreed:
-            if self._end is not None:
-                error, self._end = self._end, None
-                raise error
-            if not self._sent:
-                self._send()
-            if self._left > 0:  # One message ahead, so that the replies have arrived when they are needed.
-                self._send()
-            self._receive()
-        batch, examples, secs, most_rows = self._agreed.popleft()
-        self._returned.append((examples, secs))
-        if most_rows and self._fill_to is not None:
-            self._fill_to(most_rows)
-        return batch
+            sent, size = self._sent or self._send(0)
+            # One vote ahead, so that the replies have arrived when they are needed.
+            self._sent = self._send(size) if self._left > 0 else None
+            self._receive(sent)
+        examples = self._agreed.popleft()
+        if isinstance(examples, Exception):
+            self.begin(self._left)
+            raise self._own.exception(examples)
+        return self._own.take(), examples
 
-    def counted(self, number: int) -> list[tuple[int, float]]:
-        """Returns, for each of the next batches, the number of examples in all processes and the training seconds."""
-        return [self._returned.popleft() for _ in range(number)]
-
-    def _send(self) -> None:
-        """Reads some batches, and sends a message about them."""
-        size, batches, sizes = max(int(min(self._next_size, self._left)), 1), [], []
-        if not self._own:
-            self._before_reading()
-        while len(batches) < size and (self._own or self._error is None):
-            try:
-                batch = self._own.popleft() if self._own else self._read()
-                sizes += [checks.num_examples(batch) or 0, self._count(batch), self._checksum_of_form(batch)]
-                batches.append(batch)
-            except (Exception, SystemExit) as error:
-                self._error = error
+    def _send(self, start: int) -> tuple[_Messages, int]:
+        """Sends a vote on the next batches after the first `start`. Returns it and the number of these batches."""
+        size = int(max(min(self._pace.size, self._left), 1))
         self._left -= size
-        if batches:
-            self._empty = jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, batches[-1])
-        secs, (before, steps) = self._secs(), self._clock
-        self._clock = secs, size
-        per_step = max((secs - before) / max(steps, 1), 1e-6)
-        next_size = int(np.clip(_SECS_BETWEEN / per_step, 1, _MAX_BATCHES))
-        signum, clock = self._requests.outermost.to_confirm, map(int, np.array([secs]).view(np.int32))
-        about = f"reads batches from the one after {self._num_sent} on, for {self._who}"
-        self._num_sent += size
-        replies = _send_message(about, self._message(), len(batches), signum, *clock, next_size, *sizes)
-        self._sent.append((replies, batches, size))
+        about = f"reads the next {size} batches for {self._who}"
+        return self._job.send(about, **self._own.vote(start, size)), size
 
-    def _checksum_of_form(self, batch: types.Batch) -> int:
-        """Returns a checksum of a batch's structure, dtypes and shapes without the number of rows."""
-        leaves, structure = jax.tree.flatten(batch)
-        form = [structure, *((getattr(x, "shape", ())[1:], getattr(x, "dtype", type(x))) for x in leaves)]
-        if form != self._form[0]:
-            self._form = form, _checksum(repr(form))
-        return self._form[1]
-
-    def _message(self) -> int:
-        if self._error is None or self._own:
-            return _OK
-        if not isinstance(self._error, StopIteration):
-            return _FAILED
-        return _EMPTY if self._empty is None else _ENDED
-
-    def _receive(self) -> None:
-        """Receives messages about some batches, and queues the batches that all processes agree on."""
-        replies, mine, _ = self._sent.popleft()
-        messages = replies.read()
-        status, num_read, self._next_size = messages[:, 0], messages[:, 1], int(messages[0, 5])
-        secs = float(np.ascontiguousarray(messages[0, 3:5]).view(np.float64)[0])
-        rows, examples, forms = np.moveaxis(messages[:, _HEAD - 1 :].reshape(len(messages), _MAX_BATCHES, 3), -1, 0)
-        has_ended = (status == _ENDED) | (status == _EMPTY)
-        stops = status == _FAILED if self._until_all_processes_end else status != _OK
-        number = int(num_read[stops].min() if stops.any() else num_read.max())
-        if stops.any() or has_ended.all():
-            self._end = self._end_of_all_processes((status == _FAILED) & (num_read == number))
-        for place in range(number):
-            has_batch = num_read > place
-            if len(set(forms[has_batch, place].tolist())) > 1:
-                self._on_difference()
-            sizes = np.where(has_batch, rows[:, place], 0)
-            most_rows = 0 if np.all(sizes == sizes[0]) else int(sizes.max())
-            problem = self._size_problem(sizes, status == _EMPTY) if most_rows else None
-            if problem is not None:
-                number, self._end = place, known_to_all_processes(problem)
-                break
-            batch = mine[place] if place < len(mine) else self._empty
-            self._agreed.append((batch, int(examples[has_batch, place].sum()), secs, most_rows))
-        signum, self._num_old = int(messages[:, 2].max()), max(self._num_old - 1, -1)
-        if signum and self._num_old < 0:
-            self._requests.outermost.confirm(signum)
-        if self._end is not None:
-            # Batches that this process read beyond the end, and its own error, are kept for the next loop.
-            rest = [*mine[number:], *(batch for _, batches, _ in self._sent for batch in batches)]
-            self._own.extendleft(reversed(rest))
-            self._sent.clear()
-            self._num_old = 0
-            if isinstance(self._error, StopIteration) or self._error is self._end:
-                self._error = None
-
-    def _end_of_all_processes(self, failed: np.ndarray) -> Exception | SystemExit:
-        """Returns the error for the processes that failed, or a `StopIteration` if none failed."""
-        if not failed.any():
-            return StopIteration()
-        own = self._error if failed[jax.process_index()] else None
-        return _error_for(failed) if own is None else known_to_all_processes(own)
-
-    def _size_problem(self, sizes: np.ndarray, is_empty: np.ndarray) -> Exception | None:
-        """Returns an error if batches of these sizes can't form one global batch, or None if they can."""
-        what = f"The processes have batches of {', '.join(map(str, sizes))} rows for one step"
-        if self._fill_to is None:
-            return ValueError(
-                f"{what}, but their sizes must be equal. Drop the remainder, or use a LossStep, which pads short "
-                "batches (in training, with batch_size=...)."
-            )
-        if is_empty.any():
-            return ValueError(
-                f"{what}, and process {np.flatnonzero(is_empty)[0]} has not read any, so it can't make an empty batch "
-                "of the same structure. Give each process at least one batch."
-            )
-        try:
-            self._fill_to(int(sizes.max()))
-        except ValueError as error:
-            return error
-        return None
+    def _receive(self, sent: _Messages) -> None:
+        votes, runner = self._job.receive(sent), self._own.runner
+        self._pace = self._pace.at(float(votes["secs"][0]))
+        forms = votes["batches"]["form"]
+        if np.any((forms != forms.max(0)) & (forms > 0)):
+            runner.batch_watch.expect_differences()  # The step's hooks may make them alike.
+        self._agreed.extend(agree(votes, until_all_end=self._until_all_end, fill_to=runner.filler()))

@@ -272,8 +272,6 @@ def place_of(frame: FrameType | None, step: int) -> str:
             evaluation, count = f" of the evaluation {owner.spec.name!r}", _counts(owner.loop.engine)[1]
         elif code is agreement.JointReader.__call__.__code__:
             ahead += owner.held
-        elif code is agreement.JointReader._send.__code__:  # Not announced to the others yet.
-            ahead += len(names.get("batches", ()))
         if code.co_name in _HOOKS and isinstance(owner, Action):
             place, is_known = f"in {type(owner).__name__}", True
         elif not is_known and (found := _what(code, names)):
