@@ -201,12 +201,8 @@ class Steps:
 
     def check_count(self) -> None:
         """Raises an error if, after the first steps, `state.step` differs from the run's count."""
-        step, run, updates, count = (
-            self._loop.step,
-            self._run,
-            self._call.updates,
-            getattr(self._call.state, "step", None),
-        )
+        step, run, updates = self._loop.step, self._run, self._call.updates
+        count = getattr(self._call.state, "step", None)
         if not (self._options.checks_count and updates and run.batches) or count is None:
             return
         step_num, number, counted = run.now.steps, run.batches, int(metrics.fetch(count))
