@@ -43,10 +43,8 @@ def view(tree: Any) -> Any:
 def _viewed(leaves: Sequence[Any]) -> list[Any]:
     read = {kind: _reader_of(kind) for kind in set(map(type, leaves))}
     # A view's `[()]` is fastest for scalars. For other arrays, it would keep more than the buffer alive.
-    arrays = {kind for kind, reader in read.items() if reader is _read}
-    return [
-        np.asarray(leaf)[()] if type(leaf) in arrays and not leaf.shape else read[type(leaf)](leaf) for leaf in leaves
-    ]
+    is_array = {kind: reader is _read for kind, reader in read.items()}
+    return [np.asarray(x)[()] if is_array[type(x)] and not x.shape else read[type(x)](x) for x in leaves]
 
 
 @functools.cache
@@ -79,9 +77,7 @@ def is_ready(array: Any) -> bool:
 
 
 def _read(array: jax.Array) -> Any:
-    view = np.asarray(array)
-    # `view[()]` is fastest for scalars. For other arrays, it would keep more than the buffer alive.
-    return array.__array__() if view.ndim else view[()]
+    return array.__array__()
 
 
 def _unwrap_scalar(leaf: Any) -> Any:

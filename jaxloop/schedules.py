@@ -377,21 +377,19 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
     Goal(step=90, time=inf, loop=4)
     """
-    step, time, loop = NEVER[0], NEVER[1], NEVER[0]
+    goal = [NEVER[0], NEVER[1], NEVER[0]]
     for each in intervals:
         if not isinstance(each, Schedule):
-            loop = min(loop, (now.loops // each + 1) * each)
+            goal[2] = min(goal[2], (now.loops // each + 1) * each)
             continue
-        next_step, next_time, next_loop = each.next_step(now), each.next_time(now), each.next_loop(now)
-        if next_step is not None and next_step <= now.steps:
+        found = each.next_step(now), each.next_time(now), each.next_loop(now)
+        if found[0] is not None and found[0] <= now.steps:
             raise ValueError(
-                f"{each!r}.next_step returned {next_step!r} at step {now.steps}. Return a later step, such as "
+                f"{each!r}.next_step returned {found[0]!r} at step {now.steps}. Return a later step, such as "
                 "now.steps + 1, or None if the schedule can't fire again."
             )
-        step = step if next_step is None else min(step, next_step)
-        time = time if next_time is None else min(time, next_time)
-        loop = loop if next_loop is None else min(loop, next_loop)
-    return Goal(step, time, loop)
+        goal = [least if other is None else min(least, other) for least, other in zip(goal, found, strict=True)]
+    return Goal(*goal)
 
 
 def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
@@ -684,8 +682,9 @@ class _And(_Pair):
         )
 
     def next_time(self, now: Elapsed) -> float | None:
+        # Earlier than it can fire if only one of them is by time, so that the time one step before is known.
         one, other = self.one.next_time(now), self.other.next_time(now)
-        return None if one is None or other is None else max(one, other)
+        return earliest([one, other]) if one is None or other is None else max(one, other)
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.one.stops(before, now) and self.other.stops(before, now)

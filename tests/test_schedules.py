@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from programs.clock import Clock
 
@@ -190,6 +190,10 @@ def joined(plans):
 
 
 few = lambda least, most: st.lists(st.integers(least, most), min_size=1, max_size=3)
+half_second_within_step_2 = Plan(
+    every(steps=2) & every(time=0.5),
+    lambda before, now: now.steps % 2 == 0 and now.time // 0.5 > before.time // 0.5,
+)
 plans = st.recursive(leaves, joined, max_leaves=4)
 
 
@@ -252,6 +256,7 @@ def whole_run(total, loop_steps, samples, half_seconds):
     half_seconds=few(0, 3),
     log_interval=st.sampled_from([1, 5, never()]),  # Unless it is 1, loops are joined.
 )
+@example(half_second_within_step_2, 4, 4, 0, [1], [0, 1], never())  # The time passes in steps 1 and 3.
 def test_actions_and_evaluations_match_the_reference(
     plan, total, loop_steps, resumed_at, samples, half_seconds, log_interval
 ):
