@@ -37,6 +37,7 @@ from jaxloop.base.compilation_cache import enable_compilation_cache
 from jaxloop.checkpoint import CheckpointError
 from jaxloop.data import from_index, prefetch, skippable
 from jaxloop.eval_loop import EvalLoop
+from jaxloop.experiment.extension import Extension
 from jaxloop.history import History
 from jaxloop.loop import Loop
 from jaxloop.metrics import LoopOutputs, summarize
@@ -72,6 +73,7 @@ from jaxloop.types import (
     PRNGType,
     State,
     TrainState,
+    TurnBack,
     Weighted,
 )
 
@@ -93,6 +95,7 @@ __all__ = [
     "EvalLoop",
     "EvalSpec",
     "ExplicitPartitioner",
+    "Extension",
     "FSDPPartitioner",
     "Goodput",
     "History",
@@ -119,6 +122,7 @@ __all__ = [
     "SummaryAction",
     "TrainLoop",
     "TrainState",
+    "TurnBack",
     "Watchdog",
     "Weighted",
     "after",

@@ -388,3 +388,30 @@ def nnx_metrics_as_weighted(outputs: Mapping[str, Any]) -> dict[str, Any]:
                 "Return an nnx.metrics.Average or Accuracy, or an object with the methods merge and compute."
             )
     return replaced
+
+
+@final
+class TurnBack(BaseException):
+    """Raised by an action to return the run to the newest checkpoint before some steps, and to leave out their batches.
+
+    The `OuterLoop` moves later checkpoints to `<directory>/abandoned`, adds a "detour" row to the history, and
+    continues as if the batches had never been in the data. In a multi-process job, all processes must raise it at the
+    same step. Like `KeyboardInterrupt`, it is no `Exception`.
+
+    >>> raise TurnBack(38, 40, "The loss exploded.")
+    Traceback (most recent call last):
+    jaxloop.types.TurnBack: The loss exploded. Only the train loop of an OuterLoop can return to a checkpoint.
+
+    Args:
+      first: The first step whose batch is left out.
+      last: The last step whose batch is left out.
+      reason: The reason, as a sentence.
+      at_most: How often a run may turn back; None for no limit. After that, it ends with an error.
+    """
+
+    def __init__(self, first: int, last: int, reason: str, *, at_most: int | None = None):
+        super().__init__(f"{reason} Only the train loop of an OuterLoop can return to a checkpoint.")
+        self.first: int = first
+        self.last: int = last
+        self.reason: str = reason
+        self.at_most: int | None = at_most

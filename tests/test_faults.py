@@ -18,6 +18,7 @@ from programs.whole_run import assert_resumed_exactly, copy_until
 import jaxloop
 from jaxloop import checkpoint
 from jaxloop.checkpoint import seal
+from jaxloop.experiment import data as training_data
 from jaxloop.experiment import whole_run as wholes
 
 PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
@@ -132,8 +133,10 @@ def test_run_resumes_on_a_different_number_of_devices(tmp_path):
 
 
 def without_position(monkeypatch):
-    load = wholes.WholeRun._load_positions
-    monkeypatch.setattr(wholes.WholeRun, "_load_positions", lambda *args: (None, load(*args)[1]))
+    open_data = training_data.TrainingData.open
+    monkeypatch.setattr(
+        training_data.TrainingData, "open", lambda *args, **kw: open_data(*args, **kw | {"restores": False})
+    )
 
 
 def with_other_keys(monkeypatch):
@@ -157,7 +160,8 @@ def without_sums(monkeypatch):
     def without(self):
         loaded = load(self)
         nothing = jaxloop.metrics.LoopOutputs().encode()[0]
-        loaded["parts"]["train"]["outputs"] |= {"open": nothing, "sums": nothing, "segments": []}
+        outputs = loaded["parts"]["train"]["outputs"]
+        outputs |= {"sums": nothing, "segments": [[first, nothing] for first, _ in outputs["segments"]]}
         return loaded
 
     monkeypatch.setattr(checkpoint.Checkpoint, "run", without)

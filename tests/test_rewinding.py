@@ -207,9 +207,9 @@ def test_a_detour_raises_if_the_iterator_cannot_go_back(tmp_path):
 
 def test_any_action_can_take_a_detour(tmp_path):
     class Once(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, detour, history, **kwargs):
+        def __call__(self, state, outputs, *, step_num, history, **kwargs):
             if not history.paths() or "detour.step" not in history.paths():
-                detour(step_num - 2, step_num - 1, "I say so.")
+                raise jaxloop.TurnBack(step_num - 2, step_num - 1, "I say so.")
 
     run = Experiment(tmp_path / "a", Once(at(45)))
     state = run(data())

@@ -349,7 +349,7 @@ def test_a_spike_guard_ignores_steps_without_weight(tmp_path):
         Weighted.of(9.0 + 0.1 * (number % 3), 5.0) if number % 2 else Weighted.of(0.0, 0.0) for number in range(16)
     ]
     guard(None, {"loss": values}, step_num=16)
-    with pytest.raises(RuntimeError, match="loss was 12 in steps 17 to 17, above the limit of 9"):
+    with pytest.raises(jaxloop.TurnBack, match="loss was 12 in steps 17 to 17, above the limit of 9"):
         guard(None, {"loss": [Weighted.of(12.0, 5.0)]}, step_num=17)
 
 

@@ -10,7 +10,7 @@ from jaxloop.base import checks
 from jaxloop.schedules import Schedule
 
 # The keyword arguments that a loop passes to its actions.
-_CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot", "detour")
+_CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot")
 
 
 class Action(abc.ABC):
@@ -97,10 +97,11 @@ class Action(abc.ABC):
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
             A loop also passes `history`, the values measured so far (a `History`, or None); `total_steps`, the planned
             number of updates (None if unknown); `spent`, the time report for the period since the last call (a
-            `Spent`); `snapshot`, a function that returns what a checkpoint stores in addition to the state; and
-            `detour`, a function that takes the run back to an earlier checkpoint (None if the run has no checkpoints):
-            `detour(first_step, last_step, reason)` interrupts the run, restores the newest checkpoint before
-            `first_step`, and continues without the batches of these steps. Later versions may add more keywords.
+            `Spent`); and `snapshot`, a function that returns what a checkpoint stores in addition to the state. Later
+            versions may add more keywords.
+
+        Raises:
+          TurnBack: To return to the newest checkpoint before some steps, and continue without their batches.
         """
 
     def reschedule(self, interval: Schedule) -> None:

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -94,7 +94,6 @@ class SpikeGuard(Action):
         outputs: types.Output,
         *,
         step_num: int,
-        detour: Callable[..., None] | None = None,
         **kwargs: Any,
     ) -> None:
         values = self._values_of_steps(outputs)
@@ -115,9 +114,7 @@ class SpikeGuard(Action):
         first, last = (step_num - (len(values) - 1 - number) * per_value for number in (spikes[0], spikes[-1]))
         worst = max((values[number] for number in spikes), key=lambda value: (math.isnan(value), value))
         reason = f"{self._monitor.name} was {worst:.6g} in steps {first} to {last}, above the limit of {limit:.6g}."
-        if detour is None:
-            raise RuntimeError(f"{reason} {self!r} can't return to a checkpoint: add it to the loop of an OuterLoop.")
-        detour(first, last, reason, at_most=self._at_most)
+        raise types.TurnBack(first, last, reason, at_most=self._at_most)
 
     def _values_of_steps(self, outputs: types.Output) -> list[Any]:
         """Returns the metric's value at each step since the last call; None where it was not measured."""

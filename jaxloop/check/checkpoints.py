@@ -17,7 +17,6 @@ from jaxloop.data import fingerprint
 from jaxloop.engine.rehearse import Course
 from jaxloop.experiment import whole_run
 from jaxloop.experiment.specs import CheckpointSpec
-from jaxloop.experiment.training import step_num_of
 from jaxloop.partition.layout import readable
 from jaxloop.processes import lock
 from jaxloop.schedules import Elapsed, Schedule
@@ -66,7 +65,9 @@ def _course_from(given: Any, course: Course, experiment: Experiment) -> Course:
     If the state is at the step where the last call to the train loop ended, the run continues from there.
     """
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
-    step = 0 if np.ndim(getattr(given, "step", 0)) else step_num_of(given)  # Otherwise, an error was already found.
+    step = (
+        0 if np.ndim(getattr(given, "step", 0)) else whole_run.step_num_of(given)
+    )  # Otherwise, an error was already found.
     continues = given is not None and loop is not None and (not hasattr(given, "step") or step == loop.step_num)
     start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
     if loop_steps is not None:
@@ -95,7 +96,7 @@ def _check_checkpoint(
             return dataclasses.replace(course, start=elapsed)
         with here:
             whole_run.check_keys(run, encoding.encode_keys(loop.step.base_prng), directory)
-        position = run["positions"][0]["data"] if spec.restore_data else None
+        position = run["parts"]["data"]["positions"][0]["data"] if spec.restore_data else None
         if position and data.source is not None:
             with here.at("the train data"):
                 before, source = position["fingerprint"], data.source
@@ -103,7 +104,7 @@ def _check_checkpoint(
                 fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
         train, batches = run["parts"]["train"], position["count"] if position else 0
         has_stopped = train["has_stopped"] and not whole_run.ends_later(run, experiment.spec.ends)
-        passes = run["passes"]
+        passes = run["parts"]["data"]["passes"]
         return dataclasses.replace(course, start=elapsed, passes=passes, batches=batches, has_stopped=has_stopped)
 
 

@@ -10,7 +10,7 @@ from jaxloop.schedules import Elapsed, Schedule
 
 
 def _no_context(now: Elapsed) -> Mapping[str, Any]:
-    return {"history": None, "total_steps": None, "snapshot": None, "detour": None}
+    return {"history": None, "total_steps": None, "snapshot": None}
 
 
 @final

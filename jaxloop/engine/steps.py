@@ -108,7 +108,8 @@ class Steps:
         """Returns True if there is another batch, which is then read ahead."""
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
-        saves = any([item.is_due(now, now.loops) for item in savers])
+        pauses = self._run.agenda.job.requests.outermost.pauses  # A command may ask for a save.
+        saves = pauses or any([item.is_due(now, now.loops) for item in savers])
         feed, source = self._data.feed, self._data.source
         if self._data.is_wrapped and ends_loop and not feed.has_ended:
             return True  # The next loop wraps the data anew, and a batch that is read ahead here would be lost.

@@ -17,7 +17,7 @@ from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
 from jaxloop.engine.feed import as_iterator
 from jaxloop.engine.plan import Plan
 from jaxloop.experiment.specs import CheckpointSpec, EvalContext, EvalSpec
-from jaxloop.experiment.whole_run import elapsed_at
+from jaxloop.experiment.whole_run import elapsed_at, step_num_of
 from jaxloop.history import History
 from jaxloop.processes import agreement
 from jaxloop.schedules import Elapsed, Schedule
@@ -27,16 +27,17 @@ _POLL_SECS = 0.2
 
 @final
 class Recorder(Action):
-    """Adds rows to the history.
+    """Adds rows to the history, and then calls a function with the progress."""
 
-    Attributes:
-      observers: Functions that are called with the run's progress after each row is added.
-    """
-
-    def __init__(self, history: History, name: str, interval: int | Schedule):
+    def __init__(
+        self,
+        history: History,
+        name: str,
+        interval: int | Schedule,
+        observe: Callable[[Elapsed], None] = lambda now: None,
+    ):
         super().__init__(interval)
-        self._history, self._name = history, name
-        self.observers: list[Callable[[Elapsed], None]] = []
+        self._history, self._name, self._observe = history, name, observe
 
     def __call__(self, state: Any, outputs: types.Output, *, elapsed: Elapsed, **kwargs: Any) -> None:
         assert outputs is not None
@@ -45,8 +46,7 @@ class Recorder(Action):
         measured = metrics.summarize(outputs)
         if measured:
             self._history.commit(elapsed, {self._name: measured})
-        for observe in self.observers:
-            observe(elapsed)
+        self._observe(elapsed)
 
 
 @final
@@ -136,23 +136,25 @@ class Evaluation(Item):
         return self.loop.engine.hold_now(state, is_last=now.is_last, at_end=True)
 
 
-def evaluate_once(state: Any, evaluations: Sequence[Evaluation], step_num: int) -> metrics.LoopOutputs | None:
-    """Evaluates a state without training. Returns the outputs of the last evaluation, or None if none was due."""
-    return _evaluate_all(state, evaluations, EvalContext(False, step_num, 0), Elapsed(step_num))
-
-
-def evaluate_checkpoints(
-    state: Any, evaluations: Sequence[Evaluation], spec: CheckpointSpec, history: History, job: agreement.Job
+def evaluate(
+    state: Any, evaluations: Sequence[Evaluation], spec: CheckpointSpec | None, history: History, job: agreement.Job
 ) -> metrics.LoopOutputs | None:
-    """Evaluates checkpoints in step order as they are saved, and returns the outputs of the last evaluation.
+    """Evaluates a state without training or, with a `CheckpointSpec`, checkpoints in step order as they are saved.
 
     Args:
-      state: A state with the same structure as those in the checkpoints.
+      state: The state, or one with the same structure as those in the checkpoints.
       evaluations: The evaluations.
       spec: The spec that contains the checkpoint directory and the options for reading checkpoints.
-      history: The history to add rows to. Existing rows at or after the first checkpoint's step are dropped.
+      history: The history to add rows to. Existing rows at or after the first step are dropped.
       job: The processes that evaluate together.
+
+    Returns:
+      The outputs of the last evaluation, or None if none was due.
     """
+    if spec is None:
+        step_num = step_num_of(state)
+        history.resume(step_num - 1)
+        return _evaluate_all(state, evaluations, EvalContext(False, step_num, 0), Elapsed(step_num))
     stop_fn, requests = spec.iterate_stop_fn or spec.stopped_file.exists, job.requests
     outputs, seen, may_write = None, set(), False
     if not spec.checkpoint_dir.exists():

@@ -287,22 +287,6 @@ class RunSpec:
         is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
         return is_multiple or step_num == self.total_steps
 
-    def steps_of_next_loop(self, step_num: int) -> int | None:
-        """Returns the number of steps in the next loop, or None if the loop runs to the end of the dataset.
-
-        The loop ends at the next multiple of `loop_steps` or at `total_steps`, whichever comes first.
-
-        >>> spec = RunSpec(total_steps=25, loop_steps=10)
-        >>> spec.steps_of_next_loop(0), spec.steps_of_next_loop(7), spec.steps_of_next_loop(20)
-        (10, 3, 5)
-        """
-        limits = []
-        if self.loop_steps is not None:
-            limits.append(self.loop_steps - step_num % self.loop_steps)
-        if self.total_steps is not None:
-            limits.append(self.total_steps - step_num)
-        return min(limits, default=None)
-
     def description(self) -> list[str]:
         """Returns lines of text that describe the run. They must be identical in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop")

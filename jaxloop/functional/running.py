@@ -15,21 +15,22 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, encoding, timing
 from jaxloop.base.text import announce, quiet_orbax, suggests
-from jaxloop.data.position import PositionedIterator, PositionUnknownError
+from jaxloop.data.position import DatasetPosition, PositionedIterator
 from jaxloop.data.sources import NO_DATA, num_batches
 from jaxloop.engine.feed import Feed, as_iterator
 from jaxloop.engine.pending import CHUNK_SIZE
 from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Program, Ran
 from jaxloop.engine.rehearse import Course
-from jaxloop.experiment.whole_run import Resumed, WholeRun, reconcile_hyperparams
+from jaxloop.experiment.data import position_of, warning_of_unknown_position
+from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.counting import Counting, as_stop
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
 from jaxloop.functional.tools import CheckpointTool, Tool, as_kind, kind_on_host
 from jaxloop.history import History
 from jaxloop.models.function_step import name_of
-from jaxloop.processes import interrupt, lock
+from jaxloop.processes import agreement, interrupt, lock
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always, is_never, planned_steps, skipped_step
 
 
@@ -179,14 +180,9 @@ def _set_up_checkpoints(
         return Feed(as_iterator(dataset)), lambda: None, lambda: None
     source = PositionedIterator(dataset)
     feed = Feed(source)
-    run = WholeRun(_LoopPart(loop_state, callbacks), {}, {}, loop_state.history, ends=(total_steps, None))
-    run.source = source
-
-    def snapshot(**options: bool) -> dict[str, Any]:
-        run.note_consumed(feed.num_ahead)
-        return run.snapshot(**options)
-
-    loop_state.snapshot = snapshot
+    parts = {"train": _LoopPart(loop_state, callbacks), "data": _DataPart(source, feed)}
+    run = WholeRun(parts, loop_state.history, agreement.Job(False), ends=(total_steps, None))
+    loop_state.snapshot = run.snapshot
     tools = [callback.of for callback in callbacks if isinstance(callback.of, CheckpointTool)]
     directories = [tool.action.directory for tool in tools if tool.resume]
     if not directories:
@@ -199,8 +195,7 @@ def _set_up_checkpoints(
         if warning := source.resume_warning():
             logging.warning("%s", warning)
         logging.info("No checkpoint found in %s", " and ".join(map(str, directories)))
-        steps = loop_state.elapsed.steps  # If it is 0, the rows of this step will be added again.
-        resumed = Resumed(loop_state.elapsed, history_rows=None if steps else 0)
+        run.rows.resume(loop_state.elapsed)
     else:
         opened, state = restored
         remedy = "To change it, let a callback return a state with another value."
@@ -210,15 +205,10 @@ def _set_up_checkpoints(
         actions = list(map(_action_of, callbacks))
         resumed.renew_patience(actions)
         loop_state.stop_iteration = resumed.stays_stopped(actions)
-        if resumed.position is not None:
-            try:
-                source.seek(resumed.position)
-            except PositionUnknownError as error:
-                logging.warning("%s The loop continues with the next batch that the dataset returns.", error)
         announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
     if loop_state.elapsed.steps == 0:
         announce("The loop saves checkpoints in %s.", " and ".join(map(str, _directories(callbacks))))
-    return feed, source.mark, functools.partial(run.resume_history, resumed)
+    return feed, source.mark, functools.partial(run.rows.drop_later, loop_state.elapsed.steps)
 
 
 class _LoopPart:
@@ -257,8 +247,26 @@ class _LoopPart:
     def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
         pass
 
-    def batches_ahead(self, source: Any) -> int:
-        return 0
+
+class _DataPart:
+    """The part of a checkpoint that contains the position in the data."""
+
+    def __init__(self, source: PositionedIterator, feed: Feed):
+        self._source, self._feed = source, feed
+
+    def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        arrays: dict[str, Any] = {}
+        position = position_of(self._source, self._source.count - self._feed.num_ahead, arrays)
+        return {"positions": [{"data": position}]}, {"bytes": arrays}
+
+    def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+        position = saved["positions"][0]["data"]
+        if position is not None:
+            with warning_of_unknown_position("the dataset"):
+                self._source.seek(DatasetPosition.from_dict(position, trees["bytes"]))
+
+    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
+        pass
 
 
 def _action_of(callback: "CallbackOf") -> Any:

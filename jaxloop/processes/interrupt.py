@@ -31,9 +31,7 @@ _EXIT_CODE = 128 + signal.SIGTERM
 _PAUSE = 1
 STOP = -1
 """The number to pass to `Interruptible.confirm` to end a run, as Ctrl-C does."""
-DETOUR = -2
-"""The number to pass to `Interruptible.confirm` to interrupt a run so that it can return to an earlier checkpoint."""
-_NO_SIGNALS = (None, STOP, DETOUR)
+_NO_SIGNALS = (None, STOP)
 _AGREEMENT_SECS = 15.0  # The time within which the processes of a job must agree on the first signal.
 _CLOSED = 0  # Sent to the watch thread. No signal has this number.
 
@@ -102,7 +100,7 @@ class Interruptible:
         """The name of the first signal or request, such as "Ctrl-C" or "a command"; None if there was none."""
         if self._outer is not None:
             return self._outer.signal_name
-        names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command", DETOUR: "a detour"}
+        names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command"}
         return None if self.signum is None else names[self.signum]
 
     @property
@@ -158,11 +156,6 @@ class Interruptible:
         if self.signum in _NO_SIGNALS:
             self.signum = signum
         self.unconfirmed = None
-
-    def end_detour(self) -> None:
-        """Lets the run continue after `DETOUR`, unless a signal has arrived since then."""
-        if self.signum == DETOUR:
-            self.signum = None
 
     def __enter__(self) -> "Interruptible":
         self.signum = self.unconfirmed = None

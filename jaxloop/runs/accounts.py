@@ -5,7 +5,6 @@ from typing import final
 
 from etils import epath
 
-from jaxloop.base.text import printable
 from jaxloop.base.timing import duration
 from jaxloop.runs import run_log
 
@@ -129,21 +128,7 @@ def goodput(*workdirs: epath.PathLike) -> Goodput:
     Raises:
       FileNotFoundError: If one of the directories has no run log.
     """
-    return sum((of_attempts(read_attempts(workdir)) for workdir in workdirs), Goodput())
-
-
-def read_attempts(workdir: epath.PathLike) -> list[run_log.Attempt]:
-    """Returns a record of each start of a run, in chronological order.
-
-    Raises:
-      FileNotFoundError: If the directory has no run log.
-    """
-    attempts = run_log.read(workdir)
-    if not attempts:
-        raise FileNotFoundError(
-            f"{printable(workdir)} has no run log ({run_log.FILE}). Give the work directory of an OuterLoop."
-        )
-    return attempts
+    return sum((of_attempts(run_log.read(workdir)) for workdir in workdirs), Goodput())
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:

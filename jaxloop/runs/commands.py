@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from absl import logging
@@ -20,10 +20,10 @@ from jaxloop.actions.profile_action import ProfileAction
 from jaxloop.base import files
 from jaxloop.base.text import printable
 from jaxloop.engine.agenda import ActionItem, Agenda, Item, Moment, Rank
-from jaxloop.history import History
+from jaxloop.experiment.extension import Experiment, Extension
 from jaxloop.processes import agreement, interrupt
-from jaxloop.runs import accounts
-from jaxloop.schedules import Elapsed, Schedule, at, every, last, never
+from jaxloop.runs import run_log
+from jaxloop.schedules import Elapsed, Schedule, every, last, never
 
 DIRECTORY = "commands"
 """The name of the subdirectory in a work directory that contains pending commands."""
@@ -94,7 +94,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
       ValueError: If the command is malformed, or the run has ended.
     """
     parse(command)
-    newest = accounts.read_attempts(workdir)[-1]
+    newest = run_log.read(workdir)[-1]
     if newest.reason is not None:
         raise ValueError(f"The run in {workdir} has ended: {newest.reason}.")
     if newest.described.get("host") == socket.gethostname() and not newest.is_alive():
@@ -116,10 +116,10 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
 
 def answers(workdir: epath.PathLike) -> list[Answer]:
     """Returns the answers recorded in a work directory, oldest first. Malformed lines are skipped."""
-    path, found = files.absolute(workdir) / ANSWERS, []
-    for line in files.read_bytes(path).splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError):
-            answer = Answer(**files.parse_json(line))
+    found = []
+    for line in run_log.read_lines(files.absolute(workdir) / ANSWERS):
+        with contextlib.suppress(TypeError):
+            answer = Answer(**line)
             if type(answer.step) is int and all(isinstance(each, str) for each in (answer.id, answer.command)):
                 found.append(answer)
     return found
@@ -148,203 +148,200 @@ def parse(command: str) -> tuple[str, Any]:
 
 
 @final
-class Commands(Item):
-    """Executes the commands sent to a training run.
+class Tell(Extension):
+    """Lets `tell` send commands to a run with a train loop and a local work directory.
 
-    Once per second, a thread in the first process looks for files in `<workdir>/commands`; `poll` does the same at log
-    points. If a file is found, all processes pause at the same step, after the current dispatch. The first process
-    reads the files, and all processes execute the commands in file-name order. Each executed command and its step are
-    appended to `<workdir>/commands.jsonl`. If the run is killed and resumes from a checkpoint that was saved before a
-    command, the command is executed again at the same step.
-
-    Malformed, oversized and non-regular files have no effect.
-
-    Args:
-      workdir: The work directory. If it is None or remote, the run doesn't accept commands.
-      job: The processes that train together.
-      agenda: The train loop's agenda.
-      actions: The actions of all loops. Commands can change their settings.
-      recorder: The action that adds training rows to the history.
-      history: The history. Each executed command is added to it.
+    Once per second, a thread in the first process looks for files in `<workdir>/commands`, as does each moment. If it
+    finds any, all processes pause at the same step, after the current dispatch. The first process reads the files, and
+    all processes execute the commands in file-name order, and save a checkpoint. Each executed command and its step are
+    appended to `<workdir>/commands.jsonl`. Malformed, oversized and non-regular files have no effect.
     """
 
     name = "commands"
 
-    def __init__(
-        self,
-        workdir: epath.PathLike | None,
-        job: agreement.Job,
-        agenda: Agenda,
-        actions: Sequence[Action],
-        recorder: Action,
-        history: History,
-    ):
-        super().__init__(Rank.COMMAND)
-        has_files = workdir is not None and not files.is_remote(workdir)
-        self._workdir = files.absolute(workdir) if has_files else None
-        self._job, self._agenda, self._recorder, self._history = job, agenda, recorder, history
-        self._actions = _named(actions)
-        self._executed: list[Answer] = []
-        self._replayed: list[Answer] = []  # Executed after the checkpoint that the run resumed from.
-        self._profiles: list[ProfileAction] = []
-        self._unusable: set[str] = set()  # Files that can't be removed.
-        self._has_ended = threading.Event()
-        self._started = time.time_ns()
+    def __init__(self):
+        self._commands: Commands | None = None
 
-    @contextlib.contextmanager
-    def polling(self) -> Iterator[None]:
-        """Polls for commands while the context is active. Commands sent before or after the run are rejected."""
-        if self._workdir is None or not self._job.is_first:
-            yield
-            return
-        self._reject([each for each in self._pending() if int(each.partition("-")[0]) < self._started])
-        thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._has_ended.set()
-            thread.join()
-            self._reject(self._pending())
-            for each in self._profiles:
-                each.close()
+    def begin(self, experiment: Experiment) -> Sequence[Item]:
+        workdir, trains = experiment.local_workdir, experiment.train_loop is not None
+        self._commands = Commands(experiment, workdir) if trains and workdir is not None else None
+        return () if self._commands is None else (self._commands,)
+
+    def moment(self, now: Elapsed) -> None:
+        if self._commands is not None:
+            self._commands.poll()
+
+    def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
+        if self._commands is not None:
+            self._commands.end()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {} if self._commands is None else {"executed": self._commands.executed or []}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        if self._commands is not None:
+            self._commands.repeat(saved["executed"])
+
+
+@final
+class Commands(Item):
+    """Executes the commands that are sent to a run.
+
+    Args:
+      experiment: The experiment.
+      workdir: Its work directory.
+
+    Attributes:
+      executed: The commands that have been executed; None before the first step of a new run.
+    """
+
+    name = "commands"
+
+    @property
+    def interval(self) -> Schedule:
+        return never()
+
+    def __init__(self, experiment: Experiment, workdir: epath.Path):
+        super().__init__(Rank.COMMAND)
+        self._experiment, self._actions = experiment, _named(experiment.actions)
+        self.executed: list[str] | None = None
+        self._profiles: list[_Profile] = []
+        self._inbox = _Inbox(workdir)
+        self._has_ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def poll(self) -> None:
-        """Requests a pause of the run if any commands are pending."""
-        if self._workdir is not None and self._job.is_first and self._pending():
-            self._requests.request_pause()
+        """Requests a pause of the run if any commands are pending. The first call rejects earlier ones."""
+        if not self._job.is_first:
+            return
+        if self._thread is None:
+            self._inbox.open(keeps_answers=self.executed is not None)
+            self._thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
+            self._thread.start()
+        elif self._inbox.pending():
+            self._job.requests.outermost.request_pause()
 
     def _poll_regularly(self) -> None:
         while not self._has_ended.wait(_POLL_SECS):
             self.poll()
 
+    def end(self) -> None:
+        """Ends the polling, and rejects the commands that are still pending."""
+        self._has_ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._inbox.reject(self._inbox.pending())
+        for each in self._profiles:
+            each.action.close()
+
     @property
-    def _requests(self) -> interrupt.Interruptible:
-        return self._job.requests.outermost
+    def _job(self) -> agreement.Job:
+        return self._experiment.loops[0].engine.job
 
     # Executing -------------------------------------------------------------------------------------------
 
-    @property
-    def interval(self) -> Schedule:
-        """A schedule that fires at the step of the next command to re-execute."""
-        return at(self._replayed[0].step) if self._replayed else never()
-
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
-        return self._requests.pauses or bool(self._replayed and self._replayed[0].step <= now.steps)
+        return self._job.requests.outermost.pauses
 
     def call(self, moment: Moment) -> bool:
-        """Executes the commands that are due. All processes must call this after the same step."""
-        now = moment.now
-        while self._replayed and self._replayed[0].step <= now.steps:
-            with _warning_of_error():  # The program may have different actions now.
-                self._execute(self._replayed.pop(0), now)
-        if not self._requests.pauses:
-            return True
-        self._requests.end_pause()
-        pending = self._pending()[:_MAX_AT_ONCE] if self._job.is_first else []
-        for name, command in self._job.gather([(name, self._read(name)) for name in pending])[0]:
+        """Executes the pending commands. All processes must call this after the same step."""
+        now, savers = moment.now, [item for item in self._agenda.items if item.rank == Rank.SAVE]
+        self._job.requests.outermost.end_pause()
+        pending = self._inbox.pending()[:_MAX_AT_ONCE] if self._job.is_first else []
+        for name, command in self._job.gather([(name, self._inbox.read(name)) for name in pending])[0]:
             answer = Answer(name, command, now.steps)
             try:
-                self._execute(answer, now)
+                self._execute(command, now, savers)
             except ValueError as error:
                 answer = dataclasses.replace(answer, error=str(error))
                 logging.warning("The command %s", answer)
             if self._job.is_first:
-                self._answer(answer)
+                self._inbox.answer(answer)
         return True
 
-    def _execute(self, answer: Answer, now: Elapsed) -> None:
-        """Executes a command.
+    def _execute(self, command: str, now: Elapsed, savers: Sequence[Item]) -> None:
+        """Executes a command, and asks for a save, so that a resumed run knows of it.
 
         Raises:
           ValueError: If the command is unknown or has an invalid value. In that case, nothing is changed.
         """
-        name, value = _target(answer.command)
+        name, value = _target(command)
         action, _, setting = name.partition(".")
         items = self._items()
         if name == "save" and value is None:
-            savers = [item for item in self._agenda.items if item.rank == Rank.SAVE]
             if not savers:
                 raise ValueError("The train loop has no CheckpointAction.")
-            for item in savers:
-                item.is_requested = True
         elif name == "stop" and value is None:
-            self._requests.confirm(interrupt.STOP)
+            self._job.requests.outermost.confirm(interrupt.STOP)
         elif name == "profile" and _is_count(value):
-            self._attach_profile(answer)
+            self._profiles.append(_Profile(ProfileAction(self._inbox.profile_dir, now.steps + 2, value)))
+            self._agenda.add(self._profiles[-1])
         elif setting == "interval" and action in items and _is_count(value):
             items[action].is_requested, items[action].next_interval = True, _interval(value)
         elif setting in self._settings(action):
             self._actions[action].change(setting, value)
         else:
             raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
-        logging.info("Executed the command %r after step %d.", printable(answer.command), now.steps)
-        self._executed.append(answer)
-        self._history.commit(now, {"command": answer.command})
+        for item in savers:
+            item.is_requested = True
+        logging.info("Executed the command %r after step %d.", printable(command), now.steps)
+        self.executed = [*(self.executed or ()), command]
+        self._experiment.history.commit(now, {"command": command})
 
-    def _attach_profile(self, answer: Answer) -> None:
-        assert self._workdir is not None
-        action = ProfileAction(self._workdir / "profile", answer.step + 2, _target(answer.command)[1])
-        self._profiles.append(action)
-        self._agenda.add(ActionItem(action, lambda now: {}))
+    def repeat(self, executed: Sequence[str]) -> None:
+        """Changes the settings as commands changed them before a checkpoint."""
+        items, self.executed = self._items(), list(executed)
+        for command in executed:
+            name, value = _target(command)
+            action, _, setting = name.partition(".")
+            try:
+                if setting == "interval" and action in items:
+                    items[action].reschedule(_interval(value))
+                elif setting in self._settings(action):
+                    self._actions[action].change(setting, value)
+            except ValueError as error:  # The program may have different actions now.
+                logging.warning("A command that was given before the run was resumed has been dropped: %s", error)
+
+    @property
+    def _agenda(self) -> Agenda:
+        return self._experiment.loops[0].engine.run.agenda
 
     def _settings(self, action: str) -> Sequence[str]:
         return self._actions[action].settings if action in self._actions else ()
 
     def _items(self) -> dict[str, ActionItem]:
         """Returns the items of the train loop's end actions by name. "history" is the one that adds history rows."""
-        items = {id(item.action): item for item in self._agenda.items if isinstance(item, ActionItem)}
-        named = {"history": self._recorder, **self._actions}
-        return {name: items[id(action)] for name, action in named.items() if id(action) in items}
+        items = self._agenda.items
+        items = [item for item in items if isinstance(item, ActionItem) and item.rank > Rank.ELSEWHERE]
+        names = {id(action): name for name, action in self._actions.items()}
+        named = {"history" if item.rank == Rank.ROW else names.get(id(item.action)): item for item in items}
+        return {name: item for name, item in named.items() if name is not None}
 
     def _known(self, items: Mapping[str, ActionItem]) -> list[str]:
         intervals = [f"{name}.interval=N" for name in items if name != "history"]
         settings = [f"{name}.{each}=X" for name in self._actions for each in self._settings(name)]
         return ["save", "stop", "profile=N", "log_every=N", *intervals, *settings]
 
-    # Saving and resuming ---------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Appends `.before` to the name of an earlier run's answers file, if the work directory has one."""
-        if self._workdir is not None and self._job.is_first:
-            path = self._workdir / ANSWERS
+@final
+class _Inbox:
+    """The files of commands and answers in a work directory."""
+
+    def __init__(self, workdir: epath.Path):
+        self._workdir = workdir
+        self.profile_dir: epath.Path = workdir / "profile"
+        self._unusable: set[str] = set()  # Files that can't be removed.
+        self._opened = time.time_ns()
+
+    def open(self, *, keeps_answers: bool) -> None:
+        """Rejects earlier commands, after moving the answers of another run away."""
+        if not keeps_answers:
             with contextlib.suppress(FileNotFoundError):
-                os.replace(path, f"{path}.before")
+                os.replace(self._workdir / ANSWERS, self._workdir / f"{ANSWERS}.before")
+        self.reject([each for each in self.pending() if int(each.partition("-")[0]) < self._opened])
 
-    def executed(self) -> list[dict[str, Any]]:
-        """Returns the executed commands, to be stored in a checkpoint."""
-        return [dataclasses.asdict(each) for each in self._executed]
-
-    def repeat(self, executed: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Reapplies the commands executed before a checkpoint, and schedules the later ones for re-execution.
-
-        Args:
-          executed: The result of `executed`.
-          step: The checkpoint's step.
-        """
-        self._executed = [Answer(**each) for each in executed]
-        items = self._items()
-        for answer in self._executed:
-            name, value = _target(answer.command)
-            action, _, setting = name.partition(".")
-            if setting == "interval" and action in items:
-                items[action].reschedule(_interval(value))
-            elif setting in self._settings(action):
-                with _warning_of_error():
-                    self._actions[action].change(setting, value)
-            elif name == "profile":  # Even if it is complete, because the checkpoint contains its action's state.
-                self._attach_profile(answer)
-        lines = answers(self._workdir) if self._workdir is not None and self._job.is_first else []
-        lines = self._job.gather([dataclasses.asdict(each) for each in lines])[0]
-        known = {answer.id for answer in self._executed}
-        later = [each for each in (Answer(**each) for each in lines) if each.error is None and each.step >= step]
-        self._replayed = sorted((each for each in later if each.id not in known), key=lambda each: each.step)
-
-    # Files -----------------------------------------------------------------------------------------------
-
-    def _pending(self) -> list[str]:
+    def pending(self) -> list[str]:
         """Returns the file names of the pending commands, in order and without suffixes."""
-        assert self._workdir is not None
         directory = self._workdir / DIRECTORY
         with contextlib.suppress(OSError):
             if not os.path.islink(directory):
@@ -352,11 +349,7 @@ class Commands(Item):
                 return [name.removesuffix(".json") for name in names if name not in self._unusable]
         return []
 
-    def _reject(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._answer(Answer(name, self._read(name), 0, "It was not given during the run."))
-
-    def _read(self, name: str) -> str:
+    def read(self, name: str) -> str:
         """Returns the command in a file, or "" if the file is malformed, too large or not a regular file."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             command = files.parse_json(files.read_bytes(self._path(name), max_bytes=_MAX_BYTES))["command"]
@@ -364,9 +357,13 @@ class Commands(Item):
             return command
         return ""
 
-    def _answer(self, answer: Answer) -> None:
+    def reject(self, names: Sequence[str]) -> None:
+        """Rejects commands that were not given during the run."""
+        for name in names:
+            self.answer(Answer(name, self.read(name), 0, "It was not given during the run."))
+
+    def answer(self, answer: Answer) -> None:
         """Appends an answer to the answers file, and deletes the command's file."""
-        assert self._workdir is not None
         try:
             with files.open_file(self._workdir / ANSWERS, "a") as file:
                 file.write(json.dumps(dataclasses.asdict(answer)) + "\n")
@@ -380,16 +377,26 @@ class Commands(Item):
             self._unusable.add(f"{answer.id}.json")
 
     def _path(self, name: str) -> epath.Path:
-        assert self._workdir is not None
         return self._workdir / DIRECTORY / f"{name}.json"
 
 
-@contextlib.contextmanager
-def _warning_of_error() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        logging.warning("A command that was given before the run was resumed has been dropped: %s", error)
+@final
+class _Profile(Item):
+    """A profile of a few steps. Unlike an action's, its state isn't saved: it ends with the process."""
+
+    name = "profile"
+
+    def __init__(self, action: ProfileAction):
+        super().__init__(Rank.ACTION)
+        self.action: ProfileAction = action
+
+    @property
+    def interval(self) -> int | Schedule:
+        return self.action.interval
+
+    def call(self, moment: Moment) -> bool:
+        self.action(moment.state, None, step_num=moment.now.steps)
+        return True
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:

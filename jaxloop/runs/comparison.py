@@ -1,11 +1,8 @@
 """A table that compares runs by their best value of a metric, and shows the notes in which they differ."""
 
-import contextlib
 import dataclasses
-import json
 import math
 import os
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Any, final
@@ -13,10 +10,9 @@ from typing import Any, final
 from etils import epath
 
 from jaxloop.actions.monitor import Monitor
-from jaxloop.base import checks, files
+from jaxloop.base import checks
 from jaxloop.base.text import printable
 from jaxloop.base.timing import duration
-from jaxloop.history import HISTORY_FILE
 from jaxloop.runs import accounts, run_log
 
 _SEED = "seed"
@@ -89,7 +85,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     monitor = Monitor(by, mode)
     runs = [_run(workdir, monitor) for workdir in workdirs]
     if all(run["best"] is None for run in runs):
-        there = sorted({path for workdir in workdirs for path in _paths(workdir)})
+        there = sorted({path for each in workdirs for _, values in run_log.read_history(each) for path in values})
         text = f"No history has a finite value of {printable(by)!r}"
         if by.replace("/", ".") in there:
             raise ValueError(f"{text}: it was always NaN or infinite.")
@@ -106,10 +102,10 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
 
 
 def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
-    attempts = accounts.read_attempts(workdir)
+    attempts = run_log.read(workdir)
     spent = accounts.of_attempts(attempts)
     notes = attempts[-1].described.get("notes")
-    best, step = _best(files.absolute(workdir) / HISTORY_FILE, monitor)
+    best, step = _best(workdir, monitor)
     return {
         "workdir": os.fspath(workdir),
         "best": best,
@@ -120,41 +116,12 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
     }
 
 
-def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]:
-    """Returns the best finite value in a history and the step at which it was reached. Skips malformed lines."""
-    wanted = monitor.name.replace("/", ".")
-    name = re.escape(wanted.rpartition(".")[2]).encode() + rb'": ?'
-    try:
-        content = files.read_bytes(path)
-    except FileNotFoundError:
-        return None, None
-    for part in wanted.split(".")[:-1]:  # Most lines belong to a different group.
-        key = json.dumps(part).encode()
-        content = b"\n".join(line for line in content.split(b"\n") if key in line)
-    sign = -1.0 if monitor.mode == "max" else 1.0
-    numbers = set(re.findall(name + rb"(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)", content))
-    # Other paths that end in the same name also match, so the matching lines are parsed, best values first.
-    for number in sorted(numbers, key=lambda number: (sign * float(number), number)):
-        for match in re.finditer(name + re.escape(number) + rb"(?![0-9.eE])", content):
-            line = content[
-                content.rfind(b"\n", 0, match.start()) + 1 : (content.find(b"\n", match.start()) + 1 or None)
-            ]
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                row = files.parse_json(line)
-                value = dict(run_log.flat(row["logs"])).get(wanted)
-                if isinstance(value, int | float) and math.isfinite(value) and value == float(number):
-                    return float(value), int(row["elapsed"]["steps"])
-    return None, None
-
-
-def _paths(workdir: epath.PathLike) -> set[str]:
-    """Returns the paths of the metrics in a history's last rows."""
-    paths: set[str] = set()
-    with contextlib.suppress(OSError):
-        for line in files.read_bytes(files.absolute(workdir) / HISTORY_FILE).splitlines()[-100:]:
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                paths |= dict(run_log.flat(files.parse_json(line)["logs"])).keys()
-    return paths
+def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None]:
+    """Returns the best finite value in a history, and the first step at which it was reached."""
+    name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
+    values = [(values.get(name), step) for step, values in run_log.read_history(workdir)]
+    finite = [(value, step) for value, step in values if isinstance(value, int | float) and math.isfinite(value)]
+    return min(finite, key=lambda pair: sign * pair[0], default=(None, None))
 
 
 def _group(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The flight recorder, which records a failed step so that it can be rerun."""
 
 import collections
-import dataclasses
 import itertools
 import json
 import os
@@ -18,7 +17,11 @@ from etils import epath
 from jaxloop import checkpoint, metrics, types
 from jaxloop.base import checks, encoding, files
 from jaxloop.base.text import printable
+from jaxloop.engine.agenda import Item
+from jaxloop.experiment.extension import Experiment, Extension
+from jaxloop.schedules import Elapsed
 from jaxloop.step import Step, nonfinite
+from jaxloop.train_loop import TrainLoop
 
 FOLDER = "failures"
 """The folder in a work directory that contains one subfolder per failed step."""
@@ -34,109 +37,105 @@ _KEPT_BYTES = 256 * 2**20
 
 
 @final
-class KeptBatches:
-    """The most recent batches, kept so that a failure can be recorded.
-
-    Up to a memory limit, these include the batches of all steps that may be in flight.
-
-    Attributes:
-      batches: The batches, oldest first.
-    """
-
-    def __init__(self):
-        self.batches: collections.deque[types.Batch] = collections.deque()
-
-    def add(self, batch: types.Batch) -> None:
-        """Adds a batch, and drops the oldest one if there are more than the limits allow."""
-        if not self.batches:
-            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
-            self.batches = collections.deque(maxlen=min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1))))
-        self.batches.append(batch)
-
-    def by_step(self, failed_step: int, step_num: int, updates: int) -> dict[int, types.Batch]:
-        """Returns the batches by the number of the step that they belong to.
-
-        Args:
-          failed_step: The number of the step that failed.
-          step_num: The number of completed updates.
-          updates: The number of updates per batch.
-        """
-        newest = max(step_num, failed_step if failed_step == step_num + updates else 0)
-        first = newest - (len(self.batches) - 1) * updates
-        return dict(zip(range(first, newest + 1, updates), self.batches, strict=True))
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A failed step, with all available information for rerunning it.
-
-    Attributes:
-      step_num: The number of the failed step: the value that `state.step` would have had after it.
-      error: The exception.
-      nan_policy: The train loop's `nan_policy`, which affects the compiled program.
-      batches: Consecutive batches as returned by the dataset, keyed by step. The last one belongs to the failed step.
-      state: The state before the step; None if it was donated.
-      checkpoint_dirs: The directories that contain the run's checkpoints.
-    """
-
-    step_num: int
-    error: BaseException
-    nan_policy: nonfinite.NanPolicy
-    batches: Mapping[int, types.Batch]
-    state: Any
-    checkpoint_dirs: Sequence[epath.Path]
-
-
-def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
-    """Records a failure in `<workdir>/failures/<step_num>`. A note added to the error explains how to replay the step.
+class Failures(Extension):
+    """Records a failed step in `<workdir>/failures/<step>`, and adds a note on how to replay it to the error.
 
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
     If it doesn't, the latest earlier checkpoint and the batches since then are stored instead, provided that they are
     from the last 64 steps and fit in 256 MiB. The checkpoint's files are hard-linked, so they survive when `keep`
     deletes the checkpoint. The five newest records are kept. Errors that occur while recording are logged, not raised.
     """
-    folder = files.absolute(workdir) / FOLDER / str(failure.step_num)
-    try:
-        _write(folder, step, failure)
-        _remove_old(folder.parent, but=folder)
-        failure.error.add_note(
-            f"step {failure.step_num} was recorded: jaxloop.replay({str(folder)!r}, step) runs it again, and with "
-            "eagerly=True line by line for a debugger"
-        )
-    except Exception:
-        logging.exception("The failure of step %d could not be recorded in %s.", failure.step_num, folder)
+
+    name = "failures"
+
+    def __init__(self):
+        self._experiment: Experiment | None = None  # None if no failure can be recorded.
+        self._batches: collections.deque[types.Batch] = collections.deque()  # The newest batches, oldest first.
+
+    def begin(self, experiment: Experiment) -> Sequence[Item]:
+        self._batches.clear()
+        can_record = isinstance(experiment.train_loop, TrainLoop) and experiment.reports_dir is not None
+        self._experiment = experiment if can_record else None
+        return ()
+
+    def batch(self, batch: types.Batch) -> None:
+        if self._experiment is None or self._experiment.loops[0].engine.job.is_shared:
+            return
+        if not self._batches:
+            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
+            self._batches = collections.deque(maxlen=min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1))))
+        self._batches.append(batch)
+
+    def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
+        experiment, self._experiment = self._experiment, None
+        batches, self._batches = self._batches, collections.deque()
+        if experiment is None or not isinstance(error, Exception):
+            return
+        loop, folder = experiment.train_loop, experiment.reports_dir
+        assert isinstance(loop, TrainLoop) and folder is not None
+        failed = loop.engine.outcome.failure.step_num
+        if failed is None:
+            return
+        if loop.engine.job.is_shared:
+            logging.info("The failure is not recorded in %s: that would need the batches of all processes.", folder)
+        elif loop.spent.steps:  # The very first step is easy to repeat.
+            folder = folder / FOLDER / str(failed)
+            try:
+                by_step = _by_step(batches, failed, now.steps, loop.step.updates_per_step)
+                _write(folder, loop, failed, by_step, error, experiment.checkpoint_dirs)
+                _remove_old(folder.parent, but=folder)
+                error.add_note(
+                    f"step {failed} was recorded: jaxloop.replay({str(folder)!r}, step) runs it again, and with "
+                    "eagerly=True line by line for a debugger"
+                )
+            except Exception:
+                logging.exception("The failure of step %d could not be recorded in %s.", failed, folder)
 
 
-def _write(folder: epath.Path, step: Step, failure: Failure) -> None:
-    updates = step.updates_per_step
-    before = failure.step_num - updates
-    saved = [(each, place) for place in failure.checkpoint_dirs for each in checkpoint.all_steps(place)]
+def _by_step(batches: Sequence[types.Batch], failed: int, step_num: int, updates: int) -> dict[int, types.Batch]:
+    """Returns the batches up to the failed one by the number of the step that they belong to."""
+    newest = max(step_num, failed if failed == step_num + updates else 0)
+    first = newest - (len(batches) - 1) * updates
+    numbered = zip(range(first, newest + 1, updates), batches, strict=True)
+    return {number: batch for number, batch in numbered if number <= failed}
+
+
+def _write(
+    folder: epath.Path,
+    loop: TrainLoop,
+    failed: int,
+    batches: Mapping[int, types.Batch],
+    error: BaseException,
+    checkpoint_dirs: Sequence[epath.Path],
+) -> None:
+    step, updates = loop.step, loop.step.updates_per_step
+    before = failed - updates
+    state = loop.rescued_state if loop.step_num == before else None
+    saved = [(each, place) for place in checkpoint_dirs for each in checkpoint.all_steps(place)]
     earlier = [pair for pair in saved if pair[0] <= before]
     base, directory = max(earlier, default=(None, None), key=lambda pair: pair[0])
     new = folder.parent / f"{folder.name}.new"
     shutil.rmtree(new, ignore_errors=True)
     files.make_directory(new.parent)
     new.mkdir()
-    if base != before and failure.state is not None:
-        _save_state(new / _STATE, before, failure.state)
+    if base != before and state is not None:
+        _save_state(new / _STATE, before, state)
         base, directory = before, None
-    at_hand = [number for number in failure.batches if number <= failure.step_num]
-    wanted = [number for number in at_hand if base is None or number > base]
+    wanted = [number for number in batches if base is None or number > base]
     has_state = directory is None and base is not None
     if base is not None and base + updates not in wanted:
         wanted = wanted[-1:]
     elif directory is not None:
         has_state = _keep_checkpoint(directory / str(base), new / _STATE / str(base))
     arrays: dict[str, np.ndarray] = {}
-    encoded = {str(number): _encode_batch(failure.batches[number], arrays) for number in wanted}
+    encoded = {str(number): _encode_batch(batches[number], arrays) for number in wanted}
     with (new / _ARRAYS).open("wb") as file:
         np.savez(file, allow_pickle=False, **{name: _as_bytes(array) for name, array in arrays.items()})
     noted = {
         "version": _VERSION,
-        "step_num": failure.step_num,
-        "error": f"{type(failure.error).__name__}: {failure.error}",
-        "nan_policy": failure.nan_policy,
+        "step_num": failed,
+        "error": f"{type(error).__name__}: {error}",
+        "nan_policy": loop.nan_policy,
         "keys": encoding.encode_keys(step.base_prng),
         "state_step": base,
         "has_state": has_state,

@@ -7,20 +7,19 @@ from typing import Any, NamedTuple, final
 from etils import epath
 
 from jaxloop import checkpoint, types
+from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks, files
-from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Rank
 from jaxloop.engine.engine import LoopActions
 from jaxloop.engine.feed import Source
 from jaxloop.engine.plan import Plan
-from jaxloop.experiment.detours import Detour, LeftOut
+from jaxloop.experiment.data import LeftOut, TrainingData, batches_of
 from jaxloop.experiment.evaluations import Recorder
-from jaxloop.experiment.specs import CheckpointSpec, RunSpec
-from jaxloop.experiment.training import Training, step_num_of
-from jaxloop.experiment.whole_run import Resumed, WholeRun
+from jaxloop.experiment.specs import RunSpec
+from jaxloop.experiment.training import steps_of_next_loop
+from jaxloop.experiment.whole_run import WholeRun, step_num_of
 from jaxloop.history import HISTORY_FILE, History, Row
 from jaxloop.outer_loop import OuterLoop
-from jaxloop.runs.run_log import RunLog
 from jaxloop.schedules import Elapsed
 
 
@@ -105,65 +104,52 @@ def rewind(
         raise ValueError(f"The run has no step {step_num}: it ends at train_total_steps={train_total_steps}.")
     before = step_num - loop.step.updates_per_step
     spec = RunSpec(train_dataset, before, train_loop_steps, epochs=train_epochs)
-    past = _read_history(workdir)
-    whole = WholeRun(
-        loop.engine,
-        {},
-        {},
-        History(_history_path(workdir), writes=False),
-        loop.step.base_prng,
-        left_out=LeftOut({*outer_loop.skip, *_batches_of_detours(past)}),
-    )
-    recorder = Recorder(whole.history, "train", outer_loop.log_interval)
-    source_of = outer_loop.source_of
-    # Only its `restore_data` matters.
-    checkpoints = outer_loop.checkpoint_spec or CheckpointSpec(workdir)
-    training = Training(loop, spec, [], whole, checkpoints, source_of, (), RunLog(None, Spent), returns=True)
-    context = lambda now: {"history": whole.history, "total_steps": before, "snapshot": None, "detour": None}
+    path = files.absolute(workdir) / HISTORY_FILE
+    past, history = History.load(path) if path.exists() else History(), History(path, writes=False)
+    detours = batches_of(row.logs["detour"] for row in past.rows if "detour" in row.logs)
+    engine, sources, passes = loop.engine, outer_loop.sources, outer_loop.sources.passes
+    data = TrainingData(spec, sources, engine, [], LeftOut({*outer_loop.skip, *detours}))
+    run = WholeRun({"train": engine, "data": data}, history, engine.job, keys=loop.step.base_prng)
+    context = lambda now: {"history": history, "total_steps": before, "snapshot": None}
     plan = Plan(
         total=before,
         loop_steps=train_loop_steps,
-        items=[row := ActionItem(recorder, context, Rank.ROW)],
-        source=Source(training.next_epoch, training.mark, whole.note_consumed),
+        items=[row := ActionItem(Recorder(history, "train", outer_loop.log_interval), context, Rank.ROW)],
+        source=Source(lambda: data.next_epoch(saves=False), data.mark, data.note_consumed),
     )
-    loop.engine.set_plan(plan)
+    engine.set_plan(plan)
     try:
-        state, resumed = _restored(workdir, outer_loop, state, before, whole)
+        state = _restored(workdir, outer_loop, state, before, run, data)
+        restores = outer_loop.checkpoint_spec is None or outer_loop.checkpoint_spec.restore_data
+        data.open(restores=restores, warns=False, returns=True)
         with _muted(loop, row):
-            kept = whole.history.rows
-            state, batch = training.repeat(state, resumed)
+            kept = history.rows
+            if loop.step_num != before:
+                dataset = lambda: iter(()) if data.source is None else data.source
+                state, _ = engine.loops(state, dataset, lambda: steps_of_next_loop(loop, spec))
+            batch = _next_batch(loop, data)
     finally:
-        loop.engine.set_plan(None)
+        engine.set_plan(None)
+        sources.passes = passes
     if batch is None and train_dataset is not None:
         raise ValueError(f"The run has no step {step_num}: its data end at step {step_num_of(state)}.")
-    num_verified = _verified(whole.history, past) - _verified(kept, past) if verify else 0
+    num_verified = _verified(history, past) - _verified(kept, past) if verify else 0
     return Rewound(state, batch, loop.step.prng_key(before), num_verified)
 
 
-def _history_path(workdir: epath.PathLike) -> epath.Path:
-    return files.absolute(workdir) / HISTORY_FILE
-
-
-def _read_history(workdir: epath.PathLike) -> History:
-    path = _history_path(workdir)
-    return History.load(path) if path.exists() else History()
-
-
-def _batches_of_detours(history: History) -> Iterator[int]:
-    """Yields the numbers of the batches that a run left out in its detours."""
-    for row in history.rows:
-        if "detour" in row.logs:
-            detour = Detour(**row.logs["detour"])
-            yield from range(detour.first_batch, detour.last_batch + 1)
+def _next_batch(loop: ActionLoop, data: TrainingData) -> types.Batch:
+    """Returns the batch of the next step, perhaps the first one of an epoch; None at the end of the data."""
+    for _ in range(2):
+        with contextlib.suppress(StopIteration):
+            return None if data.source is None else loop.engine.data.next_batch(data.source)
+        data.next_epoch(saves=False)
+    return None
 
 
 def _restored(
-    workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, whole: WholeRun
-) -> tuple[Any, Resumed | None]:
-    """Restores the newest checkpoint at or before a step. Returns its state and its progress.
-
-    If there is no such checkpoint, returns the given state, and None for the progress.
-    """
+    workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, run: WholeRun, data: TrainingData
+) -> Any:
+    """Restores the newest checkpoint at or before a step; without one, returns the given state."""
     spec, train_loop, given = outer_loop.checkpoint_spec, outer_loop.train_loop, checks.adopt(state)
     assert train_loop is not None
     places = [files.absolute(workdir), files.absolute(workdir) / "checkpoints"]
@@ -173,9 +159,9 @@ def _restored(
         found = checkpoint.open_newest(paths, template, quarantines=False)
         assert found is not None
         opened, restored = found
-        resumed = whole.load(opened, template)
-        whole.resume_history(resumed)
-        return restored, resumed
+        run.load(opened, template)
+        run.rows.drop_later(opened.step)
+        return restored
     try:
         step_num = step_num_of(given)
     except TypeError:  # An abstract state.
@@ -185,9 +171,11 @@ def _restored(
             f"There is no checkpoint of step {before} or earlier in {', '.join(map(str, places))}. Give the initial "
             "state of the run, to repeat it from there."
         )
-    train_loop.engine.resume(Elapsed(step_num))
-    whole.resume_history(Resumed(Elapsed(step_num), history_rows=None if step_num else 0))
-    return given, None
+    data.resume(Elapsed())
+    for each in (train_loop.engine, run.rows):
+        each.resume(Elapsed(step_num))
+    run.rows.drop_later(step_num)
+    return given
 
 
 @contextlib.contextmanager

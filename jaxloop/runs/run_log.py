@@ -5,93 +5,98 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import re
 import secrets
-import shlex
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
-import jax
 import numpy as np
 from absl import logging
 from etils import epath
 
+from jaxloop.actions.action import Action
 from jaxloop.base import files
+from jaxloop.base.text import printable
 from jaxloop.base.timing import Spent
+from jaxloop.engine.agenda import Item
+from jaxloop.experiment.extension import Experiment, Extension
+from jaxloop.history import HISTORY_FILE
+from jaxloop.schedules import Elapsed
 
 FILE = "goodput.jsonl"
 """The name of the run log in a work directory."""
 
 _LINE_SECS = 1.0  # At most one log line per second, however short the loops are.
-_MAX_LINE_BYTES = 100_000
+_MAX_NOTES = 50_000
 _ID = re.compile(r"[0-9a-f]{16}")
 _KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
 _has_claimed_start = False  # True once a run has counted the time since this process started.
 
 
 @final
-class RunLog:
-    """Writes the run log of one call to an `OuterLoop`.
+class RunLog(Extension):
+    """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
-    A line is appended when the run starts, when its first step is known, at log points (at most once per second), and
+    A line is appended when the run starts, when its first step is known, at most once per second while it runs, and
     when it ends. A killed run's last line shows its last known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
     Args:
-      workdir: The directory. If it is None or remote, no log is written.
-      spent: A function that returns the time report for the call so far.
+      notes: See `OuterLoop`. The program's Git commit is added to them.
     """
 
-    def __init__(self, workdir: epath.PathLike | None, spent: Callable[[], Spent]):
-        has_log = workdir is not None and not files.is_remote(workdir)
-        self._path = os.path.join(files.absolute(workdir), FILE) if has_log else None
-        self._spent = spent
+    name = "run log"
+
+    def __init__(self, notes: Mapping[str, Any] | None = None):
+        self._notes = _checked(notes)
         self._run = ""
-        self.notes: dict[str, Any] = {}
+        self._actions: Sequence[Action] | None = None  # Those that don't know the notes yet.
+        self._spent: Callable[[], Spent] = Spent
         self._descriptor: int | None = None
         self._newest_line = -math.inf
 
-    def start(self, **described: Any) -> None:
-        """Writes the log line that marks the start of a run.
-
-        Args:
-          **described: A description of the run, as JSON values. The program's Git commit is added to the notes.
-        """
-        self.notes = described.pop("notes", {})
-        if self._path is None:
-            return
+    def begin(self, experiment: Experiment) -> Sequence[Item]:
+        loop, workdir = experiment.train_loop, experiment.local_workdir
+        if loop is None:
+            return ()
+        self._actions, before = experiment.actions, loop.spent
+        self._spent = lambda: loop.spent - before
+        if workdir is None or not loop.engine.job.is_first:
+            return ()
         self._run = secrets.token_hex(8)
         with self._writing():
-            self._descriptor = files.open_descriptor(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._descriptor = files.open_descriptor(os.path.join(workdir, FILE), os.O_RDWR | os.O_CREAT | os.O_APPEND)
             _end_torn_line(self._descriptor)
             now = time.time()
-            process = {"since": _started_at(now), "pid": os.getpid(), "host": socket.gethostname()}
-            self.notes = _commit() | self.notes
-            self._write("start", now, **process, **described, notes=self.notes, environment=_environment())
+            self._notes = _commit() | self._notes
+            self._write(
+                "start",
+                now,
+                since=_started_at(now),
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                total_steps=experiment.spec.total_steps,
+                checkpoints=[os.fspath(action.directory) for action in experiment.savers],
+                notes=self._notes,
+            )
+        return ()
 
-    def begin(self, step: int) -> None:
-        """Writes the line that records the step at which the run begins or resumes."""
-        self._line("begin", step)
+    def moment(self, now: Elapsed) -> None:
+        if self._actions is not None:
+            for action in self._actions:
+                action.write_notes(self._notes)
+            self._actions = None
+            self._line("begin", now.steps)
+        elif time.time() - self._newest_line >= _LINE_SECS:
+            self._line("log", now.steps)
 
-    def log(self, step: int) -> None:
-        """Writes the line for a log point, unless the last line is less than a second old."""
-        if self._descriptor is not None and time.time() - self._newest_line >= _LINE_SECS:
-            self._line("log", step)
-
-    def end(self, step: int, reason: str) -> None:
-        """Writes the last line.
-
-        Args:
-          step: The number of completed updates.
-          reason: How the run ended; see `Attempt.reason`.
-        """
-        self._line("end", step, reason=reason)
+    def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
+        self._line("end", now.steps, reason=reason)
         self._close()
 
     def _line(self, event: str, step: int, **others: Any) -> None:
@@ -167,21 +172,50 @@ class Attempt:
         return when, step
 
 
-def read(workdir: epath.PathLike) -> list[Attempt]:
-    """Reads a directory's run log, and returns its attempts in order. Skips malformed lines.
+def read_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects in the lines of a file, which need not exist. Skips malformed lines.
 
     Raises:
       OSError: If the file is not a regular file, or can't be read.
       ValueError: If the file is too large.
     """
-    path = files.absolute(workdir) / FILE
-    if not path.exists():
-        return []
+    for line in files.read_bytes(path).splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            if isinstance(found := files.parse_json(line), dict):
+                yield found
+
+
+def read_history(workdir: epath.PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the step and the values of each row of a run's history. The values are keyed by their paths."""
+    for row in read_lines(files.absolute(workdir) / HISTORY_FILE):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            yield int(row["elapsed"]["steps"]), dict(_flat(row["logs"]))
+
+
+def _flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in logs.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}".replace("/", "."), value
+
+
+def read(workdir: epath.PathLike) -> list[Attempt]:
+    """Returns a record of each start of a run, in chronological order.
+
+    Raises:
+      FileNotFoundError: If the directory has no run log.
+      OSError: If the file is not a regular file, or can't be read.
+      ValueError: If the file is too large.
+    """
     attempts: dict[str, Attempt] = {}
-    for line in files.read_bytes(path).splitlines():
-        if len(line) <= _MAX_LINE_BYTES:
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                _take(files.parse_json(line), attempts)
+    for line in read_lines(files.absolute(workdir) / FILE):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            _take(line, attempts)
+    if not attempts:
+        raise FileNotFoundError(
+            f"{printable(workdir)} has no run log ({FILE}). Give the work directory of an OuterLoop."
+        )
     return list(attempts.values())
 
 
@@ -215,16 +249,7 @@ def _end_torn_line(descriptor: int) -> None:
         os.write(descriptor, b"\n")
 
 
-def flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the paths and values of a nested dict, such as a history row's logs."""
-    for key, value in logs.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}".replace("/", "."), value
-
-
-def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
     """Checks a run's notes, and returns them as JSON values.
 
     Raises:
@@ -242,7 +267,7 @@ def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"OuterLoop.notes takes finite numbers, got {name}={value!r}.")
         checked[name] = value
-    if len(json.dumps(checked)) > _MAX_LINE_BYTES // 2:
+    if len(json.dumps(checked)) > _MAX_NOTES:
         raise ValueError("OuterLoop.notes has more than 50,000 characters. Shorten them, or note the name of a file.")
     return checked
 
@@ -255,17 +280,6 @@ def _commit() -> dict[str, str]:
         found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
         return {"commit": found.stdout.strip()}
     return {}
-
-
-def _environment() -> dict[str, str]:
-    devices = jax.devices()
-    return {
-        "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "processes": str(jax.process_count()),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "command": shlex.join(sys.orig_argv)[:200],
-    }
 
 
 def _started_at(now: float) -> float:

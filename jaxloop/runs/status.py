@@ -11,13 +11,9 @@ from typing import Any, final
 from etils import epath
 
 from jaxloop import checkpoint
-from jaxloop.base import files
 from jaxloop.base.text import printable
 from jaxloop.base.timing import duration
-from jaxloop.history import HISTORY_FILE
-from jaxloop.runs import accounts, run_log
-
-_NEWEST_ROWS = 1000  # The number of rows in which to look for the newest values.
+from jaxloop.runs import run_log
 
 
 @final
@@ -79,11 +75,12 @@ def status(workdir: epath.PathLike) -> Status:
     Raises:
       FileNotFoundError: If the directory has no run log.
     """
-    attempts = accounts.read_attempts(workdir)
+    attempts = run_log.read(workdir)
     newest, now = attempts[-1], time.time()
     seen_at, step = newest.last
     total = newest.described.get("total_steps")
     total = total if type(total) is int else None
+    newest_values = {name: (at, value) for at, row in run_log.read_history(workdir) for name, value in row.items()}
     speed = _speed(newest, (seen_at, step))
     state = _state(newest, total)
     return Status(
@@ -93,7 +90,7 @@ def status(workdir: epath.PathLike) -> Status:
         total_steps=total,
         steps_per_sec=speed,
         secs_left=(total - step) / speed if state == "running" and total is not None and speed else None,
-        metrics=_newest_values(files.absolute(workdir) / HISTORY_FILE),
+        metrics=dict(sorted(newest_values.items())),
         checkpoint=_newest_of(checkpoint.all_steps, newest.described.get("checkpoints")),
         best_checkpoint=_newest_of(_best_steps, newest.described.get("checkpoints")),
         starts=len(attempts),
@@ -130,15 +127,3 @@ def _speed(attempt: run_log.Attempt, last: tuple[float, int]) -> float | None:
     if not points or last[1] <= points[0][1] or last[0] <= points[0][0]:
         return None
     return (last[1] - points[0][1]) / (last[0] - points[0][0])
-
-
-def _newest_values(path: epath.Path) -> dict[str, tuple[int, Any]]:
-    values: dict[str, tuple[int, Any]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in reversed(files.read_bytes(path).splitlines()[-_NEWEST_ROWS:]):
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                row = files.parse_json(line)
-                step = int(row["elapsed"]["steps"])
-                for name, value in run_log.flat(row["logs"]):
-                    values.setdefault(name, (step, value))
-    return dict(sorted(values.items()))

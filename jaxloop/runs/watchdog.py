@@ -3,12 +3,13 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any, final
 
@@ -20,13 +21,16 @@ from jaxloop.actions.action import Action
 from jaxloop.base import files
 from jaxloop.base.text import printable
 from jaxloop.data.position import PositionedIterator
+from jaxloop.engine.agenda import Item
 from jaxloop.engine.engine import Engine
 from jaxloop.engine.feed import Feed
 from jaxloop.engine.program import Program
 from jaxloop.experiment.evaluations import Evaluation
+from jaxloop.experiment.extension import Experiment, Extension
 from jaxloop.experiment.training import Training
 from jaxloop.processes import agreement
 from jaxloop.runs.failures import FOLDER
+from jaxloop.schedules import Elapsed
 from jaxloop.step import Step
 
 EXIT_CODE = 75
@@ -39,8 +43,8 @@ _DONE_FILE = "reported"
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class Watchdog:
+@dataclasses.dataclass(eq=False)
+class Watchdog(Extension):
     """Ends a run that has gone too long without making progress, and reports where it hangs.
 
     If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
@@ -73,49 +77,28 @@ class Watchdog:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"Watchdog.{field.name} must be a positive number of seconds, got {value!r}.")
+        self._thread: _Watching | None = None
 
-    @contextlib.contextmanager
-    def watching(
-        self,
-        train: Engine,
-        evals: Sequence[Engine],
-        workdir: epath.PathLike | None,
-        before_exit: Callable[[str], None] = lambda place: None,
-    ) -> Iterator[None]:
-        """A context manager that makes the watchdog monitor the calling thread.
+    def begin(self, experiment: Experiment) -> Sequence[Item]:
+        self._thread = _Watching(self, experiment)
+        self._thread.start()
+        return ()
 
-        Args:
-          train: The train loop's engine, or the first eval loop's engine if there is no training.
-          evals: The engines of the eval loops.
-          workdir: The directory for the reports; if None, no reports are written.
-          before_exit: A function that the first process calls before exiting. It receives a description of the hang.
-        """
-        thread = _Watching(self, train, evals, workdir, before_exit)
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.over.set()
-            if thread.is_ending:  # It ends the process; any error in this thread is a consequence of that.
-                thread.join()
+    def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
+        if self._thread is not None:
+            self._thread.over.set()
+            if self._thread.is_ending:  # It ends the process; any error in this thread is a consequence of that.
+                self._thread.join()
 
 
 @final
 class _Watching(threading.Thread):
-    """The background thread of a `Watchdog`."""
+    """The background thread of a `Watchdog`, which watches the thread that creates it."""
 
-    def __init__(
-        self,
-        limits: Watchdog,
-        train: Engine,
-        evals: Sequence[Engine],
-        workdir: epath.PathLike | None,
-        before_exit: Callable[[str], None],
-    ):
+    def __init__(self, limits: Watchdog, experiment: Experiment):
         super().__init__(name="jaxloop-watchdog", daemon=True)
-        self._limits, self._train, self._evals = limits, train, evals
-        self._folder = None if workdir is None else files.absolute(workdir) / FOLDER
-        self._before_exit = before_exit
+        self._limits, self._experiment = limits, experiment
+        self._engines = [loop.engine for loop in experiment.loops]  # The first one trains, if any does.
         self._watched = threading.get_ident()
         self._steps_before = self._steps()
         self.over = threading.Event()
@@ -137,12 +120,12 @@ class _Watching(threading.Thread):
         The host may be many steps ahead of the devices, so a step counts as progress both when it is dispatched and
         when it has been computed.
         """
-        kind = self._train.run.stopwatch.kind
-        return self._limit(kind), kind, *map(_counts, (self._train, *self._evals))
+        kind = self._engines[0].run.stopwatch.kind
+        return self._limit(kind), kind, *map(_counts, self._engines)
 
     def _steps(self) -> int:
         """Returns the number of train steps that this process has completed."""
-        train = self._train
+        train = self._engines[0]
         return train.run.stopwatch.steps + train.step_num - train.run.now.steps
 
     def _limit(self, kind: str | None) -> float:
@@ -153,19 +136,19 @@ class _Watching(threading.Thread):
                 return self._limits.checkpoint_secs
             case "compiling":
                 return self._limits.startup_secs
-        has_run = self._steps() > self._steps_before and metrics.is_ready(self._train.run.stopwatch.first_step)
+        has_run = self._steps() > self._steps_before and metrics.is_ready(self._engines[0].run.stopwatch.first_step)
         return self._limits.step_secs if has_run else self._limits.startup_secs
 
     def _end(self, secs: float) -> None:
         """Reports the hang and ends the process."""
         self.is_ending = True
-        step = self._train.step_num
+        step = self._engines[0].step_num
         frames = sys._current_frames()
         place = place_of(frames.pop(self._watched, None), step)
         if place.startswith("in ") and any(map(_is_at_barrier, frames.values())):
             place += ", waiting for the other processes"
         number, is_first = distributed.place()[0], distributed.is_first_process()
-        path, said, is_shared = None, place, self._train.job.is_shared
+        path, said, is_shared = None, place, self._engines[0].job.is_shared
         with contextlib.suppress(Exception):
             path = self._write(number, step, place, secs)
         done = path and path.parent / _DONE_FILE
@@ -174,8 +157,7 @@ class _Watching(threading.Thread):
                 said = self._collect(path.parent, number, place)
             stacks = "" if path is None else f" The stacks are in {path.parent}."
             logging.error("Nothing happened for %.0f s: %s.%s Exiting with code %d.", secs, said, stacks, EXIT_CODE)
-            with contextlib.suppress(Exception):
-                self._before_exit(f"hang: {said}")
+            self._tell_extensions(step, f"hang: {said}")
             with contextlib.suppress(Exception):
                 if is_shared and done is not None:
                     files.open_file(done, "wb").close()
@@ -188,11 +170,19 @@ class _Watching(threading.Thread):
                 time.sleep(0.02)
         os._exit(EXIT_CODE)
 
+    def _tell_extensions(self, step: int, reason: str) -> None:
+        """Ends the extensions in a thread of its own, because one of them may hang, too."""
+        now = dataclasses.replace(self._engines[0].run.now, steps=step)
+        end = functools.partial(self._experiment.extensions.end, now, reason, None, but=self._limits)
+        thread = threading.Thread(target=end, daemon=True)
+        thread.start()
+        thread.join(_COLLECT_SECS)
+
     def _write(self, number: int, step: int, place: str, secs: float) -> epath.Path | None:
-        if self._folder is None:
+        if self._experiment.reports_dir is None:
             return None
-        folder = self._folder / f"hang-{step}"
-        files.make_directory(self._folder)
+        folder = self._experiment.reports_dir / FOLDER / f"hang-{step}"
+        files.make_directory(folder.parent)
         files.make_directory(folder)
         if distributed.is_first_process():  # Left by an earlier hang at the same step.
             (folder / _DONE_FILE).unlink(missing_ok=True)

@@ -1,0 +1,395 @@
+"""The training data of a run: its epochs, its positions, and the batches that it leaves out."""
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+from absl import logging
+
+from jaxloop import types
+from jaxloop.base import checks
+from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_of
+from jaxloop.data.sources import fork_warning, num_batches, reshuffles
+from jaxloop.engine.engine import Engine
+from jaxloop.experiment.evaluations import Evaluation
+from jaxloop.experiment.specs import RunSpec
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed
+
+
+@final
+class Sources:
+    """What an `OuterLoop` knows of its data from call to call.
+
+    Attributes:
+      passes: The number of completed epochs.
+    """
+
+    def __init__(self):
+        self.passes: int = 0
+        self._opened: dict[int, PositionedIterator] = {}  # Keyed by the `id` of each iterator.
+
+    def open(self, dataset: Any) -> PositionedIterator:
+        """Opens a dataset. The same iterator always has the same `PositionedIterator`, so that no batches are lost."""
+        if not hasattr(dataset, "__next__"):
+            return PositionedIterator(dataset)
+        if id(dataset) not in self._opened:
+            self._opened[id(dataset)] = PositionedIterator(dataset)
+        return self._opened[id(dataset)]
+
+
+@final
+class TrainingData:
+    """The training data of a run, and the iterators of its evaluations that continue where they last stopped.
+
+    Args:
+      spec: The arguments of the run.
+      sources: The data that are already open.
+      engine: The engine of the train loop.
+      evaluations: The evaluations.
+      left_out: The batches to leave out.
+
+    Attributes:
+      left_out: The argument of the same name.
+      source: The iterator over the current epoch; None between two epochs.
+      consumed: The number of batches that `source` had returned by the end of the last completed step.
+    """
+
+    def __init__(
+        self, spec: RunSpec, sources: Sources, engine: Engine, evaluations: Sequence[Evaluation], left_out: "LeftOut"
+    ):
+        self._spec, self._sources, self._engine = spec, sources, engine
+        self._eval_sources = {each.spec.name: each for each in evaluations if each.source is not None}
+        self.left_out: LeftOut = left_out
+        self.source: PositionedIterator | None = None
+        self.consumed: int = 0
+        # The restored position, and whether this process saved it.
+        self._saved: tuple[DatasetPosition | None, bool] | None = None
+
+    # Reading ---------------------------------------------------------------------------------------------
+
+    def open(self, *, restores: bool, warns: bool, returns: bool) -> None:
+        """Opens the training dataset at the restored position, or at its start.
+
+        Args:
+          restores: Whether to go to the restored position.
+          warns: Whether to warn if a resumed run can't return to its position.
+          returns: Whether it is an error if the data can't return to the restored position.
+        """
+        saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
+        self.source = source = self._source_of_epoch()
+        if warning := fork_warning(source):
+            logging.warning("%s", warning)
+        if saved is None or (is_epoch and saved[0] is None):
+            if warns:
+                self._warn_of_inexact_resume(source)
+        elif is_epoch or restores:
+            if is_epoch:  # A run always continues inside an epoch, even if that means skipping batches.
+                self.source = source = PositionedIterator(source, skippable=True)
+            if restores:
+                self._engine.data.forget()
+                with contextlib.nullcontext() if returns else warning_of_unknown_position("the training dataset"):
+                    go_to(source, *saved)
+        self.left_out.apply_to(self.source)
+        self.note_consumed(self._engine.batches_ahead(self.source))
+
+    def _source_of_epoch(self) -> PositionedIterator:
+        source = self._sources.open(self._spec.data)
+        if self._spec.epochs is not None:
+            source.begin_pass(self._sources.passes)
+        return source
+
+    def _warn_of_inexact_resume(self, source: PositionedIterator) -> None:
+        warnings = [source.resume_warning(several_passes=(self._spec.epochs or 1) > 1)]
+        for name, each in self._eval_sources.items():
+            warning = each.source and each.source.resume_warning()
+            warnings.append(warning and f"In the evaluation {name!r}: {warning}")
+        for warning in filter(None, warnings):
+            logging.warning("%s", warning)
+        for spec in self._spec.eval_specs:
+            if reshuffles(spec.dataset):
+                logging.warning(
+                    "The dataset of the evaluation %r is shuffled differently each time, so a resumed run may measure "
+                    "other values. Write dataset.shuffle(..., seed=..., reshuffle_each_iteration=False).",
+                    spec.name,
+                )
+
+    def note_consumed(self, ahead: int) -> None:
+        """Notes that all batches of `source` so far have been used, except for the last `ahead` ones."""
+        self.consumed = 0 if self.source is None else self.source.count - ahead
+
+    def mark(self, *, if_cheap: bool = False) -> None:
+        """Marks the position in the data, before a batch is read ahead."""
+        if self.source is not None:
+            self.source.mark(if_cheap=if_cheap)
+
+    def next_epoch(self, *, saves: bool) -> bool:
+        """Counts the epoch that has ended, and begins the next one. Returns False if there is none.
+
+        A checkpoint saved at this moment stores the start of the next epoch, which may have a different order. If the
+        epoch was the last one, a later run can therefore resume and train for more epochs. An epoch without batches is
+        an error.
+
+        Args:
+          saves: Whether the run saves checkpoints.
+        """
+        spec, ended = self._spec, self.source
+        if self._engine.job.any_stops(ended is not None and ended.num_read == 0):
+            raise checks.empty_dataset(spec.train_dataset)
+        if spec.epochs is None:
+            return False
+        self._sources.passes += 1
+        self.left_out.end_epoch(ended)
+        self.source = None
+        if spec.has_iterator:
+            return False
+        if ended is not None:
+            ended.close()
+        self._engine.data.forget()
+        if saves or not self.has_ended_all_epochs:
+            self.source = self._source_of_epoch()
+            self.left_out.apply_to(self.source)
+        self.note_consumed(0)
+        return not self.has_ended_all_epochs
+
+    def close(self) -> None:
+        """Releases a dataset that no later call will keep reading from, and ends the prefetch thread."""
+        if not self._spec.has_iterator:  # An iterator belongs to the caller, who may keep reading from it.
+            self.source = None
+            self._engine.data.forget()
+
+    @property
+    def has_ended_all_epochs(self) -> bool:
+        """True if the number of epochs is given, and all have been completed."""
+        return self._spec.epochs is not None and self._sources.passes >= self._spec.epochs
+
+    def batches_per_epoch(self, batches_before: int) -> int | None:
+        """Returns the number of batches in an epoch; without epochs, in the whole run. None if it is unknown.
+
+        `batches_before` is the number of batches that the run has used.
+        """
+        source = self.source
+        left = None if source is None else num_batches(source)
+        if source is None or left is None:
+            return None
+        return left + (batches_before if self._spec.epochs is None else source.num_read)
+
+    # Leaving batches out ---------------------------------------------------------------------------------
+
+    def newest_batch(self, *, before: int = 0) -> int:
+        """Returns the number of the batch that the last completed step used, or of the batch `before` batches earlier.
+
+        Returns 0 if there is no such batch.
+        """
+        return self.left_out.number_at(self.consumed, self.source, before=before)
+
+    def turn_back(self, turn: types.TurnBack, updates: int) -> None:
+        """Plans to leave out the batches of some steps. `updates` is the number of updates per batch."""
+        now = self._engine.run.now
+        self.left_out.turn_back(turn, now, lambda step: self.newest_batch(before=(now.steps - step) // updates))
+
+    # Saving ----------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns all processes' positions, the epochs and the batches to leave out. Long byte strings are arrays."""
+        arrays: dict[str, np.ndarray] = {}
+        job, ahead = self._engine.job, lambda each: each.loop.engine.batches_ahead(each.source)
+        own = {
+            "data": position_of(self.source, self.consumed, None if job.is_shared else arrays),
+            "eval_data": {
+                name: position_of(each.source, each.source.count - ahead(each))
+                for name, each in self._eval_sources.items()
+                if each.source is not None
+            },
+        }
+        left_out = self.left_out.state_dict(self.newest_batch())
+        return {"positions": job.gather(own), "passes": self._sources.passes, "left_out": left_out}, {"bytes": arrays}
+
+    def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+        """Restores a `state_dict`. `open` then goes to the position."""
+        is_shared, positions = self._engine.job.is_shared, saved["positions"]
+        place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
+        is_own = len(positions) == count  # Otherwise, only the number of batches of the first process is used.
+        own = positions[place if is_own else 0]
+        for name, each in self._eval_sources.items():
+            if each.source is not None and (position := own["eval_data"].get(name)):
+                with warning_of_unknown_position(f"the iterator of the evaluation {name!r}"):
+                    go_to(each.source, DatasetPosition.from_dict(position), is_own)
+        self._saved = own["data"] and DatasetPosition.from_dict(own["data"], trees["bytes"]), is_own
+        self._sources.passes = saved["passes"]
+        self.left_out.load_state_dict(saved["left_out"], self._engine.run.now.steps)
+
+    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
+        """Resumes without a `state_dict`, after completed epochs, and `batches` batches into the current one."""
+        self._sources.passes = elapsed.loops
+        if self._spec.epochs is not None and batches:
+            self._saved = DatasetPosition("skip", batches, None, batches), True
+
+
+@contextlib.contextmanager
+def warning_of_unknown_position(what: str) -> Iterator[None]:
+    """A context that logs that data can't return to a position, instead of raising the error."""
+    try:
+        yield
+    except PositionUnknownError as error:
+        logging.warning("%s The run continues with the next batch that %s returns.", error, what)
+
+
+def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool) -> None:
+    """Moves an iterator to a saved position. One of another process, which reads other rows, only counts batches."""
+    if position is None:
+        return
+    if is_own:
+        return source.seek(position)
+    if source.kind == "unknown" or source.count > position.count:
+        problem = f"is unknown. {source.problem}" if source.kind == "unknown" else "is past it. Give unread data."
+        raise PositionUnknownError(
+            f"The position after {position.count} batches was saved by a different number of processes, and that of "
+            f"{source!r} {problem}"
+        )
+    source.skip(position.count - source.count)
+
+
+def position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
+    """Returns the position after `count` batches, for checkpoints; None if it can't be read. See `to_dict`."""
+    try:
+        return source and source.position(count).to_dict(arrays)
+    except Exception:  # A problem with the data may be the reason why the run is ending.
+        logging.exception("The position in %r could not be read, so a resumed run can't return to it.", source)
+        return None
+
+
+@final
+class LeftOut:
+    """The batches that a run leaves out. Batches are numbered from 1, and numbering continues across epochs.
+
+    >>> left_out = LeftOut([3])
+    >>> epoch = PositionedIterator(["a", "b", "c", "d"])
+    >>> left_out.apply_to(epoch)
+    >>> list(epoch)
+    ['a', 'b', 'd']
+    >>> left_out.number_at(2, epoch), left_out.number_at(3, epoch)
+    (2, 4)
+
+    Args:
+      given: The batch numbers that were passed to the `OuterLoop` as `skip`.
+
+    Attributes:
+      numbers: The numbers of all batches to leave out, in ascending order.
+      detours: The returns to earlier checkpoints so far. Each is a history row: `step`, at which the run turned back;
+        `first_batch` and `last_batch`, the numbers of the first and the last batch to leave out; `first_step`, the step
+        that used the first of them; and the `reason`.
+      epoch_start: The total number of batches in the completed epochs.
+    """
+
+    def __init__(self, given: Iterable[int] = ()):
+        self._given = sorted(set(given))
+        self.numbers: list[int] = list(self._given)
+        self.detours: list[dict[str, Any]] = []
+        self.epoch_start: int = 0
+        self._num_recorded = self._num_saved = 0
+
+    def apply_to(self, source: PositionedIterator | None) -> None:
+        """Makes the iterator over the current epoch skip these batches."""
+        if source is not None:
+            source.leave_out(number - self.epoch_start for number in self.numbers if number > self.epoch_start)
+
+    def end_epoch(self, source: PositionedIterator | None) -> None:
+        """Advances `epoch_start` by the number of batches in the epoch that just ended."""
+        self.epoch_start += 0 if source is None else source.num_read
+
+    def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
+        """Returns the number of the `count`-th batch returned in this epoch, or of the batch `before` batches earlier.
+
+        Args:
+          count: The batch's position among the batches returned in the current epoch, starting at 1.
+          source: The iterator over the current epoch; None between epochs.
+          before: How many batches to go back from the `count`-th one.
+        """
+        earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
+        return number_of(earlier + (0 if source is None else count) - before, self.numbers)
+
+    def record_detours(self, now: Elapsed, history: History) -> None:
+        """Adds a history row for each detour that began after the checkpoint from which the run resumed."""
+        for detour in self.detours[self._num_saved :]:
+            history.commit(now, {"detour": detour})
+        self._num_saved = len(self.detours)
+
+    def record(self, number: int, now: Elapsed, history: History) -> None:
+        """Adds a history row for each batch left out since the last call.
+
+        `number` is the number of the latest batch.
+        """
+        for left_out in self.numbers[self._num_recorded : bisect.bisect_right(self.numbers, number)]:
+            self._num_recorded += 1
+            history.commit(now, {"left_out": {"batch": left_out}})
+
+    def warn_of_unreached(self, number: int) -> None:
+        """Warns about batches in `skip` that the run never reached.
+
+        `number` is the number of the latest batch.
+        """
+        if unreached := [each for each in self._given if each > number]:
+            batches = checks.listed(map(str, unreached))
+            logging.warning("The run ended before it reached the batches %s in skip.", batches)
+
+    # Detours ---------------------------------------------------------------------------------------------
+
+    def state_dict(self, number: int) -> dict[str, Any]:
+        """Returns the state as JSON-serializable values, to be stored in a checkpoint.
+
+        `number` is the number of the latest batch.
+        """
+        return {
+            "numbers": [each for each in self.numbers if each <= number],
+            "detours": self.detours,
+            "epoch_start": self.epoch_start,
+            "num_recorded": self._num_recorded,
+            "newest": number,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], step_num: int) -> None:
+        """Restores the state that a checkpoint of this step contains.
+
+        Detours that began after the checkpoint was saved are kept, as are the batches to leave out after it.
+        """
+        newest, before, detours = state_dict["newest"], state_dict["numbers"], state_dict["detours"]
+        if missed := [each for each in self._given if each <= newest and each not in before]:
+            logging.warning(
+                "The run has used the batches %s before step %d, so it can no longer leave them out. Resume from an "
+                "earlier checkpoint.",
+                checks.listed(map(str, missed)),
+                step_num,
+            )
+        self.detours, self._num_saved = [*detours, *self.detours[len(detours) :]], len(detours)
+        planned = {*self._given, *batches_of(self.detours)}
+        self.numbers = sorted({*before, *(each for each in planned if each > newest)})
+        self.epoch_start, self._num_recorded = state_dict["epoch_start"], state_dict["num_recorded"]
+
+    def turn_back(self, turn: types.TurnBack, now: Elapsed, number_of: Callable[[int], int]) -> None:
+        """Plans to leave out the batches of some steps.
+
+        Args:
+          turn: The steps.
+          now: The progress of the run.
+          number_of: A function that returns the number of the batch of a step.
+
+        Raises:
+          ValueError: If the run has no such steps.
+        """
+        if not 0 < turn.first <= turn.last <= now.steps:
+            raise ValueError(
+                f"A detour can leave out only batches of steps 1 to {now.steps}, got {turn.first} to {turn.last}."
+            )
+        first, last = number_of(turn.first), number_of(turn.last)
+        detour = {"step": now.steps, "first_batch": first, "last_batch": last, "first_step": turn.first}
+        self.detours.append({**detour, "reason": turn.reason})
+
+
+def batches_of(detours: Iterable[Mapping[str, Any]]) -> Iterator[int]:
+    """Yields the numbers of the batches that detours leave out."""
+    for each in detours:
+        yield from range(each["first_batch"], each["last_batch"] + 1)

@@ -1,0 +1,217 @@
+"""Extensions, which watch a run without being part of it, such as its log, its watchdog and the records of failures."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+from absl import logging
+from etils import epath
+
+from jaxloop import types
+from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.action import Action
+from jaxloop.actions.checkpoint_action import CheckpointAction
+from jaxloop.base import checks, encoding, files
+from jaxloop.engine.agenda import Item, Moment, Rank
+from jaxloop.experiment.specs import CheckpointSpec, RunSpec
+from jaxloop.experiment.whole_run import directories_of
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed, Schedule, never
+
+
+class Extension:
+    """Watches the runs of an `OuterLoop`. It can't change their results.
+
+    >>> import jaxloop
+    >>> from jaxloop import examples
+    >>> class Announce(Extension):
+    ...     def end(self, now, reason, error):
+    ...         print(f"The run is over at step {now.steps}: {reason}")
+    >>> step, state, batches = examples.tiny_regression()
+    >>> outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), extensions=[Announce()])
+    >>> _ = outer_loop(state, batches)
+    The run is over at step 100: finished
+
+    Hooks:
+      name: The name under which checkpoints store the state; by default, that of the class.
+      begin: Called when a run begins, and again when it has returned to an earlier checkpoint.
+      batch: Called with each training batch, before the step.
+      moment: Called when the first step is known, and whenever rows, actions or evaluations may have been called.
+      end: Called when the run is over, however it ends, after all checkpoints are on the disk.
+      state_dict, load_state_dict: What checkpoints store.
+    """
+
+    name: str = ""
+
+    def begin(self, experiment: "Experiment") -> Sequence[Item]:
+        """Begins to watch a run. Returns items to add to it.
+
+        This precedes the restore of a checkpoint, so the first step isn't known yet.
+
+        Args:
+          experiment: The experiment that is about to run.
+        """
+        return ()
+
+    def batch(self, batch: types.Batch) -> None:
+        """Observes a training batch as the dataset returns it, before the step."""
+
+    def moment(self, now: Elapsed) -> None:
+        """Observes the progress, perhaps more than once after a step. An error that this raises ends the run."""
+
+    def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
+        """Observes the end of a run. An error that this raises is logged.
+
+        Args:
+          now: The progress.
+          reason: "finished", "stopped" (perhaps with the name of an action), the name of a signal, "a detour" if the
+            run returns to an earlier checkpoint, "hang: ..." or "error: ...".
+          error: The exception that ended the run; None if there was none.
+        """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns what a checkpoint stores: numbers, strings, arrays, lists and dicts."""
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restores a `state_dict`."""
+
+
+@final
+class Extensions:
+    """The extensions of an `OuterLoop`.
+
+    Raises:
+      TypeError: If one of them is no `Extension`.
+      ValueError: If two of them have the same name.
+    """
+
+    def __init__(self, extensions: Sequence[Extension]):
+        for each in extensions:
+            if not isinstance(each, Extension):
+                raise TypeError(f"OuterLoop.extensions must contain Extensions, got {each!r}.")
+        self._by_name = {each.name or type(each).__name__: each for each in extensions}
+        if len(self._by_name) < len(extensions):
+            names = [each.name or type(each).__name__ for each in extensions]
+            raise ValueError(f"Two extensions have the same name: {checks.listed(names)}. Give each a different one.")
+        self._begun: list[Extension] = []
+
+    def begin(self, experiment: "Experiment") -> list[Item]:
+        """Begins to watch a run. Returns the items to add to it."""
+        items, self._begun = list[Item](), []
+        for each in self._by_name.values():
+            self._begun.append(each)
+            items += each.begin(experiment)
+        return [*items, _EachMoment(self.moment)]
+
+    @property
+    def observers(self) -> list[Callable[[types.Batch], None]]:
+        """The functions to call with each batch."""
+        return [each.batch for each in self._by_name.values() if type(each).batch is not Extension.batch]
+
+    def moment(self, now: Elapsed) -> None:
+        """Reports the progress."""
+        for each in self._by_name.values():
+            each.moment(now)
+
+    def end(self, now: Elapsed, reason: str, error: BaseException | None, but: Extension | None = None) -> None:
+        """Reports the end of the run to all extensions but one, in reverse order."""
+        begun = [each for each in self._begun if each is not but]
+        self._begun = [each for each in self._begun if each is but]
+        for each in reversed(begun):
+            try:
+                each.end(now, reason, error)
+            except Exception:
+                logging.exception("The extension %r failed at the end of the run.", each)
+
+    def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the states of the extensions that have one."""
+        states = {name: each.state_dict() for name, each in self._by_name.items()}
+        return {name: encoding.encode(state) for name, state in states.items() if state}, {}
+
+    def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+        """Restores a `state_dict`. Extensions without a state start fresh."""
+        for name, state in saved.items():
+            if name in self._by_name:
+                self._by_name[name].load_state_dict(encoding.decode(state))
+
+    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
+        """Lets all extensions start fresh."""
+
+
+@final
+class _EachMoment(Item):
+    """Is called whenever something else may be due. Checkpoints don't tell whether it was."""
+
+    name = "extensions"
+
+    def __init__(self, observe: Callable[[Elapsed], None]):
+        super().__init__(Rank.AFTER_EVALUATIONS)
+        self._observe = observe
+
+    @property
+    def interval(self) -> Schedule:
+        return never()
+
+    def is_due(self, now: Elapsed, loop: int | None) -> bool:
+        return True
+
+    def call(self, moment: Moment) -> bool:
+        self._observe(moment.now)
+        return False
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """An `OuterLoop` with the arguments of a call.
+
+    Attributes:
+      train_loop: The train loop; None to only evaluate.
+      eval_loops: One loop for each `EvalSpec`.
+      checkpoint_spec: The checkpoints to resume from or to evaluate; None for none.
+      workdir: The directory for the files of the run; None for none.
+      savers: The actions that save checkpoints.
+      history: The history.
+      extensions: The extensions.
+      spec: The arguments of the call.
+    """
+
+    train_loop: ActionLoop | None
+    eval_loops: Sequence[ActionLoop]
+    checkpoint_spec: CheckpointSpec | None
+    workdir: epath.Path | None
+    savers: Sequence[CheckpointAction]
+    history: History
+    extensions: Extensions
+    spec: RunSpec = dataclasses.field(default_factory=RunSpec)
+
+    @property
+    def loops(self) -> list[ActionLoop]:
+        """The train loop, if there is one, and the eval loops."""
+        return [*(() if self.train_loop is None else (self.train_loop,)), *self.eval_loops]
+
+    def errors(self) -> Iterator[Exception]:
+        """Yields the errors in the arguments of the call."""
+        step = None if self.train_loop is None else self.train_loop.step
+        return self.spec.errors(step, num_eval_loops=len(self.eval_loops))
+
+    @property
+    def actions(self) -> list[Action]:
+        """All actions, each of them once."""
+        return list(dict.fromkeys([*(each for loop in self.loops for each in loop.actions), *self.savers]))
+
+    @property
+    def checkpoint_dirs(self) -> list[epath.Path]:
+        """The directories that the run saves checkpoints to or resumes from; none without a train loop."""
+        return directories_of(self.train_loop, self.checkpoint_spec)
+
+    @property
+    def reports_dir(self) -> epath.Path | None:
+        """The directory for reports about failures and hangs; None for none."""
+        return self.workdir or next((action.directory for action in self.savers), None)
+
+    @property
+    def local_workdir(self) -> epath.Path | None:
+        """The work directory, if it is not remote; otherwise None."""
+        return None if self.workdir is None or files.is_remote(self.workdir) else self.workdir

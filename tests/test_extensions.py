@@ -1,0 +1,172 @@
+"""Extensions: when their hooks are called, and what checkpoints store of them."""
+
+import numpy as np
+import pytest
+
+import jaxloop
+from jaxloop import at, checkpoint, every, examples
+from jaxloop.engine.agenda import Item, Rank
+
+
+class Watching(jaxloop.Extension):
+    """Records its calls, and counts batches."""
+
+    def __init__(self, name="watching", items=()):
+        self.name, self.items, self.calls, self.count = name, items, [], 0
+
+    def begin(self, experiment):
+        self.calls.append(("begin", experiment.workdir))
+        self.count = 0
+        return self.items
+
+    def batch(self, batch):
+        self.count += 1
+
+    def moment(self, now):
+        self.calls.append(("moment", now.steps, self.count))
+
+    def end(self, now, reason, error):
+        self.calls.append(("end", now.steps, reason, error))
+
+    def state_dict(self):
+        return {"count": self.count, "array": np.arange(self.count)}
+
+    def load_state_dict(self, saved):
+        self.count = saved["count"]
+        assert saved["array"].tolist() == list(range(self.count))
+
+
+def make(workdir=None, *extensions, end_actions=(), **options):
+    step, state, batches = examples.tiny_regression()
+    loop = jaxloop.TrainLoop(step, end_actions=end_actions, **options)
+    log_interval = every(steps=10)
+    return jaxloop.OuterLoop(loop, workdir=workdir, log_interval=log_interval, extensions=extensions), state, batches
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}], ids=["single", "fused"])
+def test_each_moment_has_seen_all_batches_up_to_its_step(tmp_path, options):
+    watching = Watching()
+    outer_loop, state, batches = make(tmp_path, watching, **options)
+    outer_loop(state, batches, 25)
+    assert watching.calls[0] == ("begin", tmp_path) and watching.calls[-1] == ("end", 25, "finished", None)
+    moments = watching.calls[1:-1]
+    assert sorted({step for _, step, _ in moments}) == [0, 10, 20, 25]
+    assert all(step == count for _, step, count in moments)
+
+
+def test_the_end_is_told_with_the_error_after_the_checkpoint(tmp_path):
+    seen = []
+
+    class Ending(jaxloop.Extension):
+        def end(self, now, reason, error):
+            seen.append((now.steps, reason, error, checkpoint.all_steps(tmp_path / "checkpoints")))
+
+    def broken(batches):
+        yield from batches[:7]
+        raise OSError("gone")
+
+    outer_loop, state, batches = make(tmp_path, Ending())
+    with pytest.raises(OSError, match="gone") as raised:
+        outer_loop(state, broken(batches))
+    assert seen == [(7, "error: OSError: gone", raised.value, [7])]
+
+
+def test_an_action_that_stops_the_run_is_named(tmp_path):
+    watching = Watching()
+    stopping = jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=1e9, interval=every(steps=5))
+    outer_loop, state, batches = make(None, watching, end_actions=[stopping])
+    outer_loop(state, batches)
+    assert watching.calls[-1] == ("end", 10, "stopped by EarlyStoppingAction", None)
+
+
+def test_a_resumed_run_restores_the_states(tmp_path):
+    outer_loop, state, batches = make(tmp_path, Watching(), Watching("another"))
+    outer_loop(state, batches, 20)
+    first, second = Watching(), Watching("new")
+    outer_loop, state, batches = make(tmp_path, first, second)
+    outer_loop(state, batches, 30)
+    assert first.calls[1] == ("moment", 20, 20) and first.count == 30
+    assert second.calls[1] == ("moment", 20, 0) and second.count == 10
+
+
+def test_a_run_that_turns_back_begins_again(tmp_path):
+    class Once(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, history, **kwargs):
+            if "detour.step" not in history.paths():
+                raise jaxloop.TurnBack(step_num - 1, step_num, "I say so.")
+
+    watching = Watching()
+    save = jaxloop.CheckpointAction(tmp_path / "checkpoints", at(0) | every(steps=10))
+    outer_loop, state, batches = make(tmp_path, watching, end_actions=[Once(at(15)), save])
+    outer_loop(state, batches, 20)
+    told = [each for each in watching.calls if each[0] != "moment"]
+    assert told == [
+        ("begin", tmp_path),
+        ("end", 15, "a detour", None),
+        ("begin", tmp_path),
+        ("end", 20, "finished", None),
+    ]
+    assert watching.count == 20  # 10 from the checkpoint, and 10 after it.
+
+
+def test_an_action_outside_an_outer_loop_cannot_turn_back():
+    class Always(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            raise jaxloop.TurnBack(step_num, step_num, "I say so.")
+
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(jaxloop.TurnBack, match="I say so. Only the train loop of an OuterLoop"):
+        jaxloop.TrainLoop(step, end_actions=[Always(at(5))])(state, batches)
+
+
+def test_items_of_an_extension_are_called_when_they_are_due():
+    class Every3(Item):
+        name = "every 3"
+        interval = every(steps=3)
+
+        def call(self, moment):
+            steps.append(moment.now.steps)
+            return True
+
+    steps = []
+    outer_loop, state, batches = make(None, Watching(items=[Every3(Rank.ACTION)]))
+    outer_loop(state, batches, 10)
+    assert steps == [3, 6, 9]
+
+
+def test_an_error_at_the_end_is_logged_and_the_others_are_told(caplog):
+    class Broken(jaxloop.Extension):
+        def end(self, now, reason, error):
+            raise OSError("no network")
+
+    watching = Watching()
+    outer_loop, state, batches = make(None, watching, Broken())
+    state, _ = outer_loop(state, batches, 10)
+    assert int(state.step) == 10 and watching.calls[-1][0] == "end" and "no network" in caplog.text
+
+
+def test_an_error_in_a_moment_ends_the_run():
+    class Broken(jaxloop.Extension):
+        def moment(self, now):
+            if now.steps == 10:
+                raise OSError("no network")
+
+    outer_loop, state, batches = make(None, Broken())
+    with pytest.raises(OSError, match="no network"):
+        outer_loop(state, batches, 20)
+    assert int(outer_loop.rescued_state.step) == 10
+
+
+def test_a_run_without_training_is_watched_too():
+    watching = Watching()
+    step, state, batches = examples.tiny_regression(train=False)
+    outer_loop = jaxloop.OuterLoop(None, [jaxloop.EvalLoop(step)], extensions=[watching])
+    outer_loop(state, eval_specs=[jaxloop.EvalSpec(batches[:3])])
+    assert watching.calls == [("begin", None), ("end", 0, "finished", None)]
+
+
+def test_what_is_no_extension_and_two_of_a_name_are_refused():
+    with pytest.raises(TypeError, match=r"OuterLoop.extensions must contain Extensions"):
+        make(None, "log")
+    with pytest.raises(ValueError, match="Two extensions have the same name"):
+        make(None, Watching(), Watching())
