@@ -472,7 +472,7 @@ class OuterLoop:
             parts = {
                 "extensions": experiment.extensions,
                 "train": train_loop.engine,
-                **{each.spec.name: each.loop.engine for each in evaluations},
+                **{f"eval {each.spec.name}": each.loop.engine for each in evaluations},
                 "data": data,
             }
             run = WholeRun(

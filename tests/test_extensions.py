@@ -170,3 +170,14 @@ def test_what_is_no_extension_and_two_of_a_name_are_refused():
         make(None, "log")
     with pytest.raises(ValueError, match="Two extensions have the same name"):
         make(None, Watching(), Watching())
+
+
+@pytest.mark.parametrize("name", ["data", "history", "extensions"])
+def test_an_evaluation_may_have_the_name_of_a_part_of_checkpoints(tmp_path, name):
+    for total in (10, 20):
+        outer_loop, state, batches = make(tmp_path)
+        outer_loop = jaxloop.OuterLoop(
+            outer_loop.train_loop, [jaxloop.EvalLoop(examples.tiny_regression(train=False)[0])], workdir=tmp_path
+        )
+        state, _ = outer_loop(state, batches, total, 5, [jaxloop.EvalSpec(batches[:2], name=name)])
+    assert int(state.step) == 20 and outer_loop.history.collect("steps", f"{name}.loss")[0] == [5, 10, 15, 20]

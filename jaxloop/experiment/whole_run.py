@@ -179,7 +179,7 @@ class WholeRun:
                     part.load_state_dict(saved[name], own)
                 else:
                     if run:
-                        text = "The checkpoint of step %d has no state of an evaluation %r, which starts from scratch."
+                        text = "The checkpoint of step %d has no state of the part %r, which starts from scratch."
                         logging.warning(text, opened.step, name)
                     part.resume(elapsed, batches if name in ("train", "data") else 0)
             resumed = Resumed(elapsed, batches, metadata.get("may_be_incomplete", False))
