@@ -115,7 +115,7 @@ LARGE_CLASSES = {
     "models.loss_step.LossStep": (14, 27),
     "partition.mesh_partitioner.MeshPartitioner": (6, 20),
     "partition.partitioner.Partitioner": (0, 23),
-    "processes.interrupt.Interruptible": (9, 19),
+    "processes.interrupt.Interruptible": (9, 18),
     "runs.accounts.Goodput": (14, 5),
     "runs.status.Status": (11, 1),
     "stat_loop.Statistics": (9, 7),
