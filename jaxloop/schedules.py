@@ -377,7 +377,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
     Goal(step=90, time=inf, loop=4)
     """
-    goal = [NEVER[0], NEVER[1], NEVER[0]]
+    goal: list[Any] = [NEVER[0], NEVER[1], NEVER[0]]
     for each in intervals:
         if not isinstance(each, Schedule):
             goal[2] = min(goal[2], (now.loops // each + 1) * each)

@@ -74,7 +74,7 @@ def saved_without_times(directory):
                 for name, each in value.items()
                 # A loop that ends without a stop neither divides the outputs into parts nor keeps them for its actions.
                 if not any(word in str(name) for word in timed)
-                and name not in ("positions", "outputs", "ended", "ended_loops")
+                and name not in ("positions", "outputs", "ended", "unread", "cursor")
             }
         return [without_time(each) for each in value] if isinstance(value, list) else value
 
