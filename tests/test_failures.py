@@ -85,6 +85,21 @@ def test_error_in_a_step_is_recorded_with_its_state(data_parallel, tmp_path, ass
         jaxloop.replay(tmp_path, step)
 
 
+def test_error_after_run_is_recorded_as_one_of_that_step(tmp_path):
+    class FailsAtEnd(RegressionStep):
+        def end(self, state, outputs):
+            if int(state.step) == 4:
+                raise RuntimeError("what is this?")
+            return state, outputs
+
+    step = FailsAtEnd(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path)
+    fail(outer_loop, step.initialize_model([1, 3]), batches(6), RuntimeError)
+    assert int(outer_loop.rescued_state.step) == 4  # `run` had completed.
+    (folder,) = (path for path in (tmp_path / "failures").iterdir() if path.is_dir())
+    assert folder.name == "4" and list(json.loads((folder / "failure.json").read_text())["batches"])[-1] == "4"
+
+
 def test_failures_of_the_first_step_and_of_the_dataset_are_not_recorded(data_parallel, tmp_path):
     def failing():
         yield from batches(3)

@@ -363,3 +363,100 @@ def test_an_action_over_two_loops_gets_what_run_returned_for_both():
     state = step.initialize_model(batch_of(1))
     jaxloop.OuterLoop(loop)(state, jaxloop.from_index(lambda n: batch_of(n + 1)), 16, 4)
     assert seen == [(8, [4.0, 4.0]), (16, [4.0, 4.0])]
+
+
+class Lengths(jaxloop.TrainLoop):
+    seen = ()
+
+    def end(self, state, outputs):
+        self.seen = [*self.seen, (self.step_num, len(outputs["x"]))]
+        return super().end(state, outputs)
+
+
+class Fails(jaxloop.Action):
+    uses_outputs = False
+
+    def __call__(self, state, outputs, *, step_num, **context):
+        raise OSError("the disk is full")
+
+
+def test_end_gets_all_outputs_of_a_loop_that_a_resume_continues(tmp_path):
+    """Although the history has read some of them before the failure."""
+    for fails in ([Fails(at(steps=7))], []):
+        step = Sum(jax.random.key(0), None, train=True)
+        loop = Lengths(step, end_actions=fails)
+        outer_loop = jaxloop.OuterLoop(loop, log_interval=every(steps=5), workdir=tmp_path)
+        data = jaxloop.from_index(lambda number: batch_of(number + 1))
+        with contextlib.suppress(OSError):
+            outer_loop(step.initialize_model(batch_of(1)), data, 20, 10)
+    assert loop.seen == [(10, 10), (20, 10)]
+
+
+class Stops(Sum):
+    """Asks for a stop in step 3."""
+
+    def run(self, state, batch):
+        state, outputs = super().run(state, batch)
+        return state, {**outputs, jaxloop.STOP_LOOP: state.step == 3}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_steps_request_to_stop_takes_effect_at_the_end_of_its_loop(fails, tmp_path):
+    """Whatever reads the outputs in between, and after a resume."""
+    for actions in ([Fails(at(steps=7))], []) if fails else ([],):
+        step = Stops(jax.random.key(0), None, train=True)
+        loop = jaxloop.TrainLoop(step, end_actions=actions)
+        outer_loop = jaxloop.OuterLoop(loop, log_interval=every(steps=5), workdir=tmp_path)
+        data = jaxloop.from_index(lambda number: batch_of(number + 1))
+        with contextlib.suppress(OSError):
+            outer_loop(step.initialize_model(batch_of(1)), data, 40, 10)
+    assert loop.step_num == 10
+
+
+class EndStops(jaxloop.TrainLoop):
+    def end(self, state, outputs):
+        state, outputs = super().end(state, outputs)
+        return state, {**outputs, **({jaxloop.STOP_LOOP: True} if self.step_num == 20 else {})}
+
+
+class Reads(jaxloop.Action):
+    def __call__(self, state, outputs, *, step_num, **context):
+        outputs["x"]
+
+
+def test_an_action_that_reads_a_request_to_stop_later_does_not_repeat_it():
+    step = Sum(jax.random.key(0), None, train=True)
+    outer_loop = jaxloop.OuterLoop(EndStops(step, end_actions=[Reads(every(steps=25))]))
+    data = jaxloop.from_index(lambda number: batch_of(number + 1))
+    state, _ = outer_loop(step.initialize_model(batch_of(1)), data, 60, 10)
+    assert int(state.step) == 20
+    state, _ = outer_loop(state, data, 60, 10)
+    assert int(state.step) == 60
+
+
+class Collects(jaxloop.Action):
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.seen = []
+
+    def __call__(self, state, outputs, *, step_num, **context):
+        self.seen.append((step_num, len(outputs["x"])))
+
+
+def test_an_action_that_is_new_at_a_resume_gets_the_outputs_since_then(tmp_path):
+    new = Collects(1)
+    for actions, total in ([], 20), ([new], 40):
+        step = Sum(jax.random.key(0), None, train=True)
+        loop = jaxloop.TrainLoop(step, end_actions=actions)
+        outer_loop = jaxloop.OuterLoop(loop, log_interval=every(steps=30), workdir=tmp_path)
+        data = jaxloop.from_index(lambda number: batch_of(number + 1))
+        outer_loop(step.initialize_model(batch_of(1)), data, total, 10)
+    assert new.seen == [(30, 10), (40, 10)]
+
+
+def test_data_that_end_with_a_loop_return_that_loops_outputs_although_begin_wraps_them():
+    step = Sum(jax.random.key(0), None, train=True)
+    loop = type("Wraps", (LoopBegin, jaxloop.TrainLoop), {})(step, stat_names=[])
+    data = [batch_of(number) for number in TRAIN_NUMBERS]
+    state, outputs = jaxloop.OuterLoop(loop)(step.initialize_model(batch_of(1)), data, None, LOOP_STEPS)
+    assert int(state.step) == STEPS and len(outputs["x"]) == LOOP_STEPS

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, final
 
 from absl import logging
 
-from jaxloop import metrics
+from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import as_action
 from jaxloop.base import encoding
@@ -23,7 +23,8 @@ from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 class Rank(enum.IntEnum):
     """The order of the items that are due at the same step.
 
-    `ELSEWHERE` is for items that something else calls. An agenda only saves and restores them.
+    `ELSEWHERE` is for items that the engine calls when a loop begins, or the step. An agenda only saves and restores
+    them.
     """
 
     ELSEWHERE = -1
@@ -60,13 +61,13 @@ class Ended(NamedTuple):
       outputs: What its `end` hook returned.
       start: The position in the outputs at which it began.
       number: The number of loops that have ended, including this one.
-      is_own: True if the loop has hooks that may have changed the outputs.
+      is_changed: True if hooks of the loop may have changed the outputs.
     """
 
     outputs: LoopOutputs
     start: int
     number: int
-    is_own: bool
+    is_changed: bool
 
 
 class Item:
@@ -84,7 +85,7 @@ class Item:
       reads: "all" to wait for the outputs of all steps, "newest" for the newest that have arrived, or "nothing".
 
     Attributes:
-      cursor: The position in the outputs up to which the item has read.
+      cursor: A position in the outputs. The item has read those before it, or has them in `unread`.
       unread: What hooks returned for earlier loops: with an int interval, their outputs, which end at the cursor, and
         with a schedule, the values that are not lists.
       called_at: The step after which it was last called; None before the first call.
@@ -234,7 +235,8 @@ class Agenda:
       items: The items, by rank.
       ended: The loop that has ended last, until the next one begins.
       stopped_by: What has asked the run to stop: an item, or a description; None if nothing did.
-      owes_trim: True if `trim` must be called unless a loop has ended at the step of the last moment.
+      owes_trim: True after an interruption at a step that may or may not end a loop. The next step trims, or the end
+        of that loop.
     """
 
     def __init__(
@@ -317,7 +319,7 @@ class Agenda:
                 saves = False
                 break
             now = dataclasses.replace(now, is_last=True)
-        if ended is not None and ended.is_own:
+        if ended is not None and ended.is_changed:
             for item in items:
                 self._keep_unread(item, ended)
         self.owes_trim = may_end or (self.owes_trim and ended is None)
@@ -331,6 +333,7 @@ class Agenda:
 
     def _call(self, item: Item, state: Any, now: Elapsed, spent: Spent, ended: Ended | None) -> None:
         outputs, since = self._outputs_for(item, ended), spent - item.spent
+        stop = outputs.get(types.STOP_LOOP)  # A step has reported this, or a hook.
         if item.reads == "all" and now.steps:  # There is nothing to measure before the first step.
             outputs.update(self._measure(state, since, item.cursor))
         if item.rank == Rank.SAVE:  # A checkpoint contains that it was saved.
@@ -347,15 +350,16 @@ class Agenda:
         if is_done:
             item.was_called = True
             item.mark(now, spent, self._outputs.position)
-            if outputs.asks_to_stop:
-                self.stopped_by = item
+            if outputs.asks_to_stop and outputs[types.STOP_LOOP] is not stop:
+                self.stopped_by = self.stopped_by or item
 
     def _keep_unread(self, item: Item, ended: Ended) -> None:
         """Keeps what hooks returned for a loop, if an item that reads it was not called at its end."""
         if item.reads != "all" or item.cursor == self._outputs.position:
             return
         if isinstance(item.interval, Schedule):
-            item.unread.update(_plain(ended.outputs))
+            plain = _plain(ended.outputs)
+            item.unread.update({name: value for name, value in plain.items() if name != types.STOP_LOOP})
         elif item.cursor <= ended.start:
             item.unread, item.cursor = self._outputs_for(item, ended), self._outputs.position
 
@@ -369,15 +373,13 @@ class Agenda:
         if item.reads == "newest":
             return LoopOutputs(outputs.newest_scalars() if ended is None else metrics.newest_scalars(ended.outputs))
         outputs.cut()
-        if ended is not None and not isinstance(item.interval, Schedule) and item.cursor <= ended.start:
-            found = item.unread.copy()
+        found = item.unread.copy()
+        if ended is None or isinstance(item.interval, Schedule) or item.cursor > ended.start:
+            found.extend(outputs.since(item.cursor))
+            found.update({} if ended is None else _plain(ended.outputs))
+        else:
             found.extend(outputs.since(item.cursor, ended.start))
             found.extend(ended.outputs.copy())
-            return found
-        found = outputs.since(item.cursor)
-        found.update(_plain(item.unread))
-        if ended is not None:
-            found.update(_plain(ended.outputs))
         return found
 
     def trim(self) -> None:
@@ -424,7 +426,9 @@ class Agenda:
                 item.load(left.pop(index))
                 if str(index) in kept:
                     item.kept_state = kept[str(index)]
-            elif item.state_dict():
+                continue
+            item.cursor = self._outputs.position
+            if item.state_dict():
                 text = "%r was not part of the run when the checkpoint was saved, so it starts fresh."
                 logging.warning(text, getattr(item, "action", item))
         for each in left.values():

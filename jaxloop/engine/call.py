@@ -39,7 +39,7 @@ class Failure(NamedTuple):
     """What is left after an exception.
 
     Attributes:
-      step_num: The number of the step that raised it; None if no step did.
+      step_num: The number of the step that raised the exception; None if no step did.
       state: The state after the last completed step; None if it was lost.
       reason: The reason why there is no state.
     """
@@ -90,4 +90,10 @@ class Call:
     ran: Ran | None = None
     count: tuple[Any, int] = (None, 0)
     own_hooks: frozenset[str] | set[str] = frozenset()
+
+    @property
+    def changes_outputs(self) -> bool:
+        """True if hooks of the loop read its outputs, and may change them."""
+        return not self.own_hooks.isdisjoint({"run", "update_outputs", "end"})
+
     outcome: Outcome = dataclasses.field(default_factory=Outcome)

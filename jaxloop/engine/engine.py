@@ -126,7 +126,8 @@ class Engine:
                 with requests, run.stopwatch.counting("dispatch"):
                     while True:
                         state, iterator = self._begin_loop(call.state, data())
-                        state, outputs = self._checked(loop.run(state, iterator, steps()))
+                        state, found = self._checked(loop.run(state, iterator, steps()))
+                        outputs = found if run.batches else outputs
                         if not run.batches:
                             if not self._continues_without_batches(state):
                                 break
@@ -194,6 +195,7 @@ class Engine:
         """Prepares the outputs for a call that begins at the given step."""
         outputs, updates, policy = self.run.outputs, self.call.updates, self.options.nan_policy
         outputs.update = self._loop.update_outputs if "update_outputs" in self.call.own_hooks else None
+        outputs.hooks_read = self.call.changes_outputs
         outputs.pending.in_flight.set_limit(self.options.in_flight(self._loop.step))
         outputs.guard = None
         if updates and policy != "ignore":
@@ -249,8 +251,7 @@ class Engine:
         spent = run.stopwatch.spent()  # Without the time to read ahead.
         run.now = now = self._now_at_end()
         call.place = "the actions"
-        is_own = not call.own_hooks.isdisjoint({"run", "update_outputs", "end"})
-        run.agenda.ended = ended = Ended(outputs.copy(), start, run.loops, is_own)
+        run.agenda.ended = ended = Ended(outputs.copy(), start, run.loops, call.changes_outputs)
         run.now = run.agenda.hold(state, now, spent, ended)
         return state, outputs
 

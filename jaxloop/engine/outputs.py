@@ -60,12 +60,14 @@ class Outputs:
       pending: The outputs on the devices.
       loop_start: The position at which the current loop began.
       update: A function that adds a step's outputs to the loop's outputs; None to append to lists.
+      hooks_read: True if hooks of the loop read its outputs, so a checkpoint contains them from the loop's start.
       guard: The object that sees the columns as they arrive, and looks for NaN and infinity; None if nothing does.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
         self.pending: Pending = Pending(stopwatch)
         self.update: Callable[[Any, types.Output], Any] | None = None
+        self.hooks_read: bool = False
         self.guard: Guard | None = None
         self._left_out: set[str] = set()  # The names of outputs that a checkpoint can't store.
         self.reset()
@@ -198,9 +200,9 @@ class Outputs:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, cursors: Sequence[int]) -> dict[str, Any]:
-        """Returns the outputs after the first of these cursors, which are those that somebody has still to read."""
+        """Returns the outputs after the first of these cursors and, if they matter at its end, those of the loop."""
         self.fetch()
-        wanted = [*cursors] if self.update is None else [*cursors, self.loop_start]
+        wanted = [*cursors, self.loop_start] if self.hooks_read or self.may_stop else [*cursors]
         least = min(wanted, default=self.position)
         *segments, newest = self._segments
         segments = [each for each in segments if each.end > least]

@@ -196,7 +196,8 @@ class Program:
         ):  # Else, the processes compare them one by one.
             ran.is_in_step = True
             try:
-                with jax.profiler.StepTraceAnnotation(self._marker, step_num=ran.step_num + size):
+                newest = ran.step_num + size * self.step.updates_per_step
+                with jax.profiler.StepTraceAnnotation(self._marker, step_num=newest):
                     result = self.dispatch_fused(ran.state, batches)
             except BaseException as error:
                 is_final = isinstance(error, FusingError) or not checks.is_alive(ran.state)

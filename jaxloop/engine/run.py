@@ -22,7 +22,7 @@ class Clock:
     Attributes:
       stopwatch: The argument of the same name.
       agreed: The training time in the first process, as far as all processes know it; None in a single process.
-      moment: The training time at the last moment. Nothing that is scheduled by time became due since then.
+      moment: The training time at the last moment. Everything that was due by then has been called.
     """
 
     def __init__(self, stopwatch: Stopwatch, *, is_shared: bool):
@@ -129,7 +129,7 @@ class Run:
         passed = newest // loop_steps - before // loop_steps
         if passed <= 0:
             return False
-        since = (newest % loop_steps + (not also_here)) // updates
+        since = (now.steps - newest // loop_steps * loop_steps) // updates
         self.loops, self.loops_run, self.batches = self.loops + passed, self.loops_run + passed, since
         self.outputs.begin_loop(self.outputs.position - since)
         self.agenda.ended = None

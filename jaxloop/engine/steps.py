@@ -22,7 +22,7 @@ _MANY_BATCHES = 10_000  # After this many, an evaluation without a limit causes 
 
 @final
 class Steps:
-    """Runs the steps of a loop, in stretches of steps between which nothing can be due, and then calls what is due.
+    """Runs the steps of a loop in stretches. Something can be due only at the end of one, and is called there.
 
     Args:
       loop: The loop.
@@ -78,7 +78,7 @@ class Steps:
 
         Args:
           goal: The goal of the stretch.
-          left: The number of batches to the end of the loop.
+          left: The number of batches that this call may still run.
         """
         call, run, plan, requests = self._call, self._run, self._plan, self._requests
         ends_loop = plan.ends_loop(run.now.steps)
@@ -105,7 +105,7 @@ class Steps:
         return None if requests.requested or run.agenda.wants_stop else self._next_goal()
 
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
-        """Returns True if there is another batch, which is then read ahead."""
+        """Returns True if there is another batch, which is then read ahead, or if the next loop wraps the data."""
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
         pauses = self._run.agenda.job.requests.outermost.pauses  # A command may ask for a save.
@@ -178,7 +178,8 @@ class Steps:
                 program.run(ran, feed, min(room, pending.room), requests, deadline)
         except BaseException as error:
             if ran.is_in_step and isinstance(error, Exception):
-                failed = run.now.steps + (len(ran.examples) + 1) * max(call.updates, 1)
+                failed = len(ran.examples) + (step.rescued_state is None)  # A rescued step has been counted.
+                failed = run.now.steps + failed * max(call.updates, 1)
                 call.outcome.failure = call.outcome.failure._replace(step_num=failed)
             if ran.is_in_step or not requests.supersedes(error):
                 raise
