@@ -432,19 +432,7 @@ class OuterLoop:
     ) -> "preflight.Report":
         from jaxloop.check import preflight
 
-        checked = preflight.Experiment(
-            experiment.spec,
-            experiment.train_loop,
-            experiment.eval_loops,
-            experiment.checkpoint_spec,
-            experiment.workdir,
-            self.log_interval,
-            self.sources.open,
-            experiment.savers,
-            self.sources.passes,
-            topology,
-            is_starting,
-        )
+        checked = preflight.Checked(experiment, self.log_interval, self.sources, topology, is_starting)
         return preflight.check(checked, state, () if is_starting else experiment.errors(), num_batches)
 
     def _check_start(self, experiment: Experiment, state: Any, num_batches: int | None) -> None:

@@ -11,7 +11,7 @@ from jaxloop import checkpoint, distributed
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import encoding, files
 from jaxloop.check.data import TrainData
-from jaxloop.check.experiment import Experiment, State
+from jaxloop.check.experiment import Checked, State
 from jaxloop.check.report import Findings
 from jaxloop.data import fingerprint
 from jaxloop.engine.rehearse import Course
@@ -24,11 +24,12 @@ from jaxloop.schedules import Elapsed, Schedule
 # Resuming ---------------------------------------------------------------------------------------------------
 
 
-def check_checkpoints(experiment: Experiment, course: Course, state: State, data: TrainData, found: Findings) -> Course:
+def check_checkpoints(checked: Checked, course: Course, state: State, data: TrainData, found: Findings) -> Course:
     """Checks the directories, and the checkpoint to resume from. Returns the course from where the run begins."""
+    experiment = checked.experiment
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
-    _check_directories(experiment, found)
-    course = _course_from(state.values, course, experiment)
+    _check_directories(checked, found)
+    course = _course_from(state.values, course, checked)
     with here:
         directories = [spec.checkpoint_dir, *whole_run.directories_of(train_loop, spec)] if spec is not None else []
         saved = checkpoint.all_paths(dict.fromkeys(directories))
@@ -40,14 +41,15 @@ def check_checkpoints(experiment: Experiment, course: Course, state: State, data
         elif spec is not None:
             step, directory = int(saved[-1].name), saved[-1].parent
             found.plan["checkpoint"] = f"resumes from step {step:,} in {directory}"
-            course = _check_checkpoint(spec, directory, step, experiment, course, state, data, here)
+            course = _check_checkpoint(spec, directory, step, checked, course, state, data, here)
     if train_loop is not None:
         with found.at("the checkpoints"):
             whole_run.check_no_newer_checkpoints(train_loop, course.start.steps)
     return course
 
 
-def _check_directories(experiment: Experiment, found: Findings) -> None:
+def _check_directories(checked: Checked, found: Findings) -> None:
+    experiment = checked.experiment
     train_loop, workdir = experiment.train_loop, experiment.workdir
     name = lock.TRAINER if train_loop is not None else lock.EVALUATOR
     for directory in whole_run.directories_of(train_loop, experiment.checkpoint_spec, workdir):
@@ -59,11 +61,12 @@ def _check_directories(experiment: Experiment, found: Findings) -> None:
                     pass
 
 
-def _course_from(given: Any, course: Course, experiment: Experiment) -> Course:
+def _course_from(given: Any, course: Course, checked: Checked) -> Course:
     """Returns the course of a run that begins with the given state, unless it resumes from a checkpoint.
 
     If the state is at the step where the last call to the train loop ended, the run continues from there.
     """
+    experiment = checked.experiment
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
     step = (
         0 if np.ndim(getattr(given, "step", 0)) else whole_run.step_num_of(given)
@@ -72,20 +75,21 @@ def _course_from(given: Any, course: Course, experiment: Experiment) -> Course:
     start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
     if loop_steps is not None:
         start = dataclasses.replace(start, loops=start.steps // loop_steps)
-    return dataclasses.replace(course, start=start, passes=experiment.passes if continues else 0)
+    return dataclasses.replace(course, start=start, passes=checked.sources.passes if continues else 0)
 
 
 def _check_checkpoint(
     spec: CheckpointSpec,
     directory: epath.Path,
     step: int,
-    experiment: Experiment,
+    checked: Checked,
     course: Course,
     state: State,
     data: TrainData,
     here: Findings,
 ) -> Course:
     """Checks that a checkpoint belongs to this run. Returns the course of a run that resumes from it."""
+    experiment = checked.experiment
     loop, opened = experiment.train_loop, checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():
         if state.shapes is not None:
@@ -111,8 +115,9 @@ def _check_checkpoint(
 # Saving -----------------------------------------------------------------------------------------------------
 
 
-def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
+def check_saving(checked: Checked, course: Course, size: int, data: TrainData, here: Findings) -> None:
     """Checks the checkpoints that a run would save, and whether a killed run could resume exactly where it stopped."""
+    experiment = checked.experiment
     spec, savers = experiment.checkpoint_spec, experiment.savers
     directories = [action.directory for action in savers]
     if spec is not None and not directories:
@@ -129,7 +134,7 @@ def check_saving(experiment: Experiment, course: Course, size: int, data: TrainD
             "CheckpointAction and CheckpointSpec the same directory, to which you may copy a checkpoint."
         )
     evaluated = [
-        (name, action) for name, loop, _ in experiment.evaluations for action in whole_run.checkpoint_actions(loop)
+        (name, action) for name, loop, _ in checked.evaluations for action in whole_run.checkpoint_actions(loop)
     ]
     for name, action in evaluated if not savers else ():
         here.at(f"eval {name!r}").warn(
@@ -142,9 +147,9 @@ def check_saving(experiment: Experiment, course: Course, size: int, data: TrainD
         warning = data.source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
         if warning:
             here.at("the train data").warn(warning)
-        for name, _, each in experiment.evaluations:
+        for name, _, each in checked.evaluations:
             iterator = each.dataset_iterator
-            warning = None if iterator is None else experiment.source_of(iterator).resume_warning()
+            warning = None if iterator is None else checked.sources.open(iterator).resume_warning()
             if warning:
                 here.at(f"eval {name!r}").warn(warning)
     for number, action in enumerate(savers, start=1):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.check.experiment import Experiment, Part
+from jaxloop.check.experiment import Checked, Part
 from jaxloop.check.report import Findings
 from jaxloop.data import is_endless, is_one_pass, num_batches
 from jaxloop.data.position import PositionedIterator
@@ -48,13 +48,14 @@ class TrainData:
         return declared.first_of_each_size()
 
 
-def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
+def open_train_data(checked: Checked, found: Findings) -> TrainData:
     """Opens the training dataset, and peeks at its first batch."""
+    experiment = checked.experiment
     dataset, opened = experiment.spec.data, TrainData()
     if experiment.train_loop is None:
         return opened
     with found.at("the train data"):
-        source = experiment.source_of(dataset)
+        source = checked.sources.open(dataset)
         if experiment.spec.epochs is not None:
             source.begin_pass(0)
         opened = TrainData(source)
@@ -72,20 +73,22 @@ def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
     return opened
 
 
-def course_of(experiment: Experiment, data: TrainData) -> Course:
+def course_of(checked: Checked, data: TrainData) -> Course:
     """Returns the course of the run from step 0."""
+    experiment = checked.experiment
     spec, train_loop = experiment.spec, experiment.train_loop
     stop = None if spec.stop is None else spec.stop.as_stop()
     updates, at = (1, Elapsed()) if train_loop is None else (train_loop.step.updates_per_step, None)
     plan = Plan(total=spec.total_steps, loop_steps=spec.loop_steps, stop=stop, at=at)
     rows, most = checks.num_examples(data.first[0]) or 1 if data.first else 1, 5_000
-    if experiment.is_starting:  # The batch size is unknown, so assume that any number of examples is reached at once.
+    if checked.is_starting:  # The batch size is unknown, so assume that any number of examples is reached at once.
         plan, rows, most = dataclasses.replace(plan, total=spec.ends[0], stop=None), 2**30, 100
     return Course(plan, spec.epochs, data.num_batches, rows, updates, most_moments=most)
 
 
-def check_length(here: Findings, experiment: Experiment, course: Course, data: TrainData, state: Any) -> None:
+def check_length(here: Findings, checked: Checked, course: Course, data: TrainData, state: Any) -> None:
     """Checks the length of the training, and warns about lengths that are probably unintended."""
+    experiment = checked.experiment
     spec, start, end = experiment.spec, course.start.steps, course.end
     here.plan["train"] = f"{course}; loops end {course.loops}"
     if course.is_over:
@@ -103,7 +106,7 @@ def check_length(here: Findings, experiment: Experiment, course: Course, data: T
             f"They end at step {data_end}, after {data.num_batches} batches, and train_total_steps={spec.total_steps}. "
             "Repeat the dataset (train_epochs says how often), or lower train_total_steps."
         )
-    is_generator = inspect.isgenerator(spec.train_dataset) and not experiment.is_starting  # It may end.
+    is_generator = inspect.isgenerator(spec.train_dataset) and not checked.is_starting  # It may end.
     if spec.epochs is None and spec.stop is None and end == END and (is_generator or is_endless(spec.data)):
         ending = "its data have no end" if not is_generator else "a generator does not say whether its data end"
         here.warn(
@@ -115,14 +118,14 @@ def check_length(here: Findings, experiment: Experiment, course: Course, data: T
 # Evaluation data --------------------------------------------------------------------------------------------
 
 
-def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tuple[Sequence[types.Batch], str]:
+def first_eval_batch(part: Part, spec: EvalSpec, checked: Checked) -> tuple[Sequence[types.Batch], str]:
     """Returns a list with the first batch of an evaluation, and a phrase that describes the number of batches.
 
     The list is empty if the batch can't be read without consuming it.
     """
     if spec.dataset_iterator is not None:
         try:
-            first = [] if experiment.is_starting else [experiment.source_of(spec.dataset_iterator).peek()]
+            first = [] if checked.is_starting else [checked.sources.open(spec.dataset_iterator).peek()]
         except StopIteration:
             raise spec.empty() from None
         return first, f"{spec.num_steps} batches each time"
@@ -135,8 +138,8 @@ def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tupl
                 "use EvalSpec(None, dataset_iterator=..., num_steps=...) to continue where the last evaluation stopped."
             )
         return (), "batches of an iterator"
-    number = _check_number(part.here, spec, is_starting=experiment.is_starting)
-    if experiment.is_starting:
+    number = _check_number(part.here, spec, is_starting=checked.is_starting)
+    if checked.is_starting:
         return (), number
     batches: Any = as_iterator(spec.data)
     try:

@@ -1,54 +1,42 @@
 """The experiment being checked, with its state and loops."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any, final
-
-from etils import epath
 
 from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
-from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.check.report import Findings
-from jaxloop.data.position import PositionedIterator
 from jaxloop.engine.rehearse import Calls
-from jaxloop.experiment.specs import CheckpointSpec, EvalSpec, RunSpec
+from jaxloop.experiment.data import Sources
+from jaxloop.experiment.extension import Experiment
+from jaxloop.experiment.specs import EvalSpec
 from jaxloop.schedules import Schedule
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Experiment:
-    """An `OuterLoop` with the arguments of a call.
+class Checked:
+    """An experiment to check.
 
     Attributes:
-      spec: The arguments of the call.
-      train_loop: The train loop; None to evaluate only.
-      eval_loops: One loop for each `EvalSpec`.
-      checkpoint_spec, workdir, log_interval: See `OuterLoop`.
-      source_of: A function that opens a dataset as the run would.
-      savers: The actions that save checkpoints.
-      passes: The number of epochs that the last call completed, in case this run continues from there.
+      experiment: The experiment.
+      log_interval: See `OuterLoop`.
+      sources: Opens datasets as the run would.
       topology: The TPUs to compile the train step for; None for the devices of its partitioner.
       is_starting: True if the run is about to start, so that the check must neither read batches nor trace anything.
     """
 
-    spec: RunSpec
-    train_loop: ActionLoop | None
-    eval_loops: Sequence[ActionLoop]
-    checkpoint_spec: CheckpointSpec | None
-    workdir: epath.PathLike | None
+    experiment: Experiment
     log_interval: int | Schedule
-    source_of: Callable[[Any], PositionedIterator]
-    savers: Sequence[CheckpointAction]
-    passes: int
+    sources: Sources
     topology: str | None
     is_starting: bool
 
     @property
     def evaluations(self) -> list[tuple[str, ActionLoop, EvalSpec]]:
         """The name, loop and spec of each evaluation."""
-        return [(each.name, loop, each) for loop, each in zip(self.eval_loops, self.spec.eval_specs, strict=True)]
+        loops, specs = self.experiment.eval_loops, self.experiment.spec.eval_specs
+        return [(each.name, loop, each) for loop, each in zip(loops, specs, strict=True)]
 
 
 @final

@@ -7,7 +7,7 @@
 - `checkpoints`: the checkpoint from which the run would resume, and those that it would save.
 - `actions`: the calls to actions, and the values that actions save, monitor, and write.
 
-The modules check an `Experiment` and collect problems in `report.Findings`. `check` returns them as a `Report`. The
+The modules check an experiment and collect problems in `report.Findings`. `check` returns them as a `Report`. The
 class `Course` in `jaxloop.engine.rehearse` predicts when actions and evaluations are due. Every run starts with the
 part of the check that takes only milliseconds.
 """
@@ -21,7 +21,7 @@ from jaxloop.actions.action import Action
 from jaxloop.check.actions import check_actions
 from jaxloop.check.checkpoints import check_checkpoints, check_saving
 from jaxloop.check.data import TrainData, check_length, course_of, first_eval_batch, open_train_data
-from jaxloop.check.experiment import Experiment, Part, State
+from jaxloop.check.experiment import Checked, Part, State
 from jaxloop.check.report import CheckError, Findings, Problem, Report
 from jaxloop.check.step import check_memory, check_model, check_state, check_step
 from jaxloop.engine.rehearse import Calls, Course
@@ -32,47 +32,47 @@ from jaxloop.schedules import Schedule, is_never, skipped_step
 # In a run of this many batches or fewer, such as a first try, nobody misses the rows of a history.
 _LONG_LOOP = 100
 
-__all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
+__all__ = ["CheckError", "Checked", "Problem", "Report", "check"]
 
 
-def check(
-    experiment: Experiment, state: Any, errors: Iterable[Exception] = (), num_batches: int | None = None
-) -> Report:
+def check(checked: Checked, state: Any, errors: Iterable[Exception] = (), num_batches: int | None = None) -> Report:
     """Checks an experiment.
 
     If the run is about to start, the check covers the whole run from step 0, so that the report doesn't depend on the
     step at which the run resumes.
 
     Args:
-      experiment: The experiment.
+      checked: The experiment and what to check.
       state: The state from which the run starts.
       errors: The errors already found in the arguments. If there are any, nothing else is checked.
       num_batches: The number of batches in an epoch, in a run that is about to start; None if unknown.
     """
+    experiment = checked.experiment
     began, found, calls = time.perf_counter(), Findings(), {}
     for error in errors:
         found.at("the arguments").error(str(error))
     if not found.problems:
-        _check_schedules(experiment, found.at("the schedules"))
+        _check_schedules(checked, found.at("the schedules"))
     if not found.problems:  # Nothing can be predicted from a schedule that contradicts itself.
         with found.at("the run"):
-            if experiment.is_starting:
+            if checked.is_starting:
                 state, data = State(state), TrainData(num_batches=num_batches)
-                course = course_of(experiment, data)
+                course = course_of(checked, data)
             else:
-                state, data = check_state(state, found.at("the state")), open_train_data(experiment, found)
-                course = check_checkpoints(experiment, course_of(experiment, data), state, data, found)
-            calls = _check_course(experiment, course, state, data, found)
+                state, data = check_state(state, found.at("the state")), open_train_data(checked, found)
+                course = check_checkpoints(checked, course_of(checked, data), state, data, found)
+            calls = _check_course(checked, course, state, data, found)
             if data.source is not None and not experiment.spec.has_iterator:  # The run will read on from an iterator.
                 data.source.close()
     return Report(found.in_order(), found.plan, time.perf_counter() - began, calls)
 
 
-def _check_schedules(experiment: Experiment, here: Findings) -> None:
+def _check_schedules(checked: Checked, here: Findings) -> None:
+    experiment = checked.experiment
     loops = [] if experiment.train_loop is None else [experiment.train_loop]
     actions = [action for loop in [*loops, *experiment.eval_loops] for action in loop.actions]
-    evaluations = [spec.when_due for _, _, spec in experiment.evaluations]
-    intervals = [*(action.interval for action in actions), *evaluations, experiment.log_interval, experiment.spec.stop]
+    evaluations = [spec.when_due for _, _, spec in checked.evaluations]
+    intervals = [*(action.interval for action in actions), *evaluations, checked.log_interval, experiment.spec.stop]
     for schedule in dict.fromkeys(each for each in intervals if isinstance(each, Schedule)):
         with here:
             if step := skipped_step(schedule):
@@ -83,28 +83,30 @@ def _check_schedules(experiment: Experiment, here: Findings) -> None:
 
 
 def _check_course(
-    experiment: Experiment, course: Course, state: State, data: TrainData, found: Findings
+    checked: Checked, course: Course, state: State, data: TrainData, found: Findings
 ) -> Mapping[Action | str, Calls]:
+    experiment = checked.experiment
     train_loop, parts = experiment.train_loop, []
     if train_loop is not None:
         train = Part(found.at("the train loop"), "train", train_loop, course.loops)
-        check_length(train.here, experiment, course, data, state.shapes)
+        check_length(train.here, checked, course, data, state.shapes)
         parts.append(check_step(train, state, data.first, longest_loop=course.batches_of_longest_loop))
-    for name, loop, spec in experiment.evaluations:
-        parts.append(_check_evaluation(name, loop, spec, experiment, course, state, found))
+    for name, loop, spec in checked.evaluations:
+        parts.append(_check_evaluation(name, loop, spec, checked, course, state, found))
     if train_loop is not None:
-        check_memory(parts[0], state, data.to_compile, experiment.topology)
+        check_memory(parts[0], state, data.to_compile, checked.topology)
     calls = check_actions(parts, course, state.shapes, found)
     if train_loop is not None:
         evaluates_once = all(len(part.calls.moments) <= 1 for part in parts[1:])  # Evaluations add rows, too.
-        _check_log_interval(experiment.log_interval, course, evaluates_once, found.at("OuterLoop"))
-        check_saving(experiment, course, bytes_of(state.shapes), data, found.at("the checkpoints"))
+        _check_log_interval(checked.log_interval, course, evaluates_once, found.at("OuterLoop"))
+        check_saving(checked, course, bytes_of(state.shapes), data, found.at("the checkpoints"))
     return calls | {part.name: part.calls for part in parts if not part.trains}
 
 
 def _check_evaluation(
-    name: str, loop: ActionLoop, spec: EvalSpec, experiment: Experiment, course: Course, state: State, found: Findings
+    name: str, loop: ActionLoop, spec: EvalSpec, checked: Checked, course: Course, state: State, found: Findings
 ) -> Part:
+    experiment = checked.experiment
     train_loop = experiment.train_loop
     calls = Calls([course.start]) if experiment.checkpoint_spec is None else Calls(rest="at each checkpoint")
     calls = calls if train_loop is None else course.calls(spec.when_due)
@@ -115,7 +117,7 @@ def _check_evaluation(
         part.here.warn(f"It would never run: {spec.when}, and {course}.")
     first, count = (), "?"
     with part.here:
-        first, count = first_eval_batch(part, spec, experiment)
+        first, count = first_eval_batch(part, spec, checked)
     may_skip = spec.should_eval_fn is not None and part.calls.moments
     found.plan[part.here.where] = f"{'at most ' if may_skip else ''}{part.calls}; {count}"
     return check_step(part, state, first)

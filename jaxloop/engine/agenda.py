@@ -333,7 +333,6 @@ class Agenda:
 
     def _call(self, item: Item, state: Any, now: Elapsed, spent: Spent, ended: Ended | None) -> None:
         outputs, since = self._outputs_for(item, ended), spent - item.spent
-        stop = outputs.get(types.STOP_LOOP)  # A step has reported this, or a hook.
         if item.reads == "all" and now.steps:  # There is nothing to measure before the first step.
             outputs.update(self._measure(state, since, item.cursor))
         if item.rank == Rank.SAVE:  # A checkpoint contains that it was saved.
@@ -350,7 +349,7 @@ class Agenda:
         if is_done:
             item.was_called = True
             item.mark(now, spent, self._outputs.position)
-            if outputs.asks_to_stop and outputs[types.STOP_LOOP] is not stop:
+            if outputs.asks_to_stop:
                 self.stopped_by = self.stopped_by or item
 
     def _keep_unread(self, item: Item, ended: Ended) -> None:
