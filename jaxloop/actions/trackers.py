@@ -1,21 +1,18 @@
 """Writers for experiment trackers: MLflow, trackio and Weights & Biases."""
 
 import abc
-import atexit
 import contextlib
 import html
 import importlib
 import json
-import math
 import os
 import re
 import secrets
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import numpy as np
 from absl import logging
@@ -23,56 +20,46 @@ from etils import epath
 
 from jaxloop.actions.writers import as_batch
 from jaxloop.base import files
-from jaxloop.base.text import printable
 
 
 class _TrackerWriter(abc.ABC):
     """The base class of all tracker writers. Stores the tracked run's ID, and skips points that already exist.
 
     The ID is saved in a file in the work directory before the first point is written, and in each checkpoint. After a
-    resume or an error, the next write first reads back the points that the tracker already has, and doesn't write them
+    resume or an error, the next write first reads back which points the tracker already has, and doesn't write them
     again. Writers are thread-safe. A subclass has a method for each kind of value that its tracker can store.
     """
 
-    _package: ClassVar[str]
-
-    def __init__(self, workdir: epath.PathLike):
+    def __init__(self, workdir: epath.PathLike, package: str):
         try:
-            self._module: Any = importlib.import_module(self._package)
+            self._module: Any = importlib.import_module(package)
         except ModuleNotFoundError as error:
-            text = f"{type(self).__name__} needs the package {error.name}: pip install {self._package}"
+            text = f"{type(self).__name__} needs the package {error.name}: pip install {package}"
             raise ModuleNotFoundError(text, name=error.name) from error
-        self._workdir = files.absolute(workdir)
-        self._file = self._workdir / f"tracked_run_{self._package}.json"
+        self._file = files.absolute(workdir) / f"tracked_run_{package}.json"
         self._lock = threading.RLock()
         self._id: str | None = None
-        self._is_open, self._is_described = False, True
-        self._status = "finished"  # How the run ended, if it has ended.
-        self._stored_status: str | None = None  # The status that the tracker shows; None if it is unknown.
-        self._hparams: dict[str, Any] = {}
+        self._status = ""  # As the tracker shows it, such as "running"; "" if it is unknown.
+        self._hparams: dict[str, Any] = {}  # These and the notes are still to be written.
         self._notes: dict[str, Any] = {}
-        # The values that the tracker has, by name and step; None if they must be read back.
-        self._known: dict[tuple[str, int], list[Any]] | None = {}
-        self._has_warned = False
-        # Called after all other handlers, for a write that opens the tracked run while the program exits. A lambda,
-        # because `_end` unregisters the method.
-        atexit.register(lambda: self._end_at_exit())
+        # The names and steps of the points that the tracker has from earlier attempts; None if they must be read back.
+        self._known: set[tuple[str, int]] | None = set()
 
     @abc.abstractmethod
     def _open(self) -> None:
         """Opens the tracked run `self._id`, or creates it if it doesn't exist."""
 
     @abc.abstractmethod
-    def _describe(self) -> None:
-        """Writes the hyperparameters and the notes. Called again if they change."""
+    def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+        """Writes new hyperparameters and notes."""
 
     @abc.abstractmethod
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one point for each value, at the given step."""
 
     @abc.abstractmethod
-    def _points(self, step: int) -> Iterable[tuple[str, int, Any]]:
-        """Yields the name, step and value of each point that the tracker has at `step` or later."""
+    def _points(self, step: int) -> Iterable[tuple[str, int]]:
+        """Yields the name and the step of each point that the tracker has at `step` or later."""
 
     @abc.abstractmethod
     def _close(self, status: str) -> None:
@@ -89,42 +76,29 @@ class _TrackerWriter(abc.ABC):
         """Adds hyperparameters, which are written before the next point."""
         with self._lock:
             self._hparams |= hparams
-            self._is_described = False
 
     def write_notes(self, notes: Mapping[str, Any]) -> None:
         """Adds notes about the run, which are written before the next point."""
         with self._lock:
             self._notes |= notes
-            self._is_described = False
 
     def flush(self) -> None:
         """Waits until the tracker has stored everything."""
-        if self._is_open or not self._is_described:
+        if self._status == "running" or self._hparams or self._notes:
             with self._using():
-                self._flush()
-
-    def _flush(self) -> None:  # noqa: B027 (to override, or not)
-        """Waits until the tracker has stored everything. A no-op if every write already waits."""
+                pass
 
     def write_status(self, status: str) -> None:
         """Stores how a run ended ("finished", "failed" or "killed"), and closes it. A later write reopens it."""
         with self._lock:
-            has_run = self._id is not None or not self._is_described
-            if has_run and (self._is_open or self._stored_status != status):
+            if (self._id is not None or self._hparams or self._notes) and self._status != status:
                 with self._using():
-                    self._status = status
-                    self._flush()
-                self._end()
-
-    def _end_at_exit(self) -> None:
-        """Ends a tracked run that no `OuterLoop` has ended and the program hasn't closed."""
-        if self._is_open:
-            self.write_status("failed" if hasattr(sys, "last_value") else "finished")  # Set by an uncaught exception.
+                    self._end(status)
 
     def close(self) -> None:
-        """Closes the tracked run. A later write reopens it."""
+        """Closes the tracked run, if it is open. A later write reopens it."""
         self.flush()
-        self._end()
+        self._end("finished")
 
     def position(self) -> dict[str, Any]:
         """Returns the ID of the tracked run, to be stored in a checkpoint."""
@@ -144,7 +118,7 @@ class _TrackerWriter(abc.ABC):
           ValueError: If `position` or the file in the work directory doesn't contain a valid ID.
         """
         with self._lock:
-            self._end()
+            self._end("finished")
             saved = (position or {}).get("run")
             if saved is None and self._file.exists():
                 try:
@@ -153,33 +127,17 @@ class _TrackerWriter(abc.ABC):
                     raise ValueError(f"{self._file} is damaged. Delete it to begin a new tracked run.") from error
             if saved is not None and not (isinstance(saved, str) and re.fullmatch("[0-9a-z]{8,64}", saved)):
                 raise ValueError(f"{saved!r} is not a tracked run of {type(self).__name__}.")
-            self._id, self._known, self._stored_status = saved, None if saved else {}, None
+            self._id, self._known, self._status = saved, None if saved else set(), ""
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the values that the tracker doesn't have yet."""
         with self._using():
             if self._known is None:
-                self._known = {}
-                for name, at, value in self._points(step):
-                    self._known.setdefault((name, at), []).append(value)
-            new = {}
-            for name, value in values.items():
-                name = self._name(name)
-                known = self._known.get((name, step), [])
-                place = next((place for place, each in enumerate(known) if _is_same(name, each, value)), None)
-                if place is not None:
-                    del known[place]
-                    continue
-                if name in new:
-                    raise ValueError(f"Two values are stored under the name {name!r}. Rename one of them.")
-                new[name] = value
-                if known and not self._has_warned:
-                    self._has_warned = True
-                    logging.warning(
-                        f"{type(self).__name__}: the tracked run has {printable(name)}={known[0]} for step {step}, and "
-                        f"now it is {value}. This tracker can't replace points, so it shows both."
-                    )
-            if new:
+                self._known = set(self._points(step))
+            new = {self._name(name): value for name, value in values.items()}
+            if len(new) < len(values):
+                raise ValueError(f"Two of these names are the same in the tracker: {', '.join(values)}. Rename one.")
+            if new := {name: value for name, value in new.items() if (name, step) not in self._known}:
                 self._log(step, new)
 
     @contextlib.contextmanager
@@ -188,43 +146,37 @@ class _TrackerWriter(abc.ABC):
         with self._lock:
             try:
                 if self._id is None:
-                    files.prepare_directory(self._workdir)
+                    files.prepare_directory(self._file.parent)
                     self._id = secrets.token_hex(16)
-                    new = self._workdir / f"{self._file.name}.new"
+                    new = self._file.with_suffix(".new")
                     with files.open_file(new, "w") as file:
                         file.write(json.dumps({"run": self._id}))
                     new.replace(self._file)
-                if not self._is_open:
+                if self._status != "running":
                     self._open()
-                    self._is_open, self._status = True, "finished"
-                    atexit.register(self._end_at_exit)  # Called before the tracker's own handlers.
-                if not self._is_described:
-                    self._describe()
-                    self._is_described = True
+                    self._status = "running"
+                if self._hparams or self._notes:
+                    self._describe(self._hparams, self._notes)
+                    self._hparams, self._notes = {}, {}
                 yield
             except Exception as error:
                 self._known = None
                 error.add_note(f"in {type(self).__name__}, whose tracked run is {self._id}")
                 raise
 
-    def _end(self) -> None:
+    def _end(self, status: str) -> None:
         with self._lock:
-            if self._is_open:
-                self._is_open, self._stored_status = False, self._status
-                atexit.unregister(self._end_at_exit)
-                self._close(self._status)
+            if self._status == "running":
+                self._status = status
+                self._close(status)
 
 
 class _MediaWriter(_TrackerWriter):
-    """The base class of the writers for trackers whose rows can contain text, images and histograms as objects."""
+    """The base class of the writers for trackers whose rows can contain text and images as objects."""
 
     @abc.abstractmethod
     def _text(self, text: str) -> Any:
         """Returns the tracker's object that represents a text."""
-
-    @abc.abstractmethod
-    def _histogram(self, array: Any, num_bins: int) -> Any:
-        """Returns the tracker's object that represents the histogram of an array."""
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         self._write(step, {name: self._text(text) for name, text in texts.items()})
@@ -236,12 +188,6 @@ class _MediaWriter(_TrackerWriter):
             for i, each in enumerate(pictures):
                 values[name if len(pictures) == 1 else f"{name}/{i}"] = self._module.Image(each)
         self._write(step, values)
-
-    def write_histograms(
-        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
-    ) -> None:
-        bins = num_buckets or {}
-        self._write(step, {name: self._histogram(each, bins.get(name) or 64) for name, each in arrays.items()})
 
 
 @final
@@ -255,8 +201,8 @@ class MlflowWriter(_TrackerWriter):
 
     Hyperparameters become MLflow params, and notes become tags. How a run ended becomes the status of the MLflow run:
     FINISHED, FAILED (by an error) or KILLED (by a signal). The writer uses `MlflowClient` with the ID of its own
-    run, so it doesn't affect any thread's active run. MLflow can't delete points, so the writer reads back the existing
-    points and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An existing
+    run, so it doesn't affect any thread's active run. MLflow can't delete points, so the writer reads back which points
+    exist and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An existing
     param keeps its value; if the new value differs, a warning is logged.
 
     Args:
@@ -269,8 +215,6 @@ class MlflowWriter(_TrackerWriter):
       ModuleNotFoundError: If MLflow is not installed.
     """
 
-    _package = "mlflow"
-
     def __init__(
         self,
         workdir: epath.PathLike,
@@ -279,8 +223,8 @@ class MlflowWriter(_TrackerWriter):
         *,
         run_name: str | None = None,
     ):
-        super().__init__(workdir)
-        self._uri, self._experiment, self._run_name = tracking_uri, experiment, run_name or self._workdir.name
+        super().__init__(workdir, "mlflow")
+        self._uri, self._experiment, self._run_name = tracking_uri, experiment, run_name or self._file.parent.name
         self._client: Any = None
         self._run = ""
 
@@ -295,9 +239,9 @@ class MlflowWriter(_TrackerWriter):
         self._run = run.info.run_id
         self._client.update_run(self._run, status="RUNNING")
 
-    def _describe(self) -> None:
+    def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         has, new = self._client.get_run(self._run).data.params, []
-        for name, value in self._hparams.items():
+        for name, value in hparams.items():
             name = self._name(name)
             if name not in has:
                 new.append(self._module.entities.Param(name, str(value)))
@@ -305,7 +249,7 @@ class MlflowWriter(_TrackerWriter):
                 logging.warning(
                     f"MlflowWriter: the param {name} keeps the value {has[name]}; its new value, {value}, is ignored."
                 )
-        tags = [self._module.entities.RunTag(self._name(name), str(value)) for name, value in self._notes.items()]
+        tags = [self._module.entities.RunTag(self._name(name), str(value)) for name, value in notes.items()]
         self._client.log_batch(self._run, params=new, tags=tags, synchronous=True)
 
     def _name(self, name: str) -> str:
@@ -314,14 +258,13 @@ class MlflowWriter(_TrackerWriter):
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         now, new = int(time.time() * 1000), self._module.entities.Metric
         metrics = [new(name, value, now, step) for name, value in values.items()]
-        for first in range(0, len(metrics), 1000):  # MLflow's limit per call.
-            self._client.log_batch(self._run, metrics=metrics[first : first + 1000], synchronous=True)
+        self._client.log_batch(self._run, metrics=metrics, synchronous=True)
 
-    def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
+    def _points(self, step: int) -> Iterator[tuple[str, int]]:
         for name in self._client.get_run(self._run).data.metrics:
             for metric in self._client.get_metric_history(self._run, name):
                 if metric.step >= step:
-                    yield name, metric.step, metric.value
+                    yield name, metric.step
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         with self._using():
@@ -340,7 +283,7 @@ class MlflowWriter(_TrackerWriter):
 
 @final
 class TrackioWriter(_MediaWriter):
-    """Writes scalars, images, text and histograms to trackio's database on this machine.
+    """Writes scalars, images and text to trackio's database on this machine.
 
     >>> import jaxloop
     >>> def summaries(workdir):
@@ -360,13 +303,11 @@ class TrackioWriter(_MediaWriter):
       ModuleNotFoundError: If trackio is not installed.
     """
 
-    _package = "trackio"
-
     def __init__(self, workdir: epath.PathLike, project: str, *, run_name: str | None = None):
-        super().__init__(workdir)
+        super().__init__(workdir, "trackio")
         self._storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
         self._reserved = frozenset(importlib.import_module("trackio.utils").RESERVED_KEYS)
-        self._project, self._run_name = project, run_name or self._workdir.name
+        self._project, self._run_name = project, run_name or self._file.parent.name
         self._config: dict[str, Any] | None = None  # Still to be written, with the next row.
         self._newest_step: int | None = None
 
@@ -374,8 +315,8 @@ class TrackioWriter(_MediaWriter):
         self._storage.init_db(self._project)
         self._configure({_STATUS: "running"})
 
-    def _describe(self) -> None:
-        self._configure({**self._notes, **self._hparams})
+    def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+        self._configure({**notes, **hparams})
 
     def _configure(self, values: Mapping[str, Any]) -> None:
         before = self._config
@@ -392,10 +333,10 @@ class TrackioWriter(_MediaWriter):
         self._storage.bulk_log(**run, metrics_list=[row], steps=[step], config=self._config)
         self._config, self._newest_step = None, step
 
-    def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
+    def _points(self, step: int) -> Iterator[tuple[str, int]]:
         for row in self._storage.get_logs(self._project, self._run_name, run_id=self._id):
             if row["step"] >= step:
-                yield from ((name, row["step"], row[name]) for name in row.keys() - {"step", "timestamp"})
+                yield from ((name, row["step"]) for name in row.keys() - {"step", "timestamp"})
 
     def _stored(self, value: Any, step: int) -> Any:
         if hasattr(value, "_save"):  # As in trackio's own `Run.log`; the public API always uses its thread.
@@ -405,9 +346,6 @@ class TrackioWriter(_MediaWriter):
     def _text(self, text: str) -> Any:
         return self._module.Markdown(text)
 
-    def _histogram(self, array: Any, num_bins: int) -> Any:
-        return self._module.Histogram(array, num_bins=num_bins)
-
     def _close(self, status: str) -> None:
         if self._newest_step is not None:
             self._configure({_STATUS: status})
@@ -416,7 +354,7 @@ class TrackioWriter(_MediaWriter):
 
 @final
 class WandbWriter(_MediaWriter):
-    """Writes scalars, images, text and histograms to Weights & Biases.
+    """Writes scalars, images and text to Weights & Biases.
 
     >>> import jaxloop
     >>> def summaries(workdir):
@@ -443,44 +381,40 @@ class WandbWriter(_MediaWriter):
       TypeError: If you pass an option that the writer sets itself.
     """
 
-    _package = "wandb"
-
     def __init__(self, workdir: epath.PathLike, project: str | None = None, **options: Any):
         if taken := sorted(options.keys() & {"id", "resume", "dir", "reinit"}):
             raise TypeError(f"WandbWriter sets {', '.join(taken)} itself to let runs resume. Don't pass it.")
-        super().__init__(workdir)
+        super().__init__(workdir, "wandb")
         self._options = {"project": project, **options}
         self._run: Any = None
 
     def _open(self) -> None:
-        own = {"id": self._id, "resume": "allow", "dir": os.fspath(self._workdir), "reinit": "create_new"}
+        own = {"id": self._id, "resume": "allow", "dir": os.fspath(self._file.parent), "reinit": "create_new"}
         self._run = self._module.init(**own, **self._options)
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 
-    def _describe(self) -> None:
-        self._run.config.update({**self._notes, **self._hparams}, allow_val_change=True)
+    def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+        self._run.config.update({**notes, **hparams}, allow_val_change=True)
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({**values, _STEP: step})
 
-    def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
+    def _points(self, step: int) -> Iterator[tuple[str, int]]:
         if self._run.offline:
             return
         run = self._module.Api().run(f"{self._run.entity}/{self._run.project}/{self._id}")
         for row in run.scan_history(use_cache=False):
             at = row.get(_STEP)
             if at is not None and at >= step:
-                yield from ((name, at, value) for name, value in row.items() if value is not None)
+                yield from ((name, at) for name, value in row.items() if value is not None)
 
     def _text(self, text: str) -> Any:
         return self._module.Html(f"<pre>{html.escape(text)}</pre>")
 
-    def _histogram(self, array: Any, num_bins: int) -> Any:
-        return self._module.Histogram(array, num_bins=num_bins)
-
-    def _flush(self) -> None:
-        self._end()
+    def flush(self) -> None:
+        super().flush()
+        self._end("finished")
 
     def _close(self, status: str) -> None:
         self._run.finish(exit_code={"finished": 0, "failed": 1, "killed": 255}[status])
@@ -495,23 +429,11 @@ class WandbWriter(_MediaWriter):
                 shutil.rmtree(path)
 
     def _offline_parts(self) -> list[epath.Path]:
-        return [] if self._id is None else sorted(self._workdir.glob(f"wandb/offline-run-*-{self._id}*"))
+        return [] if self._id is None else sorted(self._file.parent.glob(f"wandb/offline-run-*-{self._id}*"))
 
 
 _STEP = "jaxloop/step"
 _STATUS = "jaxloop/status"
-
-
-def _is_same(name: str, known: Any, value: Any) -> bool:
-    """Returns True if a stored value matches a new one. Media and statistics aren't compared, and always match."""
-    if not isinstance(value, float) or "jaxloop/" in name:
-        return True
-    try:
-        # MLflow stores the largest finite number instead of infinity.
-        known, value = np.nan_to_num([float(known), value], nan=math.nan).tolist()
-    except (TypeError, ValueError):
-        return False
-    return math.isclose(known, value, rel_tol=1e-6) or (math.isnan(known) and math.isnan(value))
 
 
 def _pictures(image: Any) -> list[np.ndarray]:
