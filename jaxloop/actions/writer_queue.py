@@ -61,8 +61,7 @@ class WriterQueue:
     >>> import types
     >>> writer = types.SimpleNamespace(write_scalars=lambda step, values: print(step, values), flush=lambda: None)
     >>> queue = WriterQueue.of(writer)
-    >>> queue.put(Call("an action", 10, "write_scalars", {"loss": 0.5}))
-    >>> queue.flush()
+    >>> queue.put(Call("an action", 10, "write_scalars", {"loss": 0.5})); queue.flush()
     10 {'loss': 0.5}
 
     All actions with the same writer share its queue. The program makes all pending calls before it exits. If it is
