@@ -40,6 +40,45 @@ class _Memory:
     stopped: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Patience:
+    """A number of measurements or, with a unit, a period: the unit is a field of `Elapsed`."""
+
+    value: float
+    unit: str = ""
+
+    @classmethod
+    def of(cls, patience: int | Schedule) -> "_Patience":
+        if not isinstance(patience, Schedule):
+            checks.check_positive("EarlyStoppingAction.patience", patience)
+            return cls(patience)
+        unit, value = getattr(patience, "unit", None), getattr(patience, "value", None)
+        if unit is None or value is None:
+            raise TypeError(
+                f"EarlyStoppingAction.patience must be a positive int or a period such as after(steps=1000), got "
+                f"{patience!r}, which has no length."
+            )
+        if value <= 0:
+            raise ValueError(f"EarlyStoppingAction.patience must be positive, got {patience!r}.")
+        return cls(value, unit)
+
+    def __str__(self) -> str:
+        return f"after({self.unit}={self.value})" if self.unit else str(self.value)
+
+    def spent(self, memory: _Memory) -> float:
+        """Returns how much of the patience is spent; infinity if the metric has failed."""
+        if memory.patient_since is None or memory.seen_at is None:
+            return math.inf
+        if not self.unit:
+            return memory.waits
+        return getattr(memory.seen_at, self.unit) - getattr(memory.patient_since, self.unit)
+
+    def describe(self, spent: float) -> str:
+        """Returns a text such as "2 evaluations"."""
+        unit = {"": "evaluations", "time": "seconds"}.get(self.unit, self.unit)
+        return f"{spent:g} {unit}" if spent != 1 else f"1 {unit[:-1]}"
+
+
 class EarlyStoppingAction(Action):
     """Ends the run when a metric stops improving, or immediately if it becomes NaN.
 
@@ -49,7 +88,7 @@ class EarlyStoppingAction(Action):
     the action stops the run, it logs the reason.
 
     Hooks:
-      __call__, begin_run, finish, close, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
+      __call__, begin_run, finish, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
 
     >>> stopping = EarlyStoppingAction("test/accuracy", patience=2)
     >>> for step, accuracy in [(100, 0.95), (200, 0.98), (300, 0.97), (400, 0.98)]:
@@ -76,7 +115,7 @@ class EarlyStoppingAction(Action):
     """
 
     runs_last = True
-    settings: Sequence[str] = ("patience", "min_delta")
+    settings = ("patience", "min_delta")
 
     def __init__(
         self,
@@ -90,7 +129,7 @@ class EarlyStoppingAction(Action):
     ):
         super().__init__(interval)
         self.monitor: Monitor = Monitor(monitor, mode)
-        self._patience, self._unit = _patience_and_unit(patience)
+        self._patience = _Patience.of(patience)
         for name, value in (("min_delta", min_delta), ("baseline", baseline)):
             if value is not None and (not isinstance(value, numbers.Real) or not math.isfinite(value)):
                 raise TypeError(f"EarlyStoppingAction.{name} must be a number, got {value!r}.")
@@ -106,17 +145,14 @@ class EarlyStoppingAction(Action):
         self._is_over = False
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
-        self._forget_other_run(step_num)
-
-    def _forget_other_run(self, step_num: int) -> None:
         if self._is_over or (self._memory.seen_at is not None and step_num < self._memory.seen_at.steps):
             self._forget()
 
     def change(self, name: str, value: Any) -> None:
         """Changes `patience` (its unit stays the same) or `min_delta`."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if name == "patience" and is_number and value > 0 and (self._unit or value == int(value)):
-            self._patience = value
+        if name == "patience" and is_number and value > 0 and (self._patience.unit or value == int(value)):
+            self._patience = dataclasses.replace(self._patience, value=value)
         elif name == "min_delta" and is_number and value >= 0:
             self._min_delta = value
         else:
@@ -125,7 +161,7 @@ class EarlyStoppingAction(Action):
     @property
     def patience(self) -> int | None:
         """The number of consecutive measurements without an improvement after which the run ends; None for a period."""
-        return None if self._unit else int(self._patience)
+        return None if self._patience.unit else int(self._patience.value)
 
     @property
     def monitors(self) -> Sequence[str]:
@@ -133,7 +169,7 @@ class EarlyStoppingAction(Action):
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         if outputs is None:
-            yield self._begin_action_error
+            yield f"{self!r} can't stop a loop as one of its begin_actions. Add it to the end_actions."
 
     @property
     def best(self) -> float | None:
@@ -151,9 +187,8 @@ class EarlyStoppingAction(Action):
         return self._memory.stopped
 
     def __repr__(self) -> str:
-        patience = f"after({self._unit}={self._patience})" if self._unit else self._patience
         name, mode = self.monitor.name, self.monitor.mode
-        return f"EarlyStoppingAction({name!r}, patience={patience}, mode={mode!r}, interval={self.interval})"
+        return f"EarlyStoppingAction({name!r}, patience={self._patience}, mode={mode!r}, interval={self.interval})"
 
     def __call__(
         self,
@@ -165,23 +200,18 @@ class EarlyStoppingAction(Action):
         history: History | None = None,
         **kwargs: Any,
     ) -> None:
+        if outputs is None:
+            raise TypeError(*self.check(state, outputs))
         now = Elapsed(step_num) if elapsed is None else elapsed.without_previous()
-        self._forget_other_run(now.steps)  # In a hand-written loop, nothing calls `begin_run`.
         self._memory.seen_at = now
         value = self.monitor.measured(outputs, history, now)
         if value is None:
             return
         reason = self._reason_to_stop(state, value, now)
         self._memory.stopped = reason is not None
-        if self._memory.stopped:
-            if outputs is None:
-                raise TypeError(self._begin_action_error)
+        if reason is not None:
             outputs[types.STOP_LOOP] = True
             announce("Stopped at step %d: %s", now.steps, reason)
-
-    @property
-    def _begin_action_error(self) -> str:
-        return f"{self!r} can't stop a loop as one of its begin_actions. Add it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
         """Records a value, and returns a sentence with the reason to stop the run, or None if it should continue."""
@@ -198,40 +228,26 @@ class EarlyStoppingAction(Action):
                 self.kept_state = jax.tree.map(_copy, state)
             if self._baseline is None or self.monitor.improves(value, self._baseline, self._min_delta):
                 memory.patient_since, memory.waits = now, 0
-        return self._describe(self._gone) if self.is_out_of_patience else None
+        return self._describe() if self.is_out_of_patience else None
 
     @property
     def is_out_of_patience(self) -> bool:
         """True if there was no improvement for as long as `patience` allows, or if the metric became NaN."""
-        return self._gone >= self._patience
+        return self._patience.spent(self._memory) >= self._patience.value
 
     def renew_patience(self) -> None:
         """Starts counting `patience` anew at the next call."""
         self._memory.patient_since, self._memory.waits = None, 0
 
-    @property
-    def _gone(self) -> float:
-        memory = self._memory
-        if memory.patient_since is None or memory.seen_at is None:
-            return math.inf
-        return (
-            getattr(memory.seen_at, self._unit) - getattr(memory.patient_since, self._unit)
-            if self._unit
-            else memory.waits
-        )
-
-    def _describe(self, gone: float) -> str:
+    def _describe(self) -> str:
         best, at = self._memory.best, self._memory.best_elapsed
         assert best is not None and at is not None  # The first value is the best so far, unless it has failed.
-        unit = {"": "evaluations", "time": "seconds"}.get(self._unit, self._unit)
-        period = f"{gone:g} {unit}" if gone != 1 else f"1 {unit[:-1]}"
-        margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
+        period = self._patience.describe(self._patience.spent(self._memory))
+        target = f"{best:.6g} (step {at.steps})"
         if self._baseline is not None and not self.monitor.improves(best, self._baseline, self._min_delta):
-            return (
-                f"{self.monitor.name} has not improved on the baseline {self._baseline:g}{margin} for {period}; "
-                f"the best was {best:.6g} (step {at.steps})."
-            )
-        return f"{self.monitor.name} has not improved on {best:.6g} (step {at.steps}){margin} for {period}."
+            target = f"the baseline {self._baseline:g}, with at best {target},"
+        margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
+        return f"{self.monitor.name} has not improved on {target}{margin} for {period}."
 
     def finish(self, state: Any) -> Any:
         memory, name = self._memory, printable(self.monitor.name)
@@ -243,21 +259,10 @@ class EarlyStoppingAction(Action):
             )
         self._is_over = True
         best_state, self.kept_state = self.kept_state, None
-        if not self._restore_best or memory.best_elapsed is None:
-            return state
-        if best_state is None:
-            logging.warning(
-                f"{self!r} can't return the state with the best {name}, of step {memory.best_elapsed.steps}, because "
-                "the run has been resumed since then and checkpoints don't contain the copy. It returns the newest "
-                f"state. CheckpointAction(directory, best={name!r}) keeps the best one on disk."
-            )
+        if best_state is None or memory.best_elapsed is None:
             return state
         logging.info("The run returns the state of step %d, with the best %s.", memory.best_elapsed.steps, name)
         return best_state
-
-    def close(self) -> None:
-        super().close()
-        self.kept_state = None
 
     def state_dict(self) -> Mapping[str, Any]:
         kept = vars(self._memory)
@@ -272,19 +277,3 @@ class EarlyStoppingAction(Action):
 
 def _copy(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _patience_and_unit(patience: int | Schedule) -> tuple[float, str]:
-    """Returns the patience as a number and its unit: a field of `Elapsed`, or "" if it counts measurements."""
-    if not isinstance(patience, Schedule):
-        checks.check_positive("EarlyStoppingAction.patience", patience)
-        return patience, ""
-    unit, value = getattr(patience, "unit", None), getattr(patience, "value", None)
-    if unit is None or value is None:
-        raise TypeError(
-            f"EarlyStoppingAction.patience must be a positive int or a period such as after(steps=1000), got "
-            f"{patience!r}, which has no length."
-        )
-    if value <= 0:
-        raise ValueError(f"EarlyStoppingAction.patience must be positive, got {patience!r}.")
-    return value, unit
