@@ -131,7 +131,8 @@ class Monitor:
         """Returns an error message for a metric that doesn't exist, with a list of the existing metrics."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
-        return f"No metric named {self.name!r} is measured. Available: {checks.listed(self._by_similarity(there))}."
+        nearest = difflib.get_close_matches(self.name, there, 12, cutoff=0.0)
+        return f"No metric named {self.name!r} is measured. Available: {checks.listed(nearest)}."
 
     def _as_number(self, value: Any) -> float:
         if isinstance(value, str):
@@ -163,10 +164,6 @@ class Monitor:
         if not self._has_warned and (history is None or groups - {"train"} or (rest and first in groups)):
             self._has_warned = True
             logging.warning("%s A later step may still measure it.", self.missing_message(scalars, history))
-
-    def _by_similarity(self, names: list[str]) -> list[str]:
-        likeness = lambda name: difflib.SequenceMatcher(None, self.name, name).ratio()
-        return sorted(names, key=likeness, reverse=True)[:12]
 
 
 def _parts(name: str) -> list[str]:
