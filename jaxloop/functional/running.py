@@ -26,7 +26,7 @@ from jaxloop.experiment.data import position_of, warning_of_unknown_position
 from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.counting import Counting, as_stop
-from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
+from jaxloop.functional.loop_state import LoopState, Moment, Tasks, commit, end_row, on_end, on_start, write
 from jaxloop.functional.tools import CheckpointTool, Tool, as_kind, kind_on_host
 from jaxloop.history import History
 from jaxloop.models.function_step import name_of
@@ -476,10 +476,10 @@ def _report(loop_state: LoopState, elapsed: Sequence[Elapsed], found: Sequence[A
     for now, each in zip(elapsed, found, strict=True):
         if each["outputs"] is not None:
             loop_state.history.add_outputs(now, each["outputs"])
-    logs = [each["logs"] or {} for each in found]
-    loop_state.history.commit_all(elapsed[:-1], logs[:-1])
-    loop_state.elapsed = elapsed[-1]
-    loop_state.logs.merge(logs[-1])
+        loop_state.elapsed = now
+        if each is not found[-1]:
+            commit(loop_state, each["logs"] or {})
+    loop_state.logs.merge(found[-1]["logs"] or {})
 
 
 def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
