@@ -556,6 +556,6 @@ def _close_actions(experiment: Experiment, status: str | None, raise_errors: boo
             errors.append(error)
     for loop in experiment.loops:
         loop.engine.set_plan(None)
-    experiment.history.close()
+    experiment.history.flush()
     if errors and raise_errors:
         raise errors[0]
