@@ -571,6 +571,28 @@ def test_resume_keeps_the_rows_up_to_a_step(steps, kept, in_file, tmp_path):
         assert [outputs for _, outputs in resumed.outputs] == sorted(set(kept))
 
 
+def test_resume_drops_later_rows_of_the_same_step(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history_of(*((1, {"loss": float(i)}) for i in range(4)), path=path)
+    resumed = History(path)
+    resumed.resume(1, num_rows=2)
+    assert resumed.collect("loss") == [0.0, 1.0] == History.load(path).collect("loss")
+
+
+def test_a_foreign_file_is_kept(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_text("notes")  # Like a torn line.
+    History(path).resume(0)
+    assert (tmp_path / "history.jsonl.before").read_text() == "notes"
+
+
+def test_a_long_line_is_not_read_as_a_whole(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b"[" * (17 << 20))
+    with pytest.raises(ValueError, match="line 1: expected a row"):
+        History.load(path)
+
+
 def test_resume_without_a_file_creates_one(tmp_path):
     history = History(tmp_path / "runs" / "history.jsonl")
     history.resume(100)
