@@ -16,6 +16,7 @@ from jaxloop.base import checks, files
 from jaxloop.base.text import quiet_orbax, suggests
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Item, Rank
+from jaxloop.engine.call import Failure
 from jaxloop.engine.feed import Source
 from jaxloop.engine.plan import Plan
 from jaxloop.eval_loop import EvalLoop
@@ -278,6 +279,7 @@ class OuterLoop:
                     if training is None or training.newest_state is None:
                         raise
                     state = checkpoint.template_of(training.newest_state)
+                    first_loop.engine.outcome.failure = Failure()  # It has the state, which needs memory.
             self._spent = first_loop.spent - spent_before
             logging.info("%s", self._spent)
             if training is not None:
@@ -326,12 +328,14 @@ class OuterLoop:
                         training.data.left_out.warn_of_unreached(training.data.newest_batch())
         except types.TurnBack as turn:
             try:
-                if training is not None:
-                    training.data.turn_back(turn, first_loop.step.updates_per_step)
-            finally:
+                if training is None:
+                    raise
+                training.data.turn_back(turn, first_loop.step.updates_per_step)
                 _close_actions(experiment, None, raise_errors=True)
-            if training is not None:
                 training.abandon_checkpoints(turn)
+            except BaseException as error:
+                _close_actions(experiment, requests.run_status(error), raise_errors=False)
+                raise
             raise
         except BaseException as error:
             if training is not None and training.has_begun:
@@ -360,12 +364,14 @@ class OuterLoop:
             if loop.engine.run.agenda.wants_stop:
                 reason = "stopped" if by is None else f"stopped by {type(by).__name__}"
             reason = self._job.requests.outermost.reason or reason
-        except types.TurnBack:
-            raise
         except BaseException as raised:
+            if isinstance(raised, types.TurnBack) and training is not None:
+                raise
             reason, error = f"error: {type(raised).__name__}: {raised}", raised
             raise
         finally:
+            for each in experiment.loops:
+                each.engine.set_plan(None)
             extensions.end(loop.elapsed, reason, error)
             if self._job.is_shared and isinstance(error, SystemExit):
                 distributed.exit_without_waiting(error)
@@ -554,8 +560,6 @@ def _close_actions(experiment: Experiment, status: str | None, raise_errors: boo
             error.add_note(f"in {type(action).__name__}.close of {action!r}, at the end of the run")
             logging.exception("%r could not be closed.", action)
             errors.append(error)
-    for loop in experiment.loops:
-        loop.engine.set_plan(None)
     experiment.history.flush()
     if errors and raise_errors:
         raise errors[0]

@@ -1,5 +1,7 @@
 """Extensions: when their hooks are called, and what checkpoints store of them."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -181,3 +183,83 @@ def test_an_evaluation_may_have_the_name_of_a_part_of_checkpoints(tmp_path, name
         )
         state, _ = outer_loop(state, batches, total, 5, [jaxloop.EvalSpec(batches[:2], name=name)])
     assert int(state.step) == 20 and outer_loop.history.collect("steps", f"{name}.loss")[0] == [5, 10, 15, 20]
+
+
+class Counts(jaxloop.Extension):
+    def __init__(self):
+        self.batches = 0
+
+    def begin(self, experiment):
+        self.batches = 0
+        return ()
+
+    def batch(self, batch):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, saved):
+        self.batches = saved["batches"]
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_the_checkpoint_after_a_failed_step_has_one_batch_per_step(at_once, tmp_path):
+    fails = True
+
+    def preprocess(self, batch):
+        if fails and int(batch["number"][0]) == 24:
+            raise OSError("a bad batch")
+        return batch
+
+    def batch_of(number):
+        return {**batches[number % 100], "number": np.full([8], number)}
+
+    for fails in (True, False):
+        step, state, batches = examples.tiny_regression()
+        step = type("Fails", (type(step),), {"preprocess_batch": preprocess})(
+            step.base_prng, step.model, step.optimizer, train=True
+        )
+        counts = Counts()
+        loop = jaxloop.TrainLoop(step, steps_per_dispatch=at_once)
+        outer_loop = jaxloop.OuterLoop(loop, workdir=tmp_path, extensions=[counts])
+        with pytest.raises(OSError, match="a bad batch") if fails else contextlib.nullcontext():
+            outer_loop(state, jaxloop.from_index(batch_of), 40)
+        assert counts.batches == (25 if fails else 40)
+
+
+class Turns(jaxloop.Action):
+    ended = ()
+
+    def __call__(self, state, outputs, *, step_num, **context):
+        raise jaxloop.TurnBack(step_num, step_num, "It looks bad.")
+
+    def end_run(self, status):
+        self.ended = [*self.ended, status]
+
+
+def test_a_run_that_cannot_turn_back_ends_as_failed():
+    step, state, batches = examples.tiny_regression()
+    action = Turns(every(steps=10))
+    with pytest.raises(RuntimeError, match="must return to a checkpoint"):
+        jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]))(state, batches, 40)
+    assert action.ended == ["failed"]
+
+
+def test_all_extensions_end_although_one_is_interrupted():
+    ended = []
+
+    class Ends(jaxloop.Extension):
+        def __init__(self, name):
+            self.name = name
+
+        def end(self, now, reason, error):
+            ended.append(self.name)
+            if self.name == "second":
+                raise KeyboardInterrupt
+
+    step, state, batches = examples.tiny_regression()
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), extensions=[Ends("first"), Ends("second"), Ends("third")])
+    with pytest.raises(KeyboardInterrupt):
+        outer_loop(state, batches)
+    assert ended == ["third", "second", "first"]

@@ -1,6 +1,7 @@
 """Extensions, which watch a run without being part of it, such as its log, its watchdog and the records of failures."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -81,6 +82,9 @@ class Extension:
 class Extensions:
     """The extensions of an `OuterLoop`.
 
+    Attributes:
+      holds_back: True after a failed step, whose batch must not be part of what a checkpoint stores.
+
     Raises:
       TypeError: If one of them is no `Extension`.
       ValueError: If two of them have the same name.
@@ -95,10 +99,12 @@ class Extensions:
             names = [each.name or type(each).__name__ for each in extensions]
             raise ValueError(f"Two extensions have the same name: {checks.listed(names)}. Give each a different one.")
         self._begun: list[Extension] = []
+        self._newest: list[types.Batch] = []  # At most one, which is reported when its step has run.
+        self.holds_back: bool = False
 
     def begin(self, experiment: "Experiment") -> list[Item]:
         """Begins to watch a run. Returns the items to add to it."""
-        items, self._begun = list[Item](), []
+        items, self._begun, self._newest, self.holds_back = list[Item](), [], [], False
         for each in self._by_name.values():
             self._begun.append(each)
             items += each.begin(experiment)
@@ -107,25 +113,45 @@ class Extensions:
     @property
     def observers(self) -> list[Callable[[types.Batch], None]]:
         """The functions to call with each batch."""
-        return [each.batch for each in self._by_name.values() if type(each).batch is not Extension.batch]
+        return [self._observe] if any(_observes(each) for each in self._by_name.values()) else []
+
+    def _observe(self, batch: types.Batch) -> None:
+        self._report_newest()
+        self._newest = [batch]
+
+    def _report_newest(self) -> None:
+        newest, self._newest = self._newest, []
+        for batch in newest:
+            for each in filter(_observes, self._by_name.values()):
+                each.batch(batch)
 
     def moment(self, now: Elapsed) -> None:
         """Reports the progress."""
+        self._report_newest()
         for each in self._by_name.values():
             each.moment(now)
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None, but: Extension | None = None) -> None:
         """Reports the end of the run to all extensions but one, in reverse order."""
-        begun = [each for each in self._begun if each is not but]
+        begun, raised = [each for each in self._begun if each is not but], None
         self._begun = [each for each in self._begun if each is but]
-        for each in reversed(begun):
+        for call in (
+            self._report_newest,
+            *(functools.partial(each.end, now, reason, error) for each in reversed(begun)),
+        ):
             try:
-                each.end(now, reason, error)
+                call()
             except Exception:
-                logging.exception("The extension %r failed at the end of the run.", each)
+                logging.exception("An extension failed at the end of the run: %r", call)
+            except BaseException as another:  # The others must end, too.
+                raised = raised or another
+        if raised is not None:
+            raise raised
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the states of the extensions that have one."""
+        if not self.holds_back:
+            self._report_newest()
         states = {name: each.state_dict() for name, each in self._by_name.items()}
         return {name: encoding.encode(state) for name, state in states.items() if state}, {}
 
@@ -137,6 +163,10 @@ class Extensions:
 
     def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
         """Lets all extensions start fresh."""
+
+
+def _observes(extension: Extension) -> bool:
+    return type(extension).batch is not Extension.batch
 
 
 @final

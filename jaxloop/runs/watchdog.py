@@ -77,18 +77,18 @@ class Watchdog(Extension):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"Watchdog.{field.name} must be a positive number of seconds, got {value!r}.")
-        self._thread: _Watching | None = None
+        self._threads: list[_Watching] = []
 
     def begin(self, experiment: Experiment) -> Sequence[Item]:
-        self._thread = _Watching(self, experiment)
-        self._thread.start()
+        self._threads.append(_Watching(self, experiment))
+        self._threads[-1].start()
         return ()
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
-        if self._thread is not None:
-            self._thread.over.set()
-            if self._thread.is_ending:  # It ends the process; any error in this thread is a consequence of that.
-                self._thread.join()
+        thread = self._threads.pop()  # Of the innermost run.
+        thread.over.set()
+        if thread.is_ending:  # It ends the process; any error in this thread is a consequence of that.
+            thread.join()
 
 
 @final
