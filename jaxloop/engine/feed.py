@@ -58,7 +58,8 @@ class Feed(Iterator[types.Batch]):
         read: Callable[[], types.Batch] | None = None,
         joint: JointReader | None = None,
     ):
-        self.dataset, self.joint = dataset, joint
+        self.dataset: Iterator[types.Batch] = dataset
+        self.joint: JointReader | None = joint
         self.ahead: list[types.Batch] = []
         self.has_ended: bool = False
         self.examples: list[int] = []

@@ -329,7 +329,8 @@ class OwnBatches:
     """
 
     def __init__(self, read: Callable[[], types.Batch], runner: Any, stopwatch: timing.Stopwatch):
-        self._read, self._stopwatch, self.runner = read, stopwatch, runner
+        self._read, self._stopwatch = read, stopwatch
+        self.runner: Any = runner
         self.ahead: deque[tuple[types.Batch, tuple[int, int, int]]] = deque()
         self._newest: types.Batch = None  # None before the first batch.
         self._error: Exception | SystemExit | None = None  # The exception that comes after these batches.
