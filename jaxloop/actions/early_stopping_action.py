@@ -115,7 +115,7 @@ class EarlyStoppingAction(Action):
     """
 
     runs_last = True
-    settings = ("patience", "min_delta")
+    settings: Sequence[str] = ("patience", "min_delta")
 
     def __init__(
         self,
