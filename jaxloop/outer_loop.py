@@ -51,14 +51,14 @@ _suggests_lengths = suggests(
 )
 
 
-def default_extensions(notes: Mapping[str, Any] | None, watchdog: Any) -> list[Extension]:
+def default_extensions(notes: Mapping[str, Any] | None, watchdog: Any, *, has_directory: bool) -> list[Extension]:
     """Returns the extensions that each `OuterLoop` has, which operate runs: their log, commands, failures and watchdog.
 
-    See `OuterLoop` for the arguments.
+    See `OuterLoop` for the arguments. `has_directory` tells whether there is a directory for failures.
     """
     from jaxloop import runs
 
-    return runs.default_extensions(notes, watchdog)
+    return runs.default_extensions(notes, watchdog, has_directory=has_directory)
 
 
 @final
@@ -173,7 +173,7 @@ class OuterLoop:
             workdir,
             savers,
             History(None if workdir is None else workdir / file, writes=self._job.is_first),
-            Extensions([*default_extensions(notes, watchdog), *extensions]),
+            Extensions([*default_extensions(notes, watchdog, has_directory=bool(workdir or savers)), *extensions]),
         )
         self.log_interval: int | Schedule = log_interval
         self.skip: Sequence[int] = tuple(skip)

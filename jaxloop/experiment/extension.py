@@ -98,6 +98,8 @@ class Extensions:
         if len(self._by_name) < len(extensions):
             names = [each.name or type(each).__name__ for each in extensions]
             raise ValueError(f"Two extensions have the same name: {checks.listed(names)}. Give each a different one.")
+        by_name = self._by_name.values()
+        self._observers = [each.batch for each in by_name if type(each).batch is not Extension.batch]
         self._begun: list[Extension] = []
         self._newest: list[types.Batch] = []  # At most one, which is reported when its step has run.
         self.holds_back: bool = False
@@ -113,17 +115,18 @@ class Extensions:
     @property
     def observers(self) -> list[Callable[[types.Batch], None]]:
         """The functions to call with each batch."""
-        return [self._observe] if any(_observes(each) for each in self._by_name.values()) else []
+        return [self._observe] if self._observers else []
 
     def _observe(self, batch: types.Batch) -> None:
-        self._report_newest()
-        self._newest = [batch]
+        newest, self._newest = self._newest, [batch]
+        if newest:
+            for observe in self._observers:
+                observe(newest[0])
 
     def _report_newest(self) -> None:
         newest, self._newest = self._newest, []
-        for batch in newest:
-            for each in filter(_observes, self._by_name.values()):
-                each.batch(batch)
+        for observe in self._observers if newest else ():
+            observe(newest[0])
 
     def moment(self, now: Elapsed) -> None:
         """Reports the progress."""
@@ -163,10 +166,6 @@ class Extensions:
 
     def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
         """Lets all extensions start fresh."""
-
-
-def _observes(extension: Extension) -> bool:
-    return type(extension).batch is not Extension.batch
 
 
 @final

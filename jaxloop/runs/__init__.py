@@ -10,8 +10,9 @@ from jaxloop.runs.run_log import RunLog
 from jaxloop.runs.watchdog import Watchdog
 
 
-def default_extensions(notes: Mapping[str, Any] | None, watchdog: Any) -> list[Extension]:
+def default_extensions(notes: Mapping[str, Any] | None, watchdog: Any, *, has_directory: bool) -> list[Extension]:
     """Returns the extensions that each `OuterLoop` has; see there for the arguments."""
     if watchdog is not None and not isinstance(watchdog, Watchdog):
         raise TypeError(f"watchdog must be a Watchdog such as Watchdog(step_secs=600), got {watchdog!r}.")
-    return [*([] if watchdog is None else [watchdog]), RunLog(notes), Tell(), Failures()]
+    failures = [Failures()] if has_directory else []  # Without it, nobody looks at the batches.
+    return [*([] if watchdog is None else [watchdog]), RunLog(notes), Tell(), *failures]

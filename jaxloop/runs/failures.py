@@ -50,16 +50,18 @@ class Failures(Extension):
 
     def __init__(self):
         self._experiment: Experiment | None = None  # None if no failure can be recorded.
+        self._is_shared = False
         self._batches: collections.deque[types.Batch] = collections.deque()  # The newest batches, oldest first.
 
     def begin(self, experiment: Experiment) -> Sequence[Item]:
         self._batches.clear()
         can_record = isinstance(experiment.train_loop, TrainLoop) and experiment.reports_dir is not None
         self._experiment = experiment if can_record else None
+        self._is_shared = experiment.loops[0].engine.job.is_shared
         return ()
 
     def batch(self, batch: types.Batch) -> None:
-        if self._experiment is None or self._experiment.loops[0].engine.job.is_shared:
+        if self._experiment is None or self._is_shared:
             return
         if not self._batches:
             size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
@@ -76,7 +78,7 @@ class Failures(Extension):
         failed = loop.engine.outcome.failure.step_num
         if failed is None:
             return
-        if loop.engine.job.is_shared:
+        if self._is_shared:
             logging.info("The failure is not recorded in %s: that would need the batches of all processes.", folder)
         elif loop.spent.steps:  # The very first step is easy to repeat.
             folder = folder / FOLDER / str(failed)
