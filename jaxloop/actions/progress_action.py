@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, final
 
@@ -83,8 +84,9 @@ class ProgressAction(Action):
             self._begin(step_num, self._total_steps).announce(f"step {step_num:,}: compiling the first step")
 
     def _begin(self, step_num: int, total_steps: int | None) -> "_Lines | _TqdmBar":
-        stream = self._stream or sys.stderr
-        redraws = stream.isatty() or (self._stream is None and "ipykernel" in sys.modules)
+        in_notebook = self._stream is None and "ipykernel" in sys.modules
+        stream = self._stream or (sys.stdout if in_notebook else sys.stderr)
+        redraws = stream.isatty() or in_notebook
         min_seconds = (0.1 if redraws else 10.0) if self._min_seconds is None else self._min_seconds
         if self._kind == "plain" or (self._kind == "auto" and not redraws):
             bar = _Lines(stream, min_seconds)
@@ -182,7 +184,9 @@ class _TqdmBar:
     """
 
     def __init__(self, stream: TextIO, min_seconds: float, step: int, total: int | None):
-        make: Any = importlib.import_module("tqdm.auto").tqdm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # In a notebook without ipywidgets, tqdm warns and then writes text.
+            make: Any = importlib.import_module("tqdm.auto").tqdm
         options = {"file": stream, "unit": " steps", "mininterval": min_seconds, "miniters": 0, "dynamic_ncols": True}
         self._tqdm = make(initial=step, total=total, **options)
         for handler in _log_handlers():
