@@ -386,7 +386,7 @@ def test_a_metric_that_only_some_steps_report_is_waited_for(name, tmp_path, warn
         run(eval_specs=specs)
         assert save.best_step == 60
     else:
-        with pytest.raises(ValueError, match="No metric named 'test/fid' is measured. Available: test/loss"):
+        with pytest.raises(ValueError, match="No metric named 'test/fid' is measured. Available: train/fid, test/loss"):
             run(eval_specs=specs)
         assert checkpoint.all_steps(tmp_path)[-1] == 60  # Nothing is lost.
     assert len([text for text in warnings_logged() if "A later step may still measure it" in text]) == 1
