@@ -60,7 +60,7 @@ BUDGET = {
     "__init__": 127,
     "__main__": 67,
     "action_loop": 61,
-    "actions": 1747,
+    "actions": 1751,
     "base": 832,
     "check": 982,
     "checkpoint": 1112,
