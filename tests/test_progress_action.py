@@ -124,14 +124,15 @@ def test_announces_compilation(bar):
     assert "compiling" not in run.lines[-1] and (" 1/40" in run.lines[-1] or "step 1 of 40" in run.lines[-1])
 
 
-def test_a_notebook_gets_a_bar(monkeypatch, capsys):
+def test_a_notebook_gets_a_bar_in_its_output(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     action = ProgressAction(9, min_seconds=0)
     for step in range(1, 10):
         action(None, {"loss": 0.5}, step_num=step)
     action.close()
-    shown = capsys.readouterr().err
-    assert shown.count("\r") >= 8 and shown.rstrip().endswith("loss=0.5000]")
+    shown = capsys.readouterr()
+    assert shown.out.count("\r") >= 8 and shown.out.rstrip().endswith("loss=0.5000]")
+    assert shown.err == ""
 
 
 # Files ------------------------------------------------------------------------------------------------
