@@ -339,7 +339,7 @@ def test_flush_error_before_a_checkpoint_ends_and_saves_the_run(uninterrupted, t
     writer = BadWriter(raises=True, flush=True)
     with pytest.raises(BrokenError) as caught:
         run(tmp_path, writer=writer)
-    assert "in SummaryAction(interval=every(steps=3)), after step 3: flush" in caught.value.__notes__
+    assert "in SummaryAction(interval=every(steps=3)): flush" in caught.value.__notes__
     assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 6 and chaos.leftovers(tmp_path) == []
     resumed = run(tmp_path)
     assert resumed["written"][0][0] == 6  # The row that was due when the error was raised in the run.

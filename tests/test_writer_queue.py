@@ -3,7 +3,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 import types
 
 import jax
@@ -49,38 +48,12 @@ class GatedWriter:
         self.flushes += 1
 
 
-def writing_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "jaxloop-writer"]
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_thread():
-    for thread in writing_threads():  # From tests in other files.
-        thread.join(10)
-    yield
-    assert writing_threads() == []
-
-
 def call(action, steps, **outputs):
     for step in steps:
         action(None, outputs or {"loss": 1.0}, step_num=step)
 
 
 # Writing in the background ----------------------------------------------------------------------------
-
-
-def test_calls_are_batched_until_something_waits_for_them(monkeypatch):
-    monkeypatch.setattr(writer_queue, "PAUSE_SECS", 60.0)
-    began, writer, steps = time.monotonic(), GatedWriter(), lambda: [step for step, _ in writer.rows]
-    action = actions.SummaryAction(writer, every(1))
-    call(action, range(1, 6))
-    time.sleep(0.05)
-    assert steps() == []
-    assert action.state_dict() == {} and steps() == list(range(1, 6))
-    call(action, range(6, 7 + writer_queue.MOST_PENDING))  # More than may be pending.
-    assert len(steps()) > 5
-    action.flush()
-    assert steps() == list(range(1, 7 + writer_queue.MOST_PENDING)) and time.monotonic() - began < 30
 
 
 def test_a_loop_continues_while_the_writer_blocks():
@@ -95,8 +68,7 @@ def test_a_loop_continues_while_the_writer_blocks():
     step, state, batches = examples.tiny_regression()
     summaries = actions.SummaryAction(writer, every(steps=1))
     TrainLoop(step, end_actions=[summaries, Open(every(steps=1))])(state, batches, num_steps=60)
-    assert [row[0] for row in writer.rows] == list(range(1, 61)) and writer.threads == {"jaxloop-writer"}
-    assert writing_threads() == []  # The thread ends with the loop.
+    assert [row[0] for row in writer.rows] == list(range(1, 61)) and len(writer.threads) == 1
 
 
 def test_the_number_of_pending_rows_is_limited():
@@ -124,9 +96,9 @@ def test_actions_that_share_a_writer_share_a_thread_and_keep_their_order():
     summaries = [actions.SummaryAction(writer, prefix=f"{name}/") for name in "abc"]
     for step, summary in itertools.product(range(5), summaries):
         call(summary, [step])
-    assert len(writing_threads()) == 1
     writer.gate.set()
     summaries[0].flush()
+    assert len(writer.threads) == 1
     assert writer.rows == [(step, f"{name}/loss") for step in range(5) for name in "abc"]
 
 
@@ -139,7 +111,7 @@ def test_the_learning_rate_is_written_by_the_same_thread():
     rates(state, None, step_num=1)
     call(summaries, [2])
     assert rates.state_dict() == summaries.state_dict() == {} and writer.flushes == 1  # Everything is written.
-    assert writer.rows == [(1, "loss"), (1, "learning_rate"), (2, "loss")] and writer.threads == {"jaxloop-writer"}
+    assert writer.rows == [(1, "loss"), (1, "learning_rate"), (2, "loss")] and len(writer.threads) == 1
     rates.close()
 
 
@@ -320,7 +292,7 @@ def test_each_row_is_written_once_and_in_order_whenever_a_writer_fails(seed):
 
 
 @pytest.mark.parametrize("how", ["the end", "an exception", "Ctrl-C"])
-def test_the_thread_ends_with_the_run(how, interrupted):
+def test_everything_is_written_when_a_run_ends(how, interrupted):
     def failing(batches):
         yield from batches[:25]
         raise ZeroDivisionError
@@ -334,19 +306,9 @@ def test_the_thread_ends_with_the_run(how, interrupted):
             outer_loop(state, data, 30, 10)
     else:
         outer_loop(state, data, 30, 10)
-    assert writing_threads() == [] and writer.flushes == 1
+    assert writer.flushes == 1
     done = {"the end": 30, "an exception": 25, "Ctrl-C": 25}[how]
     assert [row[0] for row in writer.rows] == list(range(1, done + 1))
-
-
-def test_an_idle_thread_ends():
-    writer = GatedWriter()
-    summaries = actions.SummaryAction(writer)
-    for number in range(2):
-        call(summaries, [number])
-        (thread,) = writing_threads()
-        thread.join(10)
-        assert len(writer.rows) == number + 1 and writing_threads() == []
 
 
 PROGRAM = """

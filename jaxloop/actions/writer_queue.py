@@ -1,13 +1,13 @@
 """The queue in front of a writer, and the base class of the actions that use it."""
 
 import collections
+import concurrent.futures
 import copy
 import dataclasses
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 from absl import logging
@@ -19,9 +19,6 @@ from jaxloop.schedules import Schedule
 
 MOST_PENDING = 64
 """The maximum number of pending calls. An action that requests more must wait."""
-
-PAUSE_SECS = 0.1
-"""The time, in seconds, for which a new thread collects calls, unless an action is waiting for them."""
 
 
 @final
@@ -67,15 +64,13 @@ class WriterQueue:
     >>> queue.put(Call("an action", 10, "write_scalars", {"loss": 0.5})); queue.flush()
     10 {'loss': 0.5}
 
-    All actions with the same writer share its queue. The first request starts the thread, which waits a tenth of a
-    second for more requests, makes all calls, and ends. If the process is killed, calls requested in that tenth of a
-    second can be lost. Calls from before a checkpoint are never lost, because `state_dict` waits until everything is
-    written and flushed. The program doesn't exit before the thread has ended. In a multi-process job, only the first
-    process calls the writer.
+    All actions with the same writer share its queue. The program makes all pending calls before it exits. If it is
+    killed, the pending calls can be lost, but not those from before a checkpoint, because `state_dict` waits until
+    everything is written and flushed. In a multi-process job, only the first process calls the writer.
 
-    If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue, and the
-    thread ends. The next request or flush raises the error, and the request after that retries the calls. A checkpoint
-    saved in between stores these calls, and a resumed run makes them first.
+    If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue. The next
+    request or flush raises the error, and the request after that retries the calls. A checkpoint saved in between
+    stores these calls, and a resumed run makes them first.
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
@@ -97,16 +92,13 @@ class WriterQueue:
         self._writer = writer
         self.last_steps: dict[str, int] = {}
         self._calls: collections.deque[Call] = collections.deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._is_awaited = False  # True if an action waits for the thread.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxloop-writer")
         self._error: BaseException | None = None  # Still to be raised.
-        self._is_halted = False  # True after an error or a restore, until the next request or run.
-        self._unflushed_step: int | None = None  # The newest step that was written since the last flush.
+        self._needs_flush = False
         self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once anything was written.
 
     def put(self, *calls: Call) -> None:
-        """Appends either all or none of the calls to the queue. If the queue is full, first waits for space.
+        """Appends either all or none of the calls to the queue. If the queue is full, first waits until it is empty.
 
         Args:
           calls: The calls to append. Their values are copied.
@@ -119,17 +111,13 @@ class WriterQueue:
         for call in calls:
             if call.method != "write_scalars":  # Numbers are immutable.
                 call.values = copy.deepcopy(call.values)
-        with self._changed:
+        self._raise_error()
+        if len(self._calls) + len(calls) > MOST_PENDING:
+            self._wait()
             self._raise_error()
-            self._is_halted = False
-            has_space = lambda: len(self._calls) <= max(MOST_PENDING - len(calls), 0)
-            if not has_space():
-                self._start()
-                self._wait(has_space)
-                self._raise_error()
-            self._unflushed_step, self._begins_from = calls[-1].step, None
-            self._calls.extend(calls)
-            self._start()
+        self._needs_flush, self._begins_from = True, None
+        self._calls.extend(calls)
+        self._thread.submit(self._make_calls)
 
     def flush(self) -> None:
         """Waits until all calls have been made, and flushes the writer.
@@ -137,14 +125,11 @@ class WriterQueue:
         Raises:
           BaseException: If an earlier call raised it. Each error is raised only once.
         """
-        with self._changed:
-            self._start()
-            self._wait()
+        self._wait()
         try:
             self._raise_error()
         finally:
-            self._writer.flush()
-            self._unflushed_step = None
+            self._flush_writer()
 
     def state_dict(self, action: Any) -> dict[str, Any]:
         """Flushes everything. Returns the failed calls and the writer's position, to be stored in a checkpoint.
@@ -153,24 +138,23 @@ class WriterQueue:
         """
         if not distributed.is_first_process():
             return {}
-        with self._changed:
-            if self._unflushed_step is not None:
-                self._calls.append(Call(action, self._unflushed_step, "flush"))
-                self._unflushed_step = None
-            self._start()
-            self._wait()
-            unwritten = [vars(call) | {"action": str(call.action)} for call in self._calls]
+        self._wait()
+        try:
+            if self._needs_flush:
+                self._flush_writer()
+        except Exception as error:
+            error.add_note(f"in {action}: flush")
+            self._error = self._error or error
+        unwritten = [vars(call) | {"action": str(call.action)} for call in self._calls]
         kept = {"unwritten": unwritten} if unwritten else {}
         return kept | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces the queue's failed calls with those from a checkpoint, which the next request or run makes."""
+        """Replaces the queue's failed calls with those from a checkpoint, which the next run makes."""
         calls = state_dict.get("unwritten", ()) if distributed.is_first_process() else ()
-        with self._changed:
-            self._wait()
-            # All actions that share the writer store the same calls.
-            self._calls = collections.deque(Call(**call) for call in calls)
-            self._is_halted, self._begins_from = True, state_dict
+        self._wait()
+        self._calls = collections.deque(Call(**call) for call in calls)  # All actions of a writer store the same calls.
+        self._begins_from = state_dict
 
     def begin_run(self, action: Any, step: int) -> None:
         """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
@@ -183,56 +167,35 @@ class WriterQueue:
           action: The action that makes the request.
           step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
-        with self._changed:
-            state_dict, self._begins_from, self._is_halted = self._begins_from, None, False
-            if state_dict is not None and distributed.is_first_process():
-                position = {"position": state_dict.get("position")}
-                self._calls.appendleft(Call(action, step, "resume", options=position))
+        state_dict, self._begins_from = self._begins_from, None
+        if state_dict is not None and distributed.is_first_process():
+            position = {"position": state_dict.get("position")}
+            self._calls.appendleft(Call(action, step, "resume", options=position))
+            self._thread.submit(self._make_calls)
 
-    def _start(self) -> None:
-        """Starts the thread if there are pending calls."""
-        if self._calls and not self._is_halted and self._thread is None:
-            # Not a daemon, so that the program makes all calls before it exits.
-            self._thread = threading.Thread(target=self._work, name="jaxloop-writer", daemon=False)
-            self._thread.start()
+    def _wait(self) -> None:
+        """Waits until the thread has made all calls that were requested, or until one has failed."""
+        if self._calls:
+            self._thread.submit(lambda: None).result()
 
-    def _wait(self, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Waits until the thread has ended or a condition holds."""
-        self._is_awaited = True
-        self._changed.notify_all()
-        try:
-            self._changed.wait_for(lambda: self._thread is None or is_enough())
-        finally:
-            self._is_awaited = False
+    def _flush_writer(self) -> None:
+        self._needs_flush = False
+        self._writer.flush()
 
-    def _work(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_awaited, PAUSE_SECS)
-        while call := self._next_call():
+    def _make_calls(self) -> None:
+        while self._calls and self._error is None:
             try:
-                call.make(self._writer)
+                self._calls[0].make(self._writer)
+                self._calls.popleft()
             except BaseException as error:
                 error.add_note("The call ran in the background; its error is raised when the writer is next used.")
                 logging.error("Summaries could not be written. The next use of the writer raises the error: %r", error)
-                with self._changed:
-                    self._error, self._is_halted = error, True
-            else:
-                with self._changed:
-                    self._calls.popleft()
-                    self._changed.notify_all()
-
-    def _next_call(self) -> Call | None:
-        """Returns the first pending call, or None if the thread ends because none is left or one has failed."""
-        with self._changed:
-            if self._calls and not self._is_halted:
-                return self._calls[0]
-            self._thread = None
-            self._changed.notify_all()
-            return None
+                self._error = error
 
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
+        if self._error is not None:
+            self._wait()  # Otherwise, an earlier request could already retry the call.
+            error, self._error = self._error, None
             raise error
 
 
