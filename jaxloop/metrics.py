@@ -358,10 +358,10 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
             scalars[name] = float(value)
             continue
         values = value if isinstance(value, list) else [value]
-        if values and all(isinstance(item, types.Weighted) for item in values):
+        are_alike = _numbers_alike(values)
+        if values and not are_alike and all(isinstance(item, types.Weighted) for item in values):
             mean = _weighted_mean(name, [item.value for item in values], [item.weight for item in values])
         else:
-            are_alike = _numbers_alike(values)
             values = values if are_alike else [value_of(item) for item in values]
             present = values if are_alike else [item for item in values if item is not None]
             if not present or not (are_alike or all(map(_is_number, present))):
@@ -446,13 +446,15 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 def _reduced(outputs: types.Output) -> dict[str, Any]:
     """Fetches the outputs, and merges and computes the `clu.metrics` states among them."""
     reduced, given = {}, dict(outputs or {})
-    given.update(fetch({name: value for name, value in given.items() if not _are_on_host(value)}))
+    others = {name: value for name, value in given.items() if not _are_on_host(value)}
+    if others:
+        given.update(fetch(others))
     for name in sorted(given):
         value = given[name]
         values = value if isinstance(value, list) else [value]
         if name == types.STOP_LOOP:
             continue
-        if not values or not all(map(is_metric, values)):
+        if name not in others or not values or not all(map(is_metric, values)):
             reduced[name] = value
             continue
         *others, last = merge_if_metrics(values)

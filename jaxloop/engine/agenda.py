@@ -115,7 +115,9 @@ class Item:
     def mark(self, now: Elapsed, spent: Spent, cursor: int) -> None:
         """Notes a call."""
         self.called_at, self.is_requested, self.spent = now.steps, False, spent
-        self.cursor, self.unread = cursor, LoopOutputs()
+        self.cursor = cursor
+        if self.unread or self.unread.num_examples:
+            self.unread = LoopOutputs()
 
     @property
     def interval(self) -> int | Schedule:
@@ -226,8 +228,7 @@ class Agenda:
     Args:
       outputs: The outputs that the items read.
       stopwatch: Tracks how the time is spent.
-      job: The processes that train together, with their signals. After a signal, no evaluation and nothing that saves
-        is called.
+      job: The processes that train together, with their signals. After a signal, no evaluation begins and nothing saves.
       measure: A function `(state, spent, cursor) -> statistics`, which are added to the outputs of items that read all.
 
     Attributes:
@@ -276,6 +277,10 @@ class Agenda:
         """Returns the next step, time and loop at which something may be due."""
         return goal_of([item.interval for item in self._called_here] + [*others], now)
 
+    def has_due(self, now: Elapsed, ended: Ended | None) -> bool:
+        """Returns True if anything is due that was not called at this step."""
+        return any([item.is_due(now, None if ended is None else ended.number) for item in self._called_here])
+
     def hold(
         self,
         state: Any,
@@ -302,18 +307,25 @@ class Agenda:
         Returns:
           The progress, which now tells whether this is the end of the run.
         """
-        loop, stopped, saves = None if ended is None else ended.number, lambda: self.job.requests.requested, True
-        items = self._called_here
+        loop, saves = None if ended is None else ended.number, True
+        items, requests = self._called_here, self.job.requests.outermost
         while not only_saves:
             was_called = False
             for item in items:
-                is_possible = item.rank < Rank.EVALUATION or (item.rank < Rank.SAVE and not stopped())
-                if is_possible and item.is_due(now, loop):
-                    self._call(item, state, now, spent, ended)
-                    was_called = True
+                if item.rank == Rank.SAVE:
+                    break
+                if not item.is_due(now, loop):
+                    continue
+                # After a signal, no evaluation begins, and what follows the evaluations waits for those that are due.
+                waits = item.rank == Rank.EVALUATION or (may_end and item.rank > Rank.EVALUATION)
+                if waits and requests.signum is not None:
+                    break
+                was_called = True
+                if not self._call(item, state, now, spent, ended):
+                    break
             if was_called and self.job.any_stops(self.wants_stop):
                 self.stopped_by = self.stopped_by or "another process"
-            if not self.wants_stop or stopped() or now.is_last:
+            if not self.wants_stop or requests.signum is not None or now.is_last:
                 break
             if ended is None:
                 saves = False
@@ -325,13 +337,14 @@ class Agenda:
         self.owes_trim = may_end or (self.owes_trim and ended is None)
         if not self.owes_trim:  # Before the saves, because a resumed run must merge the same sums in the same order.
             self.trim()
-        if saves and not stopped():
+        if saves and not requests.signum is not None:
             for item in items:
                 if item.rank == Rank.SAVE and item.is_due(now, loop):
                     self._call(item, state, now, spent, ended)
         return now
 
-    def _call(self, item: Item, state: Any, now: Elapsed, spent: Spent, ended: Ended | None) -> None:
+    def _call(self, item: Item, state: Any, now: Elapsed, spent: Spent, ended: Ended | None) -> bool:
+        """Calls an item. Returns False if it was interrupted."""
         outputs, since = self._outputs_for(item, ended), spent - item.spent
         if item.reads == "all" and now.steps:  # There is nothing to measure before the first step.
             outputs.update(self._measure(state, since, item.cursor))
@@ -351,6 +364,7 @@ class Agenda:
             item.mark(now, spent, self._outputs.position)
             if outputs.asks_to_stop:
                 self.stopped_by = self.stopped_by or item
+        return is_done
 
     def _keep_unread(self, item: Item, ended: Ended) -> None:
         """Keeps what hooks returned for a loop, if an item that reads it was not called at its end."""
@@ -372,13 +386,13 @@ class Agenda:
         if item.reads == "newest":
             return LoopOutputs(outputs.newest_scalars() if ended is None else metrics.newest_scalars(ended.outputs))
         outputs.cut()
-        found = item.unread.copy()
-        if ended is None or isinstance(item.interval, Schedule) or item.cursor > ended.start:
-            found.extend(outputs.since(item.cursor))
-            found.update({} if ended is None else _plain(ended.outputs))
-        else:
-            found.extend(outputs.since(item.cursor, ended.start))
+        if ended is not None and not isinstance(item.interval, Schedule) and item.cursor <= ended.start:
+            found = outputs.since(item.cursor, ended.start, after=item.unread)
             found.extend(ended.outputs.copy())
+            return found
+        found = outputs.since(item.cursor, after=item.unread)
+        if ended is not None:
+            found.update(_plain(ended.outputs))
         return found
 
     def trim(self) -> None:

@@ -340,7 +340,9 @@ class Engine:
         return min(ends, default=None)
 
     def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False, only_saves: bool = False) -> bool:
-        """Calls what is due at a moment between two calls. Returns False if any of it asks the run to stop.
+        """Calls what is due at a moment between two calls.
+
+        Returns False if any of it asks the run to stop, or if a signal has kept any of it from being called.
 
         There are two such moments: before the first step and, in a resumed run, at the step of the checkpoint. Nothing
         is called twice at the same step.
@@ -361,7 +363,8 @@ class Engine:
             if at_end and ended is None:
                 ended = Ended(LoopOutputs(), run.outputs.loop_start, run.loops, False)
             agenda.hold(state, now, run.stopwatch.spent(), ended, only_saves=only_saves)
-        return had_stopped or not agenda.wants_stop
+            is_owed = self.job.requests.requested and agenda.has_due(now, ended)
+        return not is_owed and (had_stopped or not agenda.wants_stop)
 
     # Options --------------------------------------------------------------------------------------------
 

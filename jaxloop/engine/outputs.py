@@ -21,16 +21,13 @@ class Segment:
     Attributes:
       first: The position at which the segment begins.
       outputs: The outputs of its steps.
+      end: The position at which the segment ends.
     """
 
     def __init__(self, first: int = 0, outputs: LoopOutputs | None = None):
         self.first: int = first
         self.outputs: LoopOutputs = LoopOutputs() if outputs is None else outputs
-
-    @property
-    def end(self) -> int:
-        """The position at which the segment ends."""
-        return self.first + len(self.outputs.num_examples)
+        self.end: int = first + len(self.outputs.num_examples)
 
     def between(self, begin: int, end: int) -> LoopOutputs:
         """Returns the outputs of the steps between two positions."""
@@ -121,6 +118,7 @@ class Outputs:
                 newest = Segment(newest.end)
                 self._segments.append(newest)
             newest.outputs.num_examples += own
+            newest.end += number
             for name, column in columns.items():
                 newest.outputs.setdefault(name, []).extend(column)
             if self.update is not None:
@@ -129,7 +127,8 @@ class Outputs:
 
     def cut(self) -> None:
         """Ends a segment here, without waiting."""
-        self.pending.cut()
+        if self.pending.num_steps or self._segments[-1].outputs.num_examples:
+            self.pending.cut()
 
     def fetch(self) -> None:
         """Waits until all outputs are on the host."""
@@ -137,15 +136,23 @@ class Outputs:
 
     # Reading -----------------------------------------------------------------------------------------
 
-    def since(self, cursor: int, until: int | None = None, *, keeps_all: bool = False) -> LoopOutputs:
+    def since(
+        self, cursor: int, until: int | None = None, *, after: LoopOutputs | None = None, keeps_all: bool = False
+    ) -> LoopOutputs:
         """Returns a copy of the outputs between two positions. By default, until now.
 
         Unless the outputs are plain, a cut must have been made at both positions.
 
         Of values other than scalars, only those of the last segment are returned, unless `keeps_all` is True.
+
+        Args:
+          cursor: The first position.
+          until: The second position; None for the newest.
+          after: Earlier outputs, which are not changed, and which the result begins with.
+          keeps_all: Whether to return all values.
         """
-        self.fetch()
-        found, add = LoopOutputs(), _append if keeps_all else LoopOutputs.extend
+        self._read()
+        found, add = after.copy() if after else LoopOutputs(), _append if keeps_all else LoopOutputs.extend
         *segments, newest = self._segments
         until = newest.end if until is None else until
         if newest.first < until and newest.outputs.num_examples:
@@ -193,6 +200,7 @@ class Outputs:
         for each in segments:
             if kept and kept[-1].end not in cursors:
                 (_append if each.end > self.loop_start else LoopOutputs.extend)(kept[-1].outputs, each.outputs)
+                kept[-1].end = each.end
             elif each.end > min(cursors):
                 kept.append(each)
         self._segments = [*kept, newest]

@@ -319,6 +319,7 @@ def _is_stackable(column: Any) -> bool:
     )
 
 
+@functools.cache
 def _is_on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 

@@ -33,15 +33,12 @@ class Clock:
 
     def begin(self, time: float) -> None:
         """Sets the training time in seconds."""
-        self._offset, self.moment = time - self._secs, time
+        self._offset, self.moment = 0.0, time
+        self._offset = time - self.time()
 
     def time(self) -> float:
         """Returns the training time in seconds."""
-        return self._offset + self._secs
-
-    @property
-    def _secs(self) -> float:
-        return self.stopwatch.training_secs() if self.agreed is None else self.agreed
+        return self._offset + (self.stopwatch.training_secs() if self.agreed is None else self.agreed)
 
     def deadline(self, time: float) -> float:
         """Returns the clock reading at a training time. Slightly early, so that rounding doesn't make it late."""
@@ -92,13 +89,13 @@ class Run:
 
     def count(self, examples: Sequence[int], updates: int) -> None:
         """Counts completed steps. `updates` is the number of updates per batch; 0 for an evaluation."""
-        now, number = self.now, len(examples)
+        now, number, total, stopwatch = self.now, len(examples), sum(examples), self.stopwatch
         self.batches += number
-        self.stopwatch.steps += number * max(updates, 1)
-        self.stopwatch.samples += sum(examples)
+        stopwatch.steps += number * max(updates, 1)
+        stopwatch.samples += total
         if not number or not updates:
             return
-        steps, samples = now.steps + number * updates, now.samples + sum(examples)
+        steps, samples = now.steps + number * updates, now.samples + total
         before = Elapsed(steps - updates, samples - examples[-1], self.clock.moment, now.loops)
         self.now = Elapsed(steps, samples, self.clock.time(), now.loops, previous=before)
 

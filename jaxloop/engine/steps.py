@@ -37,7 +37,7 @@ class Steps:
     def __init__(self, loop: Any, call: Call, run: Run, plan: Plan, options: Options, data: LoopData, statistics: Any):
         self._loop, self._call, self._run, self._plan = loop, call, run, plan
         self._options, self._data, self._statistics = options, data, statistics
-        self._requests = run.agenda.job.requests
+        self._requests = run.agenda.job.requests.outermost
 
     def __call__(self, num_batches: int | None) -> None:
         """Runs up to `num_batches` steps. Stops where a loop ends, when the data end, and after a signal."""
@@ -69,7 +69,7 @@ class Steps:
 
     def _is_reached(self, goal: Goal) -> bool:
         """Returns True if something may be due now."""
-        if self._run.now.steps >= goal.step or self._requests.outermost.pauses:
+        if self._run.now.steps >= goal.step or self._requests.pauses:
             return self._call.updates > 0
         return goal.time < math.inf and self._run.clock.time() >= goal.time
 
@@ -85,7 +85,7 @@ class Steps:
         if self._data.feed.has_ended:
             call.outcome.data_ended = True
             return None
-        if requests.requested:
+        if requests.signum is not None:
             call.outcome.is_interrupted = left > 0 and not ends_loop and not plan.ends_at(run.now)
             return None
         if left == 0:
@@ -99,16 +99,16 @@ class Steps:
         if plan.ends_at(now) or not self.has_more(now):
             return None  # The loop ends here, and its `end` comes first.
         call.place = "the actions"
-        checks.mark_donated(call.state, repr(self._loop))  # The next step donates it.
+        checks.mark_donated(call.state, self._loop)  # The next step donates it.
         run.now = run.agenda.hold(call.state, now, spent)
-        call.outcome.is_interrupted = requests.requested
-        return None if requests.requested or run.agenda.wants_stop else self._next_goal()
+        call.outcome.is_interrupted = requests.signum is not None
+        return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()
 
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
         """Returns True if there is another batch, which is then read ahead, or if the next loop wraps the data."""
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
-        pauses = self._run.agenda.job.requests.outermost.pauses  # A command may ask for a save.
+        pauses = self._requests.pauses  # A command may ask for a save.
         saves = pauses or any([item.is_due(now, now.loops) for item in savers])
         feed, source = self._data.feed, self._data.source
         if self._data.is_wrapped and ends_loop and not feed.has_ended:
@@ -124,7 +124,7 @@ class Steps:
     def _passes_end(self) -> bool:
         """Ends a loop at whose end nothing is due. Returns False if something ends the run here."""
         run = self._run
-        if not self.has_more(run.now) or self._requests.requested:
+        if not self.has_more(run.now) or self._requests.signum is not None:
             return False
         run.outputs.cut()
         if run.outputs.may_stop and run.outputs.loop().asks_to_stop:
@@ -159,8 +159,9 @@ class Steps:
     def _run_stretch(self, room: int, goal: Goal) -> int:
         """Runs some steps, counts them, and takes over their outputs. Returns their number of batches."""
         call, run, feed, pending = self._call, self._run, self._data.feed, self._run.outputs.pending
-        step, program, requests = self._loop.step, call.program, self._requests.outermost
+        program, requests = call.program, self._requests
         assert program is not None
+        step = program.step
         by_clock, deadline = goal.time < math.inf, math.inf
         if by_clock and feed.joint is None:
             deadline = run.clock.deadline(goal.time)
@@ -198,7 +199,8 @@ class Steps:
                 run.agenda.trim()
             call.place = step
             run.outputs.push(number, ran.state)
-            self.check_count()
+            if options.checks_count:
+                self.check_count()
         return number
 
     def check_count(self) -> None:

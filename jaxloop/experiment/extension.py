@@ -170,7 +170,7 @@ class Extensions:
 
 @final
 class _EachMoment(Item):
-    """Is called whenever something else may be due. Checkpoints don't tell whether it was."""
+    """Is called whenever something else may be due."""
 
     name = "extensions"
 
@@ -183,11 +183,11 @@ class _EachMoment(Item):
         return never()
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
-        return True
+        return self.called_at != now.steps
 
     def call(self, moment: Moment) -> bool:
         self._observe(moment.now)
-        return False
+        return True
 
 
 @final

@@ -101,8 +101,7 @@ class Training:
         self.run.rows.drop_later(step_num)
         self.data.left_out.record_detours(loop.elapsed, experiment.history)
         if resumed is not None and not self._catch_up(state, resumed, is_last=end is not None):
-            self._announce_stop()
-            return state, None
+            return state, self._tell_early_stop()
         if end:
             logging.warning("Nothing is left to train: step %d has reached %s.", step_num, end)
             return state, None
@@ -113,11 +112,9 @@ class Training:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         # Runs everything that is due before the first step.
         if resumed is None and step_num == 0 and not engine.hold_now(state):
-            self._announce_stop()
-            return state, None
-        if self.run.job.requests.requested:  # Perhaps during an evaluation of this step, which the next run repeats.
-            logging.warning("Stopped by %s before the first step.", self.run.job.requests.signal_name)
-            return state, metrics.LoopOutputs({types.STOP_LOOP: True})
+            return state, self._tell_early_stop()
+        # If a signal has arrived since then, the run makes a step, because a checkpoint of the next step contains what
+        # was called here.
         self.has_begun = True
         return self._train(state)
 
@@ -194,6 +191,15 @@ class Training:
             )
         text = "The run turned back at step %d, and leaves out the batches from %d to %d: %s"
         logging.warning(text, self.loop.step_num, detours[-1]["first_batch"], detours[-1]["last_batch"], turn.reason)
+
+    def _tell_early_stop(self) -> metrics.LoopOutputs | None:
+        """Logs why the run makes no step, and returns its outputs."""
+        requests = self.run.job.requests
+        if not requests.requested:
+            self._announce_stop()
+            return None
+        logging.warning("Stopped by %s before the first step.", requests.signal_name)
+        return metrics.LoopOutputs({types.STOP_LOOP: True})
 
     def _announce_stop(self) -> None:
         by = stopped_by(self.experiment.loops)
