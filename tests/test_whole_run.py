@@ -52,5 +52,5 @@ def test_a_resumed_run_that_is_stopped_again_writes_each_row_once(place, tmp_pat
     first, second, last = (part["step"] for part in parts)
     # An interrupted evaluation begins again. After a complete one, the run makes a step, whose checkpoint contains it.
     assert first == 8 and last == 10 and (second == 8 if place == "eval" else second > 8)
-    assert sorted(map(str, sum([part["written"] for part in parts], []))) == sorted(map(str, whole["written"]))
+    assert sorted(str(row) for part in parts for row in part["written"]) == sorted(map(str, whole["written"]))
     assert parts[-1]["state"] == whole["state"] and parts[-1]["history"] == whole["history"]

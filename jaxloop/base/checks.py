@@ -3,7 +3,7 @@
 import importlib.util
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -416,9 +416,11 @@ def empty_dataset(dataset: Any) -> ValueError:
 _form = operator.attrgetter("shape", "dtype", "__class__")
 
 
-@final
 class BatchWatch:
     """Checks a step's batches for changes in shape or dtype, and for dtypes that JAX would silently convert.
+
+    Hooks:
+      look: Checks the next batches.
 
     Attributes:
       declared_sizes: The batch sizes that the dataset declared in advance. If a batch has one of these sizes and is

@@ -228,7 +228,8 @@ class Agenda:
     Args:
       outputs: The outputs that the items read.
       stopwatch: Tracks how the time is spent.
-      job: The processes that train together, with their signals. After a signal, no evaluation begins and nothing saves.
+      job: The processes that train together, with their signals. After a signal, no evaluation begins and no
+        item saves.
       measure: A function `(state, spent, cursor) -> statistics`, which are added to the outputs of items that read all.
 
     Attributes:

@@ -161,14 +161,16 @@ class Program:
         runner, num_examples = self._runner, None
         if self._needs.counting:
             carry, batch, num_examples = self._prepare(carry, batch)
-        rows = 0 if self._evaluates else runner.check_batches(batch)
+        rows = 0 if self._evaluates else runner.batch_watch.look((batch,), self.step)
+        if num_examples is None:
+            num_examples = runner.count_examples(batch) if rows is None else rows
         try:
             placed = runner.place(batch, evaluates=self._evaluates) if self._needs.placing else batch
             carry, outputs = self._compiled.call(carry, placed, runner.batch_watch.form)
         except Exception as error:
             runner.explain(error, batch)
             raise
-        return carry, outputs, rows if num_examples is None else num_examples
+        return carry, outputs, num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
         """Passes a batch through the hooks before `run`."""
@@ -235,7 +237,9 @@ class Program:
         whole = stacked(prepared)
         if whole is None:
             return None
-        rows = 0 if self._evaluates else self._runner.check_batches(*prepared)
+        rows = 0 if self._evaluates else self._runner.batch_watch.look(prepared, self.step)
+        if rows is None and None in numbers:
+            rows = self._runner.count_examples(prepared[0])
         try:
             carry, outputs = compiled.call(
                 carry, self._runner.place(whole, evaluates=self._evaluates, fuses=True), self._runner.batch_watch.form

@@ -25,6 +25,21 @@ LossFn = Callable[[Any, types.Batch], Any]
 _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
 
+class _UnmaskedWatch(checks.BatchWatch):
+    """Checks the batches without their masks."""
+
+    def look(self, batches: Sequence[Any], step: Any) -> int | None:
+        try:
+            return super().look([each.batch if isinstance(each, _MaskedBatch) else each for each in batches], step)
+        except ValueError as error:
+            if step._reason_to_remove and "max_batch_shapes" in str(error):
+                error.add_note(
+                    f"Padding can't help: rows whose mask is 0 are removed, because {step._reason_to_remove}. "
+                    "Give all batches the same number of unmasked rows."
+                )
+            raise
+
+
 class _PaddingRunner(Runner):
     """Runs a `LossStep`, which pads and masks its batches."""
 
@@ -37,16 +52,9 @@ class _PaddingRunner(Runner):
     def filler(self) -> Callable[[int], None] | None:
         return self.step._set_padded_size if not self.step.train or self.step._batch_size else None
 
-    def check_batches(self, *batches: types.Batch) -> int:
-        try:
-            return super().check_batches(*(each.batch if isinstance(each, _MaskedBatch) else each for each in batches))
-        except ValueError as error:
-            if self.step._reason_to_remove and "max_batch_shapes" in str(error):
-                error.add_note(
-                    f"Padding can't help: rows whose mask is 0 are removed, because {self.step._reason_to_remove}. "
-                    "Give all batches the same number of unmasked rows."
-                )
-            raise
+    @functools.cached_property
+    def batch_watch(self) -> checks.BatchWatch:
+        return _UnmaskedWatch()
 
     def place(self, batch: types.Batch, *, evaluates: bool = False, fuses: bool = False) -> types.Batch:
         placed = super().place(batch, evaluates=evaluates, fuses=fuses)

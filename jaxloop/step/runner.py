@@ -4,6 +4,7 @@ Each step has one `Runner`, so that `Step` itself has only names for its users.
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -26,7 +27,7 @@ class Runner:
     """Passes batches through a step's hooks in order, and calls the step's actions.
 
     Hooks:
-      check_batches: Checks training batches that are ready for `run`, and counts their rows.
+      batch_watch: Checks training batches that are ready for `run`, and counts their rows.
       place: Places a batch on the devices, or several stacked batches.
       begin_reads_state: Determines whether a loop must assemble the state before `begin`.
       filler: Returns the function that sets the size of padded batches.
@@ -40,7 +41,6 @@ class Runner:
 
     Attributes:
       step: The step.
-      batch_watch: The checks of the step's training batches.
       programs: The compiled versions of `run`.
       states: The states that the step returned.
       action_lists: The begin actions and the end actions. Each list counts how often its actions were called.
@@ -52,7 +52,6 @@ class Runner:
     ):
         self.step: Any = step
         self._base = base
-        self.batch_watch: checks.BatchWatch = checks.BatchWatch()
         self.programs: Programs = Programs(step, self.batch_watch)
         self.states: States = States(step)
         unit = "steps within the loop"
@@ -110,14 +109,10 @@ class Runner:
             )
         return count
 
-    def check_batches(self, *batches: types.Batch) -> int:
-        """Checks the shapes of training batches that are ready for `run`, and returns the number of rows per batch.
-
-        Args:
-          *batches: One or more batches, all with the same structure, shapes and dtypes.
-        """
-        rows = self.batch_watch.look(batches, self.step)
-        return self.count_examples(batches[0]) if rows is None else rows
+    @functools.cached_property
+    def batch_watch(self) -> checks.BatchWatch:
+        """Checks training batches that are ready for `run`, and counts their rows."""
+        return checks.BatchWatch()
 
     def begin_reads_state(self, batch: types.Batch) -> bool:
         """Returns True if an overridden `begin` reads the state, which the loop must then assemble before the step."""

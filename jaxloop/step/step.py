@@ -476,7 +476,7 @@ class Step:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = runner.begin(state, batch, per_loop_step_number, elapsed)
-        runner.check_batches(batch)
+        runner.batch_watch.look([batch], self)
         state, outputs = runner.dispatch(state, batch)
         checks.mark_donated(given, repr(self))
         runner.states.remember(state)  # Before `end`: if that returns another state, the next step prepares it.
