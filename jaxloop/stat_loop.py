@@ -143,13 +143,14 @@ class Statistics:
             STAT_ACTION_TIME_SECS: spent.actions,
             STAT_EVAL_TIME_SECS: spent.evals,
             STAT_CHECKPOINT_TIME_SECS: spent.checkpoints,
-            **self._slowest_process(),
         }
+        if not set(PROCESS_STATS).isdisjoint(self._names):
+            stats |= self._slowest_process()
         return {name: stats[name] for name in self._names if stats.get(name) is not None}
 
     def _slowest_process(self) -> dict[str, float]:
-        """Returns the `PROCESS_STATS` if they were requested and all processes call this method; otherwise {}."""
-        if set(PROCESS_STATS).isdisjoint(self._names) or not agreement.is_shared(self._step.partitioner.mesh):
+        """Returns the `PROCESS_STATS` if all processes call this method; otherwise {}."""
+        if not agreement.is_shared(self._step.partitioner.mesh):
             return {}
         own = self._stopwatch.secs_reading + self._stopwatch.spent().actions
         busy = [float(text) for text in agreement.gather_texts(repr(own))]

@@ -111,7 +111,8 @@ class WriterQueue:
         for call in calls:
             if call.method != "write_scalars":  # Numbers are immutable.
                 call.values = copy.deepcopy(call.values)
-        self._raise_error()
+        if self._error is not None:
+            self._raise_error()
         if len(self._calls) + len(calls) > MOST_PENDING:
             self._wait()
             self._raise_error()

@@ -324,9 +324,9 @@ class Agenda:
                 was_called = True
                 if not self._call(item, state, now, spent, ended):
                     break
-            if was_called and self.job.any_stops(self.wants_stop):
+            if was_called and self.job.any_stops(self.stopped_by is not None):
                 self.stopped_by = self.stopped_by or "another process"
-            if not self.wants_stop or requests.signum is not None or now.is_last:
+            if self.stopped_by is None or requests.signum is not None or now.is_last:
                 break
             if ended is None:
                 saves = False

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -143,8 +143,10 @@ class Pending:
 
     def push(self, num_steps: int, state: Any) -> int:
         """Waits if the host is too far ahead after these steps. Returns the length of the queue to take now."""
-        self.in_flight.add(_values_of(self.newest[-1]), num_steps, state)
-        self._look_at(self.newest[-1])
+        newest = self.newest[-1]
+        values = _values_of(newest)
+        self.in_flight.add(values, num_steps, state)
+        self._look_at(values or {}, 1 if isinstance(newest, Block) else 0)
         if self.room > 0:
             return 0
         self.send()
@@ -156,9 +158,8 @@ class Pending:
         is_much = sum([each.dispatches for each in earlier if isinstance(each, Chunk)]) >= self.in_flight.chunk
         return len(earlier) if is_much and _is_on_cpu() and all(map(_is_computed, earlier)) else 0
 
-    def _look_at(self, newest: types.Output | Block) -> None:
+    def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
         """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
-        values, axes = _values_of(newest) or {}, 1 if isinstance(newest, Block) else 0
         if self.names is None:
             self.names, self.are_plain = {*values}, types.STOP_LOOP not in values
         self.are_plain &= all([isinstance(value, jax.Array) and value.ndim == axes for value in values.values()])

@@ -238,8 +238,7 @@ class Program:
         if whole is None:
             return None
         rows = 0 if self._evaluates else self._runner.batch_watch.look(prepared, self.step)
-        if rows is None and None in numbers:
-            rows = self._runner.count_examples(prepared[0])
+        rows = self._runner.count_examples(prepared[0]) if rows is None else rows
         try:
             carry, outputs = compiled.call(
                 carry, self._runner.place(whole, evaluates=self._evaluates, fuses=True), self._runner.batch_watch.form
