@@ -446,15 +446,15 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 def _reduced(outputs: types.Output) -> dict[str, Any]:
     """Fetches the outputs, and merges and computes the `clu.metrics` states among them."""
     reduced, given = {}, dict(outputs or {})
-    others = {name: value for name, value in given.items() if not _are_on_host(value)}
-    if others:
-        given.update(fetch(others))
+    to_read = {name: value for name, value in given.items() if not _are_on_host(value)}
+    if to_read:
+        given.update(fetch(to_read))
     for name in sorted(given):
         value = given[name]
         values = value if isinstance(value, list) else [value]
         if name == types.STOP_LOOP:
             continue
-        if name not in others or not values or not all(map(is_metric, values)):
+        if name not in to_read or not values or not all(map(is_metric, values)):
             reduced[name] = value
             continue
         *others, last = merge_if_metrics(values)

@@ -61,6 +61,11 @@ def test_values_that_are_not_scalars_are_omitted(value):
     assert summarize({"x": value}) == {}
 
 
+def test_each_of_several_metrics_is_summarized():
+    mean = lambda total: [clu_metrics.Average(total=jnp.float32(total), count=jnp.float32(4))]
+    assert metrics.summarize({"a": mean(6), "b": mean(8), "c": [1.0], "d": mean(10)}) == dict(a=1.5, b=2, c=1, d=2.5)
+
+
 def test_the_stop_flag_is_not_a_metric():
     assert summarize({types.STOP_LOOP: True, "loss": [1.0]}) == {"loss": 1.0}
 
