@@ -17,7 +17,7 @@ from jaxloop.base.structures import PerStructure
 
 CHUNK_SIZE = 32
 """The maximum number of steps whose outputs are handled together."""
-_MOST_KEPT = 1024  # The scalars of at most this many steps stay on the devices.
+_MOST_KEPT = 16  # At most this many chunks of scalars stay on the devices. Other outputs may be large.
 
 
 @final
@@ -37,7 +37,6 @@ class Chunk(NamedTuple):
 
     groups: list[tuple[dict[str, Any] | None, int]]
     examples: list[int]
-    dispatches: int
 
 
 @final
@@ -150,13 +149,8 @@ class Pending:
         if self.room > 0:
             return 0
         self.send()
-        *earlier, newest = self._queue
-        limit = max(_MOST_KEPT if _has_only_scalars(newest) else 0, self.in_flight.limit)
-        if self.num_steps > limit:
-            return len(earlier)
-        # On a CPU, reading takes no transfer, but it takes less time for many dispatches at once.
-        is_much = sum([each.dispatches for each in earlier if isinstance(each, Chunk)]) >= self.in_flight.chunk
-        return len(earlier) if is_much and _is_on_cpu() and all(map(_is_computed, earlier)) else 0
+        earlier = len(self._queue) - 1  # They have probably been computed by now.
+        return earlier if earlier >= (_MOST_KEPT if self.are_plain else 1) else 0
 
     def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
         """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
@@ -183,7 +177,7 @@ class Pending:
             for leaf in jax.tree.leaves(groups):
                 if isinstance(leaf, jax.Array):
                     leaf.copy_to_host_async()
-        self._queue.append(Chunk(groups, self._examples, len(self.newest)))
+        self._queue.append(Chunk(groups, self._examples))
         self.newest, self._examples = [], []
 
     def _merge(self, name: str, column: Any) -> None:
@@ -298,18 +292,6 @@ def unstacked(column: Any, number: int) -> list[Any]:
     if not leaves:
         return [column] * number
     return [jax.tree.unflatten(structure, each) for each in zip(*map(list, leaves), strict=True)]
-
-
-def _is_computed(each: Chunk | Cut) -> bool:
-    columns = (each.groups[-1][0] or {}).values() if isinstance(each, Chunk) else each.sums.values()
-    last = [column[-1] if isinstance(column, list) else column for column in columns]
-    return all(map(metrics.is_ready, jax.tree.leaves(last)))
-
-
-def _has_only_scalars(chunk: Any) -> bool:
-    columns = [column for columns, _ in chunk.groups for column in (columns or {}).values()]
-    newest = [(column[-1], 0) if isinstance(column, list) else (column, 1) for column in columns]
-    return all(getattr(leaf, "ndim", 0) <= axes for value, axes in newest for leaf in jax.tree.leaves(value))
 
 
 def _is_stackable(column: Any) -> bool:
