@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 
 import jaxloop
 from jaxloop import data, distributed, partition
+from jaxloop.data.sources import IndexIterator
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=pathlib.Path)
@@ -128,13 +129,20 @@ def make_batch(index):
     ):
         if index == options.at:
             fire(fault)
-    if is_faulty_process and options.fault == "end" and index == options.at and not fired.exists():
-        fired.touch()
-        raise StopIteration
     x = np.random.default_rng(index).normal(size=[16, 8]).astype(np.float32)
     return {"x": x, "y": x.sum(-1, keepdims=True)}
 
 
+def next_or_end(iterator, next_batch=IndexIterator.__next__):
+    """Ends the data of one process early. The position in the data is still the number of batches."""
+    if iterator.next_index == options.at and not fired.exists():
+        fired.touch()
+        raise StopIteration
+    return next_batch(iterator)
+
+
+if is_faulty_process and options.fault == "end":
+    IndexIterator.__next__ = next_or_end
 mesh = partition.create_mesh(data=-1)
 partitioner = jaxloop.FSDPPartitioner(mesh, min_size=1)
 step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-2), partitioner, train=True, loss=loss)
