@@ -442,13 +442,10 @@ class Engine:
         """Returns the statistics of an interval; by default, of the current loop."""
         if self.statistics is None:
             return {}
-        found = self.statistics.of(state, spent, updates=max(self.call.updates, 1))
-        outputs = self.run.outputs
-        return (
-            found
-            if outputs.guard is None
-            else found | outputs.guard.measure(outputs.loop_start if cursor is None else cursor)
-        )
+        found, outputs = self.statistics.of(state, spent, updates=max(self.call.updates, 1)), self.run.outputs
+        if outputs.guard is not None:
+            found |= outputs.guard.measure(outputs.loop_start if cursor is None else cursor)
+        return found
 
     def _failure(self, error: BaseException) -> Failure:
         """Determines whether the state after the last completed step can be used after an exception."""

@@ -193,9 +193,8 @@ class Program:
         began = timing.clock()
         batches, result = feed.take(size), None
         ran.in_data = timing.clock() - began
-        if (
-            len(batches) == size and not self._runner.batch_watch.may_differ
-        ):  # Else, the processes compare them one by one.
+        # If batches of the processes may differ, the processes compare them one by one.
+        if len(batches) == size and not self._runner.batch_watch.may_differ:
             ran.is_in_step = True
             try:
                 newest = ran.step_num + size * self.step.updates_per_step
