@@ -165,7 +165,7 @@ def test_transforms_rename_leaves(tmp_path):
     transforms = {"**/old/**": "**/new/**"}
     restored = step.restore_model(step.initialize_model([1, 3]), tmp_path, transforms=transforms)
     np.testing.assert_array_equal(restored.params["new"]["kernel"], original.params["old"]["kernel"])
-    checkpoint.check_fits(tmp_path, 3, step.initialize_model([1, 3]), transforms)
+    checkpoint.Checkpoint.at(tmp_path, 3).check_fits(step.initialize_model([1, 3]), transforms)
 
 
 def test_transforms_rename_optimizer_state_and_nnx_leaves(tmp_path, assert_same):
@@ -235,7 +235,7 @@ def test_transforms_that_do_not_fit_the_state_raise(tmp_path):
         with pytest.raises(error, match=text):
             checkpoint.restore_newest(tmp_path, state, transforms=wrong)
         with pytest.raises(error, match=text):
-            checkpoint.check_fits(tmp_path, 1, state, wrong)
+            checkpoint.Checkpoint.at(tmp_path, 1).check_fits(state, wrong)
     assert checkpoint.all_steps(tmp_path) == [1]
 
 
@@ -486,7 +486,7 @@ def assert_is_run(directory, step, state):
     read = (
         state,
         checkpoint.run(directory, step),
-        checkpoint.trees(directory, step, make_run(0)[2]),
+        checkpoint.Checkpoint.at(directory, step, "trees").trees(make_run(0)[2]),
         {"elapsed": checkpoint.metadata(directory, step)["elapsed"]},
     )
     assert jax.tree.structure(read) == jax.tree.structure(saved)
@@ -498,9 +498,14 @@ def test_run_round_trips_bit_for_bit(tmp_path):
     save_runs(tmp_path, 3, 4)
     for step in (3, 4):
         assert_is_run(tmp_path, step, checkpoint.restore(tmp_path, step, make_run(0)[0]))
-    read = checkpoint.trees(tmp_path, 4, {"best": make_run(0)[2]["best"], "nothing": {}})
+    read = checkpoint.Checkpoint.at(tmp_path, 4, "trees").trees({"best": make_run(0)[2]["best"], "nothing": {}})
     assert list(read) == ["best", "nothing"] and read["best"][0].mu["w"].dtype == jnp.bfloat16
-    assert type(checkpoint.trees(tmp_path, 3, {"loop/0": make_run(0)[2]["loop/0"]})["loop/0"]["sum"]) is np.ndarray
+    assert (
+        type(
+            checkpoint.Checkpoint.at(tmp_path, 3, "trees").trees({"loop/0": make_run(0)[2]["loop/0"]})["loop/0"]["sum"]
+        )
+        is np.ndarray
+    )
 
 
 def test_large_run_round_trips_and_a_missing_one_is_empty(tmp_path):
@@ -510,9 +515,9 @@ def test_large_run_round_trips_and_a_missing_one_is_empty(tmp_path):
     writer.close()
     assert checkpoint.run(tmp_path, 0) == RUN
     assert checkpoint.run(tmp_path, 1) == {} and checkpoint.metadata(tmp_path, 1) == {}
-    assert checkpoint.trees(tmp_path, 1, {"a": {}, "b": None}) == {"a": {}, "b": None}
+    assert checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"a": {}, "b": None}) == {"a": {}, "b": None}
     with pytest.raises(ValueError, match=r"a/x: \(none\) -> int32\[\]"):
-        checkpoint.trees(tmp_path, 1, {"a": {"x": jnp.int32(0)}})
+        checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"a": {"x": jnp.int32(0)}})
     with pytest.raises(FileNotFoundError, match="No checkpoint of step 2 in .*, which holds steps 0, 1"):
         checkpoint.run(tmp_path, 2)
 
@@ -532,7 +537,7 @@ def test_saved_values_can_be_changed_and_donated_once_save_returns(tmp_path):
     assert state["w"].is_deleted()
     writer.close()
     templates = {"a": {"mine": np.zeros([500_000]), "jax": jnp.zeros([500_000])}}
-    read = checkpoint.trees(tmp_path, 1, templates)["a"]
+    read = checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees(templates)["a"]
     assert (read["mine"] == 2).all() and (read["jax"] == 3).all() and checkpoint.run(tmp_path, 1) == {"list": [1]}
     assert (checkpoint.restore(tmp_path, 1, {"w": jnp.zeros([500_000])})["w"] == 1).all()
 
@@ -547,11 +552,13 @@ def test_trees_are_restored_onto_a_different_mesh(tmp_path, data_parallel, befor
     writer.save(1, STATE, trees={"sums": {"x": split(before, jnp.arange(16.0))}})
     writer.close()
     template = split(after, jnp.zeros([16]))
-    x = checkpoint.trees(tmp_path, 1, {"sums": {"x": template}})["sums"]["x"]
+    x = checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"sums": {"x": template}})["sums"]["x"]
     assert x.sharding == template.sharding and len(x.addressable_shards) == after
     np.testing.assert_array_equal(x, jnp.arange(16.0))
     shape = jax.ShapeDtypeStruct([16], x.dtype, sharding=template.sharding)  # Costs no memory.
-    assert checkpoint.trees(tmp_path, 1, {"sums": {"x": shape}})["sums"]["x"].sharding == x.sharding
+    assert (
+        checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"sums": {"x": shape}})["sums"]["x"].sharding == x.sharding
+    )
 
 
 def test_mismatched_templates_are_listed_leaf_by_leaf(tmp_path):
@@ -560,8 +567,8 @@ def test_mismatched_templates_are_listed_leaf_by_leaf(tmp_path):
         "loop/0": {"sum": np.zeros(3, np.float32), "n": np.float32(0), "key": jax.random.key(0)},
         "gone": {"x": np.zeros(1)},
     }
-    with pytest.raises(ValueError, match="do not fit these templates") as caught:
-        checkpoint.trees(tmp_path, 3, wrong)
+    with pytest.raises(ValueError, match="does not fit this template") as caught:
+        checkpoint.Checkpoint.at(tmp_path, 3, "trees").trees(wrong)
     assert str(caught.value).splitlines()[1:3] == [
         "  loop/0/sum: float64[3] -> float32[3]",
         "  gone/x: (none) -> float64[1]",
@@ -712,7 +719,7 @@ def test_restoring_a_damaged_step_raises_and_lists_the_files(runs, saved_runs):
     assert any(line.startswith("  trees/manifest.ocdbt has changed") for line in lines)
     assert "restore_newest restores the newest undamaged checkpoint" in lines[-1]
     with pytest.raises(checkpoint.CheckpointError, match="trees/manifest"):
-        checkpoint.trees(runs, 2, make_run(0)[2])
+        checkpoint.Checkpoint.at(runs, 2, "trees").trees(make_run(0)[2])
     assert checkpoint.run(runs, 2) == make_run(2)[1]  # This item is intact.
     assert (template["w"] == make_run(0)[0]["w"]).all()
     assert checkpoint.all_steps(runs) == [1, 2] and not (runs / "damaged").exists()  # Only restore_newest moves them.
@@ -751,7 +758,7 @@ def test_directory_whose_name_is_not_exactly_a_step_is_no_checkpoint(runs, name)
 
 def test_file_that_breaks_a_checkpoint_from_outside_is_named_and_nothing_is_moved(runs):
     (runs / "2" / "default" / "checkpoint").write_text("{}, a file that Orbax would read")
-    with pytest.raises(ValueError, match=r"ExtraData.*other files beside them: default/checkpoint. Remove those"):
+    with pytest.raises(ValueError, match=r"other files beside them: default/checkpoint. Remove those"):
         checkpoint.restore_newest(runs, make_run(0)[0])
     assert checkpoint.all_steps(runs) == [1, 2]
 
@@ -773,11 +780,9 @@ def test_checkpoint_without_read_permission_is_not_set_aside(runs):
 
 
 def test_damaged_metadata_and_metrics_raise(runs):
-    path = runs / "2" / "_CHECKPOINT_METADATA"
+    path = runs / "2" / "SEAL"
     path.write_text(path.read_text().replace('"elapsed": 2', '"elapsed": 3'))
-    with pytest.raises(
-        checkpoint.CheckpointError, match="_CHECKPOINT_METADATA has changed: custom_metadata does not match"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match="SEAL, the file with the checksums, has changed"):
         checkpoint.metadata(runs, 2)
     (runs / "1" / "metrics" / "metrics").write_text("{")
     with pytest.raises(checkpoint.CheckpointError, match="metrics/metrics has 1 bytes"):
@@ -1103,12 +1108,9 @@ def test_run_resumes_from_a_checkpoint_copied_to_an_empty_directory(finished_run
 
 def change_metadata(path, change):
     """Changes the metadata of a checkpoint, and seals it again."""
-    file = path / "_CHECKPOINT_METADATA"
-    content = json.loads(file.read_text())
-    change(content["custom_metadata"])
-    file.write_text(json.dumps(content))
-    (path / "SEAL").unlink()
-    seal.write(path, {"_CHECKPOINT_METADATA": {"custom_metadata": content["custom_metadata"]}})
+    about = json.loads((path / "SEAL").read_text().partition("\n")[2])["about"]
+    change(about)
+    seal.write(path, about, ["_CHECKPOINT_METADATA"])
 
 
 def change_run(path, change):
@@ -1123,7 +1125,7 @@ def test_checkpoint_of_a_different_format_raises_with_both_versions(finished_run
     directory = tmp_path / "copy"
     shutil.copytree(finished_run[0], directory)
     change_metadata(directory / "20", lambda noted: noted.update({"jaxloop/format": 99, "jaxloop/version": "9.9.9"}))
-    expected = r"was saved by jaxloop 9\.9\.9 in format 99, but jaxloop \S+ can resume only from format 3"
+    expected = r"saved by jaxloop 9\.9\.9, does not contain what jaxloop \S+ expects .*the format 4 rather than 99"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
         short_run(directory)
     # The state alone can be restored.

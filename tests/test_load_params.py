@@ -186,7 +186,7 @@ def test_damaged_checkpoints_are_skipped_with_a_warning_and_kept(saved, tmp_path
     )
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert_equal(checkpoint.load_params(tmp_path, into=states[1].params), states[1].params)
-    assert "Step 1 was loaded instead." in logs.text
+    assert "Step 1 was restored instead." in logs.text
     assert checkpoint.all_steps(tmp_path) == [1, 2]
     with pytest.raises(checkpoint.CheckpointError, match="damaged"):
         checkpoint.load_params(tmp_path, 2)

@@ -10,6 +10,7 @@ import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from absl import logging
 
@@ -362,9 +363,10 @@ def test_a_run_that_starts_from_scratch_says_so(tmp_path, logs, warnings_logged)
 
 def test_resuming_lists_the_directory_once_before_the_first_batch(tmp_path, monkeypatch):
     _, _, batches = examples.tiny_regression()
-    all_steps, listed, seen = checkpoint.all_steps, [], []
-    for module in (checkpoint, checkpoint.checkpoint):
-        monkeypatch.setattr(module, "all_steps", lambda directory: listed.append(directory) or all_steps(directory))
+    in_orbax, listed, seen = ocp.path.step, [], []
+    list_directory = in_orbax.checkpoint_steps_paths
+    count = lambda directory: listed.append(directory) or list_directory(directory)
+    monkeypatch.setattr(in_orbax, "checkpoint_steps_paths", count)
 
     def make_batch(number):
         seen.append(len(listed))

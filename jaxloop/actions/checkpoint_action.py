@@ -190,7 +190,7 @@ class CheckpointAction(Action):
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. Read them with `checkpoint.metadata`.
           run: Like `metadata`, but for values of any size. Read them with `checkpoint.run`. Saved only if
             `ckpt_manager` is a directory.
-          trees: Additional pytrees of arrays, by name. Read them with `checkpoint.trees`. Saved only if `ckpt_manager`
+          trees: Additional pytrees of arrays, by name. Read them with `Checkpoint.trees`. Saved only if `ckpt_manager`
             is a directory.
 
         Returns:

@@ -1,5 +1,6 @@
 """Checks of states, batches and step results. Errors say what was expected, what was found, and what to do."""
 
+import functools
 import importlib.util
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,10 +16,8 @@ from jaxloop import types
 from jaxloop.base import structures
 from jaxloop.base.text import printable
 
-
-def path_name(path: Any) -> str:
-    """Returns a leaf's path, separated by slashes: `params/Dense_0/kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+"""Returns a leaf's path, separated by slashes: `params/Dense_0/kernel`."""
 
 
 def batch_leaf_name(path: Any) -> str:

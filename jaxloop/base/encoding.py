@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 
-def encode(value: Any) -> Any:
+def encode(value: Any, path: str = "value") -> Any:
     """Converts a value to JSON types so that `decode` can restore it bit for bit.
 
     Accepts None, bools, ints, floats, strings, bytes, NumPy scalars, arrays of numbers, and lists, tuples and
@@ -18,19 +18,13 @@ def encode(value: Any) -> Any:
     >>> decode(encode({"loss": [np.float32(0.1), np.float32(0.2)], "sizes": (32, 16)}))
     {'loss': [np.float32(0.1), np.float32(0.2)], 'sizes': (32, 16)}
 
+    Args:
+      value: The value.
+      path: The name of the value in error messages.
+
     Raises:
       TypeError: If the value contains an unsupported type. The message gives the path to it.
     """
-    return _encode(value, "value")
-
-
-def encode_keys(keys: Any) -> Any:
-    """Encodes PRNG keys, typed or raw. Equal keys have equal encodings."""
-    is_typed = lambda key: jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return encode(jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys))
-
-
-def _encode(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -43,15 +37,21 @@ def _encode(value: Any, path: str) -> Any:
         # Some lists, such as the losses of an epoch, have thousands of scalars, which take less space as one array.
         if len(value) > 1 and isinstance(value[0], np.generic) and all(type(each) is type(value[0]) for each in value):
             return {"scalars": _encode_array(np.array(value, value[0].dtype), path)}
-        return [_encode(each, f"{path}[{index}]") for index, each in enumerate(value)]
+        return [encode(each, f"{path}[{index}]") for index, each in enumerate(value)]
     if type(value) is tuple:
-        return {"tuple": [_encode(each, f"{path}[{index}]") for index, each in enumerate(value)]}
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _encode(each, f"{path}[{key!r}]") for key, each in value.items()}}
+        return {"tuple": [encode(each, f"{path}[{index}]") for index, each in enumerate(value)]}
+    if isinstance(value, Mapping) and not [key for key in value if not isinstance(key, str)]:
+        return {"dict": {key: encode(each, f"{path}[{key!r}]") for key, each in value.items()}}
     raise TypeError(
         f"{path} can't be saved in a checkpoint: got {value!r} of type {type(value).__name__}. Use numbers, strings, "
         "bytes, arrays of numbers, and lists, tuples and dicts with string keys of these."
     )
+
+
+def encode_keys(keys: Any) -> Any:
+    """Encodes PRNG keys, typed or raw. Equal keys have equal encodings."""
+    is_typed = lambda key: jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return encode(jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys))
 
 
 def _encode_array(value: Any, path: str) -> dict[str, Any]:

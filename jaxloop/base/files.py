@@ -6,9 +6,11 @@ written to it, and a symbolic link would let the run overwrite a file elsewhere.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import stat
+from collections.abc import Callable
 from typing import IO, Any
 
 from etils import epath
@@ -67,9 +69,13 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
     """
-    if is_remote(path):
-        return epath.Path(path).open(mode)
-    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_descriptor)
+    return opener(path)(path, mode, encoding=None if "b" in mode else "utf-8")
+
+
+def opener(directory: epath.PathLike) -> Callable[..., IO[Any]]:
+    """Returns a function like `open` that opens only the regular files of a directory; see `open_file`."""
+    remote = lambda path, mode, encoding=None: epath.Path(path).open(mode, encoding=encoding)
+    return remote if is_remote(directory) else functools.partial(open, opener=open_descriptor)
 
 
 def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:

@@ -94,7 +94,7 @@ def _check_checkpoint(
     with opened.understanding():
         if state.shapes is not None:
             with here:
-                checkpoint.check_fits(directory, step, state.shapes, spec.transforms)
+                opened.check_fits(state.shapes, spec.transforms)
         elapsed, run = opened.elapsed().without_previous(), checkpoint.run(directory, step)
         if not run or loop is None:
             return dataclasses.replace(course, start=elapsed)

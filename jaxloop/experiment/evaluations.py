@@ -209,11 +209,9 @@ def _evaluate_all(
 
 def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
     """Returns the state and progress stored in a checkpoint, or None if the training run has since deleted it."""
-    directory = spec.checkpoint_dir
+    directory, given = spec.checkpoint_dir, checks.adopt(state)
     try:
-        restored = checkpoint.restore(
-            directory, step_num, checks.adopt(state), transforms=spec.transforms, any_optimizer=True
-        )
+        restored = checkpoint.restore(directory, step_num, given, transforms=spec.transforms, any_optimizer=True)
         return restored, elapsed_at(directory, step_num).without_previous()
     except Exception:
         if not checkpoint.is_being_deleted(directory, step_num):

@@ -264,7 +264,8 @@ def restore_newest(
     Raises:
       ValueError: If the number of steps in the state differs from the name of the checkpoint.
     """
-    restored = checkpoint.open_newest(saved, state, transforms=spec.transforms, quarantines=not job.is_shared)
+    restore = lambda opened: opened.restore(state, transforms=spec.transforms)
+    restored = checkpoint.open_newest(saved, restore, quarantines=not job.is_shared)
     assert restored is not None
     opened, found = restored
     if hasattr(found, "step") and (count := step_num_of(found)) != opened.step:

@@ -190,7 +190,7 @@ def _set_up_checkpoints(
     for directory in directories:
         checkpoints.clear_leftovers(directory)
     given = checks.as_arrays(loop_state.state)
-    restored = checkpoints.open_newest(checkpoints.all_paths(directories), given)
+    restored = checkpoints.open_newest(checkpoints.all_paths(directories), lambda opened: opened.restore(given))
     if restored is None:
         if warning := source.resume_warning():
             logging.warning("%s", warning)

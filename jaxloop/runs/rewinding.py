@@ -156,7 +156,7 @@ def _restored(
     places += [] if spec is None else [spec.checkpoint_dir]
     if paths := [path for path in checkpoint.all_paths(places) if int(path.name) <= before]:
         template = checkpoint.template_of(given)
-        found = checkpoint.open_newest(paths, template, quarantines=False)
+        found = checkpoint.open_newest(paths, lambda opened: opened.restore(template), quarantines=False)
         assert found is not None
         opened, restored = found
         run.load(opened, template)

@@ -1,0 +1,126 @@
+"""Lists the checkpoints in directories, moves them, and removes what interrupted saves have left behind.
+
+A checkpoint is a directory named after its step. Its files are not read here.
+"""
+
+import contextlib
+import difflib
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+
+from jaxloop import distributed
+from jaxloop.base import files
+from jaxloop.base.files import absolute
+
+METADATA_FILE = "_CHECKPOINT_METADATA"
+"""The name of the file with a checkpoint's metadata, in which Orbax notes the time of the commit."""
+# The subdirectories for checkpoints that are no longer used. Their names are not steps, so neither Orbax nor jaxloop
+# reads them.
+DAMAGED, _ABANDONED = "damaged", "abandoned"
+_STEP = re.compile("0|[1-9][0-9]*")
+_DELETION_POLL_SECS = 0.1
+# Limits how much of a directory is searched to complete an error message.
+_MOST_DIRECTORIES = 100
+
+
+def all_steps(directory: epath.PathLike) -> list[int]:
+    """Returns the steps of the complete checkpoints in a directory, in ascending order.
+
+    The list is empty if the directory doesn't exist. Only a directory whose name is a step without leading zeros is a
+    checkpoint. Orbax also accepts names like `0015` and `1_5`, but then reads and deletes `15` and `5`.
+    """
+    return [int(path.name) for path in all_paths([directory])]
+
+
+def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
+    """Returns the paths of the complete checkpoints in several directories, in ascending order of their steps.
+
+    If several directories have a checkpoint of the same step, the one in the first of them comes last.
+    """
+    found = []
+    for number, directory in enumerate(map(absolute, directories)):
+        paths = ocp.path.step.checkpoint_steps_paths(directory) if directory.is_dir() else []
+        found += [(int(path.name), -number, path) for path in paths if _STEP.fullmatch(path.name)]
+    return [path for *_, path in sorted(found)]
+
+
+def missing_error(directory: epath.PathLike) -> FileNotFoundError:
+    """Returns the error for a directory without checkpoints. It names the nearest directory that has some."""
+    directory = absolute(directory)
+    text = f"No checkpoint in {directory}."
+    with contextlib.suppress(OSError):
+        found = (path for near in _directories_near(directory) for path in all_paths([near])[-1:])
+        if path := next((path for path in found if (path / METADATA_FILE).exists()), None):
+            text += f" The nearest directory with checkpoints is {path.parent}, up to step {path.name}."
+    return FileNotFoundError(text)
+
+
+def _directories_near(directory: epath.Path) -> Iterator[epath.Path]:
+    """Yields directories that may have been meant: those up to two levels below this one or its parent."""
+    similarity = lambda path: difflib.SequenceMatcher(None, str(path), str(directory)).ratio()
+    for root in (directory, directory.parent):
+        yield root
+        for pattern in ("*", "*/*"):
+            found = list(itertools.islice(root.glob(pattern), _MOST_DIRECTORIES))
+            yield from sorted(found, key=similarity, reverse=True)
+
+
+def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
+    """Returns whether a checkpoint has been deleted. If it is being deleted, waits for the deletion to finish first."""
+    path = absolute(directory) / str(step)
+    names = None
+    while path.exists():
+        before, names = names, sorted(str(name) for parent in os.walk(path) for name in (*parent[1], *parent[2]))
+        if names == before:
+            return False
+        time.sleep(_DELETION_POLL_SECS)
+    return True
+
+
+def abandon(directory: epath.PathLike, first_step: int) -> None:
+    """Moves the checkpoints of `first_step` and all later steps to `abandoned/`, so that no run resumes from them.
+
+    In a multi-process job, only the first process may call this.
+    """
+    for path in all_paths([directory]):
+        if int(path.name) >= first_step:
+            logging.info("The checkpoint of step %s was moved to %s.", path.name, move(path, _ABANDONED))
+
+
+def move(path: epath.Path, below: str) -> epath.Path:
+    """Moves a checkpoint to the subdirectory `below` of its directory, and returns its new path."""
+    target, count = path.parent / below / path.name, 1
+    while target.exists():
+        count += 1
+        target = path.parent / below / f"{path.name}-{count}"
+    files.make_directory(target.parent)
+    path.rename(target)
+    return target
+
+
+def clear_leftovers(directory: epath.PathLike) -> list[str]:
+    """Removes the temporary directories left behind by interrupted saves. Not for use during a save to the directory.
+
+    In a multi-process job, only the first process removes them.
+
+    Returns:
+      The names of the removed temporary directories, which are also logged.
+    """
+    directory = absolute(directory)
+    if not directory.exists() or not distributed.is_first_process():
+        return []
+    names = sorted([path.name for path in directory.iterdir() if ocp.utils.TMP_DIR_SUFFIX in path.name])
+    for name in names:
+        path = directory / name
+        is_link = not files.is_remote(path) and os.path.islink(path)
+        path.unlink() if is_link or not path.is_dir() else path.rmtree()  # Not what a link points to.
+    if names:
+        logging.info("Removed the remains of incomplete saves in %s: %s", directory, ", ".join(names))
+    return names

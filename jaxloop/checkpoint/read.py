@@ -1,0 +1,577 @@
+"""Opens checkpoints, verifies their files, and restores what they contain.
+
+A checkpoint that a `CheckpointWriter` saved in a directory contains up to three items: `default` (the train state),
+`run` (a JSON dict), and `trees` (arrays that are not part of the state). Its seal covers all of its files; see
+`jaxloop.checkpoint.seal`. `open_newest` and `Checkpoint.at` verify the seal once. After that, a `Checkpoint` reads its
+files without verifying them again.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+
+from jaxloop.base import checks, files, path_patterns
+from jaxloop.base.files import absolute
+from jaxloop.checkpoint import listing, seal, stored
+from jaxloop.checkpoint.listing import METADATA_FILE, all_paths, all_steps, missing_error
+from jaxloop.schedules import Elapsed
+
+# The items. An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
+STATE, RUN, TREES = "default", "run", "trees"
+# The file with the metrics that the manager uses to find the best checkpoint.
+_METRICS_FILE = "metrics/metrics"
+# The transforms with which the run that saved the checkpoint had begun, if any.
+TRANSFORMS_KEY = "transforms"
+# Only this package reads the following keys. This one, in the file of Orbax, means that the checkpoint has a seal.
+SEALED_KEY = "jaxloop/sealed"
+# The metric that decides which checkpoint is best: `["test/accuracy", "max"]`.
+BEST_KEY = "jaxloop/best"
+# A fingerprint of the state's leaves. Asking Orbax to describe them instead would take half as long as reading them.
+LEAVES_KEY = "jaxloop/leaves"
+# The format of `run` and of the metadata, and the version of jaxloop that saved the checkpoint.
+FORMAT_KEY, VERSION_KEY = "jaxloop/format", "jaxloop/version"
+_OWN_PREFIX = "jaxloop/"
+# Increased when an earlier version of jaxloop can't resume from checkpoints of this one, or vice versa.
+FORMAT = 4
+# In a state: the optimizer's state, and in it the fields of an `EMAState`.
+_OPTIMIZER, AVERAGE, _COUNT = "opt_state/", "params_ema", "count"
+# The end of a path in the state of `optax.contrib.schedule_free`, which no other optimizer of Optax has.
+_OF_SCHEDULE_FREE = "/weight_sum"
+
+
+class CheckpointError(Exception):
+    """Raised if a checkpoint's files are damaged, or can't be read or written.
+
+    Loading an intact checkpoint of a different model raises a `ValueError` instead.
+
+    Attributes:
+      directory: The directory with one subdirectory per step; None if it is unknown.
+      steps: The steps of the affected checkpoints.
+    """
+
+    def __init__(self, message: str, directory: epath.PathLike | None = None, steps: Sequence[int] = ()):
+        super().__init__(message)
+        self.directory: epath.Path | None = None if directory is None else epath.Path(directory)
+        self.steps: tuple[int, ...] = tuple(steps)
+
+
+# Finding checkpoints ---------------------------------------------------------------------------------
+
+
+def own_version() -> str:
+    """Returns the version of jaxloop that is in use."""
+    import jaxloop
+
+    return jaxloop.__version__
+
+
+def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
+    """Returns the step of the best checkpoint in a directory, or None if no checkpoint has the metric.
+
+    If several checkpoints are equally good, the newest one is considered the best.
+
+    Args:
+      directory: The directory of a `CheckpointAction(directory, best=...)`, or of an Orbax manager with a `best_fn`.
+      best: The name of the metric and its mode, "min" or "max", as in `("accuracy", "max")`. If None, the metric of the
+        `CheckpointAction` that saved the newest checkpoint is used.
+    """
+    directory = absolute(directory)
+    steps = all_steps(directory)
+    if best is None and steps:
+        best = Checkpoint.open(directory / str(steps[-1]), METADATA_FILE).custom_metadata.get(BEST_KEY)
+    if not best:
+        return None
+    qualities = {step: quality(metrics(directory / str(step)), best) for step in steps}
+    known = [step for step in steps if qualities[step] > -math.inf]
+    return max(known, key=lambda step: (qualities[step], step), default=None)
+
+
+def metrics(path: epath.Path) -> dict[str, Any]:
+    """Reads the metrics that decide which checkpoint is best; `{}` if none were saved."""
+    return _read_json(Checkpoint.open(path, _METRICS_FILE).path, _METRICS_FILE)
+
+
+def quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
+    """Returns the quality of a checkpoint (higher is better), which is -inf if the metric is missing or NaN."""
+    name, mode = best
+    value = values.get(name)
+    if value is None or math.isnan(value):
+        return -math.inf
+    return float(value) if mode == "max" else -float(value)
+
+
+def restore(
+    directory: epath.PathLike,
+    step: int,
+    state: Any,
+    *,
+    transforms: Mapping[str, str] | None = None,
+    any_optimizer: bool = False,
+) -> Any:
+    """Restores the train state from a checkpoint, with the structure and the shardings of `state`.
+
+    All files of the checkpoint are verified first, unless the checkpoint has no seal (for example, because an Orbax
+    manager saved it).
+
+    Args:
+      directory: The directory with one subdirectory per step.
+      step: The step of the checkpoint, which can be 0.
+      state: A state of JAX arrays with the same structure, shapes and dtypes as the saved one. The shardings may
+        differ. The state is not donated.
+      transforms: A dict that renames saved leaves by mapping patterns of saved paths to paths in the state, as in
+        `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint that
+        has the new names already is used as it is.
+      any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything
+        except `opt_state` is restored, and the differences are logged.
+
+    Raises:
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If files of the checkpoint are damaged. The error lists them.
+      ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype, or if a pattern in
+        `transforms` matches no leaf. The error lists the leaves or the pattern.
+    """
+    try:
+        return Checkpoint.at(directory, step).restore(state, transforms=transforms, any_optimizer=any_optimizer)
+    except CheckpointError as error:
+        hint = "checkpoint.restore_newest restores the newest undamaged checkpoint, and moves newer ones to damaged/."
+        raise CheckpointError(f"{error}\n{hint}", error.directory, error.steps) from error.__cause__
+
+
+def restore_newest(
+    directory: epath.PathLike,
+    state: Any,
+    *,
+    transforms: Mapping[str, str] | None = None,
+    any_optimizer: bool = False,
+    quarantines: bool = True,
+) -> tuple[Any, int] | None:
+    """Restores the newest undamaged checkpoint; see `restore`.
+
+    Any newer checkpoints, all of which are damaged, are then moved to `<directory>/damaged/<step>`, so that their steps
+    can be saved again. A warning is logged for each of them.
+
+    Args:
+      directory: The directory with one subdirectory per step.
+      state: See `restore`.
+      transforms: See `restore`.
+      any_optimizer: See `restore`.
+      quarantines: Whether to move the damaged checkpoints. Pass False to leave the directory unchanged, for example if
+        another process may be saving there.
+
+    Returns:
+      The pair `(state, step)`, or None if the directory contains no checkpoint.
+
+    Raises:
+      CheckpointError: If there are checkpoints, but all of them are damaged. In this case, no checkpoint is moved.
+      ValueError: If the newest undamaged checkpoint doesn't fit the state. In this case, no checkpoint is moved.
+    """
+    restore = lambda opened: opened.restore(state, transforms=transforms, any_optimizer=any_optimizer)
+    opened = open_newest(all_paths([directory]), restore, quarantines=quarantines)
+    return opened and (opened[1], opened[0].step)
+
+
+def open_newest(
+    paths: Sequence[epath.Path], read: Callable[["Checkpoint"], Any], *, quarantines: bool = True
+) -> "tuple[Checkpoint, Any] | None":
+    """Opens the newest undamaged checkpoint of `paths`, which are as returned by `all_paths`; see `restore_newest`.
+
+    Args:
+      paths: The paths of the checkpoints.
+      read: A function that reads an open checkpoint. If it raises a `CheckpointError`, the checkpoint is damaged.
+      quarantines: See `restore_newest`.
+
+    Returns:
+      The checkpoint and the result of `read`, or None if `paths` is empty.
+
+    Raises:
+      CheckpointError: If all checkpoints are damaged. In this case, none is moved.
+    """
+    errors: list[CheckpointError] = []
+    for path in reversed(paths):
+        try:
+            opened = Checkpoint.open(path)
+            found = opened, read(opened)
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        for error in errors:
+            consequence = f"Step {opened.step} was restored instead."
+            quarantine(error, consequence) if quarantines else logging.warning("%s\n%s", error, consequence)
+        return found
+    if not errors:
+        return None
+    directories = list(dict.fromkeys(error.directory for error in errors))
+    lines = "\n".join(map(str, errors))
+    raise CheckpointError(
+        f"All checkpoints in {' and '.join(map(str, directories))} are damaged, and nothing was restored or moved.\n"
+        f"{lines}\nTo start from scratch, use a different directory or move these checkpoints away.",
+        directories[0],
+        [error.steps[0] for error in errors],
+    )
+
+
+def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
+    """Quarantines the checkpoints of `paths` that are newer than the newest undamaged one; see `open_newest`.
+
+    In a multi-process job, only the first process may call this, and it must do so before any process starts to
+    restore. If all checkpoints are damaged, none are moved.
+    """
+    with contextlib.suppress(CheckpointError):  # All processes raise it when they restore.
+        open_newest(paths, lambda opened: None)
+
+
+def quarantine(error: CheckpointError, consequence: str) -> None:
+    """Moves the damaged checkpoint that an error describes to the subdirectory `damaged`, and logs a warning."""
+    assert error.directory is not None
+    (step,) = error.steps
+    try:
+        where = f"It was moved to {listing.move(error.directory / str(step), listing.DAMAGED)}."
+    except OSError as reason:
+        where = f"It could not be moved to {error.directory / listing.DAMAGED} ({reason})."
+    logging.warning("%s\n%s %s", error, where, consequence)
+
+
+def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
+    """Returns the metadata saved in a step's checkpoint, or `{}` if none was saved.
+
+    Raises:
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If the metadata file is damaged.
+    """
+    return Checkpoint.at(directory, step, METADATA_FILE).metadata()
+
+
+def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
+    """Returns the JSON dict saved as `run` in a step's checkpoint, or `{}` if none was saved.
+
+    Raises:
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If the file that contains the dict is damaged.
+    """
+    return Checkpoint.at(directory, step, RUN).run()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint. Its files are verified when it is opened, but not again when they are read.
+
+    Attributes:
+      path: The directory of the checkpoint, whose name is the step.
+      is_sealed: True if the checkpoint has a seal and its files match the seal. Checkpoints saved by an Orbax manager
+        have no seal.
+      custom_metadata: The metadata saved by the caller and by this package. They are in the seal if there is one.
+    """
+
+    path: epath.Path
+    is_sealed: bool
+    custom_metadata: Mapping[str, Any]
+
+    @classmethod
+    def at(cls, directory: epath.PathLike, step: int, below: str = "") -> "Checkpoint":
+        """Opens a step's checkpoint and verifies its files.
+
+        If `below` is given, only the files below that path in the checkpoint are verified.
+
+        Raises:
+          FileNotFoundError: If there is no such checkpoint.
+          CheckpointError: If the files are damaged. The error lists the problems.
+          PermissionError: If this user may not read a file.
+        """
+        found = all_steps(directory)
+        if not found:
+            raise missing_error(directory)
+        if step not in found:
+            raise FileNotFoundError(
+                f"No checkpoint of step {step} in {directory}, which holds steps {', '.join(map(str, found))}."
+            )
+        return cls.open(absolute(directory) / str(step), below)
+
+    @classmethod
+    def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
+        """Opens the checkpoint in the directory `path`, which must exist, and verifies its files; see `at`."""
+        in_orbax_file, is_sealed = _read_json(path, METADATA_FILE), seal.is_sealed(path)
+        if not in_orbax_file:
+            raise _damage_error(path, [f"{METADATA_FILE} is missing"])
+        custom_metadata = in_orbax_file.get("custom_metadata")
+        custom_metadata = custom_metadata if isinstance(custom_metadata, dict) else {}
+        if is_sealed or SEALED_KEY in custom_metadata:
+            custom_metadata, problems = seal.verify(path, below)
+            if problems:
+                raise _damage_error(path, problems)
+        return cls(path, is_sealed, custom_metadata)
+
+    @property
+    def step(self) -> int:
+        """The step after which the checkpoint was saved."""
+        return int(self.path.name)
+
+    def elapsed(self) -> Elapsed:
+        """Returns the run's progress at this checkpoint. If it was not saved, only the number of steps is known.
+
+        Raises:
+          CheckpointError: If the saved progress is invalid.
+        """
+        with self.understanding():
+            return elapsed_of(self.custom_metadata, self.step)
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns the metadata that the caller saved."""
+        return {key: value for key, value in self.custom_metadata.items() if not key.startswith(_OWN_PREFIX)}
+
+    def run(self) -> dict[str, Any]:
+        """Returns the JSON dict that was saved as `run`, or `{}` if none was saved."""
+        return _read_json(self.path, f"{RUN}/metadata")
+
+    def restore(self, state: Any, *, transforms: Mapping[str, str] | None = None, any_optimizer: bool = False) -> Any:
+        """Restores the train state; see the function `restore`."""
+        template = stored.storable(state)
+        if transforms is None and self._has_leaves_of(template):
+            return stored.with_values(state, self._read(STATE, template))
+        ours = checks.leaves_by_path(template)
+        try:
+            found, wanted = self._match(ours, transforms)
+        except ValueError as error:
+            if not any_optimizer:
+                raise
+            names, kept = _without_optimizer(self.leaves, ours)
+            try:
+                found, wanted = self._match(kept, transforms, names)
+            except ValueError:
+                raise error from None  # The model differs, too.
+            _warn_of_optimizer(self, ours, kept)
+        values = self.read({path: wanted[name] for name, path in found.items()})
+        return stored.with_values(state, {name: values[path] for name, path in found.items()})
+
+    def check_fits(self, state: Any, transforms: Mapping[str, str] | None = None) -> None:
+        """Checks that `restore` would accept a state of arrays or `jax.ShapeDtypeStruct`s, without reading any arrays.
+
+        Raises:
+          ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these
+            leaves.
+        """
+        template = jax.eval_shape(stored.storable, state)
+        if transforms is not None or not self._has_leaves_of(template):
+            self._match(checks.leaves_by_path(template), transforms)
+
+    def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
+        """Restores trees that were saved alongside the state, with the structures and shardings of `templates`.
+
+        Args:
+          templates: Templates for the trees to restore, by name. They must have the same structures, shapes and dtypes
+            as the saved trees. Where a template contains a JAX array, the result contains a JAX array with the same
+            sharding. Where it contains a NumPy array, so does the result.
+
+        Raises:
+          ValueError: If leaves of the saved trees and the templates differ in path, shape or dtype. The error lists
+            these leaves.
+        """
+        chosen = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
+        if not chosen:
+            return dict(templates)
+        described = _described(self, TREES) if (self.path / TREES).exists() else {}
+        saved = checks.leaves_by_path({name: described[name] for name in chosen if name in described})
+        wanted = checks.leaves_by_path(stored.storable(chosen))
+        stored.check_fits(self.path, saved, wanted, "template")
+        return {**templates, **stored.with_values(chosen, self.read(wanted, TREES))}
+
+    @functools.cached_property
+    def leaves(self) -> Mapping[str, Any]:
+        """Descriptions of the train state's saved leaves, by path, obtained without reading any arrays."""
+        return checks.leaves_by_path(_described(self, STATE))
+
+    def read(self, wanted: Mapping[str, Any], item: str = STATE) -> dict[str, Any]:
+        """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings given there."""
+        tree, values = _described(self, item), {}
+        for group in stored.groups(wanted):  # Orbax reads all leaves in a call at once, and copies each one.
+            chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
+            values |= self._read(item, jax.tree_util.tree_map_with_path(chosen, tree))
+        return values
+
+    def _has_leaves_of(self, template: Any) -> bool:
+        return self.is_sealed and self.custom_metadata.get(LEAVES_KEY) == stored.fingerprint(template)
+
+    def _match(
+        self,
+        ours: Mapping[str, Any],
+        transforms: Mapping[str, str] | None,
+        names: Mapping[str, str] | None = None,
+    ) -> tuple[dict[str, str], dict[str, Any]]:
+        """Returns the paths of the saved leaves, and templates for reading them, by path in `ours`; see `restore`.
+
+        A checkpoint that has the new names already, such as one saved by a run with these transforms, is used as it is.
+
+        Args:
+          ours: The leaves of the state by path.
+          transforms: See `restore`.
+          names: The names of the saved leaves, as a dict from names to paths. If None, the names are the paths.
+
+        Raises:
+          ValueError: If the renamed leaves don't fit those in `ours`, or if a pattern matches no leaf.
+        """
+        names = {path: path for path in self.leaves} if names is None else names
+        transforms = {} if transforms is None else transforms
+        if not all(isinstance(each, str) for pair in transforms.items() for each in pair):
+            raise TypeError(
+                "transforms must be a dict from patterns of saved paths to paths in the state, such as "
+                f"{{'**/Dense_0/**': '**/output/**'}}, got {transforms!r}."
+            )
+        if transforms == self.custom_metadata.get(TRANSFORMS_KEY):
+            transforms = {}
+        is_saved = lambda pattern: any(path_patterns.matches(pattern, name) for name in names)
+        transforms = {old: new for old, new in transforms.items() if is_saved(old) or not is_saved(new)}
+        found = stored.match(names, ours, transforms)
+        described = {path: self.leaves[at] for path, at in found.items()}
+        wanted = {path: stored.as_wide_as(described.get(path), leaf) for path, leaf in ours.items()}
+        stored.check_fits(self.path, described, wanted, "state")
+        return found, wanted
+
+    def _read(self, item: str, template: Any) -> dict[str, Any]:
+        """Reads an item's arrays, except where the template has a placeholder, and returns them by path."""
+        args = ocp.args.PyTreeRestore(item=template, restore_args=jax.tree.map(_restore_args, template))
+        handler = ocp.PyTreeCheckpointHandler()
+        with _reading(self, item), ocp.Checkpointer(handler) as checkpointer:
+            restored = checkpointer.restore(self.path / item, args=args)
+        values, wanted = (
+            {path: leaf for path, leaf in checks.leaves_by_path(tree).items() if leaf is not ocp.PLACEHOLDER}
+            for tree in (restored, template)
+        )
+        stored.check_fits(self.path, values, wanted, "template" if item == TREES else "state")
+        return values
+
+    @contextlib.contextmanager
+    def understanding(self) -> Iterator[None]:
+        """A context manager that converts errors raised while interpreting saved values into a `CheckpointError`.
+
+        The error names both the version of jaxloop that saved the checkpoint and the current one.
+
+        Raises:
+          CheckpointError: If the checkpoint has a different format, or if the body of the `with` statement raises a
+            `KeyError` or a similar error.
+        """
+        saved_by, version = self.custom_metadata.get(VERSION_KEY, "an unknown version"), own_version()
+        saved_format = self.custom_metadata.get(FORMAT_KEY, FORMAT)
+        try:
+            if saved_format != FORMAT:
+                raise LookupError(f"the format {FORMAT} rather than {saved_format}")
+            yield
+        except (LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"The checkpoint {self.path}, saved by jaxloop {saved_by}, does not contain what jaxloop {version} "
+                f"expects ({type(error).__name__}: {error}). Resume it with the version and the program that saved it, "
+                "or restore only its train state with step.restore_model(state, directory) and start a run in another "
+                "directory.",
+                self.path.parent,
+                [self.step],
+            ) from error
+
+
+def elapsed_of(custom_metadata: Mapping[str, Any], step: int) -> Elapsed:
+    """Returns the progress that the metadata of a step's checkpoint contains."""
+    previous = Elapsed(**custom_metadata["previous"]) if "previous" in custom_metadata else None
+    return Elapsed(**custom_metadata.get("elapsed", {"steps": step}), previous=previous)
+
+
+def _damage_error(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
+    shown = checks.first_lines([f"  {problem}" for problem in problems])
+    return CheckpointError(
+        f"The checkpoint {path} is damaged:\n" + "\n".join(shown),
+        path.parent,
+        [int(path.name)],
+    )
+
+
+def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
+    """Returns the dict in one of a checkpoint's JSON files; `{}` if there is no such file."""
+    try:
+        return {**(files.parse_json(files.read_bytes(path / name)) or {})}
+    except FileNotFoundError:
+        return {}
+    except PermissionError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise _damage_error(path, [f"{name} can't be read: {type(error).__name__}: {error}"]) from error
+
+
+def _described(opened: Checkpoint, item: str) -> Any:
+    """Returns a tree with the structure of an item and with leaves that describe the saved arrays."""
+    with _reading(opened, item):
+        return ocp.PyTreeCheckpointHandler().metadata(opened.path / item).tree
+
+
+@contextlib.contextmanager
+def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
+    """Converts errors raised while reading an item into a `CheckpointError`, unless its files match their seal.
+
+    A file that this user may not read is not damaged.
+    """
+    try:
+        yield
+    except PermissionError:
+        raise
+    except Exception as error:
+        if not opened.is_sealed:
+            raise _damage_error(opened.path, [f"{item} can't be read: {type(error).__name__}: {error}"]) from error
+        strangers = [name for name in seal.unsealed_files(opened.path) if name.startswith(f"{item}/")]
+        also = f". There are other files beside them: {checks.listed(strangers)}. Remove those" if strangers else ""
+        error.add_note(f"while reading {item} of the checkpoint {opened.path}, whose files match their checksums{also}")
+        raise
+
+
+def place_of_ema(leaves: Collection[str]) -> str | None:
+    """Returns the path of the `EMAState` in a state with these leaves, or None unless there is exactly one."""
+    middle = f"/{AVERAGE}/"
+    places = {path.partition(middle)[0] for path in leaves if path.startswith(_OPTIMIZER) and middle in path}
+    found = [place for place in places if f"{place}/{_COUNT}" in leaves]
+    return found[0] if len(found) == 1 else None
+
+
+def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the saved leaves and those of a state without `opt_state`, but with the average of the parameters.
+
+    The saved leaves are a dict from names to paths, because an average may have another path in the state.
+    """
+    place, saved_place = place_of_ema(ours), place_of_ema(saved)
+    names = {path: path for path in saved if not path.startswith(_OPTIMIZER)}
+    kept = {path: leaf for path, leaf in ours.items() if not path.startswith(_OPTIMIZER)}
+    if place is not None and saved_place is not None:
+        averages = [path for path in saved if path.startswith(f"{saved_place}/")]
+        names |= {f"{place}{path.removeprefix(saved_place)}": path for path in averages}
+        kept |= {path: leaf for path, leaf in ours.items() if path.startswith(f"{place}/")}
+    return names, kept
+
+
+def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    """Logs that a state is restored without its optimizer state, except for the leaves in `kept`."""
+    text = (
+        "The state was restored from %s without its opt_state%s, because the optimizers differ. The optimizer starts "
+    )
+    text += "with the given opt_state. Leaves that differ (checkpoint -> state):\n%s"
+    level = logging.WARNING if len(kept) < len(ours) else logging.INFO  # INFO if the state has no optimizer.
+    if any(path.startswith(_OPTIMIZER) and path.endswith(_OF_SCHEDULE_FREE) for path in set(opened.leaves) - set(ours)):
+        level = logging.WARNING
+        text += (
+            "\nIts schedule-free opt_state determines the parameters to evaluate; without it, an evaluation uses those "
+        )
+        text += "of the training, which are worse. Give the evaluation's step the same optimizer."
+    average = ", except for the average of the parameters" if any(path.startswith(_OPTIMIZER) for path in kept) else ""
+    lines = "\n".join(checks.compare(dict(opened.leaves), dict(ours)))
+    logging.log(level, text, opened.path, average, lines)
+
+
+def _restore_args(leaf: Any) -> ocp.RestoreArgs:
+    """Returns restore arguments without a dtype or shape.
+
+    Given a dtype and shape, Orbax would cast and pad the arrays, but jaxloop treats any difference as an error.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)

@@ -1,0 +1,196 @@
+"""The form in which trees are stored, and which stored leaf is restored to which leaf of a tree.
+
+A leaf is identified by its path, such as `params/Dense_0/kernel`.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from jaxloop.base import checks, path_patterns
+
+_MAX_READ_BYTES = 2**27
+
+
+# Stored form -----------------------------------------------------------------------------------------
+
+
+def _keys_in(leaves: Iterable[Any]) -> list[int]:
+    """Returns the indices of the typed PRNG keys."""
+    is_key = jax.dtypes.prng_key
+    pairs = enumerate(leaves)
+    return [at for at, leaf in pairs if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, is_key)]
+
+
+def storable(tree: Any) -> Any:
+    """Replaces the typed PRNG keys in a tree with their data, because Orbax can't store typed keys."""
+    leaves, structure = jax.tree.flatten(tree)
+    for at in _keys_in(leaves):
+        leaves[at] = jax.random.key_data(leaves[at])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a copy of a tree in which the leaves at the given paths are replaced by these values.
+
+    Where the tree has a typed PRNG key, the value is the data of such a key.
+    """
+    ours = checks.leaves_by_path(tree)
+    leaves = [values.get(path, leaf) for path, leaf in ours.items()]
+    for at in _keys_in(ours.values()):
+        if not _keys_in([leaves[at]]):
+            leaves[at] = jax.random.wrap_key_data(leaves[at], impl=jax.random.key_impl([*ours.values()][at]))
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def template_of(state: Any) -> Any:
+    """Returns a template for restoring a state like `state`. The template doesn't keep the arrays of `state` alive."""
+    leaves, structure = jax.tree.flatten(state)
+    keys = _keys_in(leaves)
+    shapes = [leaf if at in keys else checks.shape_of(leaf) for at, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, shapes)
+
+
+def fingerprint(tree: Any) -> str:
+    """Returns a hash of the paths, shapes and dtypes of a tree's leaves, and of its empty containers.
+
+    If a saved tree and a template have the same hash, Orbax can restore the tree without reading its saved structure
+    first.
+    """
+    is_empty = lambda node: node is None or (isinstance(node, dict | list | tuple) and not node)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
+    lines = sorted([f"{checks.path_name(path)}: {checks.describe(node)}" for path, node in nodes])
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def check_names(tree: Any, what: str) -> None:
+    """Raises an error if two leaves of a tree would have the same name in the form that Orbax stores."""
+    names: dict[str, str] = {}
+    for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+        path = checks.path_name(keys)
+        name = path.replace("/", ".")
+        if name in names:
+            raise ValueError(
+                f"{what} of a checkpoint can't have two leaves {names[name]} and {path}: one of them would be lost. "
+                "Rename one."
+            )
+        names[name] = path
+
+
+@final
+class Fingerprints:
+    """Checks the names of states, and computes their fingerprints, once for all states with the same structure."""
+
+    def __init__(self):
+        self._form: Any = None
+        self._fingerprint = ""
+
+    def of(self, state: Any) -> str:
+        """Returns the `fingerprint` of a state of arrays; see `check_names`."""
+        leaves, structure = jax.tree.flatten(state)
+        form = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if form != self._form:
+            check_names(state, "the state")
+            self._form, self._fingerprint = form, fingerprint(state)
+        return self._fingerprint
+
+
+# Matching --------------------------------------------------------------------------------------------
+
+
+_REMEDIES = {
+    "state": "Build the model and the optimizer as they were when it was saved, use a different directory, or map the "
+    "old names onto the new ones with `transforms`.",
+    "template": "Give templates with the saved structure, shapes and dtypes, or use a different directory.",
+    "tree": "Give a tree of the same model, or choose leaves of the checkpoint with `paths`.",
+}
+
+
+def match(
+    saved: Mapping[str, str],
+    ours: Iterable[str],
+    patterns: Mapping[str, str] | None = None,
+    *,
+    only_renamed: bool = False,
+) -> dict[str, str]:
+    """Returns a dict from the paths of our leaves to those of the saved leaves that they are restored from.
+
+    A saved leaf that has no counterpart keeps its name. Names that differ only in the suffix `/value`, with which the
+    paths of NNX variables end, are the same.
+
+    >>> match({"body/kernel": "params/body/kernel"}, ["encoder/kernel/value"], {"body/**": "encoder/**"})
+    {'encoder/kernel/value': 'params/body/kernel'}
+
+    Args:
+      saved: A dict from names of the saved leaves to their paths in the checkpoint.
+      ours: The paths of our leaves.
+      patterns: A dict from patterns of saved names to new names; see `jaxloop.base.path_patterns`.
+      only_renamed: Whether to leave out the saved leaves that no pattern matches.
+
+    Raises:
+      ValueError: If a pattern matches no leaf, or if two leaves would have the same name.
+    """
+    saved_names, our_names = bare(saved), bare(ours)
+    new_names = {} if only_renamed else {name: name for name in saved_names}
+    new_names |= path_patterns.renamed(saved_names, patterns or {})
+    found = {our_names.get(new, new): saved[saved_names[name]] for name, new in new_names.items()}
+    if len(found) < len(new_names):
+        pairs = new_names.items()
+        new = next(new for name, new in pairs if found[our_names.get(new, new)] != saved[saved_names[name]])
+        raise ValueError(
+            f"A leaf is renamed to {new!r}, but there is already a saved leaf with that name. Give transforms that "
+            "keep them apart."
+        )
+    return found
+
+
+def bare(paths: Iterable[str]) -> dict[str, str]:
+    """Maps names to paths. A name is a path without the `/value` suffix of NNX variables."""
+    return {path.removesuffix("/value"): path for path in paths}
+
+
+def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
+    """Raises an error that lists the leaves in which the saved ones and the wanted ones differ, if there are any.
+
+    Args:
+      path: The path of the checkpoint.
+      saved: The saved leaves, or their shapes and dtypes, by path.
+      wanted: Likewise, the leaves to be restored.
+      what: What they belong to: a "state", a "template" or a "tree".
+    """
+    if _forms(saved) == _forms(wanted):
+        return
+    if differences := checks.compare(dict(saved), dict(wanted)):
+        lines = "\n".join(differences)
+        raise ValueError(
+            f"The checkpoint {path} does not fit this {what}. Leaves that differ (checkpoint -> {what}):\n{lines}\n"
+            f"{_REMEDIES[what]}"
+        )
+
+
+def _forms(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for path, leaf in leaves.items()}
+
+
+def as_wide_as(saved: Any, leaf: Any) -> Any:
+    """Returns a NumPy template for a leaf that was saved with 64 bits from the host, or that is on the host now."""
+    if saved is None or saved.dtype == leaf.dtype or saved.shape != leaf.shape:
+        return leaf
+    is_same = jax.dtypes.canonicalize_dtype(saved.dtype) == jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return np.broadcast_to(np.zeros((), saved.dtype), saved.shape) if is_same else leaf
+
+
+def groups(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the leaves in groups of at most 128 MiB. A larger leaf forms a group by itself."""
+    group: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if group and sum(each.size * each.dtype.itemsize for each in (*group.values(), leaf)) > _MAX_READ_BYTES:
+            yield group
+            group = {}
+        group[path] = leaf
+    yield group

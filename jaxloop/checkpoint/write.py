@@ -1,0 +1,424 @@
+"""Saves checkpoints, which are sealed and committed atomically.
+
+`CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save and checks
+the directory, and then passes everything to Orbax. Orbax's thread writes the files, calls `_seal`, and commits the
+checkpoint with a single rename.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+from orbax.checkpoint import checkpoint_managers
+
+from jaxloop import distributed
+from jaxloop.base import checks, files, timing
+from jaxloop.checkpoint import read, seal, stored
+from jaxloop.checkpoint.listing import METADATA_FILE, all_paths, all_steps, clear_leftovers
+from jaxloop.checkpoint.read import CheckpointError
+from jaxloop.processes import agreement, lock
+from jaxloop.schedules import Schedule
+
+# Among the metrics, marks a checkpoint that is never deleted; see `CheckpointAction.keep_every`.
+_KEPT = "jaxloop/kept"
+# Orbax numbers the saves of a process and keeps the current number in a global variable. If two threads started saves
+# at the same time, each would wait forever for the directory of the other.
+_save_start_lock = threading.Lock()
+
+
+@final
+class CheckpointWriter:
+    """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager is asynchronous.
+
+    Args:
+      manager_or_directory: A directory, or an Orbax manager that saves a single item (from either the current or the
+        older Orbax API). With a manager, only the state is saved, without a seal. With a directory, the writer creates
+        its own manager at the first save, and a new one after `close` or a failed save.
+      keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
+      best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
+        ones. If several are equally good, the newest one is considered the best. Requires a directory.
+      keep_every: The checkpoints at which this schedule fires are never deleted. Requires a directory.
+
+    Attributes:
+      directory: The directory with one subdirectory per step.
+      last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
+      last_wait_secs: The part of `last_stall_secs` spent waiting for the previous save to be committed.
+    """
+
+    def __init__(
+        self,
+        manager_or_directory: ocp.CheckpointManager | epath.PathLike,
+        keep: int | None = 3,
+        best: tuple[str, str] | None = None,
+        *,
+        keep_every: Schedule | None = None,
+    ):
+        self.last_stall_secs: float | None = None
+        self.last_wait_secs: float | None = None
+        self._policy: _Policy | None = None  # None if a manager was passed in, whose own options decide.
+        self._manager: ocp.CheckpointManager | None = None  # None while no manager is open.
+        self._saving: tuple[int, dict[str, Any]] = -1, {}  # The step and the metadata of the current or last save.
+        self._committed_step: int | None = None  # The step of the last commit since `close`.
+        self._fingerprints = stored.Fingerprints()
+        if isinstance(manager_or_directory, str | os.PathLike):
+            self.directory: epath.Path = files.absolute(manager_or_directory)
+            self._policy = _Policy(keep, best, keep_every)
+            return
+        if best is not None or keep_every is not None:
+            raise ValueError(
+                "`best` and `keep_every` need a directory, got a CheckpointManager, whose own options decide which "
+                "checkpoints it keeps. Give the CheckpointManagerOptions a preservation_policy, or give the directory "
+                "instead."
+            )
+        self._manager, self.directory = manager_or_directory, epath.Path(manager_or_directory.directory)
+        logging.info(
+            "The checkpoint manager of %s saves only the train state. Give the directory instead to also save the "
+            "state of the loops and actions, and to detect damaged files.",
+            self.directory,
+        )
+
+    @property
+    def best(self) -> tuple[str, str] | None:
+        """The argument of the same name."""
+        return self._policy and self._policy.best
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        run: Mapping[str, Any] | None = None,
+        trees: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Starts saving a checkpoint, which is committed atomically. Existing checkpoints are not overwritten.
+
+        All arguments are copied before this method returns, so they may be changed or donated afterwards. A save first
+        waits until the previous save is committed.
+
+        Args:
+          step: The step number, which becomes the name of the checkpoint.
+          state: The train state.
+          metrics: The metrics that determine which checkpoint is best. Ignored by a manager that doesn't keep the best
+            checkpoint.
+          metadata: Numbers, strings, lists and dicts to store in the checkpoint; see the function `metadata`.
+          run: A JSON dict, which may be several megabytes in size; see the function `run`. Saved only if the writer was
+            created with a directory.
+          trees: Trees of JAX and NumPy arrays, by name; see `Checkpoint.trees`. Saved only if the writer was created
+            with a directory.
+
+        Returns:
+          True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
+          step.
+
+        Raises:
+          CheckpointError: If the previous save failed in the background, or if this save failed. The error includes the
+            failed save's step. With a directory, the files of that save are removed, so that the next save can succeed.
+        """
+        if self._policy is None and self._manager is None:
+            raise ValueError(
+                f"The checkpoint manager of {self.directory} was closed when the last run ended, and can't save any "
+                "more. Make a new CheckpointManager, or give CheckpointAction the directory instead."
+            )
+        began, self.last_wait_secs = timing.clock(), 0.0
+        try:
+            args, custom_metadata = self._save_args(state, metadata or {}, run or {}, trees or {})
+            try:
+                return self._start(step, args, custom_metadata, metrics)
+            except CheckpointError:  # It already contains the step of an earlier save.
+                raise
+            except Exception as error:
+                raise self._failure(step, error) from error
+        finally:
+            self.last_stall_secs = timing.clock() - began
+
+    def _save_args(
+        self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
+    ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
+        """Returns Orbax's arguments and the custom metadata. Raises an error if a value could not be restored."""
+        custom_metadata = _json_copy(metadata, "metadata")
+        checks.check_counter(getattr(state, "step", None))
+        state = stored.storable(checks.as_arrays(state))
+        fingerprint = self._fingerprints.of(state)
+        items: dict[str, ocp.args.CheckpointArgs] = {read.STATE: ocp.args.PyTreeSave(state)}
+        if self._policy is None:
+            return items[read.STATE], custom_metadata
+        if run:
+            items[read.RUN] = ocp.args.JsonSave(_json_copy(run, "run"))
+        if with_leaves := _checked_trees(trees):
+            items[read.TREES] = ocp.args.PyTreeSave(with_leaves)
+        custom_metadata |= {
+            read.LEAVES_KEY: fingerprint,
+            read.FORMAT_KEY: read.FORMAT,
+            read.VERSION_KEY: read.own_version(),
+        }
+        if self.best is not None:
+            custom_metadata[read.BEST_KEY] = list(self.best)
+        return ocp.args.Composite(**items), custom_metadata
+
+    def _start(
+        self,
+        step: int,
+        args: ocp.args.CheckpointArgs,
+        custom_metadata: dict[str, Any],
+        metrics: Mapping[str, float] | None,
+    ) -> bool:
+        """Starts a save in Orbax, unless the checkpoint exists or the manager skips the step."""
+        policy = self._policy
+        if policy is not None:
+            self._wait_for_previous_save()  # Before checking that its checkpoint still exists.
+            self._check_directory()  # Before `_open_manager` creates it.
+        manager = self._manager or self._open_manager()
+        # With a directory, checking one name first is faster: Orbax starts threads to list a directory.
+        is_listed = policy is None or (self.directory / str(step)).exists()
+        if is_listed and step in (manager.all_steps() if policy is None else all_steps(self.directory)):
+            logging.warning("%s already has a checkpoint of step %d, which was not overwritten.", self.directory, step)
+            return False
+        if not manager.should_save(step):
+            return False
+        if policy is None:
+            self._wait_for_previous_save()  # Not earlier: the manager might have skipped this step.
+        elif policy.has_metrics:
+            metrics = policy.marked(metrics or {}, custom_metadata, step)
+        self._saving = step, custom_metadata
+        metrics = None if metrics is None else dict(metrics)
+        with _save_start_lock:
+            noted = custom_metadata if policy is None else {read.SEALED_KEY: True}
+            return manager.save(step, args=args, metrics=metrics, custom_metadata=noted or None)
+
+    def _check_directory(self) -> None:
+        """Raises an error in all processes if no save can succeed.
+
+        If only some processes raised it, the others would wait for them forever.
+        """
+        problem = ""
+        if distributed.is_first_process():
+            try:
+                self._check_not_lost()
+                if jax.process_count() > 1:
+                    files.prepare_directory(self.directory)
+            except (OSError, lock.DirectoryLostError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                if jax.process_count() == 1:
+                    raise
+        if problem := agreement.gather_texts(problem)[0]:
+            raise agreement.known_to_all_processes(RuntimeError(problem))
+
+    def _check_not_lost(self) -> None:
+        """Raises an error if the run's locked directory was moved or replaced, or if the last checkpoint is gone."""
+        lock.check(self.directory)
+        step = self._committed_step
+        if self._policy is None or step is None or (self.directory / str(step)).exists():
+            return
+        if max(all_steps(self.directory), default=-1) < step:  # Otherwise a newer one has replaced it.
+            raise lock.DirectoryLostError(
+                f"The checkpoint of step {step} was saved, and then something else deleted or moved it. Make sure that "
+                "no clean-up job or other program does so, and start the run again: it resumes from the newest "
+                "checkpoint that is left."
+            )
+
+    def _wait_for_previous_save(self) -> None:
+        began = timing.clock()
+        try:
+            self.wait()
+        finally:
+            self.last_wait_secs = timing.clock() - began
+
+    def _open_manager(self) -> ocp.CheckpointManager:
+        policy = self._policy
+        assert policy is not None
+        files.prepare_directory(self.directory)
+        if policy.has_metrics and distributed.is_first_process():
+            for path in all_paths([self.directory]):
+                try:
+                    read.metrics(path)
+                except CheckpointError as error:  # For example, its deletion was killed halfway.
+                    read.quarantine(error, "It can no longer be the best, or one of keep_every.")
+        self._manager = ocp.CheckpointManager(self.directory, options=policy.options(self._seal))
+        return self._manager
+
+    def _seal(self) -> None:
+        """Seals the current save. Called in Orbax's thread, after all files are written and before the commit."""
+        step, custom_metadata = self._saving
+        path = self.directory / f"{step}{ocp.utils.TMP_DIR_SUFFIX}"
+        if not path.exists():
+            path = self.directory / str(step)  # A store that can't rename has no temporary directory.
+        # Orbax later writes to the metadata file again, to add the time of the commit.
+        seal.write(path, custom_metadata, [METADATA_FILE])
+        lock.check(self.directory)
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        """Returns the error for a failed save. With a directory, also removes the files of that save."""
+        if self._policy is not None:
+            self._discard_manager(step)
+        found = "unknown"
+        with contextlib.suppress(OSError):
+            found = ", ".join(map(str, all_steps(self.directory))) or "none"
+        remedy = " Make sure that the directory is writable and has free space, and save again."
+        return CheckpointError(
+            f"Saving the checkpoint of step {step} in {self.directory} failed: {type(error).__name__}: {error}\n"
+            f"Complete checkpoints there: {found}.{'' if isinstance(error, lock.DirectoryLostError) else remedy}",
+            self.directory,
+            [step],
+        )
+
+    def _discard_manager(self, step: int) -> None:
+        """Closes the manager after an error, and removes the files of the failed save, which may fill the disk.
+
+        The manager can't be used again, because it would treat the failed step as saved.
+        """
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            with contextlib.suppress(Exception):  # The error of the save is the one to report.
+                manager.close()
+        with contextlib.suppress(OSError, lock.DirectoryLostError):  # The next manager tries again.
+            lock.check(self.directory)  # If another run owns the directory, these files are not ours.
+            clear_leftovers(self.directory)
+            path = self.directory / str(step)
+            # Orbax may have renamed the directory before it failed to write its metadata.
+            if distributed.is_first_process() and path.exists() and seal.problems(path):
+                path.rmtree()
+
+    def wait(self) -> None:
+        """Waits until the last save is committed.
+
+        Raises:
+          CheckpointError: If the last save failed. The error is raised only once.
+        """
+        if self._manager is None:
+            return
+        step, _ = self._saving
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._committed_step = None if step < 0 else step
+
+    def close(self) -> None:
+        """Waits for the last save, and closes the manager. A manager that was passed in can't save anything afterwards.
+
+        Raises:
+          CheckpointError: If the last save failed, or its checkpoint is no longer on disk. The error is raised only
+            once.
+        """
+        try:
+            self.wait()
+            if self._committed_step is not None and distributed.is_first_process():
+                self._check_not_lost()
+        except (OSError, lock.DirectoryLostError) as error:
+            raise self._failure(self._saving[0], error) from error
+        finally:
+            manager, self._manager, self._committed_step = self._manager, None, None
+            if manager is not None:
+                manager.close()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Policy:
+    """Decides which checkpoints of a directory are kept: the arguments of a `CheckpointWriter`."""
+
+    keep: int | None
+    best: tuple[str, str] | None
+    keep_every: Schedule | None
+
+    @property
+    def has_metrics(self) -> bool:
+        """True if a checkpoint may be kept for its metrics."""
+        return self.best is not None or self.keep_every is not None
+
+    def marked(self, metrics: Mapping[str, float], metadata: Mapping[str, Any], step: int) -> dict[str, float]:
+        """Returns the metrics of a checkpoint, with a mark if it is one of `keep_every`."""
+        is_kept = self.keep_every is not None and self.keep_every(read.elapsed_of(metadata, step))
+        return {**metrics, _KEPT: 1.0} if is_kept else {**metrics}
+
+    def options(self, seal_save: Callable[[], None]) -> ocp.CheckpointManagerOptions:
+        """Returns the options of a manager that calls `seal_save` before it commits a checkpoint."""
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self.keep,
+            cleanup_tmp_directories=True,
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=seal_save,
+                # If the directory can't be created, `save` then raises. Otherwise Orbax's threads would wait for it
+                # for five minutes.
+                create_directories_asynchronously=False,
+            ),
+        )
+        if not self.has_metrics:
+            return options
+        best = self.best or ("", "min")
+        quality = lambda values: read.quality(values, best)
+        policies = [checkpoint_managers.LatestN(self.keep), _KeepMarked()]
+        if self.best is not None:
+            policies.append(
+                checkpoint_managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)
+            )
+        return dataclasses.replace(
+            options,
+            max_to_keep=None,
+            best_fn=quality,  # Without it, Orbax does not write the metrics.
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+        )
+
+
+class _KeepMarked:
+    """The preservation policy for `keep_every`. The mark is part of the checkpoint, so it survives restarts."""
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        return [_KEPT in (each.metrics or {}) for each in checkpoints]
+
+
+def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns a copy of a value, made by a round trip through JSON. Tuples become lists.
+
+    Raises:
+      TypeError: If a key is not a string, or if a value can't be represented in JSON. The error names its path.
+    """
+    text = ""
+    with contextlib.suppress(TypeError):  # The loop below raises an error with the path.
+        text = json.dumps(value, default=lambda mapping: {**mapping})
+    found: list[tuple[str, Any]] = [(name, value)]
+    for path, each in found:  # The loop appends the values one level deeper to the list.
+        if isinstance(each, Mapping):
+            for key in each:
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"{path} of a checkpoint must have strings as keys, got {key!r}. Write {str(key)!r}."
+                    )
+            found += [(f"{path}[{key!r}]", inner) for key, inner in each.items()]
+        elif isinstance(each, list | tuple):
+            found += [(f"{path}[{index}]", inner) for index, inner in enumerate(each)]
+        elif each is not None and not isinstance(each, bool | int | float | str):
+            raise TypeError(
+                f"{path} of a checkpoint must be a number, a string, a list or a dict, got {each!r}. Put arrays "
+                "into the state, and convert NumPy scalars with .item()."
+            )
+    return json.loads(text)
+
+
+def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the trees that have leaves. All leaves must be JAX or NumPy arrays; Orbax copies both.
+
+    Raises:
+      TypeError: If a leaf is not an array of numbers.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(trees)):
+        is_numeric = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
+        if not is_numeric and not isinstance(leaf, jax.Array):
+            raise TypeError(
+                "trees of a checkpoint must hold JAX and NumPy arrays of numbers, and "
+                f"{checks.path_name(path)} is {leaf!r}. Numbers, strings and lists belong in `run`."
+            )
+    with_leaves = {name: checks.as_arrays(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
+    stored.check_names(with_leaves, "trees")
+    return stored.storable(with_leaves)
