@@ -420,6 +420,12 @@ def test_metadata_of_a_missing_checkpoint_raises(tmp_path):
         checkpoint.metadata(tmp_path, 3)
 
 
+def test_values_that_are_too_large_to_be_read_again_raise(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    with pytest.raises(ValueError, match="run of a checkpoint must have at most 100 bytes, got 2,0"):
+        checkpoint.CheckpointWriter(tmp_path).save(1, STATE, run={"text": "x" * 2000})
+
+
 def test_circular_metadata_raises(tmp_path):
     circle = {"a": []}
     circle["a"].append(circle)
@@ -758,7 +764,7 @@ def test_directory_whose_name_is_not_exactly_a_step_is_no_checkpoint(runs, name)
 
 def test_file_that_breaks_a_checkpoint_from_outside_is_named_and_nothing_is_moved(runs):
     (runs / "2" / "default" / "checkpoint").write_text("{}, a file that Orbax would read")
-    with pytest.raises(ValueError, match=r"other files beside them: default/checkpoint. Remove those"):
+    with pytest.raises(ValueError, match=r"match their checksums. If there are other files in it, remove those"):
         checkpoint.restore_newest(runs, make_run(0)[0])
     assert checkpoint.all_steps(runs) == [1, 2]
 
@@ -1061,6 +1067,19 @@ def test_state_with_different_empty_subtrees_is_restored(tmp_path):
     other = {**state, "opt_state": (*state["opt_state"], optax.EmptyState())}
     for like in (state, other):
         np.testing.assert_array_equal(checkpoint.restore(tmp_path, 1, like)["params"]["w"], np.ones(3))
+
+
+def test_states_of_different_structures_are_saved_by_one_writer(tmp_path):
+    first, second = {"w": jnp.ones(2)}, {"w": jnp.ones(2), "v": {"x": jnp.zeros(3)}}
+    save(tmp_path, (1, first), (2, second), (3, first))
+    for step, state in ((1, first), (2, second), (3, first)):
+        np.testing.assert_array_equal(checkpoint.restore(tmp_path, step, state)["w"], np.ones(2))
+    with pytest.raises(ValueError, match=r"v/x: float32\[3\] -> \(none\)"):
+        checkpoint.restore(tmp_path, 2, first)
+    with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
+        writer.save(4, first)
+        with pytest.raises(ValueError, match=r"the state .* two leaves v/x and v\.x: one of them would be lost"):
+            writer.save(5, {"w": jnp.ones(2), "v": {"x": jnp.ones(1)}, "v.x": jnp.ones(1)})
 
 
 PARTS_OF_A_CHECKPOINT = ("SEAL", "_CHECKPOINT_METADATA", "default", "run")

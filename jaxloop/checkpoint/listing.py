@@ -4,12 +4,11 @@ A checkpoint is a directory named after its step. Its files are not read here.
 """
 
 import contextlib
-import difflib
 import itertools
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -52,24 +51,19 @@ def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
 
 
 def missing_error(directory: epath.PathLike) -> FileNotFoundError:
-    """Returns the error for a directory without checkpoints. It names the nearest directory that has some."""
+    """Returns the error for a directory without checkpoints. It names a directory near it that has some."""
     directory = absolute(directory)
     text = f"No checkpoint in {directory}."
     with contextlib.suppress(OSError):
-        found = (path for near in _directories_near(directory) for path in all_paths([near])[-1:])
-        if path := next((path for path in found if (path / METADATA_FILE).exists()), None):
-            text += f" The nearest directory with checkpoints is {path.parent}, up to step {path.name}."
+        for root in (directory, directory.parent):
+            near = (path for pattern in ("*", "*/*") for path in root.glob(pattern))
+            found = all_paths([root, *itertools.islice(near, _MOST_DIRECTORIES)])
+            if found := [path for path in found if (path / METADATA_FILE).exists()]:
+                place, step = found[-1].parent, found[-1].name
+                return FileNotFoundError(
+                    f"{text} The nearest directory with checkpoints is {place}, up to step {step}."
+                )
     return FileNotFoundError(text)
-
-
-def _directories_near(directory: epath.Path) -> Iterator[epath.Path]:
-    """Yields directories that may have been meant: those up to two levels below this one or its parent."""
-    similarity = lambda path: difflib.SequenceMatcher(None, str(path), str(directory)).ratio()
-    for root in (directory, directory.parent):
-        yield root
-        for pattern in ("*", "*/*"):
-            found = list(itertools.islice(root.glob(pattern), _MOST_DIRECTORIES))
-            yield from sorted(found, key=similarity, reverse=True)
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:

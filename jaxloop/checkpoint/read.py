@@ -349,8 +349,7 @@ class Checkpoint:
             except ValueError:
                 raise error from None  # The model differs, too.
             _warn_of_optimizer(self, ours, kept)
-        values = self.read({path: wanted[name] for name, path in found.items()})
-        return stored.with_values(state, {name: values[path] for name, path in found.items()})
+        return stored.with_values(state, stored.load(self, found, wanted))
 
     def check_fits(self, state: Any, transforms: Mapping[str, str] | None = None) -> None:
         """Checks that `restore` would accept a state of arrays or `jax.ShapeDtypeStruct`s, without reading any arrays.
@@ -401,10 +400,7 @@ class Checkpoint:
         return self.is_sealed and self.custom_metadata.get(LEAVES_KEY) == stored.fingerprint(template)
 
     def _match(
-        self,
-        ours: Mapping[str, Any],
-        transforms: Mapping[str, str] | None,
-        names: Mapping[str, str] | None = None,
+        self, ours: Mapping[str, Any], transforms: Mapping[str, str] | None, names: Mapping[str, str] | None = None
     ) -> tuple[dict[str, str], dict[str, Any]]:
         """Returns the paths of the saved leaves, and templates for reading them, by path in `ours`; see `restore`.
 
@@ -441,10 +437,8 @@ class Checkpoint:
         handler = ocp.PyTreeCheckpointHandler()
         with _reading(self, item), ocp.Checkpointer(handler) as checkpointer:
             restored = checkpointer.restore(self.path / item, args=args)
-        values, wanted = (
-            {path: leaf for path, leaf in checks.leaves_by_path(tree).items() if leaf is not ocp.PLACEHOLDER}
-            for tree in (restored, template)
-        )
+        wanted = {path: leaf for path, leaf in checks.leaves_by_path(template).items() if leaf is not ocp.PLACEHOLDER}
+        values = {path: leaf for path, leaf in checks.leaves_by_path(restored).items() if path in wanted}
         stored.check_fits(self.path, values, wanted, "template" if item == TREES else "state")
         return values
 
@@ -521,9 +515,10 @@ def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
     except Exception as error:
         if not opened.is_sealed:
             raise _damage_error(opened.path, [f"{item} can't be read: {type(error).__name__}: {error}"]) from error
-        strangers = [name for name in seal.unsealed_files(opened.path) if name.startswith(f"{item}/")]
-        also = f". There are other files beside them: {checks.listed(strangers)}. Remove those" if strangers else ""
-        error.add_note(f"while reading {item} of the checkpoint {opened.path}, whose files match their checksums{also}")
+        error.add_note(
+            f"while reading {item} of the checkpoint {opened.path}, whose files match their checksums. If there are "
+            "other files in it, remove those"
+        )
         raise
 
 

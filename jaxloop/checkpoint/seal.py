@@ -17,7 +17,7 @@ from jaxloop.base import files
 NAME = "SEAL"
 
 _CHUNK = 1 << 22  # Bytes.
-_UNREADABLE = "This user may not read the file, so it can't be verified. Change its owner or its permissions."
+_SEAL = f"{NAME}, the file with the checksums,"
 
 
 def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, leave_out: Collection[str] = ()) -> None:
@@ -52,13 +52,6 @@ def is_sealed(directory: epath.PathLike) -> bool:
     return (epath.Path(directory) / NAME).exists()
 
 
-def unsealed_files(directory: epath.PathLike) -> list[str]:
-    """Returns the paths of the files in a directory that its seal doesn't cover, except the seal itself."""
-    directory = epath.Path(directory)
-    sealed, _ = _read_seal(directory / NAME)
-    return [name for name in _files_in(directory) if name not in (NAME, *sealed)]
-
-
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
     """Returns only the problems that `verify` finds."""
     return verify(directory, below)[1]
@@ -77,33 +70,34 @@ def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], 
       PermissionError: If this user may not read one of the files.
     """
     directory, open_file = epath.Path(directory), files.opener(directory)
-    start = f"{below}/" if below else ""
+    start, problems = f"{below}/" if below else "", []
     try:
-        sealed, about = _read_seal(directory / NAME)
-        names = [name for name in sealed if f"{name}/".startswith(start)]
-        found = [(name, _problem(directory / name, *sealed[name], open_file)) for name in names]
-    except PermissionError as error:
-        error.add_note(_UNREADABLE)
-        raise
+        sealed, about = _parse(files.read_bytes(directory / NAME))
     except (OSError, ValueError) as error:
-        return {}, [str(error)]
-    return about, [f"{name} {problem}" for name, problem in found if problem is not None]
+        return {}, [_problem_of(_SEAL, error)]
+    for name, (size, crc) in sealed.items():
+        if not f"{name}/".startswith(start):
+            continue
+        try:
+            found_size, found_crc = _size_and_crc(directory / name, open_file, size)
+        except OSError as error:
+            problems.append(_problem_of(name, error))
+            continue
+        if found_size != size:
+            problems.append(f"{name} has {found_size} bytes, but the seal says {size}")
+        elif found_crc != crc:
+            problems.append(f"{name} has changed: its CRC-32 is {found_crc:08x}, but the seal says {crc:08x}")
+    return about, problems
 
 
-def _problem(path: epath.Path, size: int, crc: int, open_file: Callable[..., IO[Any]]) -> str | None:
-    """Returns what is wrong with a file, or None."""
-    try:
-        found_size = path.stat().length
-        if found_size != size:  # No need to read the file.
-            return f"has {found_size} bytes, but the seal says {size}"
-        _, found_crc = _size_and_crc(path, open_file)
-    except FileNotFoundError:
-        return "is missing"
-    except PermissionError:
-        raise
-    except OSError as error:
-        return f"can't be read: {error}"
-    return None if found_crc == crc else f"has changed: its CRC-32 is {found_crc:08x}, but the seal says {crc:08x}"
+def _problem_of(name: str, error: OSError | ValueError) -> str:
+    """Describes an error raised while reading a file. A file that this user may not read is not damaged."""
+    if isinstance(error, PermissionError):
+        error.add_note("So it can't be verified. Change its owner or its permissions.")
+        raise error
+    if isinstance(error, FileNotFoundError):
+        return f"{name} is missing"
+    return f"{name} can't be read: {error}" if isinstance(error, OSError) else f"{name} has changed: {error}"
 
 
 def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
@@ -115,11 +109,15 @@ def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{path.name}"
 
 
-def _size_and_crc(path: epath.Path, open_file: Callable[..., IO[Any]]) -> tuple[int, int]:
-    size = crc = 0
-    with open_file(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+def _size_and_crc(
+    path: epath.Path, open_file: Callable[..., IO[Any]], expected_size: int | None = None
+) -> tuple[int, int]:
+    """Returns the size and the checksum of a file, which is not read if it doesn't have the expected size."""
+    size, crc = path.stat().length, 0
+    if expected_size in (None, size):
+        with open_file(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                crc = zlib.crc32(chunk, crc)
     return size, crc
 
 
@@ -129,26 +127,17 @@ def _serialize(sealed: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     return f"crc32 {zlib.crc32(body.encode()):08x}\n{body}\n"
 
 
-def _read_seal(path: epath.Path) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
-    """Reads the sizes and checksums, and the dict about the files, from a seal.
+def _parse(text: bytes) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
+    """Returns the sizes and checksums, and the dict about the files, from the content of a seal file.
 
     Raises:
-      OSError: If the seal is missing or can't be read.
       ValueError: If the seal has been changed since it was written.
     """
     try:
-        text = files.read_bytes(path)
-    except PermissionError:
-        raise
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path.name}, the file with the checksums, is missing") from None
-    except OSError as error:
-        raise OSError(f"{path.name}, the file with the checksums, can't be read: {error}") from error
-    try:
-        sealed = files.parse_json(text.partition(b"\n")[2])
-        sealed_files, about = sealed["files"], {**sealed["about"]}
+        content = files.parse_json(text.partition(b"\n")[2])
+        sealed, about = content["files"], {**content["about"]}
     except (ValueError, TypeError, KeyError):
-        sealed_files, about = {}, {}
-    if text != _serialize(sealed_files, about).encode():
-        raise ValueError(f"{path.name}, the file with the checksums, has changed: it does not match its own checksum")
-    return sealed_files, about
+        sealed, about = {}, {}
+    if text != _serialize(sealed, about).encode():
+        raise ValueError("it does not match its own checksum")
+    return sealed, about

@@ -135,7 +135,7 @@ def match(
     Raises:
       ValueError: If a pattern matches no leaf, or if two leaves would have the same name.
     """
-    saved_names, our_names = bare(saved), bare(ours)
+    saved_names, our_names = _bare(saved), _bare(ours)
     new_names = {} if only_renamed else {name: name for name in saved_names}
     new_names |= path_patterns.renamed(saved_names, patterns or {})
     found = {our_names.get(new, new): saved[saved_names[name]] for name, new in new_names.items()}
@@ -149,7 +149,7 @@ def match(
     return found
 
 
-def bare(paths: Iterable[str]) -> dict[str, str]:
+def _bare(paths: Iterable[str]) -> dict[str, str]:
     """Maps names to paths. A name is a path without the `/value` suffix of NNX variables."""
     return {path.removesuffix("/value"): path for path in paths}
 
@@ -175,6 +175,18 @@ def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, 
 
 def _forms(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {path: (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for path, leaf in leaves.items()}
+
+
+def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads leaves, and returns them by path.
+
+    Args:
+      source: The `Checkpoint` or `SafetensorsFile` to read from.
+      found: The result of `match`.
+      wanted: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings to read, by path.
+    """
+    values = source.read({path: wanted[name] for name, path in found.items()})
+    return {name: values[path] for name, path in found.items()}
 
 
 def as_wide_as(saved: Any, leaf: Any) -> Any:

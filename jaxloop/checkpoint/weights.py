@@ -194,8 +194,7 @@ def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[
             )
         ours = {path: leaf for path, leaf in ours.items() if path in found}
     stored.check_fits(source.path, {name: source.leaves[path] for name, path in found.items()}, ours, "tree")
-    read_values = source.read({path: ours[name] for name, path in found.items()})
-    values = {name: read_values[path] for name, path in found.items()}
+    values = stored.load(source, found, ours)
     return _nested(values) if into is None else stored.with_values(into, values)
 
 

@@ -383,6 +383,7 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
     Raises:
       TypeError: If a key is not a string, or if a value can't be represented in JSON. The error names its path.
+      ValueError: If the value is too large to be read again.
     """
     text = ""
     with contextlib.suppress(TypeError):  # The loop below raises an error with the path.
@@ -403,6 +404,8 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
                 f"{path} of a checkpoint must be a number, a string, a list or a dict, got {each!r}. Put arrays "
                 "into the state, and convert NumPy scalars with .item()."
             )
+    if len(text) > files.MAX_BYTES:
+        raise ValueError(f"{name} of a checkpoint must have at most {files.MAX_BYTES:,} bytes, got {len(text):,}.")
     return json.loads(text)
 
 
@@ -420,5 +423,6 @@ def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
                 f"{checks.path_name(path)} is {leaf!r}. Numbers, strings and lists belong in `run`."
             )
     with_leaves = {name: checks.as_arrays(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
-    stored.check_names(with_leaves, "trees")
+    if with_leaves:
+        stored.check_names(with_leaves, "trees")
     return stored.storable(with_leaves)
