@@ -204,7 +204,7 @@ class CheckpointAction(Action):
         return has_begun
 
     def _warn_of_waiting(self, step: int) -> None:
-        waited = self.last_wait_secs or 0.0
+        waited = self._writer.last_wait_secs or 0.0
         if waited > _LONG_WAIT_SECS and self._has_waited and not self._has_warned_of_waiting:
             self._has_warned_of_waiting = True
             logging.warning(

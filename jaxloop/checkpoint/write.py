@@ -162,8 +162,8 @@ class CheckpointWriter:
             read.FORMAT_KEY: read.FORMAT,
             read.VERSION_KEY: read.own_version(),
         }
-        if self.best is not None:
-            custom_metadata[read.BEST_KEY] = list(self.best)
+        if self._policy.best is not None:
+            custom_metadata[read.BEST_KEY] = list(self._policy.best)
         return ocp.args.Composite(**items), custom_metadata
 
     def _start(
