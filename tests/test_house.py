@@ -63,7 +63,7 @@ BUDGET = {
     "actions": 1751,
     "base": 832,
     "check": 982,
-    "checkpoint": 1081,
+    "checkpoint": 1080,
     "data": 1194,
     "distributed": 72,
     "engine": 1851,

@@ -337,7 +337,7 @@ class Checkpoint:
         template = stored.storable(state)
         if transforms is None and self._has_leaves_of(template):
             return stored.with_values(state, self._read(STATE, template))
-        ours = checks.leaves_by_path(template)
+        ours = kept = checks.leaves_by_path(template)
         try:
             found, wanted = self._match(ours, transforms)
         except ValueError as error:
@@ -348,8 +348,10 @@ class Checkpoint:
                 found, wanted = self._match(kept, transforms, names)
             except ValueError:
                 raise error from None  # The model differs, too.
+        values = stored.load(self, found, wanted)
+        if kept is not ours:
             _warn_of_optimizer(self, ours, kept)
-        return stored.with_values(state, stored.load(self, found, wanted))
+        return stored.with_values(state, values)
 
     def check_fits(self, state: Any, transforms: Mapping[str, str] | None = None) -> None:
         """Checks that `restore` would accept a state of arrays or `jax.ShapeDtypeStruct`s, without reading any arrays.
@@ -547,20 +549,18 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
     """Logs that a state is restored without its optimizer state, except for the leaves in `kept`."""
-    text = (
-        "The state was restored from %s without its opt_state%s, because the optimizers differ. The optimizer starts "
-    )
-    text += "with the given opt_state. Leaves that differ (checkpoint -> state):\n%s"
     level = logging.WARNING if len(kept) < len(ours) else logging.INFO  # INFO if the state has no optimizer.
-    if any(path.startswith(_OPTIMIZER) and path.endswith(_OF_SCHEDULE_FREE) for path in set(opened.leaves) - set(ours)):
-        level = logging.WARNING
-        text += (
-            "\nIts schedule-free opt_state determines the parameters to evaluate; without it, an evaluation uses those "
-        )
-        text += "of the training, which are worse. Give the evaluation's step the same optimizer."
     average = ", except for the average of the parameters" if any(path.startswith(_OPTIMIZER) for path in kept) else ""
     lines = "\n".join(checks.compare(dict(opened.leaves), dict(ours)))
-    logging.log(level, text, opened.path, average, lines)
+    text = (
+        f"The state was restored from {opened.path} without its opt_state{average}, because the optimizers differ. The "
+        f"optimizer starts with the given opt_state. Leaves that differ (checkpoint -> state):\n{lines}"
+    )
+    if any(path.startswith(_OPTIMIZER) and path.endswith(_OF_SCHEDULE_FREE) for path in set(opened.leaves) - set(ours)):
+        level = logging.WARNING
+        text += "\nThe saved opt_state is that of a schedule-free optimizer and determines the parameters to evaluate. "
+        text += "Give the evaluation's step the same optimizer, or it uses the training parameters, which are worse."
+    logging.log(level, "%s", text)
 
 
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:

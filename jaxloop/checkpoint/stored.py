@@ -22,9 +22,8 @@ _MAX_READ_BYTES = 2**27
 
 def _keys_in(leaves: Iterable[Any]) -> list[int]:
     """Returns the indices of the typed PRNG keys."""
-    is_key = jax.dtypes.prng_key
-    pairs = enumerate(leaves)
-    return [at for at, leaf in pairs if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, is_key)]
+    arrays = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    return [at for at, array in arrays if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)]
 
 
 def storable(tree: Any) -> Any:
@@ -40,11 +39,11 @@ def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
 
     Where the tree has a typed PRNG key, the value is the data of such a key.
     """
-    ours = checks.leaves_by_path(tree)
-    leaves = [values.get(path, leaf) for path, leaf in ours.items()]
-    for at in _keys_in(ours.values()):
-        if not _keys_in([leaves[at]]):
-            leaves[at] = jax.random.wrap_key_data(leaves[at], impl=jax.random.key_impl([*ours.values()][at]))
+    by_path = checks.leaves_by_path(tree)
+    ours, leaves = list(by_path.values()), [values.get(path, leaf) for path, leaf in by_path.items()]
+    for at in _keys_in(ours):
+        if leaves[at] is not ours[at]:
+            leaves[at] = jax.random.wrap_key_data(leaves[at], impl=jax.random.key_impl(ours[at]))
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
