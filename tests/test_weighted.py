@@ -207,7 +207,7 @@ def test_functional_loop_weights_means_by_tokens(wrap, writer):
     assert history.collect("metrics.loss (weight)") == [batch["counts"].sum() for batch in BATCHES]
     assert means[0].entry_value("test.loss (weight)") == sum(batch["counts"].sum() for batch in BATCHES)
     # Other aggregations have no weights.
-    least = jf.inner_loop("least", lambda state: jf.loop(state, BATCHES, {jf.every(1): log}), "min")
+    least = jf.inner_loop("least", lambda state: jf.loop(state, BATCHES, {jf.every(1): log}), min)
     _, again, _ = jf.loop(state, BATCHES[:1], {jf.every(1): least})
     assert again.paths() == ["least.loss"] and again.collect("loss") == [min(history.collect("metrics.loss"))]
 

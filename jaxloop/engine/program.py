@@ -61,9 +61,13 @@ class Needs(NamedTuple):
     placing: bool
 
 
-@final
 class Program:
     """Passes batches through a step's hooks and dispatches them, one at a time or several in one dispatch.
+
+    Hooks:
+      run: Runs steps.
+      runs_singly: Determines whether the engine counts each step before the next one begins.
+      _run_custom: Runs one step if there is a custom function. Returns its number of examples, too.
 
     Args:
       step: The step.
@@ -91,6 +95,11 @@ class Program:
         self._needs = Needs(begin, preprocessing, counting, evaluates or runner.places_batches)
         self._has_failed = False  # True if a dispatch of several steps failed.
 
+    @property
+    def runs_singly(self) -> bool:
+        """True if each step must be counted before the next one begins."""
+        return self.custom is not None
+
     def run(
         self,
         ran: Ran,
@@ -107,7 +116,8 @@ class Program:
             enter = leave = lambda state: state
             run_one = lambda state, batch: self._run_custom(state, batch, len(ran.examples))
         if jax.profiler.TraceAnnotation.is_enabled():
-            run_one, read = self._marked(run_one, ran.step_num), _named("jaxloop: waiting for data", read)
+            run_one = self._marked(run_one, ran.step_num)
+            read = jax.profiler.annotate_function(read, "jaxloop: waiting for data")
         in_data, is_in_step, carry, batch = 0.0, False, enter(ran.state), None
         try:
             for _ in range(room):
@@ -256,13 +266,3 @@ class Program:
         if work := self._runner.work_for_each_step(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
         return self._runner.programs.compiled(evaluates=self._evaluates, fuses=True)
-
-
-def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps a function so that it appears under the given name in the profile being recorded."""
-
-    def named() -> Any:
-        with jax.profiler.TraceAnnotation(name):
-            return function()
-
-    return named

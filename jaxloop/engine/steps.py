@@ -165,7 +165,7 @@ class Steps:
         by_clock, deadline = goal.time < math.inf, math.inf
         if by_clock and feed.joint is None:
             deadline = run.clock.deadline(goal.time)
-        room = 1 if program.custom is not None or (by_clock and feed.joint is not None) else room
+        room = 1 if program.runs_singly or (by_clock and feed.joint is not None) else room
         options = self._options
         if options.steps_per_dispatch is None and room >= STEPS_TRIED:
             options.steps_per_dispatch = find_steps_per_dispatch(step, call.state, feed, evaluates=not call.updates)

@@ -2,16 +2,15 @@
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from absl import logging
 
 from jaxloop import types
 from jaxloop.base import checks, timing
 from jaxloop.engine.feed import as_iterator
-from jaxloop.processes.interrupt import Interruptible
-from jaxloop.schedules import NEVER, Elapsed, Schedule, at, goal_of
+from jaxloop.schedules import Elapsed, Schedule, at
 
 
 def elapse(
@@ -20,7 +19,6 @@ def elapse(
     stop: Schedule | int | None = None,
     start: Elapsed | None = None,
     num_examples: Callable[[types.Batch], int] | None = None,
-    stopwatch: timing.Stopwatch | None = None,
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
     """Yields each batch together with the run's progress, for use in hand-written loops.
 
@@ -41,139 +39,66 @@ def elapse(
       start: The progress of an earlier run, from which counting continues.
       num_examples: A function that returns the number of examples in a batch. If None, the length of the leading
         axis is used (or 1 if the batch has no axes).
-      stopwatch: A stopwatch whose training time is used as the run's time. If None, all time is counted.
 
     Yields:
       `(elapsed, batch)`, where `elapsed` includes this batch: for the first batch, `elapsed.steps == 1`.
     """
-    stopwatch = stopwatch or timing.Stopwatch()
-    return _elapse(Counting(as_iterator(dataset), as_stop(stop), start or Elapsed(), stopwatch, num_examples))
+    start = (start or Elapsed()).without_previous()
+    return _elapse(as_iterator(dataset), as_stop(stop), start, counter(num_examples))
+
+
+def _elapse(
+    iterator: Iterator[types.Batch],
+    stop: Schedule | None,
+    start: Elapsed,
+    count: Callable[[types.Batch], int],
+) -> Iterator[tuple[Elapsed, types.Batch]]:
+    now, is_last, offset = start, is_over(stop, start), start.time - timing.clock()
+    while not is_last:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return warn_of_early_end(start, now, stop)
+        now = now.advance(samples=count(batch), time=offset + timing.clock())
+        is_last = stop is not None and stop.stops(now.previous or start, now)
+        yield dataclasses.replace(now, is_last=is_last), batch
 
 
 def as_stop(stop: Any) -> Schedule | None:
     """Converts a `stop` argument to a schedule. An int is interpreted as a number of steps."""
     if isinstance(stop, numbers.Integral) and not isinstance(stop, bool):
-        return at(steps=int(stop))
+        stop = at(steps=int(stop))
     if stop is not None and not isinstance(stop, Schedule):
         raise TypeError(f"stop must be a number of steps, or a Schedule such as at(steps=10_000), got {stop!r}.")
     return stop
 
 
-def _elapse(counting: "Counting") -> Iterator[tuple[Elapsed, types.Batch]]:
-    with counting.stopwatch.counting("dispatch"):
-        while (read := counting.read()) is not None:
-            yield read
+def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[types.Batch], int]:
+    """Returns a function that counts the examples in a batch, given a `num_examples` argument."""
+    if num_examples is None:
+        return lambda batch: checks.num_examples(batch) or 1
+    if not callable(num_examples):
+        raise TypeError(f"num_examples must be a function of a batch, or None, got {num_examples!r}.")
 
-
-@final
-class Counting:
-    """Reads and counts a run's batches, like `elapse`, for loops that read some batches themselves.
-
-    Args:
-      iterator: The batches.
-      stop: A schedule that ends the run; None to read to the end of the dataset.
-      start: The progress of an earlier run, from which counting continues.
-      stopwatch: The stopwatch that tracks how time is spent. It must be set to "dispatch" when `read` is called.
-      num_examples: See `elapse`.
-      interruptible: The object that knows whether a signal has ended the run; None if there is none.
-
-    Attributes:
-      newest: The progress up to and including the latest batch, with `previous` unset.
-    """
-
-    def __init__(
-        self,
-        iterator: Iterator[types.Batch],
-        stop: Schedule | None,
-        start: Elapsed,
-        stopwatch: timing.Stopwatch,
-        num_examples: Callable[[types.Batch], int] | None = None,
-        interruptible: Interruptible | None = None,
-    ):
-        if num_examples is not None and not callable(num_examples):
-            raise TypeError(f"num_examples must be a function of a batch, or None, got {num_examples!r}.")
-        self.iterator: Iterator[types.Batch] = iterator
-        self.stopwatch: timing.Stopwatch = stopwatch
-        self.newest: Elapsed = start.without_previous()
-        self._stop, self._start, self._num_examples = stop, start, num_examples
-        self._interruptible = interruptible
-        self._offset = start.time - stopwatch.training_secs()
-        self._is_over = stop is not None and stop.stops(start.previous or start, start)
-        if self._is_over:
-            logging.warning("Nothing is left to train: step %d has reached stop=%r.", start.steps, stop)
-
-    def read(self) -> tuple[Elapsed, types.Batch] | None:
-        """Returns the progress and the next batch, or None at the end of the run."""
-        if self._is_over:
-            return None
-        stopwatch = self.stopwatch
-        began = stopwatch.clock()
-        try:
-            batch = next(self.iterator)
-        except BaseException as error:
-            return self.end_by(error)
-        finally:
-            came = stopwatch.clock()
-            stopwatch.move(came - began, "data")
-        return self.count(self.num_examples(batch), came), batch
-
-    def num_examples(self, batch: types.Batch) -> int:
-        """Returns the number of examples in a batch.
-
-        Raises:
-          TypeError: If the user's `num_examples` function doesn't return a whole number.
-        """
-        if self._num_examples is None:
-            return checks.num_examples(batch) or 1
-        count = checks.whole_number(found := self._num_examples(batch))
-        if count is None:
+    def count(batch: types.Batch) -> int:
+        number = checks.whole_number(found := num_examples(batch))
+        if number is None:
             raise TypeError(f"num_examples must return a whole number, got {found!r}.")
-        return count
+        return number
 
-    def end_by(self, error: BaseException) -> None:
-        """Ends the run after the iterator has raised an exception.
-
-        The exception is re-raised unless it is a `StopIteration` or a signal came first.
-        """
-        if isinstance(error, StopIteration):
-            _warn_of_early_end(self._start, self.newest, self._stop)
-        elif self._interruptible is None or not self._interruptible.supersedes(error):
-            error.add_note(f"in the dataset, after step {self.newest.steps}")
-            raise error
-        self._is_over = True
-
-    def count(self, samples: int, came: float) -> Elapsed:
-        """Counts a batch of `samples` examples that arrived at the clock time `came`."""
-        before, self.stopwatch.steps = self.newest, self.stopwatch.steps + 1
-        self.stopwatch.samples += samples
-        elapsed = before.advance(samples=samples, time=self._offset + self.stopwatch.training_at(came))
-        self.newest = elapsed.without_previous()
-        self._is_over = self._stop is not None and self._stop.stops(before, elapsed)
-        return dataclasses.replace(elapsed, is_last=True) if self._is_over else elapsed
-
-    def count_all(self, seen: Sequence[tuple[int, float]]) -> list[Elapsed]:
-        """Counts several batches, each given as its number of examples and arrival time. Returns their progress.
-
-        Only the last batch may end the run, and only its progress has a `previous`.
-        """
-        newest, elapsed = self.newest, list[Elapsed]()
-        for samples, came in seen[:-1]:
-            time = self._offset + self.stopwatch.training_at(came)
-            newest = Elapsed(newest.steps + 1, newest.samples + samples, time, newest.loops)
-            elapsed.append(newest)
-            self.stopwatch.samples += samples
-        self.newest, self.stopwatch.steps = newest, self.stopwatch.steps + len(elapsed)
-        return [*elapsed, self.count(*seen[-1])]
-
-    def room(self) -> int:
-        """Returns the number of steps that can run before the one at which `stop` may end the run."""
-        if self._is_over:
-            return 0
-        goal = goal_of([] if self._stop is None else [self._stop], self.newest)
-        return goal.step - self.newest.steps - 1 if goal.time == NEVER[1] else 0
+    return count
 
 
-def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
+def is_over(stop: Schedule | None, start: Elapsed) -> bool:
+    """Returns whether a run that begins at `start` has ended already, and logs this."""
+    has_ended = stop is not None and stop.stops(start.previous or start, start)
+    if has_ended:
+        logging.warning("Nothing is left to train: step %d has reached stop=%r.", start.steps, stop)
+    return has_ended
+
+
+def warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
+    """Warns if a dataset ended before it had any batch, or before `stop`."""
     if elapsed.steps == start.steps:
         logging.warning(
             "The dataset yielded no batches, so no step ran. An iterator can be read only once: make a new one for "

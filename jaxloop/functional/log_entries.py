@@ -1,6 +1,7 @@
 """The values that callbacks report, and functions that aggregate them."""
 
 import collections
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, final
 
@@ -92,9 +93,6 @@ class Logs(dict[str, Any]):
             return Logs(value) if isinstance(value, Mapping) and not isinstance(value, Logs) else value
         if name.startswith("__"):
             raise AttributeError(name)
-        if name.startswith("add_"):
-            signature = _nearest_method(name)
-            raise AttributeError(f"Logs have no method {name!r}. Did you mean logs.{signature}?")
         try:
             return self.entry_value(name)
         except KeyError as error:
@@ -107,12 +105,6 @@ class Logs(dict[str, Any]):
             self.merge({name: each for name, each in (value or {}).items() if name != "updates"})
             return
         raise AttributeError(f"Attributes of logs are read-only. Write logs.add_metric({name!r}, value).")
-
-
-def _nearest_method(name: str) -> str:
-    """Returns the method call that a misspelled name was probably meant for."""
-    nearest = next((kind for kind in ("metric", "loss") if kind in name), None)
-    return f"add_{nearest}(name, value)" if nearest else "add(collection, name, value)"
 
 
 def _flatten(logs: Logs) -> tuple[list[Any], tuple[str, ...]]:
@@ -214,24 +206,14 @@ class Means:
 
     def logs_with(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> Logs:
         """Returns the means as if one more row had been added."""
-        means = Means()
-        means._sums, means._before, means._weight = dict(self._sums), self._before, self._weight
-        means._weighted = set(self._weighted)
+        means = copy.deepcopy(self)
         means._add(elapsed, logs)
         return means.logs()
 
 
-REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
-    "sum": sum,
-    "min": min,
-    "max": max,
-    "last": lambda values: values[-1],
-}
-
-
 def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
-    """Aggregates the rows of a history into a single value per entry."""
-    if how == "mean":
+    """Aggregates the rows of a history into a single value per entry: "mean", or a function of the list of values."""
+    if not callable(how):
         means = Means()
         means.take(history)
         return means.logs()
@@ -240,8 +222,7 @@ def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
         for path, value in metrics.join_weights(dict(entries(row.logs))).items():
             if not isinstance(value, str) and not metrics.is_empty(value):
                 values.setdefault(path, []).append(metrics.value_of(value))
-    reduce = how if callable(how) else REDUCTIONS[how]
-    return nested({path: reduce(each) for path, each in values.items()})
+    return nested({path: how(each) for path, each in values.items()})
 
 
 @final

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 from jaxloop import metrics
-from jaxloop.functional.log_entries import Logs, Means, entries, nested
+from jaxloop.functional.log_entries import Logs, Means, NewestReady
 from jaxloop.history import History
 from jaxloop.models.function_step import name_of, positional_arguments
 from jaxloop.schedules import Elapsed
@@ -20,9 +20,6 @@ class Moment:
 
     def __repr__(self) -> str:
         return self._name
-
-    def __call__(self, elapsed: Elapsed) -> bool:
-        return False
 
 
 on_start: Moment = Moment("on_start")
@@ -47,8 +44,7 @@ class LoopState:
         numbers, strings, arrays, lists or dicts.
       stop_iteration: Set this to True to end the loop after this step.
       total_steps: The planned number of steps; None if `stop` doesn't determine it.
-      snapshot: A function that returns the contents of a checkpoint, except for the state. Set by the loop.
-      in_history: The paths of this step's logs that are already in the history. Set by the loop.
+      newest: The latest values that have arrived on the host. Set by the loop.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -60,27 +56,20 @@ class LoopState:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
-    snapshot: Callable[[], dict[str, Any]] | None = dataclasses.field(default=None, init=False, repr=False)
-    in_history: set[str] = dataclasses.field(default_factory=set, init=False, repr=False)
+    newest: NewestReady | None = dataclasses.field(default=None, init=False, repr=False)
     _means: Means = dataclasses.field(default_factory=Means, init=False, repr=False)
 
     @property
     def accumulated_logs(self) -> Logs:
         """The example-weighted means of all logs, including this step's. Reading them waits for the devices."""
         self._means.take(self.history)
-        return self._means.logs_with(self.elapsed, metrics.fetch(self.not_in_history()))
-
-    def not_in_history(self) -> Logs:
-        """Returns this step's logs that aren't in the history yet."""
-        if not self.in_history:
-            return self.logs
-        return nested({path: value for path, value in entries(self.logs) if path not in self.in_history})
+        return self._means.logs_with(self.elapsed, metrics.fetch(self.logs))
 
 
 Callback = Any
 """A callback of any kind that a loop accepts.
 
-A callback is a `Step`, an `Action`, a `Loop`, an object from `clu.periodic_actions`, an object with a
+A callback is a `Step`, an `Action`, an object from `clu.periodic_actions`, an object with a
 `__loop_callback__` method, or a function that takes up to four arguments: `(state, batch, elapsed, loop_state)`.
 """
 
@@ -88,33 +77,20 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 """Schedules and their callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
 
 
-def end_row(loop_state: LoopState) -> None:
-    """Adds the logs of a step to the history and clears them."""
-    commit(loop_state, loop_state.not_in_history())
-    loop_state.logs = Logs()
-    loop_state.in_history.clear()
+def end_row(loop_state: LoopState, logs: Logs | None = None) -> None:
+    """Adds a row with the logs of this step to the history. Begins the next one with `logs`."""
+    ended, loop_state.logs = loop_state.logs, Logs() if logs is None else logs
+    if loop_state.newest is not None:
+        loop_state.newest.push(loop_state.logs)
+    try:
+        if ended:
+            loop_state.history.commit(loop_state.elapsed, ended)
+    except Exception as error:
+        error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
+        raise
     if loop_state.outputs:
         loop_state.history.add_outputs(loop_state.elapsed, loop_state.outputs)
         loop_state.outputs = {}
-
-
-def commit(loop_state: LoopState, logs: Mapping[str, Any]) -> None:
-    """Adds a row with these logs to the history."""
-    try:
-        if logs:
-            loop_state.history.commit(loop_state.elapsed, logs)
-    except Exception as error:
-        loop_state.logs = Logs()  # So that the error is raised only once.
-        error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
-        raise
-
-
-def write(loop_state: LoopState) -> None:
-    """Writes the logs so far to the history's file, if there is one."""
-    if loop_state.history.path is not None:
-        commit(loop_state, loop_state.not_in_history())
-        loop_state.in_history = {path for path, _ in entries(loop_state.logs)}
-        loop_state.history.flush()
 
 
 ARGUMENTS = ("state", "batch", "elapsed", "loop_state")

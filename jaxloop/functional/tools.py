@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Self, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,16 @@ from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.progress_action import ProgressAction
 from jaxloop.base import checks
 from jaxloop.experiment.whole_run import elapsed_at
-from jaxloop.functional.log_entries import REDUCTIONS, Logs, NewestReady, aggregate, named
+from jaxloop.functional.log_entries import Logs, NewestReady, aggregate, named
 from jaxloop.functional.loop_state import LoopState, arguments, num_arguments
 from jaxloop.history import History
 from jaxloop.models.function_step import CompiledFunction
 from jaxloop.processes import interrupt
-from jaxloop.schedules import Elapsed, Schedule, always
+from jaxloop.schedules import Elapsed, Schedule
 
 
 class Tool(abc.ABC):
     """A callback that wraps an action, for tasks and for hand-written loops.
-
-    In `tasks`, `**tool` runs it at every step.
 
     Attributes:
       action: The action.
@@ -40,19 +38,10 @@ class Tool(abc.ABC):
     def __init__(self, text: str, action: Action, monitor: str | None = None):
         self.action: Action = action
         self.monitor: str | None = monitor
-        self._text, self._key = text, always()
+        self._text = text
 
     def __repr__(self) -> str:
         return self._text
-
-    def keys(self) -> list[Schedule]:
-        """Returns the only key, a schedule for every step. Together with `__getitem__`, this makes `{**tool}` work."""
-        return [self._key]
-
-    def __getitem__(self, key: Schedule) -> list[Self]:
-        if key is not self._key:
-            raise KeyError(key)
-        return [self]
 
     @abc.abstractmethod
     def __call__(self, elapsed: Elapsed, *args: Any, **kwargs: Any) -> Any:
@@ -248,14 +237,11 @@ def inner_loop(
       name: The name of the collection to log the values in.
       run: A function that accepts the same arguments as a callback and returns what `loop` returns. The returned
         state is ignored.
-      aggregation: "mean" (weighted by the number of examples), "sum", "min", "max", "last", or a function that takes
-        the list of values.
+      aggregation: "mean" (weighted by the number of examples), or a function that takes the list of values, such as
+        `sum` or `max`.
     """
-    if not callable(aggregation) and aggregation not in ["mean", *REDUCTIONS]:
-        raise ValueError(
-            f"aggregation must be one of mean, {', '.join(REDUCTIONS)} or a function, got {aggregation!r}. For several "
-            "kinds, add several inner loops, or give a function of the list of values."
-        )
+    if not callable(aggregation) and aggregation != "mean":
+        raise ValueError(f"aggregation must be 'mean' or a function of a list, such as max, got {aggregation!r}.")
     return _InnerLoop(name, run, aggregation)
 
 
