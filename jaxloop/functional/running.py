@@ -182,7 +182,7 @@ class _Run:
     def _resume(self, loop_state: LoopState) -> Resumed | None:
         directories, actions = self._resumed_from, [task.action for task in self._actions]
         given = checks.as_arrays(loop_state.state)
-        restored = checkpoints.open_newest(saved_paths(directories, self.job), given)
+        restored = checkpoints.open_newest(saved_paths(directories, self.job), lambda opened: opened.restore(given))
         if restored is None:
             logging.info("No checkpoint found in %s", " and ".join(map(str, directories)))
             self._whole.rows.resume(loop_state.elapsed)
