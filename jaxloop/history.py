@@ -198,9 +198,8 @@ class History:
             self._pending.append(len(self._rows) - 1)
         for value in on_device if jax.default_backend() != "cpu" else ():  # A CPU shares the host's memory.
             value.copy_to_host_async()
-        number = len(self._rows)
-        if not self._pending or number - self._pending[0] >= _MAX_PENDING_ROWS:
-            self._write(number - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
+        if not self._pending or len(self._rows) - self._pending[0] >= _MAX_PENDING_ROWS:
+            self._write(len(self._rows) - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
         """Adds non-scalar values, such as images.

@@ -447,8 +447,7 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
     """Fetches the outputs, and merges and computes the `clu.metrics` states among them."""
     reduced, given = {}, dict(outputs or {})
     to_read = {name: value for name, value in given.items() if not _are_on_host(value)}
-    if to_read:
-        given.update(fetch(to_read))
+    given.update(fetch(to_read) if to_read else {})
     for name in sorted(given):
         value = given[name]
         values = value if isinstance(value, list) else [value]

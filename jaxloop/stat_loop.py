@@ -143,9 +143,8 @@ class Statistics:
             STAT_ACTION_TIME_SECS: spent.actions,
             STAT_EVAL_TIME_SECS: spent.evals,
             STAT_CHECKPOINT_TIME_SECS: spent.checkpoints,
+            **({} if set(PROCESS_STATS).isdisjoint(self._names) else self._slowest_process()),
         }
-        if not set(PROCESS_STATS).isdisjoint(self._names):
-            stats |= self._slowest_process()
         return {name: stats[name] for name in self._names if stats.get(name) is not None}
 
     def _slowest_process(self) -> dict[str, float]:

@@ -460,3 +460,18 @@ def test_data_that_end_with_a_loop_return_that_loops_outputs_although_begin_wrap
     data = [batch_of(number) for number in TRAIN_NUMBERS]
     state, outputs = jaxloop.OuterLoop(loop)(step.initialize_model(batch_of(1)), data, None, LOOP_STEPS)
     assert int(state.step) == STEPS and len(outputs["x"]) == LOOP_STEPS
+
+
+def test_the_examples_of_loops_whose_end_returns_no_outputs_are_counted():
+    class Silent(jaxloop.TrainLoop):
+        def end(self, state, outputs):
+            return state, outputs if self.elapsed.steps == STEPS else None
+
+    class Watch(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            received.append((step_num, outputs.num_examples))
+
+    received, step = [], Sum(jax.random.key(0), None, train=True)
+    loop = Silent(step, end_actions=[Watch(3)])
+    jaxloop.OuterLoop(loop)(step.initialize_model(), [batch_of(number) for number in TRAIN_NUMBERS], STEPS, LOOP_STEPS)
+    assert received == [(STEPS, [2] * STEPS)]

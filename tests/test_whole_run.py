@@ -3,8 +3,13 @@
 import functools
 import signal
 
+import jax
+import jax.numpy as jnp
 import pytest
 from programs import whole_run
+
+import jaxloop
+from jaxloop import actions, every, never
 
 PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
 
@@ -34,23 +39,92 @@ def test_a_run_can_be_resumed_from_every_step(options, tmp_path):
         whole_run.assert_resumed_exactly(resumed, whole, step)
 
 
+class Record(actions.Action):
+    """Records the steps at which it is called, after the evaluations or with the checkpoints."""
+
+    uses_outputs = False
+    runs_last = True
+
+    def __init__(self, interval, category):
+        super().__init__(interval)
+        self.time_category, self.steps = category, []
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.steps.append(step_num)
+
+
+def interrupting(event, number):
+    """Returns a `watch` that raises SIGINT the first time it sees this event."""
+
+    def watch(found, value):
+        if (found, value) == (event, number) and not seen:
+            seen.append(value)
+            signal.raise_signal(signal.SIGINT)
+
+    seen = []
+    return watch
+
+
 @pytest.mark.parametrize("place", ["eval", "writer"])
-def test_a_resumed_run_that_is_stopped_again_writes_each_row_once(place, tmp_path):
+def test_a_resumed_run_that_is_stopped_again_calls_everything_once(place, tmp_path):
     whole, parts = run(tmp_path / "whole"), []
+    after, export = Record(every(4), "actions"), Record(every(4), "checkpoints")
     # An evaluation is due after step 8. The first signal keeps it from starting, and the second comes while the resumed
     # run makes up for it.
     for event, number in (("action", 8), (place, 101 if place == "eval" else 8), (None, None)):
-        seen = []
-
-        def watch(found, value, event=event, number=number, seen=seen):
-            if (found, value) == (event, number) and not seen:
-                seen.append(value)
-                signal.raise_signal(signal.SIGINT)
-
-        parts.append(run(tmp_path / "stopped", watch=watch))
-        assert len(seen) == (event is not None)
+        parts.append(run(tmp_path / "stopped", watch=interrupting(event, number), more_actions=[after, export]))
     first, second, last = (part["step"] for part in parts)
     # An interrupted evaluation begins again. After a complete one, the run makes a step, whose checkpoint contains it.
     assert first == 8 and last == 10 and (second == 8 if place == "eval" else second > 8)
     assert sorted(str(row) for part in parts for row in part["written"]) == sorted(map(str, whole["written"]))
     assert parts[-1]["state"] == whole["state"] and parts[-1]["history"] == whole["history"]
+    assert after.steps == export.steps == [4, 8]
+
+
+def test_what_an_evaluation_saves_is_saved_once_despite_signals(tmp_path):
+    program, steps, exported = PROGRAM(), [], []
+    for event, number in (("action", 8), ("evaluated", 8), (None, None)):
+        watch, export = interrupting(event, number), Record(1, "checkpoints")
+        program.train_step.ids, program.train_step.watch, program.eval_step.watch = [], watch, watch
+        evaluated = Evaluated(watch)
+        outer_loop = jaxloop.OuterLoop(
+            jaxloop.TrainLoop(
+                program.train_step,
+                end_actions=[whole_run.ReportSteps(watch), actions.CheckpointAction(tmp_path, every(4))],
+            ),
+            [jaxloop.EvalLoop(program.eval_step, end_actions=[evaluated, export])],
+            jaxloop.CheckpointSpec(tmp_path),
+        )
+        batches = [whole_run.batch_of(number) for number in range(12)]
+        state = jax.tree.map(jnp.copy, program.state)
+        state, _ = outer_loop(state, batches, 10, 4, [jaxloop.EvalSpec(batches[:1], eval_loop_interval=1)])
+        steps.append(int(state.step))
+        exported += export.steps
+    assert steps == [8, 9, 10] and exported == [4, 8, 10]
+
+
+class Evaluated(actions.Action):
+    """Reports the end of an evaluation."""
+
+    def __init__(self, watch):
+        super().__init__(1)
+        self.watch = watch
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.watch("evaluated", step_num)
+
+
+class InterruptAtBegin(actions.Action):
+    """Raises SIGINT when a run begins."""
+
+    def begin_run(self, step_num, *, can_resume):
+        signal.raise_signal(signal.SIGINT)
+
+    def __call__(self, state, outputs, **kwargs):
+        pass
+
+
+def test_a_signal_before_anything_was_called_costs_no_step(tmp_path):
+    assert run(tmp_path, total=6)["step"] == 6
+    stopped = run(tmp_path, more_actions=[InterruptAtBegin(never())])
+    assert stopped["step"] == 6 and stopped["ids"] == [] and run(tmp_path)["step"] == 10

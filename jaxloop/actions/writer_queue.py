@@ -111,8 +111,7 @@ class WriterQueue:
         for call in calls:
             if call.method != "write_scalars":  # Numbers are immutable.
                 call.values = copy.deepcopy(call.values)
-        if self._error is not None:
-            self._raise_error()
+        self._raise_error()
         if len(self._calls) + len(calls) > MOST_PENDING:
             self._wait()
             self._raise_error()

@@ -122,7 +122,7 @@ def is_alive(state: Any) -> bool:
     return not _deleted_leaves(state)
 
 
-def mark_donated(state: Any, by: Any) -> None:
+def mark_donated(state: Any, by: str) -> None:
     """Records which call a state was donated to, so that the error for using the state again can name that call.
 
     The name is stored on one of the donated arrays, so it survives `state.replace(...)`.

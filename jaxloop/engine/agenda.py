@@ -146,7 +146,8 @@ class Item:
 
     def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
         """Returns everything that a checkpoint stores about the item, as JSON values."""
-        read = {"called_at": self.called_at, "cursor": self.cursor, "unread": self.unread and encode(self.unread)}
+        has_read = not self.unread and not self.unread.num_examples
+        read = {"called_at": self.called_at, "cursor": self.cursor, "unread": None if has_read else encode(self.unread)}
         return {"name": self.name, "state": encoding.encode(self.state_dict()), **read}
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -228,8 +229,8 @@ class Agenda:
     Args:
       outputs: The outputs that the items read.
       stopwatch: Tracks how the time is spent.
-      job: The processes that train together, with their signals. After a signal, no evaluation begins and no
-        item saves.
+      job: The processes that train together, with their signals. After a signal, no evaluation begins, and
+        nothing saves before those that are due.
       measure: A function `(state, spent, cursor) -> statistics`, which are added to the outputs of items that read all.
 
     Attributes:
@@ -278,10 +279,6 @@ class Agenda:
         """Returns the next step, time and loop at which something may be due."""
         return goal_of([item.interval for item in self._called_here] + [*others], now)
 
-    def has_due(self, now: Elapsed, ended: Ended | None) -> bool:
-        """Returns True if anything is due that was not called at this step."""
-        return any([item.is_due(now, None if ended is None else ended.number) for item in self._called_here])
-
     def hold(
         self,
         state: Any,
@@ -308,7 +305,7 @@ class Agenda:
         Returns:
           The progress, which now tells whether this is the end of the run.
         """
-        loop, saves = None if ended is None else ended.number, True
+        loop, saves = None if ended is None else ended.number, not may_end
         items, requests = self._called_here, self.job.requests.outermost
         while not only_saves:
             was_called = False
@@ -317,18 +314,20 @@ class Agenda:
                     break
                 if not item.is_due(now, loop):
                     continue
-                # After a signal, no evaluation begins, and what follows the evaluations waits for those that are due.
+                # After a signal, no evaluation begins, and what follows waits for the evaluations that are due.
                 waits = item.rank == Rank.EVALUATION or (may_end and item.rank > Rank.EVALUATION)
                 if waits and requests.signum is not None:
+                    saves = False
                     break
                 was_called = True
                 if not self._call(item, state, now, spent, ended):
+                    saves = False
                     break
             if was_called and self.job.any_stops(self.stopped_by is not None):
                 self.stopped_by = self.stopped_by or "another process"
-            if self.stopped_by is None or requests.signum is not None or now.is_last:
+            if self.stopped_by is None or now.is_last:
                 break
-            if ended is None:
+            if ended is None or requests.signum is not None:
                 saves = False
                 break
             now = dataclasses.replace(now, is_last=True)
@@ -338,7 +337,7 @@ class Agenda:
         self.owes_trim = may_end or (self.owes_trim and ended is None)
         if not self.owes_trim:  # Before the saves, because a resumed run must merge the same sums in the same order.
             self.trim()
-        if saves and not requests.signum is not None:
+        if saves:
             for item in items:
                 if item.rank == Rank.SAVE and item.is_due(now, loop):
                     self._call(item, state, now, spent, ended)

@@ -152,7 +152,7 @@ class Outputs:
           keeps_all: Whether to return all values.
         """
         self._read()
-        found, add = after.copy() if after else LoopOutputs(), _append if keeps_all else LoopOutputs.extend
+        found, add = LoopOutputs() if after is None else after.copy(), _append if keeps_all else LoopOutputs.extend
         *segments, newest = self._segments
         until = newest.end if until is None else until
         if newest.first < until and newest.outputs.num_examples:

@@ -99,7 +99,7 @@ class Steps:
         if plan.ends_at(now) or not self.has_more(now):
             return None  # The loop ends here, and its `end` comes first.
         call.place = "the actions"
-        checks.mark_donated(call.state, self._loop)  # The next step donates it.
+        checks.mark_donated(call.state, repr(self._loop))  # The next step donates it.
         run.now = run.agenda.hold(call.state, now, spent)
         call.outcome.is_interrupted = requests.signum is not None
         return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()

@@ -183,7 +183,7 @@ class _EachMoment(Item):
         return never()
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
-        return self.called_at != now.steps
+        return True
 
     def call(self, moment: Moment) -> bool:
         self._observe(moment.now)

@@ -100,6 +100,8 @@ class Training:
         experiment.extensions.moment(loop.elapsed)
         self.run.rows.drop_later(step_num)
         self.data.left_out.record_detours(loop.elapsed, experiment.history)
+        if self.run.job.requests.requested and not end:
+            return state, self._tell_early_stop()
         if resumed is not None and not self._catch_up(state, resumed, is_last=end is not None):
             return state, self._tell_early_stop()
         if end:
@@ -113,8 +115,8 @@ class Training:
         # Runs everything that is due before the first step.
         if resumed is None and step_num == 0 and not engine.hold_now(state):
             return state, self._tell_early_stop()
-        # If a signal has arrived since then, the run makes a step, because a checkpoint of the next step contains what
-        # was called here.
+        # If a signal has arrived meanwhile, the run makes a step, because the checkpoint after it contains what was
+        # called here.
         self.has_begun = True
         return self._train(state)
 

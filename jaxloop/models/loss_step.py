@@ -43,6 +43,7 @@ class _UnmaskedWatch(checks.BatchWatch):
 class _PaddingRunner(Runner):
     """Runs a `LossStep`, which pads and masks its batches."""
 
+    watch_class = _UnmaskedWatch
     _full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
 
     def begin_reads_state(self, batch: types.Batch) -> bool:
@@ -51,10 +52,6 @@ class _PaddingRunner(Runner):
 
     def filler(self) -> Callable[[int], None] | None:
         return self.step._set_padded_size if not self.step.train or self.step._batch_size else None
-
-    @functools.cached_property
-    def batch_watch(self) -> checks.BatchWatch:
-        return _UnmaskedWatch()
 
     def place(self, batch: types.Batch, *, evaluates: bool = False, fuses: bool = False) -> types.Batch:
         placed = super().place(batch, evaluates=evaluates, fuses=fuses)

@@ -4,7 +4,6 @@ Each step has one `Runner`, so that `Step` itself has only names for its users.
 """
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -27,7 +26,7 @@ class Runner:
     """Passes batches through a step's hooks in order, and calls the step's actions.
 
     Hooks:
-      batch_watch: Checks training batches that are ready for `run`, and counts their rows.
+      watch_class: The class of `batch_watch`.
       place: Places a batch on the devices, or several stacked batches.
       begin_reads_state: Determines whether a loop must assemble the state before `begin`.
       filler: Returns the function that sets the size of padded batches.
@@ -41,17 +40,21 @@ class Runner:
 
     Attributes:
       step: The step.
+      batch_watch: The checks of training batches that are ready for `run`. They also count the rows.
       programs: The compiled versions of `run`.
       states: The states that the step returned.
       action_lists: The begin actions and the end actions. Each list counts how often its actions were called.
       has_schedules: True if the interval of any of the step's actions is a schedule.
     """
 
+    watch_class: type[checks.BatchWatch] = checks.BatchWatch
+
     def __init__(
         self, step: Any, base: type, begin_actions: Sequence[Action] | None, end_actions: Sequence[Action] | None
     ):
         self.step: Any = step
         self._base = base
+        self.batch_watch: checks.BatchWatch = self.watch_class()
         self.programs: Programs = Programs(step, self.batch_watch)
         self.states: States = States(step)
         unit = "steps within the loop"
@@ -108,11 +111,6 @@ class Runner:
                 step,
             )
         return count
-
-    @functools.cached_property
-    def batch_watch(self) -> checks.BatchWatch:
-        """Checks training batches that are ready for `run`, and counts their rows."""
-        return checks.BatchWatch()
 
     def begin_reads_state(self, batch: types.Batch) -> bool:
         """Returns True if an overridden `begin` reads the state, which the loop must then assemble before the step."""
