@@ -47,7 +47,7 @@ class Runner:
       has_schedules: True if the interval of any of the step's actions is a schedule.
     """
 
-    watch_class: type[checks.BatchWatch] = checks.BatchWatch
+    watch_class = checks.BatchWatch
 
     def __init__(
         self, step: Any, base: type, begin_actions: Sequence[Action] | None, end_actions: Sequence[Action] | None
