@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, final
 
+import numpy as np
 from absl import logging
 from etils import epath
 
@@ -21,13 +22,12 @@ from jaxloop.engine.feed import Source
 from jaxloop.engine.plan import Plan
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
-from jaxloop.experiment.evaluations import Evaluation, Recorder, evaluate
+from jaxloop.experiment.evaluations import Evaluation, LastActions, Recorder, evaluate
 from jaxloop.experiment.extension import Experiment, Extension, Extensions
 from jaxloop.experiment.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.experiment.specs import CheckpointSpec, EvalSpec, RunSpec, named
 from jaxloop.experiment.specs import EvalContext as EvalContext
 from jaxloop.experiment.training import Training, stopped_by
-from jaxloop.experiment.warnings import Warnings, warn_of_nan
 from jaxloop.experiment.whole_run import WholeRun, checkpoint_actions
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
@@ -178,7 +178,7 @@ class OuterLoop:
         self.log_interval: int | Schedule = log_interval
         self.skip: Sequence[int] = tuple(skip)
         self.sources: Sources = Sources()
-        self._warnings = Warnings()
+        self._warned: set[str] = set()
         self._spent, self._rescued_state = Spent(), None
 
     @property
@@ -265,7 +265,6 @@ class OuterLoop:
         self._job.check_same("The run", lambda: [line for each in described for line in each.description()])
         first_loop, spent_before = experiment.loops[0], experiment.loops[0].spent
         self._rescued_state, left_out = None, LeftOut(self.skip)
-        _begin_counting(experiment.loops)
         # After SIGTERM, closing `requests` exits the process.
         with self._job.requests, quiet_orbax(), _locked(experiment) as places:
             while True:
@@ -283,9 +282,8 @@ class OuterLoop:
             self._spent = first_loop.spent - spent_before
             logging.info("%s", self._spent)
             if training is not None:
-                warn_of_nan(outputs, self.history, first_loop.step_num)
+                _warn_of_nan(outputs, first_loop.step_num)
             if is_over:
-                self._warnings.warn_of_unused(experiment.loops, evaluations)
                 for place in places:
                     lock.check(*place)
                 if training is None and outputs is None:
@@ -316,16 +314,10 @@ class OuterLoop:
                     outputs = evaluate(state, evaluations, self.checkpoint_spec, self.history, self._job)
                 else:
                     state, outputs = training(state, check_start, logs_total_steps=logs_total_steps)
-                    if not requests.requested:
-                        for each in evaluations:
-                            if each.was_called:  # Calls the actions of the eval loop that are due at the last step.
-                                each.loop.engine.hold_now(state, is_last=True)
                 self._job.any_stops()  # Detects a signal that arrived after the last batch.
                 is_over = not requests.requested  # A signal after this point no longer changes that.
                 if is_over:
                     state = _finish_actions(experiment, state)
-                    if training is not None:
-                        training.data.left_out.warn_of_unreached(training.data.newest_batch())
         except types.TurnBack as turn:
             try:
                 if training is None:
@@ -358,7 +350,7 @@ class OuterLoop:
         try:
             items = extensions.begin(experiment)
             if training is not None:
-                self._plan(training, [*items, *evaluations])
+                self._plan(training, [*items, *evaluations, *map(LastActions, evaluations)])
             yield
             by, reason = stopped_by(experiment.loops), "finished"
             if loop.engine.run.agenda.wants_stop:
@@ -444,9 +436,11 @@ class OuterLoop:
     def _check_start(self, experiment: Experiment, state: Any, num_batches: int | None) -> None:
         """Warns about each problem of a run that can be found without delaying its start, unless it did so before."""
         report = self._check(experiment, state, is_starting=True, num_batches=num_batches)
-        self._warnings.predicted = {each for each, calls in report.calls.items() if calls.is_never}
-        for problem in report.problems if self._job.is_first else ():
-            self._warnings.warn(f"In {problem.where}: {problem.text}")
+        texts = [f"In {problem.where}: {problem.text}" for problem in report.problems] if self._job.is_first else []
+        for text in dict.fromkeys(texts):
+            if text not in self._warned:
+                logging.warning("%s", text)
+        self._warned.update(texts)
 
     def _parts(self, experiment: Experiment, left_out: LeftOut) -> tuple[Sequence[Evaluation], Training | None]:
         """Returns the call's evaluations, and its training (None without a train loop)."""
@@ -522,16 +516,21 @@ def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]
         yield places
 
 
-def _begin_counting(loops: Sequence[ActionLoop]) -> None:
-    """Resets the call counts of the loops and their actions."""
-    for loop in loops:
-        run = loop.engine.run
-        run.loops_run = 0
-        run.agenda.begin_call()
-        for item in run.agenda.items:
-            item.was_called = False
-        for each in loop.step._runner.action_lists:
-            each.calls = [0] * len(each.actions)
+def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
+    """Warns about train metrics with NaN in the last loop of a run."""
+    lists = {name: values for name, values in (outputs or {}).items() if isinstance(values, list)}
+    if names := [name for name, values in lists.items() if any(map(_is_nan, values))]:
+        logging.warning(
+            "The run ended at step %d with NaN in its last loop: %s. TrainLoop(..., nan_policy='raise') ends a run at "
+            "the first such step.",
+            step_num,
+            ", ".join(names),
+        )
+
+
+def _is_nan(value: Any) -> bool:
+    number = None if metrics.is_empty(value) else metrics.value_of(value)
+    return isinstance(number, float | np.generic) and bool(number != number)
 
 
 def _finish_actions(experiment: Experiment, state: Any) -> Any:

@@ -370,7 +370,7 @@ def test_a_nan_in_some_steps_of_the_last_loop_causes_a_warning(warnings_logged):
 
     jaxloop.fit(np.int32(0), list(np.arange(6.0)), train_step=train_step, train_epochs=2, progress=None)
     (warning,) = [text for text in warnings_logged() if "NaN" in text]
-    assert "with 'loss' NaN, at step 9, though not at the last one" in warning
+    assert "ended at step 12 with NaN in its last loop: loss." in warning
 
 
 def test_single_examples_in_place_of_batches_are_named():

@@ -15,13 +15,10 @@ class ActionList:
 
     Args:
       actions: The actions; None for no actions. Objects from `clu.periodic_actions` are accepted.
-      unit: The unit of the actions' int intervals, such as "loops". Used in warnings.
     """
 
-    def __init__(self, actions: Sequence[Action] | None, unit: str):
+    def __init__(self, actions: Sequence[Action] | None):
         self.actions: tuple[Action, ...] = tuple(map(as_action, actions or ()))
-        self.unit = unit
-        self.calls: list[int] = [0] * len(self.actions)
 
     @property
     def has_schedules(self) -> bool:
@@ -40,7 +37,6 @@ class ActionList:
         except BaseException as error:
             error.add_note(f"in {self.actions[index]!r}, after step {elapsed.steps}")
             raise
-        self.calls[index] += 1
 
 
 def as_action(action: Any) -> Action:

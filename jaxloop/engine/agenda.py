@@ -90,7 +90,6 @@ class Item:
         with a schedule, the values that are not lists.
       called_at: The step after which it was last called; None before the first call.
       is_requested: True if it is due at the next moment, whatever its interval.
-      was_called: True if this process has called it.
       spent: The time report at its last call.
     """
 
@@ -101,7 +100,6 @@ class Item:
     def __init__(self, rank: Rank, reads: Literal["all", "newest", "nothing"] = "nothing"):
         self.rank: Rank = rank
         self.reads: Literal["all", "newest", "nothing"] = reads
-        self.was_called: bool = False
         self.reset(Spent())
 
     def reset(self, spent: Spent, cursor: int = 0) -> None:
@@ -360,7 +358,6 @@ class Agenda:
                 report_failure(error)
             raise
         if is_done:
-            item.was_called = True
             item.mark(now, spent, self._outputs.position)
             if outputs.asks_to_stop:
                 self.stopped_by = self.stopped_by or item

@@ -95,6 +95,7 @@ class Engine:
         of_step = [ActionItem(action, no_context, Rank.ELSEWHERE) for each in lists for action in each.actions]
         items = [*self.plan.items, *self.actions.begin, *self.actions.end, *of_step]
         agenda.items = sorted(items, key=lambda item: item.rank)
+        agenda.begin_call()
 
     def description(self) -> list[str]:
         """Returns lines that describe the loop. They must be identical in all processes of a job."""
@@ -235,7 +236,7 @@ class Engine:
                 spent = run.stopwatch.spent()
                 with run.stopwatch.counting(item.action.time_category):
                     item.call(Moment(state, now, None, spent - item.spent))
-                item.was_called, item.spent = True, spent
+                item.spent = spent
         run.began_at = asked.without_previous()
 
     def _end_loop(self, state: Any, outputs: LoopOutputs) -> tuple[Any, LoopOutputs]:

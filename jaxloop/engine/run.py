@@ -62,14 +62,12 @@ class Run:
       loops: The number of loops that this loop object has ended.
       batches: The number of batches in the current loop, including those before a resume.
       began_at: The progress when the begin actions were last checked.
-      loops_run: The number of loops that this process has run.
     """
 
     def __init__(self, job: Job, measure: Callable[[Any, Spent, int], Mapping[str, Any]]):
         self.clock: Clock = Clock(Stopwatch(), is_shared=job.is_shared)
         self.outputs: Outputs = Outputs(self.stopwatch)
         self.agenda: Agenda = Agenda(self.outputs, self.stopwatch, job, measure)
-        self.loops_run: int = 0
         self.begin(Elapsed())
 
     @property
@@ -110,7 +108,7 @@ class Run:
         """Ends the current loop at this position."""
         self.outputs.cut()
         self.outputs.begin_loop()
-        self.loops, self.loops_run, self.batches = self.loops + 1, self.loops_run + 1, 0
+        self.loops, self.batches = self.loops + 1, 0
 
     def pass_ends(self, loop_steps: int, updates: int, *, also_here: bool) -> bool:
         """Ends the loops that the latest steps completed without a stop. Returns True if there were any.
@@ -127,7 +125,7 @@ class Run:
         if passed <= 0:
             return False
         since = (now.steps - newest // loop_steps * loop_steps) // updates
-        self.loops, self.loops_run, self.batches = self.loops + passed, self.loops_run + passed, since
+        self.loops, self.batches = self.loops + passed, since
         self.outputs.begin_loop(self.outputs.position - since)
         self.agenda.ended = None
         before_now = now.previous.loops + passed - (also_here and since == 0) if now.previous else 0

@@ -327,15 +327,6 @@ class LeftOut:
             self._num_recorded += 1
             history.commit(now, {"left_out": {"batch": left_out}})
 
-    def warn_of_unreached(self, number: int) -> None:
-        """Warns about batches in `skip` that the run never reached.
-
-        `number` is the number of the latest batch.
-        """
-        if unreached := [each for each in self._given if each > number]:
-            batches = checks.listed(map(str, unreached))
-            logging.warning("The run ended before it reached the batches %s in skip.", batches)
-
     # Detours ---------------------------------------------------------------------------------------------
 
     def state_dict(self, number: int) -> dict[str, Any]:

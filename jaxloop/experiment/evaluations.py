@@ -20,7 +20,7 @@ from jaxloop.experiment.specs import CheckpointSpec, EvalContext, EvalSpec
 from jaxloop.experiment.whole_run import elapsed_at, step_num_of
 from jaxloop.history import History
 from jaxloop.processes import agreement
-from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.schedules import Elapsed, Schedule, last
 
 _POLL_SECS = 0.2
 
@@ -134,6 +134,25 @@ class Evaluation(Item):
         """
         self._plan_at(now)
         return self.loop.engine.hold_now(state, is_last=now.is_last, at_end=True)
+
+
+@final
+class LastActions(Item):
+    """At the end of a training, calls the actions of an eval loop that are due there."""
+
+    def __init__(self, evaluation: Evaluation):
+        super().__init__(Rank.AFTER_EVALUATIONS)
+        self.name: str = f"last actions of {evaluation.name}"
+        self._evaluation = evaluation
+
+    @property
+    def interval(self) -> Schedule:
+        return last()
+
+    def call(self, moment: Moment) -> bool:
+        if self._evaluation.called_at is not None:
+            self._evaluation.loop.engine.hold_now(moment.state, is_last=True)
+        return True
 
 
 def evaluate(

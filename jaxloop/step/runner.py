@@ -43,7 +43,7 @@ class Runner:
       batch_watch: The checks of training batches that are ready for `run`. They also count the rows.
       programs: The compiled versions of `run`.
       states: The states that the step returned.
-      action_lists: The begin actions and the end actions. Each list counts how often its actions were called.
+      action_lists: The begin actions and the end actions.
       has_schedules: True if the interval of any of the step's actions is a schedule.
     """
 
@@ -57,11 +57,7 @@ class Runner:
         self.batch_watch: checks.BatchWatch = self.watch_class()
         self.programs: Programs = Programs(step, self.batch_watch)
         self.states: States = States(step)
-        unit = "steps within the loop"
-        self.action_lists: tuple[ActionList, ActionList] = (
-            ActionList(begin_actions, unit),
-            ActionList(end_actions, unit),
-        )
+        self.action_lists: tuple[ActionList, ActionList] = (ActionList(begin_actions), ActionList(end_actions))
         self.has_schedules: bool = any(each.has_schedules for each in self.action_lists)
         self._has_warned_of_count = False
 
