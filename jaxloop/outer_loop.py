@@ -468,7 +468,6 @@ class OuterLoop:
                 experiment.history,
                 self._job,
                 keys=train_loop.step.base_prng,
-                ends=spec.ends,
                 transforms=None if checkpoints is None else checkpoints.transforms,
             )
             training = Training(experiment, evaluations, data, run, context, returns=bool(left_out.detours))

@@ -1158,7 +1158,7 @@ def test_checkpoint_of_a_different_format_raises_with_both_versions(finished_run
         (lambda noted: noted.update(elapsed=7), change_metadata),
         (lambda noted: noted.update(previous=[]), change_metadata),
         (lambda run: run["parts"]["data"].pop("passes"), change_run),
-        (lambda run: run["parts"]["history"].pop("history_rows"), change_run),
+        (lambda run: run["parts"]["history"].pop("num_rows"), change_run),
         (lambda run: run.update(parts=3), change_run),
         (lambda run: run["parts"]["train"]["agenda"].pop("items"), change_run),
         (lambda run: run["parts"]["data"]["positions"][0].pop("data"), change_run),

@@ -68,7 +68,7 @@ def saved_without_times(directory):
 
     def without_time(value):
         if isinstance(value, dict):
-            timed = ("time", "life_time", "began_at", "spent", "jaxloop/", "history_file")
+            timed = ("time", "life_time", "began_at", "spent", "jaxloop/", "checksum")
             return {
                 name: without_time(each)
                 for name, each in value.items()
@@ -76,7 +76,12 @@ def saved_without_times(directory):
                 if not any(word in str(name) for word in timed)
                 and name not in ("positions", "outputs", "ended", "unread", "cursor")
             }
-        return [without_time(each) for each in value] if isinstance(value, list) else value
+        if not isinstance(value, list):
+            return value
+        # Extensions are told of each end of a loop at which the run stops.
+        return [
+            without_time(each) for each in value if not (isinstance(each, dict) and each.get("name") == "extensions")
+        ]
 
     steps = checkpoint.all_steps(directory)
     return steps, steps and without_time(checkpoint.run(directory, steps[-1]))

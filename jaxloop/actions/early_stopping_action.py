@@ -235,10 +235,6 @@ class EarlyStoppingAction(Action):
         """True if there was no improvement for as long as `patience` allows, or if the metric became NaN."""
         return self._patience.spent(self._memory) >= self._patience.value
 
-    def renew_patience(self) -> None:
-        """Starts counting `patience` anew at the next call."""
-        self._memory.patient_since, self._memory.waits = None, 0
-
     def _describe(self) -> str:
         best, at = self._memory.best, self._memory.best_elapsed
         assert best is not None and at is not None  # The first value is the best so far, unless it has failed.

@@ -107,8 +107,7 @@ def _check_checkpoint(
                 fingerprint.check_same(before.get("source"), source.fingerprint)
                 fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
         train, batches = run["parts"]["train"], position["count"] if position else 0
-        has_stopped = train["has_stopped"] and not whole_run.ends_later(run, experiment.spec.ends)
-        passes = run["parts"]["data"]["passes"]
+        passes, has_stopped = run["parts"]["data"]["passes"], train["has_stopped"]
         return dataclasses.replace(course, start=elapsed, passes=passes, batches=batches, has_stopped=has_stopped)
 
 

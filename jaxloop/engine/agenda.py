@@ -284,7 +284,6 @@ class Agenda:
         spent: Spent,
         ended: Ended | None = None,
         *,
-        only_saves: bool = False,
         may_end: bool = False,
     ) -> Elapsed:
         """Calls everything that is due and was not called at this step.
@@ -297,7 +296,6 @@ class Agenda:
           now: The progress.
           spent: The time report.
           ended: The loop that ends at this step; None inside a loop.
-          only_saves: Whether to call only what saves checkpoints.
           may_end: True if an interruption keeps the run from knowing whether a loop ends here.
 
         Returns:
@@ -305,7 +303,7 @@ class Agenda:
         """
         loop, saves = None if ended is None else ended.number, not may_end
         items, requests = self._called_here, self.job.requests.outermost
-        while not only_saves:
+        while True:
             was_called = False
             for item in items:
                 if item.rank == Rank.SAVE:
@@ -425,8 +423,8 @@ class Agenda:
         }
         return saved, {index: state for index, state in kept.items() if state is not None}
 
-    def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores a `state_dict` and the kept states."""
+    def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any], step_num: int) -> None:
+        """Restores a `state_dict` and the kept states. Items that it doesn't contain are not called at this step."""
         self.owes_trim = saved["owes_trim"]
         self.ended = saved["ended"] and Ended(LoopOutputs.decode(saved["ended"][0]), *saved["ended"][1:])
         left = dict(enumerate(saved["items"]))
@@ -437,7 +435,7 @@ class Agenda:
                 if str(index) in kept:
                     item.kept_state = kept[str(index)]
                 continue
-            item.cursor = self._outputs.position
+            item.cursor, item.called_at = self._outputs.position, step_num
             if item.state_dict():
                 text = "%r was not part of the run when the checkpoint was saved, so it starts fresh."
                 logging.warning(text, getattr(item, "action", item))

@@ -340,7 +340,7 @@ class Engine:
             ends.append(min(first + idle * plan.loop_steps, NEVER[0]))
         return min(ends, default=None)
 
-    def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False, only_saves: bool = False) -> bool:
+    def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False) -> bool:
         """Calls what is due at a moment between two calls.
 
         Returns False if any of it asks the run to stop, or if a signal has kept any of it from being called.
@@ -352,7 +352,6 @@ class Engine:
           state: The state.
           is_last: Whether the run ends here.
           at_end: Whether a loop ends here.
-          only_saves: Whether to call only the actions that save checkpoints.
         """
         run, agenda = self.run, self.run.agenda
         self.call.updates = 0 if self.options.evaluates else self._loop.step.updates_per_step
@@ -363,7 +362,7 @@ class Engine:
             had_stopped, ended = agenda.wants_stop, agenda.ended if at_end else None
             if at_end and ended is None:
                 ended = Ended(LoopOutputs(), run.outputs.loop_start, run.loops, False)
-            agenda.hold(state, now, run.stopwatch.spent(), ended, only_saves=only_saves)
+            agenda.hold(state, now, run.stopwatch.spent(), ended)
             left = [item for item in agenda.items if item.rank > Rank.ELSEWHERE and item.called_at != now.steps]
             is_owed = self.job.requests.requested and any(item.is_due(now, ended and ended.number) for item in left)
         return not is_owed and (had_stopped or not agenda.wants_stop)
@@ -397,14 +396,9 @@ class Engine:
 
     # Saving and resuming ---------------------------------------------------------------------------------
 
-    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
-        """Sets the loop's counters to the progress of an earlier run, so that counting continues from there.
-
-        Args:
-          elapsed: The progress of the earlier run.
-          batches: The number of batches of the current loop that the earlier run used.
-        """
-        self.run.begin(elapsed, batches)
+    def resume(self, elapsed: Elapsed) -> None:
+        """Sets the loop's counters to the progress of an earlier run, so that counting continues from there."""
+        self.run.begin(elapsed)
 
     def batches_ahead(self, source: Any) -> int:
         """Returns the number of batches that were read from a source but not used."""

@@ -164,4 +164,4 @@ class Run:
         self.now = dataclasses.replace(self.now, previous=Elapsed(**saved["previous"]))
         self.loops, self.began_at = saved["loops"], Elapsed(**saved["began_at"])
         self.outputs.load_state_dict(saved["outputs"])
-        self.agenda.load_state_dict(saved["agenda"], kept)
+        self.agenda.load_state_dict(saved["agenda"], kept, self.now.steps)

@@ -86,13 +86,12 @@ class TrainingData:
         if saved is None or (is_epoch and saved[0] is None):
             if warns:
                 self._warn_of_inexact_resume(source)
-        elif is_epoch or restores:
+        elif restores:
             if is_epoch:  # A run always continues inside an epoch, even if that means skipping batches.
                 self.source = source = PositionedIterator(source, skippable=True)
-            if restores:
-                self._engine.data.forget()
-                with contextlib.nullcontext() if returns else warning_of_unknown_position("the training dataset"):
-                    go_to(source, *saved)
+            self._engine.data.forget()
+            with contextlib.nullcontext() if returns else warning_of_unknown_position("the training dataset"):
+                go_to(source, *saved)
         self.left_out.apply_to(self.source)
         self.note_consumed(self._engine.batches_ahead(self.source))
 
@@ -222,11 +221,9 @@ class TrainingData:
         self._sources.passes = saved["passes"]
         self.left_out.load_state_dict(saved["left_out"], self._engine.run.now.steps)
 
-    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
-        """Resumes without a `state_dict`, after completed epochs, and `batches` batches into the current one."""
-        self._sources.passes = elapsed.loops
-        if self._spec.epochs is not None and batches:
-            self._saved = DatasetPosition("skip", batches, None, batches), True
+    def begin(self, passes: int) -> None:
+        """Begins at the start of the data, after so many completed epochs."""
+        self._sources.passes = passes
 
 
 @contextlib.contextmanager

@@ -78,7 +78,8 @@ class Evaluation(Item):
         self.source: PositionedIterator | None = source
         self.name: str = f"evaluation {spec.name}"
         self._context = context
-        self._row = ActionItem(Recorder(history, spec.name, 1), context, Rank.ROW)
+        self._row = ActionItem(Recorder(history, spec.name, 1, self._note), context, Rank.ROW)
+        self._measured_at: int | None = None
         self._was_short = False
         self._plan_at(Elapsed())
 
@@ -92,10 +93,25 @@ class Evaluation(Item):
 
     def call(self, moment: Moment) -> bool:
         now, engine = moment.now, self.loop.engine
-        found = self.evaluate(moment.state, now, EvalContext(False, now.steps, now.loops))
-        if found is not None and engine.run.agenda.wants_stop and moment.outputs is not None:
+        is_measured = self._measured_at == now.steps
+        if is_measured:  # Before the checkpoint, an exception kept actions of the eval loop from being called.
+            self._plan_at(now)
+            engine.hold_now(moment.state, at_end=True)
+        elif self.evaluate(moment.state, now, EvalContext(False, now.steps, now.loops)) is None:
+            return True
+        if engine.run.agenda.wants_stop and moment.outputs is not None:
             moment.outputs[types.STOP_LOOP] = True
-        return found is None or not engine.outcome.is_interrupted
+        return is_measured or not engine.outcome.is_interrupted
+
+    def _note(self, now: Elapsed) -> None:
+        """Notes that the history has the row of this step, which must not be added again."""
+        self._measured_at = now.steps
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"measured_at": self._measured_at}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self._measured_at = saved["measured_at"]
 
     def evaluate(self, state: Any, now: Elapsed, context: EvalContext) -> metrics.LoopOutputs | None:
         """Evaluates a state, and returns the outputs; None if the spec's function declines."""
@@ -126,14 +142,6 @@ class Evaluation(Item):
                 wanted,
                 number,
             )
-
-    def catch_up(self, state: Any, now: Elapsed) -> bool:
-        """Calls the eval loop's actions that an exception kept from being called.
-
-        Returns True if the run continues.
-        """
-        self._plan_at(now)
-        return self.loop.engine.hold_now(state, is_last=now.is_last, at_end=True)
 
 
 @final

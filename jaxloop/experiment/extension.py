@@ -164,9 +164,6 @@ class Extensions:
             if name in self._by_name:
                 self._by_name[name].load_state_dict(encoding.decode(state))
 
-    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
-        """Lets all extensions start fresh."""
-
 
 @final
 class _EachMoment(Item):

@@ -178,13 +178,6 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
     return tuple(specs)
 
 
-def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
-    """Returns the number of evaluations in `train_loops` train loops, or None if it can't be known in advance."""
-    if isinstance(spec.when_due, Schedule) or spec.should_eval_fn is not None:
-        return None
-    return train_loops // spec.when_due
-
-
 @final
 @dataclasses.dataclass(frozen=True)
 class RunSpec:

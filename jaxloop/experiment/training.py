@@ -10,7 +10,6 @@ from etils import epath
 from jaxloop import checkpoint, distributed, metrics, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
-from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.base import checks
 from jaxloop.base.text import announce
@@ -18,14 +17,13 @@ from jaxloop.engine.agenda import ActionItem
 from jaxloop.experiment.data import TrainingData
 from jaxloop.experiment.evaluations import Evaluation
 from jaxloop.experiment.extension import Experiment
-from jaxloop.experiment.specs import CheckpointSpec, RunSpec, evaluations_in
+from jaxloop.experiment.specs import CheckpointSpec, RunSpec
 from jaxloop.experiment.whole_run import (
-    Resumed,
     WholeRun,
     check_no_newer_checkpoints,
-    joined,
     restore_newest,
     saved_paths,
+    stays_stopped,
     step_num_of,
 )
 from jaxloop.processes import agreement
@@ -81,16 +79,16 @@ class Training:
         experiment, loop, engine = self.experiment, self.loop, self.loop.engine
         spec, checkpoints, savers = experiment.spec, experiment.checkpoint_spec, experiment.savers
         with engine.run.stopwatch.counting("restores"):
-            state, step_num, resumed = self._resume(state)
+            state, is_resumed = self._resume(state)
+            step_num = loop.step_num
             if spec.total_steps is not None or spec.loop_steps is not None:
                 checks.check_multiple("state.step", step_num, loop.step)
-            self._open_data(resumed)
-            if resumed is None and step_num == 0:
+            self._open_data(is_resumed)
+            if step_num == 0 and not is_resumed:
                 state = loop.step._runner.states.prepare(state)
         self.between_loops = state
-        end = self._end_reached(resumed, step_num)
-        if not end:
-            self._check_first_step()
+        if not (end := self._end_reached()):
+            engine.check_schedules()
         # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
         # not fit it.
         if checkpoints is not None and distributed.is_first_process():
@@ -102,21 +100,23 @@ class Training:
         self.data.left_out.record_detours(loop.elapsed, experiment.history)
         if self.run.job.requests.requested and not end:
             return state, self._tell_early_stop()
-        if resumed is not None and not self._catch_up(state, resumed, is_last=end is not None):
-            return state, self._tell_early_stop()
         if end:
             logging.warning("Nothing is left to train: step %d has reached %s.", step_num, end)
-            return state, None
-        check_start(state, self.data.batches_per_epoch(step_num // loop.step.updates_per_step))
-        if resumed is None and savers:
-            announce("The run saves checkpoints in %s.", " and ".join(str(each.directory) for each in savers))
-        if logs_total_steps:
-            logging.info("Training from step %d to %s.", step_num, spec.end)
-        # Runs everything that is due before the first step.
-        if resumed is None and step_num == 0 and not engine.hold_now(state):
+        else:
+            check_start(state, self.data.batches_per_epoch(step_num // loop.step.updates_per_step))
+            if savers and not is_resumed:
+                announce("The run saves checkpoints in %s.", " and ".join(str(each.directory) for each in savers))
+            if logs_total_steps:
+                logging.info("Training from step %d to %s.", step_num, spec.end)
+        # Calls what is due before the first step, or was not called when the checkpoint was saved.
+        holds, now = is_resumed or (step_num == 0 and not end), loop.elapsed
+        at_end = engine.run.batches == 0 and now.previous is not None and now.loops > now.previous.loops
+        if holds and not engine.hold_now(state, is_last=bool(end), at_end=at_end):
             return state, self._tell_early_stop()
-        # If a signal has arrived meanwhile, the run makes a step, because the checkpoint after it contains what was
-        # called here.
+        if end:
+            return state, None
+        # If a signal has arrived since then, the run makes a step, because a checkpoint of the next step contains what
+        # was called here.
         self.has_begun = True
         return self._train(state)
 
@@ -144,11 +144,14 @@ class Training:
         Returns the errors raised by the actions.
         """
         errors, step_num = [], self.loop.step_num
+        for item in self.loop.engine.run.agenda.items:
+            if isinstance(item, ActionItem) and item.action in self.experiment.savers:
+                item.called_at = step_num  # A checkpoint contains that it was saved.
         for action in self.experiment.savers:
             try:
                 action.flush()  # After the commit, all processes know that the step is saved.
                 if step_num not in checkpoint.all_steps(action.directory):
-                    snapshot = self.run.snapshot(may_be_incomplete=True)
+                    snapshot = self.run.snapshot(in_moment=True)
                     if action.save(step_num, state, None, **snapshot):
                         action.flush()
                         logging.info("%r saved the state of step %d.", action, step_num)
@@ -223,132 +226,83 @@ class Training:
                 spec.total_steps,
             )
 
-    def _check_first_step(self) -> None:
-        """Raises an error if the dataset is empty, or if a schedule doesn't return a later step."""
-        loop, source = self.loop, self.data.source
-        loop.engine.check_schedules()
-        if source is None or source.num_read or self.run.job.is_shared:  # They read their first batches together.
-            return
-        try:
-            with loop.engine.run.stopwatch.counting("data"):
-                source.peek()
-        except StopIteration:
-            raise checks.empty_dataset(self.experiment.spec.train_dataset) from None
-        except Exception as error:
-            if not self.run.job.requests.supersedes(error):
-                error.add_note(f"in the dataset, after step {loop.step_num}, in {loop!r}")
-                raise
-
     # Resuming ------------------------------------------------------------------------------------
 
-    def _resume(self, state: Any) -> tuple[Any, int, Resumed | None]:
+    def _resume(self, state: Any) -> tuple[Any, bool]:
         """Resumes from the newest checkpoint, continues from the last call, or begins with the given state.
 
-        Returns:
-          The state, its step, and the progress stored in the checkpoint (None if the state is not from one).
+        Returns the state, and whether a checkpoint has told what was called at its step.
         """
-        loop, spec, loop_steps = self.loop, self.experiment.checkpoint_spec, self.experiment.spec.loop_steps
-        saved, resumed = list[epath.Path](), None
+        loop, spec, saved = self.loop, self.experiment.checkpoint_spec, list[epath.Path]()
+        step_num = 0 if self.returns else step_num_of(state) if hasattr(state, "step") else loop.step_num
         if spec is not None:
             saved = saved_paths(self.experiment.checkpoint_dirs, self.run.job)
-            state, resumed = self._restore(state, spec, saved)
-        if resumed is not None:
-            step_num = resumed.elapsed.steps
-            for item in loop.engine.run.agenda.items:
-                # Its own directory tells whether it saved this step.
-                if isinstance(item, ActionItem) and isinstance(item.action, CheckpointAction):
-                    path = item.action.directory / str(step_num)
-                    item.called_at = step_num if path in saved and path.exists() else None
-        else:
-            step_num = step_num_of(state) if hasattr(state, "step") else loop.elapsed.steps
-            if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
-                self.data.resume(Elapsed(0))
-                for each in self.experiment.loops:
-                    each.resume(Elapsed(step_num))
-            self.run.rows.resume(Elapsed(step_num))
-        if loop_steps is not None and (resumed is None or not resumed.has_parts):
-            loop.loop_count = step_num // loop_steps
-            for each in self.evaluations:
-                if (number := evaluations_in(loop.loop_count, each.spec)) is not None:
-                    each.loop.loop_count = number
-        if spec is None or (saved and int(saved[-1].name) > step_num):  # Damaged checkpoints have been moved away.
-            check_no_newer_checkpoints(loop, step_num)
-        return state, step_num, resumed
+            self._announce_start(spec, saved, step_num)
+        if spec is not None and saved and int(saved[-1].name) >= step_num:
+            given = checks.adopt(state)
+            opened, state = restore_newest(saved, given, spec, self.run.job)
+            self._begin(opened.elapsed())
+            announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
+            if int(saved[-1].name) > opened.step:  # Those that were damaged have been moved away.
+                check_no_newer_checkpoints(loop, opened.step)
+            return state, self.run.load(opened, given)
+        if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
+            self._begin(Elapsed(step_num))
+        self.run.rows.begin(step_num)
+        check_no_newer_checkpoints(loop, step_num)
+        return state, False
 
-    def _restore(self, state: Any, spec: CheckpointSpec, saved: Sequence[epath.Path]) -> tuple[Any, Resumed | None]:
-        """Restores the newest complete checkpoint, or keeps the given state if its step is later."""
-        step_num = 0 if self.returns else step_num_of(state)
-        if not saved:
+    def _begin(self, elapsed: Elapsed) -> None:
+        """Begins at a progress of which nothing else is known."""
+        loop_steps = self.experiment.spec.loop_steps
+        loops = elapsed.loops if loop_steps is None else elapsed.steps // loop_steps
+        self.data.begin(elapsed.loops)
+        self.run.rows.begin(elapsed.steps)
+        for each in self.evaluations:
+            interval = each.interval
+            each.loop.resume(Elapsed(loops=loops // interval if isinstance(interval, int) else 0))
+        self.loop.resume(dataclasses.replace(elapsed, loops=loops))
+
+    def _announce_start(self, spec: CheckpointSpec, saved: Sequence[epath.Path], step_num: int) -> None:
+        """Logs where a run begins that doesn't resume from a checkpoint."""
+        if saved and int(saved[-1].name) < step_num:
+            text = "The run continues at step %d, which is past the newest checkpoint (step %s)."
+            logging.info(text, step_num, saved[-1].name)
+        elif not saved:
             where = "from scratch" if step_num == 0 else f"at step {step_num}, from the given state"
             saves_there = spec.checkpoint_dir in [action.directory for action in self.experiment.savers]
             level = logging.INFO if saves_there else logging.WARNING  # If so, this is simply the first start.
-            directories = joined(self.experiment.checkpoint_dirs)
+            directories = " and ".join(map(str, self.experiment.checkpoint_dirs))
             logging.log(level, "No checkpoint found in %s: the run starts %s.", directories, where)
-            return state, None
-        if int(saved[-1].name) < step_num:
-            text = "The run continues at step %d, which is past the newest checkpoint (step %s)."
-            logging.info(text, step_num, saved[-1].name)
-            return state, None
-        given = checks.adopt(state)
-        opened, state = restore_newest(saved, given, spec, self.run.job)
-        resumed = self.run.load(opened, given)
-        announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
-        return state, resumed
 
-    def _open_data(self, resumed: Resumed | None) -> None:
+    def _open_data(self, is_resumed: bool) -> None:
         spec, saves = self.experiment.checkpoint_spec, bool(self.experiment.savers)
         restores = spec is not None and spec.restore_data
         try:
             self.data.open(restores=restores, warns=spec is not None and saves, returns=self.returns)
         except ValueError as error:
-            if spec is not None and resumed is not None:
+            if spec is not None and is_resumed:
                 error.add_note(
-                    f"while resuming the run in {spec.checkpoint_dir} at step {resumed.elapsed.steps}. To continue "
-                    "with another dataset from its start, write CheckpointSpec(..., restore_data=False)."
+                    f"while resuming the run in {spec.checkpoint_dir} at step {self.loop.step_num}. To continue with "
+                    "another dataset from its start, write CheckpointSpec(..., restore_data=False)."
                 )
             raise
 
-    def _end_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
-        """Describes the end that the run has already reached. Returns None if there are steps left to train.
-
-        If the end of a run that was stopped is later now, this renews the patience of the actions that stopped it.
-        """
-        spec, loop = self.experiment.spec, self.loop
-        actions = [action for each in self.experiment.loops for action in each.actions]
-        if resumed is not None:
-            resumed.renew_patience(actions)
-        if loop.engine.run.batches and spec.ends_loop(step_num):
+    def _end_reached(self) -> str | None:
+        """Describes the end that the run has already reached. Returns None if there are steps left to train."""
+        spec, loop, run = self.experiment.spec, self.loop, self.loop.engine.run
+        if run.batches and spec.ends_loop(loop.step_num):
             return None
+        actions = [action for each in self.experiment.loops for action in each.actions]
         ends = {
-            "the end of a run that an evaluation or an action stopped (to train further, give it more patience, steps "
-            "or epochs)": resumed is not None and resumed.stays_stopped(actions),
+            "the end of a run that an evaluation or an action stopped (to train further, give it more patience)": (
+                run.agenda.wants_stop and stays_stopped(actions)
+            ),
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
-            f"train_total_steps={spec.total_steps}": spec.total_steps is not None and step_num >= spec.total_steps,
+            f"train_total_steps={spec.total_steps}": spec.total_steps is not None and loop.step_num >= spec.total_steps,
             f"train_epochs={spec.epochs}": self.data.has_ended_all_epochs,
         }
         return next((end for end, is_reached in ends.items() if is_reached), None)
-
-    def _catch_up(self, state: Any, resumed: Resumed, *, is_last: bool) -> bool:
-        """Runs everything that was due at a checkpoint's step but didn't run because of an interruption.
-
-        This includes a save to a second directory, if the run was killed between the two saves.
-
-        Returns:
-          True if the run continues.
-        """
-        elapsed, continues = resumed.elapsed, True
-        measured = self.run.rows.names_at(elapsed.steps)
-        for each in self.evaluations:
-            each.called_at = elapsed.steps if each.spec.name in measured else each.called_at
-        if elapsed.previous is None or not resumed.has_parts:
-            return True
-        if resumed.may_be_incomplete:
-            now = dataclasses.replace(elapsed, is_last=is_last)
-            caught = [each.catch_up(state, now) for each in self.evaluations if each.called_at == elapsed.steps]
-            continues = all(caught)
-        at_end = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
-        only_saves = not resumed.may_be_incomplete
-        return self.loop.engine.hold_now(state, is_last=is_last, at_end=at_end, only_saves=only_saves) and continues
 
 
 def steps_of_next_loop(loop: ActionLoop, spec: RunSpec) -> int | None:

@@ -1,6 +1,5 @@
 """Saves and loads the state of a run, except for the train state."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, final
@@ -26,44 +25,6 @@ _SCHEDULED = re.compile(r"(.*hyperparams)_states(/[^/]+)")
 _BYTES = "data.bytes"  # The name of the tree of long byte strings.
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-    """The progress of a run at the time a checkpoint was saved.
-
-    Attributes:
-      elapsed: The progress after the last completed step. Its `previous` is the progress one step earlier.
-      steps_in_loop: The number of completed steps in the current loop.
-      may_be_incomplete: True if a signal or an exception may have prevented some actions or evaluations from running at
-        that step.
-      has_parts: True if the checkpoint contains more than a train state.
-      has_stopped: True if the run had been asked to stop at that step.
-      has_more: True if the run has a later end now than it had then.
-    """
-
-    elapsed: Elapsed
-    steps_in_loop: int = 0
-    may_be_incomplete: bool = False
-    has_parts: bool = False
-    has_stopped: bool = False
-    has_more: bool = False
-
-    def stays_stopped(self, actions: Iterable[Any]) -> bool:
-        """Returns whether a run that was stopped has neither a later end nor more patience now."""
-        stopped_by = _actions_that_stopped(actions)
-        has_no_patience = not stopped_by or any(action.is_out_of_patience for action in stopped_by)
-        return self.has_stopped and not self.has_more and has_no_patience
-
-    def renew_patience(self, actions: Iterable[Any]) -> None:
-        """Renews the patience of the actions that stopped the run if it has a later end now."""
-        for action in _actions_that_stopped(actions) if self.has_stopped and self.has_more else ():
-            action.renew_patience()
-
-
-def _actions_that_stopped(actions: Iterable[Any]) -> list[EarlyStoppingAction]:
-    return [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
-
-
 class Saveable(Protocol):
     """A part of a run that checkpoints contain: a loop, the data, the history, the extensions."""
 
@@ -77,9 +38,6 @@ class Saveable(Protocol):
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any], /) -> None:
         """Restores what `state_dict` returned."""
 
-    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
-        """Resumes at the given progress without a state dict, `batches` batches into the current loop."""
-
 
 @final
 class WholeRun:
@@ -87,11 +45,10 @@ class WholeRun:
 
     Args:
       parts: The parts by name, in the order in which they are restored. "train" is the one that trains. Its JSON values
-        contain `elapsed`, `previous` (the progress one step earlier), `steps_in_loop` and `has_stopped`.
+        contain `elapsed` and `previous`, the progress one step earlier.
       history: The history, which is the last part.
       job: The processes that train together.
       keys: The PRNG keys. The run can be resumed only with the same keys.
-      ends: The number of steps and of epochs after which the run ends; None where there is no such limit.
       transforms: New names for saved leaves; see `CheckpointSpec`.
 
     Attributes:
@@ -106,36 +63,31 @@ class WholeRun:
         job: agreement.Job,
         *,
         keys: Any = None,
-        ends: tuple[int | None, int | None] = (None, None),
         transforms: Mapping[str, str] | None = None,
     ):
         self.job: agreement.Job = job
         self.rows: Rows = Rows(history, job)
         self._parts: Mapping[str, Saveable] = {**parts, "history": self.rows}
-        self._keys, self._ends, self._transforms = encoding.encode_keys(keys), ends, transforms
+        self._keys, self._transforms = encoding.encode_keys(keys), transforms
 
-    def snapshot(self, *, may_be_incomplete: bool = False) -> dict[str, Any]:
+    def snapshot(self, *, in_moment: bool = False) -> dict[str, Any]:
         """Returns the run's current state as keyword arguments for `CheckpointAction.save`.
 
-        Args:
-          may_be_incomplete: True if some actions or evaluations may not have run at this step.
+        `in_moment` is True if something that is due at this step may not have been called.
         """
         values, trees = dict[str, Any](), dict[str, Any]()
         for name, part in self._parts.items():
-            values[name], own = part.state_dict(in_moment=may_be_incomplete)
+            values[name], own = part.state_dict(in_moment=in_moment)
             trees |= {f"{name}.{key}": tree for key, tree in own.items()}
         train = values["train"]
         return {
             "metadata": {
                 "elapsed": train["elapsed"],
                 "previous": train["previous"],
-                "batches_in_loop": train["steps_in_loop"],
-                "may_be_incomplete": may_be_incomplete,
                 **({checkpoint.TRANSFORMS_KEY: self._transforms} if self._transforms else {}),
             },
             "run": {
                 "keys": self._keys,
-                "ends": list(self._ends),
                 "parts": values,
                 "sizes": {name: array.size for name, array in trees.get(_BYTES, {}).items()},
                 "kept_states": [name for name in trees if name != _BYTES],
@@ -143,8 +95,8 @@ class WholeRun:
             "trees": trees,
         }
 
-    def load(self, opened: checkpoint.Checkpoint, state: Any) -> Resumed:
-        """Restores all parts from a checkpoint.
+    def load(self, opened: checkpoint.Checkpoint, state: Any) -> bool:
+        """Restores all parts that a checkpoint contains. Returns False if it contains only a train state.
 
         Args:
           opened: The checkpoint.
@@ -156,11 +108,8 @@ class WholeRun:
             a different step.
         """
         with opened.understanding():
-            elapsed, metadata, run = opened.elapsed(), opened.metadata(), opened.run()
-            batches = metadata.get("batches_in_loop", 0)
-            if run:
-                self._check_is_this_run(run, opened, elapsed)
-            else:
+            run = opened.run()
+            if not run:
                 logging.warning(
                     "The checkpoint of step %d in %s contains only a train state, as an Orbax CheckpointManager saves "
                     "it: the data, the actions and unfinished means start from scratch, and damage to it can't be "
@@ -168,32 +117,22 @@ class WholeRun:
                     opened.step,
                     opened.path.parent,
                 )
-            saved, trees = run.get("parts", {}), {}
-            if run:
-                arrays = {name: np.zeros(size, np.uint8) for name, size in run["sizes"].items()}
-                trees = opened.trees({**dict.fromkeys(run["kept_states"], state), _BYTES: arrays})
-            for name, part in self._parts.items():
-                if name in saved:
-                    prefix = f"{name}."
-                    own = {key.removeprefix(prefix): tree for key, tree in trees.items() if key.startswith(prefix)}
-                    part.load_state_dict(saved[name], own)
-                else:
-                    if run:
-                        text = "The checkpoint of step %d has no state of the part %r, which starts from scratch."
-                        logging.warning(text, opened.step, name)
-                    part.resume(elapsed, batches if name in ("train", "data") else 0)
-            resumed = Resumed(elapsed, batches, metadata.get("may_be_incomplete", False))
-            if not run:
-                return resumed
-            stopped, has_more = saved["train"]["has_stopped"], ends_later(run, self._ends)
-            return dataclasses.replace(resumed, has_parts=True, has_stopped=stopped, has_more=has_more)
+                return False
+            self._check_is_this_run(run, opened)
+            arrays = {name: np.zeros(size, np.uint8) for name, size in run["sizes"].items()}
+            trees = opened.trees({**dict.fromkeys(run["kept_states"], state), _BYTES: arrays})
+            for name in [name for name in self._parts if name in run["parts"]]:
+                prefix = f"{name}."
+                own = {key.removeprefix(prefix): tree for key, tree in trees.items() if key.startswith(prefix)}
+                self._parts[name].load_state_dict(run["parts"][name], own)
+            return True
 
-    def _check_is_this_run(self, run: Mapping[str, Any], opened: checkpoint.Checkpoint, elapsed: Elapsed) -> None:
-        step, directory = opened.step, opened.path.parent
-        if elapsed.steps != step:
+    def _check_is_this_run(self, run: Mapping[str, Any], opened: checkpoint.Checkpoint) -> None:
+        step, directory, saved_after = opened.step, opened.path.parent, opened.elapsed().steps
+        if saved_after != step:
             raise ValueError(
-                f"The checkpoint {step} in {directory} was saved after step {elapsed.steps}, and its directory must "
-                f"have that name. Rename it to {elapsed.steps}, or remove it."
+                f"The checkpoint {step} in {directory} was saved after step {saved_after}, and its directory must have "
+                f"that name. Rename it to {saved_after}, or remove it."
             )
         check_keys(run, self._keys, directory)
 
@@ -209,22 +148,20 @@ class Rows:
 
     def __init__(self, history: History, job: agreement.Job):
         self._history, self._job = history, job
-        self._num_rows: int | None = None
-        self._checksum: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] = {}
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the number of rows and a checksum. Rows that exist only in memory are lost with the process."""
+        """Returns the number of rows and a checksum."""
         self._history.flush()
-        num_rows = None if self._history.path is None else len(self._history)
-        return {"history_rows": num_rows, "history_file": self._history.checksum()}, {}
+        return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Takes over a `state_dict`, for `drop_later`."""
-        self._num_rows, self._checksum = saved["history_rows"], saved["history_file"]
+        self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
-    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
+    def begin(self, step_num: int) -> None:
         """Begins without a `state_dict`. A run that begins at step 0 repeats the rows of this step."""
-        self._num_rows, self._checksum = None if elapsed.steps else 0, None
+        self._saved = {} if step_num else {"num_rows": 0}
 
     def drop_later(self, step_num: int) -> None:
         """Drops later rows from the history, first in the process that writes the file, then in all others.
@@ -233,13 +170,9 @@ class Rows:
         """
         if not self._job.is_first:
             agreement.wait_for_all("the history")
-        self._history.resume(step_num, self._num_rows, checksum=self._checksum)
+        self._history.resume(step_num, **self._saved)
         if self._job.is_shared and self._job.is_first:
             agreement.wait_for_all("the history")
-
-    def names_at(self, step_num: int) -> set[str]:
-        """Returns the top-level names in the rows of a step, such as the names of evaluations."""
-        return {name for row in self._history.rows if row.elapsed.steps == step_num for name in row.logs}
 
 
 def saved_paths(directories: Sequence[epath.Path], job: agreement.Job) -> list[epath.Path]:
@@ -251,7 +184,7 @@ def saved_paths(directories: Sequence[epath.Path], job: agreement.Job) -> list[e
             checkpoint.quarantine_damaged(checkpoint.all_paths(directories))
         agreement.wait_for_all("before restoring")
     saved = checkpoint.all_paths(directories)
-    found = f"The list of checkpoints in {joined(directories)}, which all processes must share,"
+    found = f"The list of checkpoints in {' and '.join(map(str, directories))}, which all processes must share,"
     job.check_same(found, lambda: [f"{directories.index(path.parent)}/{path.name}" for path in saved])
     return saved
 
@@ -293,10 +226,10 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
         )
 
 
-def ends_later(run: Mapping[str, Any], ends: Sequence[int | None]) -> bool:
-    """Returns whether `ends`, the numbers of steps and epochs of a run, exceed those in a checkpoint's `run` item."""
-    pairs = zip(run["ends"], ends, strict=True)
-    return any(before is not None and (now is None or now > before) for before, now in pairs)
+def stays_stopped(actions: Iterable[Any]) -> bool:
+    """Returns whether a run that was stopped stays so: not if all actions that stopped it have more patience now."""
+    stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
+    return not stopped_by or any(action.is_out_of_patience for action in stopped_by)
 
 
 def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: str) -> Any:
@@ -369,11 +302,6 @@ def check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:
                 f"the directory has checkpoints up to step {found[-1]}. Resume from them with "
                 f"checkpoint_spec=CheckpointSpec({str(directory)!r}), or use a different directory."
             )
-
-
-def joined(directories: Sequence[epath.Path]) -> str:
-    """Lists directories, for messages."""
-    return " and ".join(map(str, directories))
 
 
 def step_num_of(state: Any) -> int:

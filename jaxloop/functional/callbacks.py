@@ -46,6 +46,7 @@ class Task(Item, abc.ABC):
     Attributes:
       of: The callback.
       when: The schedule.
+      was_called: True if this process has called it.
       time_category: See `Item`.
     """
 
@@ -53,6 +54,7 @@ class Task(Item, abc.ABC):
         super().__init__(rank)
         self.of: Callback = of
         self.when: Schedule = never()
+        self.was_called: bool = False
         self.time_category: str | None = getattr(of, "time_category", None)
         self._loop_state = loop_state
 

@@ -20,7 +20,7 @@ from jaxloop.engine.plan import Plan
 from jaxloop.engine.rehearse import Course
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.specs import RunSpec
-from jaxloop.experiment.whole_run import Resumed, WholeRun, reconcile_hyperparams, saved_paths
+from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams, saved_paths, stays_stopped
 from jaxloop.functional.callbacks import ActionTask, FunctionTask, Task, action_of
 from jaxloop.functional.counting import as_stop, counter, is_over, warn_of_early_end
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start
@@ -145,7 +145,7 @@ class _Run:
         self._engine = engine = TaskLoop(of_each_step, loop_state, count).engine
         self._data = data = TrainingData(spec, Sources(), engine, (), LeftOut())
         parts = {"train": _LoopPart(loop_state, engine), "data": data}
-        self._whole = WholeRun(parts, loop_state.history, self.job, ends=spec.ends)
+        self._whole = WholeRun(parts, loop_state.history, self.job)
         items = list(dict.fromkeys([*not_due, *functions, *self._actions]))
         source = Source(mark=data.mark, consumed=data.note_consumed)
         engine.set_plan(Plan(stop=spec.stop, items=items, source=source))
@@ -164,10 +164,10 @@ class _Run:
         tools = [task.of for task in self._actions if isinstance(task.of, CheckpointTool)]
         return [tool.action.directory for tool in tools if tool.resume]
 
-    def begin(self) -> Resumed | None:
-        """Prepares the first step. Resumes from the newest checkpoint if a task requests it."""
+    def begin(self) -> bool:
+        """Prepares the first step. Returns whether the loop resumes from a checkpoint, because a task requests it."""
         loop_state, engine, can_resume = self._loop_state, self._engine, bool(self._resumed_from)
-        resumed = self._resume(loop_state) if can_resume else None
+        is_resumed = can_resume and self._resume(loop_state)
         self._data.open(restores=True, warns=can_resume, returns=False)
         engine.check_schedules()
         start = loop_state.elapsed = engine.run.now
@@ -177,36 +177,37 @@ class _Run:
         _warn_of_unused(engine.plan.items, self._data.batches_per_epoch(start.steps), loop_state.total_steps)
         if can_resume:
             self._whole.rows.drop_later(start.steps)
-        return resumed
+        return is_resumed
 
-    def _resume(self, loop_state: LoopState) -> Resumed | None:
+    def _resume(self, loop_state: LoopState) -> bool:
         directories, actions = self._resumed_from, [task.action for task in self._actions]
         given = checks.as_arrays(loop_state.state)
         restored = checkpoints.open_newest(saved_paths(directories, self.job), lambda opened: opened.restore(given))
         if restored is None:
             logging.info("No checkpoint found in %s", " and ".join(map(str, directories)))
-            self._whole.rows.resume(loop_state.elapsed)
+            self._whole.rows.begin(loop_state.elapsed.steps)
             announce("The loop saves checkpoints in %s.", " and ".join(map(str, self._directories)))
-            return None
+            return False
         opened, state = restored
         remedy = "To change it, let a callback return a state with another value."
         loop_state.state = reconcile_hyperparams(given, state, restores=True, remedy=remedy)
-        resumed = self._whole.load(opened, loop_state.state)
-        resumed.renew_patience(actions)
-        loop_state.stop_iteration = resumed.stays_stopped(actions)
+        self._engine.resume(opened.elapsed())
+        self._whole.rows.begin(opened.step)
+        self._whole.load(opened, loop_state.state)
+        loop_state.stop_iteration = self._engine.run.agenda.wants_stop and stays_stopped(actions)
         for task in self._actions:
             if task.directory is not None:  # It tells whether the action saved this step.
                 is_saved = opened.step in checkpoints.all_steps(task.directory)
                 task.called_at = opened.step if is_saved else None
         announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
-        return resumed
+        return True
 
-    def train(self, resumed: Resumed | None) -> None:
+    def train(self, is_resumed: bool) -> None:
         """Calls what is due at the start, and runs the steps."""
         loop_state, engine = self._loop_state, self._engine
         start, stop = loop_state.elapsed, engine.plan.stop
-        if resumed is not None or start.steps == 0:
-            engine.hold_now(None, only_saves=resumed is not None)
+        if is_resumed or start.steps == 0:
+            engine.hold_now(None)
         if is_over(stop, start) or loop_state.stop_iteration:
             return
         engine.loops(None, lambda: self._data.source, lambda: None)
@@ -291,10 +292,6 @@ class _LoopPart:
         restore = functools.partial(jax.tree_util.tree_map_with_path, as_saved)
         self._loop_state.state = restore(self._loop_state.state)
         self._engine.load_state_dict(saved, {index: restore(state) for index, state in kept.items()})
-
-    def resume(self, elapsed: Elapsed, batches: int = 0) -> None:
-        """Resumes without a `state_dict`."""
-        self._engine.resume(elapsed)
 
 
 def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: int | None) -> None:

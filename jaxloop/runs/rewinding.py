@@ -154,14 +154,21 @@ def _restored(
     assert train_loop is not None
     places = [files.absolute(workdir), files.absolute(workdir) / "checkpoints"]
     places += [] if spec is None else [spec.checkpoint_dir]
-    if paths := [path for path in checkpoint.all_paths(places) if int(path.name) <= before]:
-        template = checkpoint.template_of(given)
-        found = checkpoint.open_newest(paths, lambda opened: opened.restore(template), quarantines=False)
-        assert found is not None
-        opened, restored = found
-        run.load(opened, template)
-        run.rows.drop_later(opened.step)
-        return restored
+    paths = [path for path in checkpoint.all_paths(places) if int(path.name) <= before]
+    template = checkpoint.template_of(given)
+    found = checkpoint.open_newest(paths, lambda each: each.restore(template), quarantines=False)
+    start = Elapsed(_initial_step(given, before, places)) if found is None else found[0].elapsed()
+    data.begin(start.loops)
+    train_loop.resume(start)
+    run.rows.begin(start.steps)
+    if found is not None:
+        run.load(found[0], template)
+    run.rows.drop_later(start.steps)
+    return given if found is None else found[1]
+
+
+def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
+    """Returns the step of a given state, from which the run can be repeated."""
     try:
         step_num = step_num_of(given)
     except TypeError:  # An abstract state.
@@ -171,11 +178,7 @@ def _restored(
             f"There is no checkpoint of step {before} or earlier in {', '.join(map(str, places))}. Give the initial "
             "state of the run, to repeat it from there."
         )
-    data.resume(Elapsed())
-    for each in (train_loop.engine, run.rows):
-        each.resume(Elapsed(step_num))
-    run.rows.drop_later(step_num)
-    return given
+    return step_num
 
 
 @contextlib.contextmanager
