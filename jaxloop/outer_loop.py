@@ -32,7 +32,7 @@ from jaxloop.experiment.whole_run import WholeRun, checkpoint_actions
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
 from jaxloop.processes import agreement, lock
-from jaxloop.schedules import Elapsed, Schedule, every, last
+from jaxloop.schedules import Elapsed, Schedule, every, is_never, last
 from jaxloop.train_loop import TrainLoop
 from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
@@ -288,6 +288,8 @@ class OuterLoop:
                     lock.check(*place)
                 if training is None and outputs is None:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
+                if training is not None and training.has_begun:
+                    _warn_of_unused(experiment, evaluations)
                 if training is not None and self.checkpoint_spec is not None and distributed.is_first_process():
                     # Only after the last checkpoint is committed: an evaluator then stops waiting for more.
                     files.open_file(self.checkpoint_spec.stopped_file, "wb").close()
@@ -530,6 +532,15 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
 def _is_nan(value: Any) -> bool:
     number = None if metrics.is_empty(value) else metrics.value_of(value)
     return isinstance(number, float | np.generic) and bool(number != number)
+
+
+def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
+    """Warns about actions and evaluations that were never called in a run, perhaps because its length was unknown."""
+    items = [*evaluations, *(item for loop in experiment.loops for item in loop.engine.actions.end)]
+    unused = [item for item in items if item.called_at is None and not is_never(item.interval)]
+    for item in unused:
+        text = "%s was never called in this run, which ended at step %d: interval=%r."
+        logging.warning(text, item.name, experiment.loops[0].step_num, item.interval)
 
 
 def _finish_actions(experiment: Experiment, state: Any) -> Any:

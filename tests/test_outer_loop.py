@@ -750,7 +750,7 @@ def test_the_check_at_the_start_reads_no_batch_and_compiles_nothing(logs):
     assert found[0].startswith(
         "In AtStart(interval=10) of the train loop: It would never be called: interval=10 counts"
     )
-    assert found.count("read a batch") == 4 and any(text.startswith("Compiling") for text in found)
+    assert found.count("read a batch") == 3 and any(text.startswith("Compiling") for text in found)
 
 
 @pytest.mark.parametrize("verbosity", [logging.WARNING, logging.INFO])

@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 
 from jaxloop import (
+    Action,
     CheckpointAction,
     CheckpointSpec,
     EarlyStoppingAction,
@@ -103,15 +104,24 @@ class Stuck(Schedule):
         return now.steps
 
 
-def test_a_start_refused_by_a_schedule_changes_no_file(tmp_path):
+@pytest.mark.parametrize(
+    ("dataset", "interval", "message"),
+    [
+        (lambda: [], every(5), "yielded no batches"),
+        (lambda: (batch for batch in ()), every(5), "yielded no batches"),
+        (lambda: BATCHES, Stuck(), "Return a later step"),
+    ],
+    ids=["an empty list", "an empty generator", "a stuck schedule"],
+)
+def test_a_start_refused_by_its_data_or_a_schedule_changes_no_file(dataset, interval, message, tmp_path):
     run(tmp_path, 12, train_loop_steps=2)
     for step in checkpoint.all_steps(tmp_path):  # So that the next run starts from scratch.
         shutil.rmtree(tmp_path / str(step))
     others = ("goodput.jsonl", ".trainer.lock")
     contents = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in others}
     before = contents()
-    with pytest.raises(ValueError, match="Return a later step"):
-        run(tmp_path, 20, train_actions=[EarlyStoppingAction("loss", 9, interval=Stuck())])
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, 20, dataset(), train_actions=[EarlyStoppingAction("loss", 9, interval=interval)])
     assert {"history.jsonl", "STOPPED"} <= set(before) and contents() == before
 
 
@@ -424,3 +434,30 @@ def test_begin_runs_once_per_loop_even_if_the_run_is_resumed(kind, stop, tmp_pat
     assert int(train(tmp_path / "broken", stop - 1).step) == stop
     assert_same(train(tmp_path / "broken"), whole)
     assert kind is Wrapping or BEGUN == [0, 4, 8]
+
+
+def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
+    class Batches(list):
+        def __iter__(self):
+            evaluated.append(True)
+            return super().__iter__()
+
+    class Fails(Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            called.append(step_num)
+            if called == [5, 10]:
+                raise OSError("The disk is gone.")
+
+    def resume():
+        eval_loop = EvalLoop(EVAL_STEP, end_actions=[Fails(1)])
+        train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=5))])
+        outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path)
+        specs = [EvalSpec(Batches(BATCHES[:2]), eval_loop_interval=1)]
+        outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 15, 5, specs)
+        return outer_loop.history
+
+    evaluated, called = [], []
+    with pytest.raises(OSError, match="The disk is gone"):
+        resume()
+    assert resume().collect("steps", "eval.loss")[0] == [5, 10, 15]
+    assert called == [5, 10, 10, 15] and len(evaluated) == 3

@@ -89,6 +89,7 @@ class Training:
         self.between_loops = state
         if not (end := self._end_reached()):
             engine.check_schedules()
+            self._check_data()
         # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
         # not fit it.
         if checkpoints is not None and distributed.is_first_process():
@@ -226,6 +227,21 @@ class Training:
                 spec.total_steps,
             )
 
+    def _check_data(self) -> None:
+        """Raises an error if the dataset is empty."""
+        loop, source = self.loop, self.data.source
+        if source is None or source.num_read or self.run.job.is_shared:  # They read their first batches together.
+            return
+        try:
+            with loop.engine.run.stopwatch.counting("data"):
+                source.peek()
+        except StopIteration:
+            raise checks.empty_dataset(self.experiment.spec.train_dataset) from None
+        except Exception as error:
+            if not self.run.job.requests.supersedes(error):
+                error.add_note(f"in the dataset, after step {loop.step_num}, in {loop!r}")
+                raise
+
     # Resuming ------------------------------------------------------------------------------------
 
     def _resume(self, state: Any) -> tuple[Any, bool]:
@@ -295,9 +311,8 @@ class Training:
             return None
         actions = [action for each in self.experiment.loops for action in each.actions]
         ends = {
-            "the end of a run that an evaluation or an action stopped (to train further, give it more patience)": (
-                run.agenda.wants_stop and stays_stopped(actions)
-            ),
+            "the end of a run that an evaluation or an action stopped (to train further, give it more patience, or "
+            "start a new run from its state)": (run.agenda.wants_stop and stays_stopped(actions)),
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
             f"train_total_steps={spec.total_steps}": spec.total_steps is not None and loop.step_num >= spec.total_steps,
             f"train_epochs={spec.epochs}": self.data.has_ended_all_epochs,
