@@ -445,14 +445,12 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:
     """Fetches the outputs, and merges and computes the `clu.metrics` states among them."""
-    reduced, given = {}, dict(outputs or {})
+    reduced, given = {}, {name: value for name, value in (outputs or {}).items() if name != types.STOP_LOOP}
     to_read = {name: value for name, value in given.items() if not _are_on_host(value)}
     given.update(fetch(to_read) if to_read else {})
     for name in sorted(given):
         value = given[name]
         values = value if isinstance(value, list) else [value]
-        if name == types.STOP_LOOP:
-            continue
         if name not in to_read or not values or not all(map(is_metric, values)):
             reduced[name] = value
             continue

@@ -521,12 +521,8 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
     """Warns about train metrics with NaN in the last loop of a run."""
     lists = {name: values for name, values in (outputs or {}).items() if isinstance(values, list)}
     if names := [name for name, values in lists.items() if any(map(_is_nan, values))]:
-        logging.warning(
-            "The run ended at step %d with NaN in its last loop: %s. TrainLoop(..., nan_policy='raise') ends a run at "
-            "the first such step.",
-            step_num,
-            ", ".join(names),
-        )
+        text = "The run ended at step %d with NaN in its last loop: %s. TrainLoop(nan_policy='raise') finds the first."
+        logging.warning(text, step_num, ", ".join(names))
 
 
 def _is_nan(value: Any) -> bool:
@@ -538,9 +534,9 @@ def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -
     """Warns about actions and evaluations that were never called in a run, perhaps because its length was unknown."""
     items = [*evaluations, *(item for loop in experiment.loops for item in loop.engine.actions.end)]
     unused = [item for item in items if item.called_at is None and not is_never(item.interval)]
-    for item in unused:
-        text = "%s was never called in this run, which ended at step %d: interval=%r."
-        logging.warning(text, item.name, experiment.loops[0].step_num, item.interval)
+    if unused:
+        listed = ", ".join(f"{item.name} (interval={item.interval!r})" for item in unused)
+        logging.warning("Never called in this run, up to step %d: %s.", experiment.loops[0].step_num, listed)
 
 
 def _finish_actions(experiment: Experiment, state: Any) -> Any:

@@ -1094,6 +1094,5 @@ def test_a_run_that_ends_with_a_nan_warns_once(loop_steps, warnings_logged):
     outer_loop = OuterLoop(TrainLoop(step))
     outer_loop(state, spoilt[:30], train_loop_steps=loop_steps)
     assert [text for text in warnings_logged() if "NaN" in text] == [
-        "The run ended at step 30 with NaN in its last loop: loss. TrainLoop(..., nan_policy='raise') ends a run at "
-        "the first such step."
+        "The run ended at step 30 with NaN in its last loop: loss. TrainLoop(nan_policy='raise') finds the first."
     ]

@@ -10,6 +10,7 @@ import numpy as np
 from absl import logging
 
 from jaxloop import types
+from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks
 from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_of
 from jaxloop.data.sources import fork_warning, num_batches, reshuffles
@@ -257,6 +258,22 @@ def position_of(source: PositionedIterator | None, count: int, arrays: dict[str,
     except Exception:  # A problem with the data may be the reason why the run is ending.
         logging.exception("The position in %r could not be read, so a resumed run can't return to it.", source)
         return None
+
+
+def check_not_empty(source: PositionedIterator | None, dataset: Any, loop: ActionLoop) -> None:
+    """Raises an error if a train loop's dataset is empty. The first batch remains to be read."""
+    engine = loop.engine
+    if source is None or source.num_read or engine.job.is_shared:  # They read their first batches together.
+        return
+    try:
+        with engine.run.stopwatch.counting("data"):
+            source.peek()
+    except StopIteration:
+        raise checks.empty_dataset(dataset) from None
+    except Exception as error:
+        if not engine.job.requests.supersedes(error):
+            error.add_note(f"in the dataset, after step {loop.step_num}, in {loop!r}")
+            raise
 
 
 @final

@@ -14,7 +14,7 @@ from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.base import checks
 from jaxloop.base.text import announce
 from jaxloop.engine.agenda import ActionItem
-from jaxloop.experiment.data import TrainingData
+from jaxloop.experiment.data import TrainingData, check_not_empty
 from jaxloop.experiment.evaluations import Evaluation
 from jaxloop.experiment.extension import Experiment
 from jaxloop.experiment.specs import CheckpointSpec, RunSpec
@@ -89,7 +89,7 @@ class Training:
         self.between_loops = state
         if not (end := self._end_reached()):
             engine.check_schedules()
-            self._check_data()
+            check_not_empty(self.data.source, spec.train_dataset, loop)
         # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
         # not fit it.
         if checkpoints is not None and distributed.is_first_process():
@@ -226,21 +226,6 @@ class Training:
                 step_num,
                 spec.total_steps,
             )
-
-    def _check_data(self) -> None:
-        """Raises an error if the dataset is empty."""
-        loop, source = self.loop, self.data.source
-        if source is None or source.num_read or self.run.job.is_shared:  # They read their first batches together.
-            return
-        try:
-            with loop.engine.run.stopwatch.counting("data"):
-                source.peek()
-        except StopIteration:
-            raise checks.empty_dataset(self.experiment.spec.train_dataset) from None
-        except Exception as error:
-            if not self.run.job.requests.supersedes(error):
-                error.add_note(f"in the dataset, after step {loop.step_num}, in {loop!r}")
-                raise
 
     # Resuming ------------------------------------------------------------------------------------
 

@@ -277,11 +277,8 @@ def _data(
     checks.check_positive("train_epochs", train_epochs, optional=True)
     checks.check_positive("train_total_steps", train_total_steps, optional=True)
     if (train_epochs is None) == (train_total_steps is None):
-        got = (
-            "neither"
-            if train_epochs is None
-            else f"train_epochs={train_epochs} and train_total_steps={train_total_steps}"
-        )
+        given = f"train_epochs={train_epochs} and train_total_steps={train_total_steps}"
+        got = "neither" if train_epochs is None else given
         raise ValueError(f"fit takes either train_epochs or train_total_steps; it got {got}.")
     if data.is_one_pass(train_dataset) and (train_epochs or 1) > 1:
         raise ValueError(
