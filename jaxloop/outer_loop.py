@@ -32,7 +32,7 @@ from jaxloop.experiment.whole_run import WholeRun, checkpoint_actions
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
 from jaxloop.processes import agreement, lock
-from jaxloop.schedules import Elapsed, Schedule, every, is_never, last
+from jaxloop.schedules import Schedule, every, is_never, last
 from jaxloop.train_loop import TrainLoop
 from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
@@ -446,13 +446,8 @@ class OuterLoop:
 
     def _parts(self, experiment: Experiment, left_out: LeftOut) -> tuple[Sequence[Evaluation], Training | None]:
         """Returns the call's evaluations, and its training (None without a train loop)."""
-        spec, train_loop, training = experiment.spec, experiment.train_loop, None
-
-        def context(now: Elapsed) -> Mapping[str, Any]:
-            snapshot = None if training is None else training.run.snapshot
-            return {"history": experiment.history, "total_steps": spec.total_steps, "snapshot": snapshot}
-
-        evaluations = []
+        spec, train_loop, training, evaluations = experiment.spec, experiment.train_loop, None, []
+        context: dict[str, Any] = {"history": experiment.history, "total_steps": spec.total_steps, "snapshot": None}
         for loop, each in zip(experiment.eval_loops, spec.eval_specs, strict=True):
             source = None if each.dataset_iterator is None else self.sources.open(each.dataset_iterator)
             evaluations.append(Evaluation(loop, each, source, experiment.history, context))
@@ -472,6 +467,7 @@ class OuterLoop:
                 keys=train_loop.step.base_prng,
                 transforms=None if checkpoints is None else checkpoints.transforms,
             )
+            context["snapshot"] = run.snapshot
             training = Training(experiment, evaluations, data, run, context, returns=bool(left_out.detours))
         return evaluations, training
 

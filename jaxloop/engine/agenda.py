@@ -161,17 +161,17 @@ class ActionItem(Item):
 
     Args:
       action: The action.
-      context: A function `(progress) -> further keyword arguments for the action`.
       rank: The place among the items that are due at the same step; by default, that of an action of this kind.
 
     Attributes:
+      context: Further keyword arguments for the action.
       next_interval: The interval that takes effect after the next call; None to keep the current one.
     """
 
-    def __init__(self, action: Action, context: Callable[[Elapsed], Mapping[str, Any]], rank: Rank | None = None):
+    def __init__(self, action: Action, context: Mapping[str, Any], rank: Rank | None = None):
         self.action: Action = as_action(action)
         self.next_interval: Schedule | None = None
-        self._context = context
+        self.context: Mapping[str, Any] = context
         self.time_category: str | None = self.action.time_category
         self.name: str = type(self.action).__qualname__
         last = Rank.SAVE if self.time_category == "checkpoints" else Rank.AFTER_EVALUATIONS
@@ -195,7 +195,7 @@ class ActionItem(Item):
     def call(self, moment: Moment) -> bool:
         state, now, outputs, spent = moment
         try:
-            self.action(state, outputs, step_num=now.steps, elapsed=now, spent=spent, **self._context(now))
+            self.action(state, outputs, step_num=now.steps, elapsed=now, spent=spent, **self.context)
         except BaseException as error:
             error.add_note(f"in {self.action!r}, after step {now.steps}")
             raise

@@ -78,10 +78,8 @@ class Engine:
 
     def set_actions(self, begin: Sequence[Action], end: Sequence[Action]) -> None:
         """Sets the loop's actions."""
-        context = lambda now: self.plan.context(now)
-        self.actions = LoopActions(
-            [ActionItem(each, context, Rank.ELSEWHERE) for each in begin], [ActionItem(each, context) for each in end]
-        )
+        of_begin = [ActionItem(each, {}, Rank.ELSEWHERE) for each in begin]
+        self.actions = LoopActions(of_begin, [ActionItem(each, {}) for each in end])
         self.set_plan(None)
 
     def set_plan(self, plan: Plan | None) -> None:
@@ -91,8 +89,10 @@ class Engine:
         for item in self.plan.items:
             if item not in agenda.items:
                 item.reset(self.run.stopwatch.spent(), self.run.outputs.position)
-        lists, no_context = self._loop.step._runner.action_lists, lambda now: {}
-        of_step = [ActionItem(action, no_context, Rank.ELSEWHERE) for each in lists for action in each.actions]
+        for item in (*self.actions.begin, *self.actions.end):
+            item.context = self.plan.context
+        lists = self._loop.step._runner.action_lists
+        of_step = [ActionItem(action, {}, Rank.ELSEWHERE) for each in lists for action in each.actions]
         items = [*self.plan.items, *self.actions.begin, *self.actions.end, *of_step]
         agenda.items = sorted(items, key=lambda item: item.rank)
         agenda.begin_call()

@@ -1,16 +1,14 @@
 """What an experiment adds to a loop."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from jaxloop.engine.agenda import Item
 from jaxloop.engine.feed import Source
 from jaxloop.schedules import Elapsed, Schedule
 
-
-def _no_context(now: Elapsed) -> Mapping[str, Any]:
-    return {"history": None, "total_steps": None, "snapshot": None}
+_NO_CONTEXT = {"history": None, "total_steps": None, "snapshot": None}
 
 
 @final
@@ -24,7 +22,7 @@ class Plan:
       loop_steps: The number of updates per loop. Loops end at multiples of this number.
       stop: A schedule that ends the run.
       items: Items other than the loop's own end actions: rows and evaluations.
-      context: A function `(progress) -> further keyword arguments for actions`.
+      context: Further keyword arguments for actions.
       source: What is done with the data.
       at: In an evaluation, the progress of the training.
     """
@@ -34,7 +32,7 @@ class Plan:
     loop_steps: int | None = None
     stop: Schedule | None = None
     items: Sequence[Item] = ()
-    context: Callable[[Elapsed], Mapping[str, Any]] = _no_context
+    context: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _NO_CONTEXT)
     source: Source = dataclasses.field(default_factory=Source)
     at: Elapsed | None = None
 

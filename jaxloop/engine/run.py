@@ -54,6 +54,7 @@ class Run:
       measure: A function `(state, spent, cursor) -> statistics`.
 
     Attributes:
+      stopwatch: Tracks how the time is spent.
       clock: The training time.
       outputs: The outputs of the steps.
       agenda: The items.
@@ -65,15 +66,11 @@ class Run:
     """
 
     def __init__(self, job: Job, measure: Callable[[Any, Spent, int], Mapping[str, Any]]):
-        self.clock: Clock = Clock(Stopwatch(), is_shared=job.is_shared)
+        self.stopwatch: Stopwatch = Stopwatch()
+        self.clock: Clock = Clock(self.stopwatch, is_shared=job.is_shared)
         self.outputs: Outputs = Outputs(self.stopwatch)
         self.agenda: Agenda = Agenda(self.outputs, self.stopwatch, job, measure)
         self.begin(Elapsed())
-
-    @property
-    def stopwatch(self) -> Stopwatch:
-        """Tracks how the time is spent."""
-        return self.clock.stopwatch
 
     def begin(self, now: Elapsed, batches: int = 0) -> None:
         """Starts to count at the given progress, and forgets what was not read."""

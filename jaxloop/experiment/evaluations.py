@@ -59,7 +59,7 @@ class Evaluation(Item):
       source: The iterator that successive evaluations keep reading from; None if each one reads the dataset from the
         start.
       history: The history to which it adds rows.
-      context: A function `(progress) -> further keyword arguments for the actions of the eval loop`.
+      context: Further keyword arguments for the actions of the eval loop.
     """
 
     time_category = "evals"
@@ -70,7 +70,7 @@ class Evaluation(Item):
         spec: EvalSpec,
         source: PositionedIterator | None,
         history: History,
-        context: Callable[[Elapsed], Mapping[str, Any]],
+        context: Mapping[str, Any],
     ):
         super().__init__(Rank.EVALUATION)
         self.loop: ActionLoop = loop

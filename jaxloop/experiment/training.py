@@ -40,7 +40,7 @@ class Training:
       evaluations: The evaluations of the call.
       data: The training data.
       run: Everything that checkpoints contain besides the train state.
-      context: A function `(progress) -> further keyword arguments for actions`.
+      context: Further keyword arguments for actions.
       returns: Whether to return to an earlier checkpoint even if the given state is past it.
       has_begun: True if the training has reached its first step.
       between_loops: The newest state; None while the train loop is running, because the loop holds it then.
@@ -50,7 +50,7 @@ class Training:
     evaluations: Sequence[Evaluation]
     data: TrainingData
     run: WholeRun
-    context: Callable[[Elapsed], Mapping[str, Any]]
+    context: Mapping[str, Any]
     returns: bool = False
     has_begun: bool = False
     between_loops: Any = None

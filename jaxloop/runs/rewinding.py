@@ -110,7 +110,7 @@ def rewind(
     engine, sources, passes = loop.engine, outer_loop.sources, outer_loop.sources.passes
     data = TrainingData(spec, sources, engine, [], LeftOut({*outer_loop.skip, *detours}))
     run = WholeRun({"train": engine, "data": data}, history, engine.job, keys=loop.step.base_prng)
-    context = lambda now: {"history": history, "total_steps": before, "snapshot": None}
+    context = {"history": history, "total_steps": before, "snapshot": None}
     plan = Plan(
         total=before,
         loop_steps=train_loop_steps,
