@@ -17,7 +17,6 @@ from jaxloop.base.structures import PerStructure
 
 CHUNK_SIZE = 32
 """The maximum number of steps whose outputs are handled together."""
-_MOST_KEPT = 512  # The scalars of at most this many steps stay on the devices. Other outputs may be large.
 
 
 @final
@@ -149,8 +148,7 @@ class Pending:
         if self.room > 0:
             return 0
         self.send()
-        is_much = self.num_steps > max(_MOST_KEPT if self.are_plain else 0, self.in_flight.limit)
-        return len(self._queue) - 1 if is_much else 0
+        return len(self._queue) - 1 if self.num_steps >= self.in_flight.limit else 0
 
     def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
         """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
