@@ -17,6 +17,7 @@ from jaxloop.base.structures import PerStructure
 
 CHUNK_SIZE = 32
 """The maximum number of steps whose outputs are handled together."""
+_MOST_KEPT = 1024  # The scalars of at most this many steps stay on an accelerator.
 
 
 @final
@@ -148,7 +149,8 @@ class Pending:
         if self.room > 0:
             return 0
         self.send()
-        return len(self._queue) - 1 if self.num_steps >= self.in_flight.limit else 0
+        most = _MOST_KEPT if self.are_plain and not _is_on_cpu() else 0
+        return len(self._queue) - 1 if self.num_steps >= max(most, self.in_flight.limit) else 0
 
     def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
         """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
