@@ -60,7 +60,10 @@ class Task(Item, abc.ABC):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return type(self.of).__qualname__
+        if isinstance(self.of, Tool):  # Not with its directory, which may have moved.
+            return f"{type(self.of).__qualname__} {self.of.monitor}"
+        has_state = isinstance(self.of, Action) or hasattr(self.of, "__loop_callback__")
+        return type(self.of).__qualname__ if has_state else f"{name_of(self.of)} {self.when!r}"
 
     @property
     def interval(self) -> Schedule:
@@ -73,10 +76,10 @@ class Task(Item, abc.ABC):
             moment.outputs[types.STOP_LOOP] = True
         return True
 
-    def call_once(self) -> None:
-        """Calls the callback now, unless it is an action that was called at this step."""
-        if self.called_at != self._loop_state.elapsed.steps:
-            self()
+    def saved(self, encode: Callable[[metrics.LoopOutputs], Any]) -> dict[str, Any]:
+        found = super().saved(encode)
+        # A callback of every step has been called at this one.
+        return found | {"called_at": self._loop_state.elapsed.steps} if self.rank == Rank.ELSEWHERE else found
 
     def __call__(self, spent: Spent | None = None) -> None:
         """Calls the callback. An error names it and the step."""
@@ -219,6 +222,11 @@ class ActionTask(Task):
     def directory(self) -> epath.Path | None:
         """The directory of checkpoints; None if the action saves none."""
         return self.action.directory if isinstance(self.action, CheckpointAction) else None
+
+    def call_once(self) -> None:
+        """Calls the action now, unless it was called at this step."""
+        if self.called_at != self._loop_state.elapsed.steps:
+            self()
 
     def _call(self, spent: Spent | None) -> None:
         action, loop_state, now = self.action, self._loop_state, self._loop_state.elapsed

@@ -208,6 +208,9 @@ class _Run:
         start, stop = loop_state.elapsed, engine.plan.stop
         if is_resumed or start.steps == 0:
             engine.hold_now(None)
+        if is_resumed and loop_state.stop_iteration:
+            text = "Nothing is left to run: a callback stopped the loop at step %d. If it can, give it more patience."
+            logging.warning(text, start.steps)
         if is_over(stop, start) or loop_state.stop_iteration:
             return
         engine.loops(None, lambda: self._data.source, lambda: None)
@@ -223,7 +226,7 @@ class _Run:
         """Calls the callbacks under `on_start` or `on_end`."""
         for when, task in self._at_moments:
             if when is moment:
-                task.call_once()
+                (task.call_once if isinstance(task, ActionTask) else task)()
 
     def finish(self) -> None:
         """Finishes the last row, and the actions of a loop that ended without an error."""
