@@ -528,10 +528,12 @@ def _is_nan(value: Any) -> bool:
 
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
     """Warns about actions and evaluations that were never called in a run, perhaps because its length was unknown."""
-    items = [*evaluations, *(item for loop in experiment.loops for item in loop.engine.actions.end)]
-    unused = [item for item in items if item.called_at is None and not is_never(item.interval)]
+    unused = [f"{each.name} ({each.spec.when})" for each in evaluations if not each.was_measured]
+    for loop in experiment.loops:
+        items = [item for item in loop.engine.actions.end if item.called_at is None and not is_never(item.interval)]
+        unused += [f"{item.action!r} of {loop!r}" for item in items]
     if unused:
-        listed = ", ".join(f"{item.name} (interval={item.interval!r})" for item in unused)
+        listed = ", ".join(unused)
         logging.warning("Never called in this run, up to step %d: %s.", experiment.loops[0].step_num, listed)
 
 

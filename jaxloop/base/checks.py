@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxloop import types
 from jaxloop.base import structures
 from jaxloop.base.text import printable
 
-path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+path_name: Callable[[Any], str] = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 """Returns a leaf's path, separated by slashes: `params/Dense_0/kernel`."""
 
 

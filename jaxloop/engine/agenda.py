@@ -408,18 +408,23 @@ class Agenda:
         for item in self._called_here:
             item.reset(self._stopwatch.spent(), self._outputs.position)
 
-    def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def state_dict(self, step_num: int, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns JSON values, and the train states that items keep.
 
         Args:
+          step_num: The number of updates.
           in_moment: True if some items may have to be called again after a resume.
         """
         encode, ended = self._outputs.encode, self.ended if in_moment else None
         kept = {str(index): item.kept_state for index, item in enumerate(self.items)}
+        items = [item.saved(encode) for item in self.items]
+        if not in_moment:  # Whatever was due has been called, even if its interval is another one after a resume.
+            for item, each in zip(self.items, items, strict=True):
+                each["called_at"] = step_num if Rank.ELSEWHERE < item.rank < Rank.SAVE else each["called_at"]
         saved = {
             "owes_trim": self.owes_trim,
             "ended": ended and [encode(ended.outputs), *ended[1:]],
-            "items": [item.saved(encode) for item in self.items],
+            "items": items,
         }
         return saved, {index: state for index, state in kept.items() if state is not None}
 
@@ -438,12 +443,11 @@ class Agenda:
             item.cursor, item.called_at = self._outputs.position, step_num
             if item.state_dict():
                 text = "%r was not part of the run when the checkpoint was saved, so it starts fresh."
-                logging.warning(text, getattr(item, "action", item))
+                logging.warning(text, getattr(item, "action", item.name))
         for each in left.values():
             if each["state"] != encoding.encode({}):
                 logging.warning(
-                    "The checkpoint contains the state of an action of class %s, but this run has no such action. The "
-                    "state was dropped.",
+                    "The checkpoint contains the state of %s, which is not part of this run. The state was dropped.",
                     each["name"],
                 )
 

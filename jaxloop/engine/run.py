@@ -143,7 +143,7 @@ class Run:
         Args:
           in_moment: True if some items may have to be called again after a resume.
         """
-        agenda, kept = self.agenda.state_dict(in_moment=in_moment)
+        agenda, kept = self.agenda.state_dict(self.now.steps, in_moment=in_moment)
         saved = {
             "elapsed": self.now.to_dict(),
             "previous": (self.now.previous or self.now).to_dict(),

@@ -18,6 +18,7 @@ from jaxloop.engine.engine import Engine
 from jaxloop.experiment.evaluations import Evaluation
 from jaxloop.experiment.specs import RunSpec
 from jaxloop.history import History
+from jaxloop.processes.agreement import Job
 from jaxloop.schedules import Elapsed
 
 
@@ -260,18 +261,17 @@ def position_of(source: PositionedIterator | None, count: int, arrays: dict[str,
         return None
 
 
-def check_not_empty(source: PositionedIterator | None, dataset: Any, loop: ActionLoop) -> None:
+def check_not_empty(source: PositionedIterator | None, dataset: Any, loop: ActionLoop, job: Job) -> None:
     """Raises an error if a train loop's dataset is empty. The first batch remains to be read."""
-    engine = loop.engine
-    if source is None or source.num_read or engine.job.is_shared:  # They read their first batches together.
+    if source is None or source.num_read or job.is_shared:  # They read their first batches together.
         return
     try:
-        with engine.run.stopwatch.counting("data"):
+        with loop.engine.run.stopwatch.counting("data"):
             source.peek()
     except StopIteration:
         raise checks.empty_dataset(dataset) from None
     except Exception as error:
-        if not engine.job.requests.supersedes(error):
+        if not job.requests.supersedes(error):
             error.add_note(f"in the dataset, after step {loop.step_num}, in {loop!r}")
             raise
 

@@ -95,13 +95,20 @@ class Evaluation(Item):
         now, engine = moment.now, self.loop.engine
         is_measured = self._measured_at == now.steps
         if is_measured:  # Before the checkpoint, an exception kept actions of the eval loop from being called.
+            stopped_by = engine.run.agenda.stopped_by
             self._plan_at(now)
-            engine.hold_now(moment.state, at_end=True)
+            engine.hold_now(moment.state, is_last=now.is_last, at_end=True)
+            engine.run.agenda.stopped_by = stopped_by or engine.run.agenda.stopped_by
         elif self.evaluate(moment.state, now, EvalContext(False, now.steps, now.loops)) is None:
             return True
         if engine.run.agenda.wants_stop and moment.outputs is not None:
             moment.outputs[types.STOP_LOOP] = True
         return is_measured or not engine.outcome.is_interrupted
+
+    @property
+    def was_measured(self) -> bool:
+        """True if the evaluation has been run."""
+        return self._measured_at is not None
 
     def _note(self, now: Elapsed) -> None:
         """Notes that the history has the row of this step, which must not be added again."""
@@ -158,7 +165,7 @@ class LastActions(Item):
         return last()
 
     def call(self, moment: Moment) -> bool:
-        if self._evaluation.called_at is not None:
+        if self._evaluation.was_measured:
             self._evaluation.loop.engine.hold_now(moment.state, is_last=True)
         return True
 

@@ -10,6 +10,7 @@ from etils import epath
 from jaxloop import checkpoint, distributed, metrics, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
+from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.base import checks
 from jaxloop.base.text import announce
@@ -89,7 +90,7 @@ class Training:
         self.between_loops = state
         if not (end := self._end_reached()):
             engine.check_schedules()
-            check_not_empty(self.data.source, spec.train_dataset, loop)
+            check_not_empty(self.data.source, spec.train_dataset, loop, self.run.job)
         # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
         # not fit it.
         if checkpoints is not None and distributed.is_first_process():
@@ -246,7 +247,12 @@ class Training:
             announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
             if int(saved[-1].name) > opened.step:  # Those that were damaged have been moved away.
                 check_no_newer_checkpoints(loop, opened.step)
-            return state, self.run.load(opened, given)
+            is_resumed = self.run.load(opened, given)
+            for item in loop.engine.run.agenda.items:  # The directory of each saver tells whether it saved this step.
+                if isinstance(item, ActionItem) and isinstance(item.action, CheckpointAction):
+                    path = item.action.directory / str(opened.step)
+                    item.called_at = opened.step if path in saved and path.exists() else None
+            return state, is_resumed
         if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
             self._begin(Elapsed(step_num))
         self.run.rows.begin(step_num)

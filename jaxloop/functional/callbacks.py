@@ -230,7 +230,7 @@ class ActionTask(Task):
 
     def _call(self, spent: Spent | None) -> None:
         action, loop_state, now = self.action, self._loop_state, self._loop_state.elapsed
-        self.called_at = now.steps
+        self.called_at: int | None = now.steps
         if self.rank == Rank.SAVE:  # A checkpoint includes everything logged before it.
             end_row(loop_state)
         outputs, history = self._outputs(), loop_state.history if action.needs_all_outputs else None

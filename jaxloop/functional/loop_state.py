@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 from jaxloop import metrics
-from jaxloop.functional.log_entries import Logs, Means, NewestReady
+from jaxloop.functional.log_entries import Logs, Means
 from jaxloop.history import History
 from jaxloop.models.function_step import name_of, positional_arguments
 from jaxloop.schedules import Elapsed
@@ -56,7 +56,7 @@ class LoopState:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
-    newest: NewestReady | None = dataclasses.field(default=None, init=False, repr=False)
+    newest: Any = dataclasses.field(default=None, init=False, repr=False)
     _means: Means = dataclasses.field(default_factory=Means, init=False, repr=False)
 
     @property
