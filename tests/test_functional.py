@@ -1482,3 +1482,37 @@ def test_loops_within_a_loop_warn_only_once_of_a_schedule_that_never_fires(warni
     jf.loop(0, BATCHES, {jf.every(5): evaluate}, stop=20)
     (warning,) = warnings_logged()
     assert warning.startswith("every(steps=123) would never fire")
+
+
+def test_a_changed_list_of_tasks_calls_nothing_twice_at_the_step_of_a_checkpoint(tmp_path):
+    def double(state):
+        return {"doubled": state}, state * 2
+
+    def looked(state):
+        pass
+
+    def greet(state):
+        greeted.append(state)
+
+    def resume(tasks, stop):
+        tasks = [*tasks, (jf.every(5), jf.checkpoint(tmp_path, resume=True))]
+        return jf.loop(1, BATCHES, tasks, stop=stop)[0]
+
+    greeted, count = [], (jf.every(1), lambda state: ({}, state + 1))
+    resume([count, (jf.every(7), looked), (jf.every(5), double)], 5)
+    # `looked` is gone, `double` has another schedule, and `greet` is new.
+    assert resume([(jf.on_start, greet), count, (jf.every(5), double)], 6) == (1 + 5) * 2 + 1
+    assert resume([count, (jf.at(5), double)], 7) == (1 + 5) * 2 + 2 and greeted == [12]
+
+
+def test_a_tool_keeps_its_own_state_if_another_one_is_removed(tmp_path):
+    def values(state, batch, elapsed):
+        return {"loss": 0.2, "accuracy": 0.01 * elapsed.steps}, state
+
+    def resume(tools, stop):
+        tasks = [(jf.every(1), [values, *tools]), (jf.every(5), jf.checkpoint(tmp_path, resume=True))]
+        return jf.loop(1, BATCHES * 20, tasks, stop=stop)[2].steps
+
+    accuracy = lambda: jf.early_stopping("accuracy", patience=3, mode="max")
+    assert resume([jf.early_stopping("loss", patience=30, mode="min"), accuracy()], 5) == 5
+    assert resume([accuracy()], 20) == 20  # It would stop at step 8 if it went on from the best loss.

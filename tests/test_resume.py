@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 
 from jaxloop import (
+    STOP_LOOP,
     Action,
     CheckpointAction,
     CheckpointSpec,
@@ -376,13 +377,17 @@ def test_a_directory_in_use_by_another_process_raises(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["rare", "often"])
-def test_two_checkpoint_actions_resume_from_the_newest_step(lost, tmp_path, assert_same):
+def test_two_checkpoint_actions_resume_from_the_newest_step_and_complete_each_other(lost, tmp_path, assert_same):
     def run_twice_saved(total, directory):
         rare = CheckpointAction(directory / "rare", every(steps=10), keep=None)
         return run(directory / "often", total, train_actions=[rare])[1]
 
     run_twice_saved(20, tmp_path)
     shutil.rmtree(tmp_path / lost / "20")  # As if a kill had prevented this commit.
+    run_twice_saved(20, tmp_path)
+    assert checkpoint.all_steps(tmp_path / "rare") == [10, 20]
+    assert checkpoint.all_steps(tmp_path / "often")[-1] == 20
+    assert_same(*(STEP.restore_model(STATE, tmp_path / name) for name in ("rare", "often")))
     assert_same(run_twice_saved(25, tmp_path), run_twice_saved(25, tmp_path / "uninterrupted"))
 
 
@@ -461,3 +466,26 @@ def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
         resume()
     assert resume().collect("steps", "eval.loss")[0] == [5, 10, 15]
     assert called == [5, 10, 10, 15] and len(evaluated) == 3
+
+
+def test_the_stop_of_an_evaluation_survives_the_failure_of_its_next_action(tmp_path):
+    class Stops(Action):
+        def __call__(self, state, outputs, **kwargs):
+            outputs[STOP_LOOP] = True
+
+    class FailsOnce(Action):
+        def __call__(self, state, outputs, **kwargs):
+            failed.append(True)
+            if len(failed) == 1:
+                raise OSError("The disk is gone.")
+
+    def resume():
+        eval_loop = EvalLoop(EVAL_STEP, end_actions=[Stops(1), FailsOnce(1)])
+        train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=5))])
+        outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
+        return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 15, 5, [EvalSpec(BATCHES[:2])])[0]
+
+    failed = []
+    with pytest.raises(OSError, match="The disk is gone"):
+        resume()
+    assert int(resume().step) == 5 and len(failed) == 2
