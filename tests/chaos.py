@@ -1029,11 +1029,13 @@ def goodput(arena: Arena, count: int, seed: int, max_stops: int = 4) -> Results:
 
 def wait_for_start(directory: pathlib.Path, number: int) -> None:
     """Waits until the run log contains this many starts."""
-    end = time.monotonic() + TIMEOUT_SECS
-    while len([each for each in run_log.read(directory) if each.started]) < number:
+    end, found = time.monotonic() + TIMEOUT_SECS, 0
+    while found < number:
         if time.monotonic() > end:
             raise TimeoutError(f"{directory} has no start {number}")
         time.sleep(0.002)
+        with contextlib.suppress(FileNotFoundError):  # The run has not begun to write yet.
+            found = len([each for each in run_log.read(directory) if each.started])
 
 
 COMMANDS = "save", "log_every=7", "log_every=3", "summary.interval=5", "checkpoint.interval=11", "profile=2"
