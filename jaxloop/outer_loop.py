@@ -528,13 +528,13 @@ def _is_nan(value: Any) -> bool:
 
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
     """Warns about actions and evaluations that were never called in a run, perhaps because its length was unknown."""
-    unused = [f"{each.name} ({each.spec.when})" for each in evaluations if not each.was_measured]
+    skipped = [each for each in evaluations if not each.was_measured and not is_never(each.interval)]
+    unused = [f"{each.name} ({each.spec.when})" for each in skipped]
     for loop in experiment.loops:
         items = [item for item in loop.engine.actions.end if item.called_at is None and not is_never(item.interval)]
         unused += [f"{item.action!r} of {loop!r}" for item in items]
     if unused:
-        listed = ", ".join(unused)
-        logging.warning("Never called in this run, up to step %d: %s.", experiment.loops[0].step_num, listed)
+        logging.warning("Never called in this run, up to step %d: %s.", experiment.loops[0].step_num, ", ".join(unused))
 
 
 def _finish_actions(experiment: Experiment, state: Any) -> Any:
