@@ -69,7 +69,7 @@ BUDGET = {
     "engine": 1850,
     "eval_loop": 49,
     "examples": 188,
-    "experiment": 1163,
+    "experiment": 1160,
     "functional": 1031,
     "history": 473,
     "loop": 76,

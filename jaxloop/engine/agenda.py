@@ -266,7 +266,8 @@ class Agenda:
         return self.stopped_by is not None
 
     @property
-    def _called_here(self) -> list[Item]:
+    def called_here(self) -> list[Item]:
+        """The items that the agenda itself calls."""
         return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
     def add(self, item: Item) -> None:
@@ -275,7 +276,7 @@ class Agenda:
 
     def goal(self, now: Elapsed, others: Sequence[Schedule]) -> Goal:
         """Returns the next step, time and loop at which something may be due."""
-        return goal_of([item.interval for item in self._called_here] + [*others], now)
+        return goal_of([item.interval for item in self.called_here] + [*others], now)
 
     def hold(
         self,
@@ -302,7 +303,7 @@ class Agenda:
           The progress, which now tells whether this is the end of the run.
         """
         loop, saves = None if ended is None else ended.number, not may_end
-        items, requests = self._called_here, self.job.requests.outermost
+        items, requests = self.called_here, self.job.requests.outermost
         while True:
             was_called = False
             for item in items:
@@ -405,7 +406,7 @@ class Agenda:
     def reset(self) -> None:
         """Forgets all calls."""
         self.ended = None
-        for item in self._called_here:
+        for item in self.called_here:
             item.reset(self._stopwatch.spent(), self._outputs.position)
 
     def state_dict(self, step_num: int, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:

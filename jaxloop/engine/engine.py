@@ -363,7 +363,7 @@ class Engine:
             if at_end and ended is None:
                 ended = Ended(LoopOutputs(), run.outputs.loop_start, run.loops, False)
             agenda.hold(state, now, run.stopwatch.spent(), ended)
-            left = [item for item in agenda.items if item.rank > Rank.ELSEWHERE and item.called_at != now.steps]
+            left = [item for item in agenda.called_here if item.called_at != now.steps]
             is_owed = self.job.requests.requested and any(item.is_due(now, ended and ended.number) for item in left)
         return not is_owed and (had_stopped or not agenda.wants_stop)
 

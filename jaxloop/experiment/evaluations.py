@@ -92,16 +92,16 @@ class Evaluation(Item):
         self.loop.engine.set_plan(Plan(items=[self._row], context=self._context, at=now))
 
     def call(self, moment: Moment) -> bool:
-        now, engine = moment.now, self.loop.engine
+        now, engine, agenda = moment.now, self.loop.engine, self.loop.engine.run.agenda
         is_measured = self._measured_at == now.steps
         if is_measured:  # Before the checkpoint, an exception kept actions of the eval loop from being called.
-            stopped_by = engine.run.agenda.stopped_by
+            stopped_by = agenda.stopped_by
             self._plan_at(now)
             engine.hold_now(moment.state, is_last=now.is_last, at_end=True)
-            engine.run.agenda.stopped_by = stopped_by or engine.run.agenda.stopped_by
+            agenda.stopped_by = stopped_by or agenda.stopped_by
         elif self.evaluate(moment.state, now, EvalContext(False, now.steps, now.loops)) is None:
             return True
-        if engine.run.agenda.wants_stop and moment.outputs is not None:
+        if agenda.wants_stop and moment.outputs is not None:
             moment.outputs[types.STOP_LOOP] = True
         return is_measured or not engine.outcome.is_interrupted
 

@@ -146,9 +146,6 @@ class Training:
         Returns the errors raised by the actions.
         """
         errors, step_num = [], self.loop.step_num
-        for item in self.loop.engine.run.agenda.items:
-            if isinstance(item, ActionItem) and item.action in self.experiment.savers:
-                item.called_at = step_num  # A checkpoint contains that it was saved.
         for action in self.experiment.savers:
             try:
                 action.flush()  # After the commit, all processes know that the step is saved.
