@@ -489,3 +489,30 @@ def test_the_stop_of_an_evaluation_survives_the_failure_of_its_next_action(tmp_p
     with pytest.raises(OSError, match="The disk is gone"):
         resume()
     assert int(resume().step) == 5 and len(failed) == 2
+
+
+@pytest.mark.parametrize("when", [last(), every(steps=7)])
+def test_a_stop_within_a_loop_ends_the_loop_even_if_a_signal_comes_at_that_step(when, tmp_path):
+    class Stops(Action):
+        def __call__(self, state, outputs, **kwargs):
+            outputs[STOP_LOOP] = True
+            if directory.name == "broken":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Records(Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            called.append((directory.name, step_num, len(outputs["loss"])))
+
+    def train():
+        train_loop = TrainLoop(STEP, end_actions=[Stops(every(steps=7)), Records(1)])
+        outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], workdir=directory)
+        outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 15, 5, [EvalSpec(BATCHES[:2], interval=when)])
+        return [(row.elapsed.steps, row.elapsed.loops, row.logs) for row in outer_loop.history.rows]
+
+    called, directory = [], tmp_path / "whole"
+    whole = train()
+    directory = tmp_path / "broken"
+    with pytest.raises(SystemExit):
+        train()
+    assert train() == whole and [step for step, *_ in whole] == [5, 7, 7]
+    assert [each for each in called if each[0] == "broken"] == [("broken", 5, 5), ("broken", 7, 2)]

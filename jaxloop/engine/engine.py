@@ -173,10 +173,10 @@ class Engine:
             run.now = dataclasses.replace(run.now, steps=step_num)
         if plan.is_alone:
             run.batches = 0
+            run.agenda.begin_call()
             if not trains:  # The same state may be evaluated again.
                 for item in run.agenda.items:
                     item.called_at = None
-        run.agenda.begin_call()
         updates = self._loop.step.updates_per_step if trains else 0
         own_hooks = {name for name in _HOOKS if checks.is_user_defined(self._loop, name)}
         self.call = call = Call(updates, self._program(trains), state, own_hooks=own_hooks)
@@ -358,7 +358,6 @@ class Engine:
         with self.job.requests, run.stopwatch.counting("dispatch"):
             now = dataclasses.replace(run.now, is_last=is_last or self.plan.ends_at(run.now))
             now = dataclasses.replace(now, previous=now.previous or now.without_previous())
-            agenda.stopped_by = agenda.stopped_by if is_last else None
             had_stopped, ended = agenda.wants_stop, agenda.ended if at_end else None
             if at_end and ended is None:
                 ended = Ended(LoopOutputs(), run.outputs.loop_start, run.loops, False)

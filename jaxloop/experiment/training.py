@@ -24,8 +24,8 @@ from jaxloop.experiment.whole_run import (
     check_no_newer_checkpoints,
     restore_newest,
     saved_paths,
-    stays_stopped,
     step_num_of,
+    withdraw_stop,
 )
 from jaxloop.processes import agreement
 from jaxloop.schedules import Elapsed
@@ -295,12 +295,12 @@ class Training:
     def _end_reached(self) -> str | None:
         """Describes the end that the run has already reached. Returns None if there are steps left to train."""
         spec, loop, run = self.experiment.spec, self.loop, self.loop.engine.run
-        if run.batches and spec.ends_loop(loop.step_num):
+        withdraw_stop(run.agenda, self.experiment.actions)
+        if ends_now(loop, spec):
             return None
-        actions = [action for each in self.experiment.loops for action in each.actions]
         ends = {
             "the end of a run that an evaluation or an action stopped (to train further, give it more patience, or "
-            "start a new run from its state)": (run.agenda.wants_stop and stays_stopped(actions)),
+            "start a new run from its state)": run.agenda.wants_stop,
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
             f"train_total_steps={spec.total_steps}": spec.total_steps is not None and loop.step_num >= spec.total_steps,
             f"train_epochs={spec.epochs}": self.data.has_ended_all_epochs,
@@ -310,9 +310,13 @@ class Training:
 
 def steps_of_next_loop(loop: ActionLoop, spec: RunSpec) -> int | None:
     """Returns the number of steps of the next train loop; None if it runs to the end of the data."""
-    # A run may have been interrupted between the last step of a loop and its end.
-    only_ends = loop.engine.run.batches > 0 and spec.ends_loop(loop.step_num)
-    return 0 if only_ends else loop.engine.loop_end(loop.step_num)
+    return 0 if ends_now(loop, spec) else loop.engine.loop_end(loop.step_num)
+
+
+def ends_now(loop: ActionLoop, spec: RunSpec) -> bool:
+    """Returns True if a run was interrupted between the last step of a loop and its end."""
+    run = loop.engine.run
+    return run.batches > 0 and (spec.ends_loop(loop.step_num) or run.agenda.wants_stop)
 
 
 def stopped_by(loops: Iterable[ActionLoop]) -> Action | None:

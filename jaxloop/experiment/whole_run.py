@@ -14,6 +14,7 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.base import checks, encoding, files
+from jaxloop.engine.agenda import Agenda
 from jaxloop.experiment.specs import CheckpointSpec
 from jaxloop.history import History
 from jaxloop.processes import agreement
@@ -226,10 +227,11 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
         )
 
 
-def stays_stopped(actions: Iterable[Any]) -> bool:
-    """Returns whether a run that was stopped stays so: not if all actions that stopped it have more patience now."""
+def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
+    """Continues a run that was stopped if all actions that stopped it have more patience now."""
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
-    return not stopped_by or any(action.is_out_of_patience for action in stopped_by)
+    if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
+        agenda.stopped_by = None
 
 
 def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: str) -> Any:

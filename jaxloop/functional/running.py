@@ -20,7 +20,7 @@ from jaxloop.engine.plan import Plan
 from jaxloop.engine.rehearse import Course
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.specs import RunSpec
-from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams, saved_paths, stays_stopped
+from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams, saved_paths, withdraw_stop
 from jaxloop.functional.callbacks import ActionTask, FunctionTask, Task, action_of
 from jaxloop.functional.counting import as_stop, counter, is_over, warn_of_early_end
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start
@@ -194,7 +194,8 @@ class _Run:
         self._engine.resume(opened.elapsed())
         self._whole.rows.begin(opened.step)
         self._whole.load(opened, loop_state.state)
-        loop_state.stop_iteration = self._engine.run.agenda.wants_stop and stays_stopped(actions)
+        withdraw_stop(self._engine.run.agenda, actions)
+        loop_state.stop_iteration = self._engine.run.agenda.wants_stop
         for task in self._actions:
             if task.directory is not None:  # It tells whether the action saved this step.
                 is_saved = opened.step in checkpoints.all_steps(task.directory)
