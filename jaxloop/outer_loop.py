@@ -17,7 +17,6 @@ from jaxloop.base import checks, files
 from jaxloop.base.text import quiet_orbax, suggests
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Item, Rank
-from jaxloop.engine.call import Failure
 from jaxloop.engine.feed import Source
 from jaxloop.engine.plan import Plan
 from jaxloop.eval_loop import EvalLoop
@@ -27,7 +26,7 @@ from jaxloop.experiment.extension import Experiment, Extension, Extensions
 from jaxloop.experiment.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.experiment.specs import CheckpointSpec, EvalSpec, RunSpec, named
 from jaxloop.experiment.specs import EvalContext as EvalContext
-from jaxloop.experiment.training import Training, stopped_by
+from jaxloop.experiment.training import Training, end_of
 from jaxloop.experiment.whole_run import WholeRun, checkpoint_actions
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
@@ -99,8 +98,7 @@ class OuterLoop:
       extensions: Objects that watch each run; see `Extension`.
       skip: The numbers of the batches to leave out, as if they had never been in the training data. Batches are
         numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the
-        batch of step 48,213. In a multi-process job, each process leaves out its part of the batch. For each batch left
-        out, a history row records its number as `left_out.batch`.
+        batch of step 48,213. In a multi-process job, each process leaves out its part of the batch.
 
     Attributes:
       log_interval: The argument of the same name.
@@ -253,8 +251,7 @@ class OuterLoop:
           `(state, outputs)`. The outputs are those of the last train loop or, without a train loop, those of the last
           eval loop. They are None if no loop ran.
         """
-        specs = named(eval_specs)
-        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs)
+        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, named(eval_specs), stop, train_epochs)
         experiment = dataclasses.replace(self._experiment, spec=spec)
         for error in experiment.errors():
             raise error
@@ -263,34 +260,28 @@ class OuterLoop:
         experiment = dataclasses.replace(experiment, spec=spec)
         described = [spec, *(loop.engine for loop in experiment.loops)]
         self._job.check_same("The run", lambda: [line for each in described for line in each.description()])
-        first_loop, spent_before = experiment.loops[0], experiment.loops[0].spent
-        self._rescued_state, left_out = None, LeftOut(self.skip)
+        loop, left_out = experiment.loops[0], LeftOut(self.skip)
+        spent_before, self._rescued_state = loop.spent, None
         # After SIGTERM, closing `requests` exits the process.
         with self._job.requests, quiet_orbax(), _locked(experiment) as places:
-            while True:
+            while True:  # Once, and again whenever the run turns back.
                 evaluations, training = self._parts(experiment, left_out)
-                try:
-                    with self._extended(experiment, evaluations, training):
-                        found = self._attempt(state, experiment, evaluations, training, log_train_total_steps)
-                    state, outputs, is_over = found
+                state, found = self._attempt(state, experiment, evaluations, training, log_train_total_steps)
+                if found is not None:
                     break
-                except types.TurnBack:
-                    if training is None or training.newest_state is None:
-                        raise
-                    state = checkpoint.template_of(training.newest_state)
-                    first_loop.engine.outcome.failure = Failure()  # It has the state, which needs memory.
-            self._spent = first_loop.spent - spent_before
+            self._spent = loop.spent - spent_before
             logging.info("%s", self._spent)
+            outputs, is_over = found
             if training is not None:
-                _warn_of_nan(outputs, first_loop.step_num)
-            if is_over:
-                for place in places:
-                    lock.check(*place)
-                if training is None and outputs is None:
-                    logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
-                if training is not None and training.has_begun:
+                _warn_of_nan(outputs, loop.step_num)
+            for place in places if is_over else ():
+                lock.check(*place)
+            if is_over and training is None and outputs is None:
+                logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
+            if is_over and training is not None:
+                if training.has_begun:
                     _warn_of_unused(experiment, evaluations)
-                if training is not None and self.checkpoint_spec is not None and distributed.is_first_process():
+                if self.checkpoint_spec is not None and distributed.is_first_process():
                     # Only after the last checkpoint is committed: an evaluator then stops waiting for more.
                     files.open_file(self.checkpoint_spec.stopped_file, "wb").close()
         return state, outputs
@@ -302,73 +293,57 @@ class OuterLoop:
         evaluations: Sequence[Evaluation],
         training: Training | None,
         logs_total_steps: bool,
-    ) -> tuple[Any, metrics.LoopOutputs | None, bool]:
-        """Runs to the end or to a detour, and closes the actions.
+    ) -> tuple[Any, tuple[metrics.LoopOutputs | None, bool] | None]:
+        """Runs to the end, or until the run turns back. The actions are closed, and the extensions have ended, then.
 
-        Returns the state, the outputs, and whether no signal has ended the run early.
+        Returns:
+          The state and, unless the run turns back, the outputs and whether no signal has ended the run early.
         """
-        first_loop, requests, is_over = experiment.loops[0], self._job.requests, False
-        check_start = functools.partial(self._check_start, experiment)
+        engine, requests, reason, failure = experiment.loops[0].engine, self._job.requests, "", None
         try:
-            with first_loop.engine.run.stopwatch.counting("dispatch"):
-                if training is None:
-                    check_start(state, None)
-                    outputs = evaluate(state, evaluations, self.checkpoint_spec, self.history, self._job)
-                else:
-                    state, outputs = training(state, check_start, logs_total_steps=logs_total_steps)
-                self._job.any_stops()  # Detects a signal that arrived after the last batch.
-                is_over = not requests.requested  # A signal after this point no longer changes that.
-                if is_over:
-                    state = _finish_actions(experiment, state)
-        except types.TurnBack as turn:
             try:
-                if training is None:
+                items = experiment.extensions.begin(experiment)
+                if training is not None:
+                    self._plan(training, [*items, *evaluations, *map(LastActions, evaluations)])
+                with engine.run.stopwatch.counting("dispatch"):
+                    check_start = functools.partial(self._check_start, experiment)
+                    if training is None:
+                        check_start(state, None)
+                        outputs = evaluate(state, evaluations, self.checkpoint_spec, self.history, self._job)
+                    else:
+                        state, outputs = training(state, check_start, logs_total_steps=logs_total_steps)
+                    self._job.any_stops()  # Detects a signal that arrived after the last batch.
+                    is_over = not requests.requested  # A signal after this point no longer changes that.
+                    if is_over:
+                        state = _finish_actions(experiment, state)
+                reason = requests.outermost.reason or end_of(experiment.loops)
+                _close_actions(experiment, requests.run_status(None), raise_errors=True)
+                return state, (outputs, is_over)
+            except types.TurnBack as turn:
+                if training is None or training.newest_state is None:
                     raise
-                training.data.turn_back(turn, first_loop.step.updates_per_step)
+                state = checkpoint.template_of(training.newest_state)
+                training.begin_detour(turn)
                 _close_actions(experiment, None, raise_errors=True)
                 training.abandon_checkpoints(turn)
-            except BaseException as error:
-                _close_actions(experiment, requests.run_status(error), raise_errors=False)
-                raise
-            raise
+                reason = "a detour"
+                return state, None
         except BaseException as error:
-            if training is not None and training.has_begun:
+            if not reason and training is not None and training.has_begun:
                 self._rescued_state = training.newest_state
                 training.rescue(error)
-            _close_actions(experiment, requests.run_status(error), raise_errors=False)
+            if not reason:
+                _close_actions(experiment, requests.run_status(error), raise_errors=False)
+            reason, failure = f"error: {type(error).__name__}: {error}", error
             raise
         finally:
             if training is not None:
                 training.data.close()
-        _close_actions(experiment, requests.run_status(None), raise_errors=True)
-        return state, outputs, is_over
-
-    @contextlib.contextmanager
-    def _extended(
-        self, experiment: Experiment, evaluations: Sequence[Evaluation], training: Training | None
-    ) -> Iterator[None]:
-        """A context in which the extensions watch the run, and their items are part of it."""
-        extensions, loop, reason, error = experiment.extensions, experiment.loops[0], "a detour", None
-        try:
-            items = extensions.begin(experiment)
-            if training is not None:
-                self._plan(training, [*items, *evaluations, *map(LastActions, evaluations)])
-            yield
-            by, reason = stopped_by(experiment.loops), "finished"
-            if loop.engine.run.agenda.wants_stop:
-                reason = "stopped" if by is None else f"stopped by {type(by).__name__}"
-            reason = self._job.requests.outermost.reason or reason
-        except BaseException as raised:
-            if isinstance(raised, types.TurnBack) and training is not None:
-                raise
-            reason, error = f"error: {type(raised).__name__}: {raised}", raised
-            raise
-        finally:
-            for each in experiment.loops:
-                each.engine.set_plan(None)
-            extensions.end(loop.elapsed, reason, error)
-            if self._job.is_shared and isinstance(error, SystemExit):
-                distributed.exit_without_waiting(error)
+            for loop in experiment.loops:
+                loop.engine.set_plan(None)
+            experiment.extensions.end(experiment.loops[0].elapsed, reason, failure)
+            if self._job.is_shared and isinstance(failure, SystemExit):
+                distributed.exit_without_waiting(failure)
 
     @_suggests_lengths
     def check(
@@ -417,8 +392,7 @@ class OuterLoop:
           A report with the plan and all problems. `report.raise_errors()` raises an exception if the report contains
           errors. The check doesn't write any files, but creates missing directories for checkpoints and the history.
         """
-        specs = named(eval_specs)
-        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs)
+        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, named(eval_specs), stop, train_epochs)
         return self._check(dataclasses.replace(self._experiment, spec=spec), state, topology, is_starting=False)
 
     def _check(
@@ -468,16 +442,14 @@ class OuterLoop:
                 transforms=None if checkpoints is None else checkpoints.transforms,
             )
             context["snapshot"] = run.snapshot
-            training = Training(experiment, evaluations, data, run, context, returns=bool(left_out.detours))
+            training = Training(experiment, evaluations, data, run, context)
         return evaluations, training
 
     def _plan(self, training: Training, items: Sequence[Item]) -> None:
         """Adds everything that is due between steps to the train loop."""
         experiment, data, context = training.experiment, training.data, training.context
         spec, history = experiment.spec, experiment.history
-        rows = Recorder(
-            history, "train", self.log_interval, lambda now: data.left_out.record(data.newest_batch(), now, history)
-        )
+        rows = Recorder(history, "train", self.log_interval)
         in_loop = training.loop.actions
         savers = [ActionItem(each, context) for each in experiment.savers if each not in in_loop]
         plan = Plan(
@@ -503,8 +475,7 @@ def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]
     In a multi-process job, the first process holds the locks for all processes.
     """
     name = lock.TRAINER if experiment.train_loop is not None else lock.EVALUATOR
-    workdir = [] if experiment.workdir is None else [experiment.workdir]
-    places = [(each, name) for each in dict.fromkeys([*experiment.checkpoint_dirs, *workdir])]
+    places = [(directory, name) for directory in experiment.directories]
     for directory, _ in places:  # Fails now rather than after hours of training.
         files.prepare_directory(directory)
     with contextlib.ExitStack() as locks:

@@ -72,6 +72,10 @@ class Experiment:
         rows = self.outer_loop.history.rows
         return [(row.elapsed.steps, row.elapsed.samples, row.logs[name]) for row in rows if name in row.logs]
 
+    def left_out(self):
+        ranges = [range(detour["first_batch"], detour["last_batch"] + 1) for *_, detour in self.rows("detour")]
+        return [number for each in ranges for number in each]
+
 
 def assert_same(one, other):
     for leaf, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -88,7 +92,6 @@ def test_skipping_batches_equals_training_on_data_without_them(tmp_path, fused):
     other = Experiment(tmp_path / "b", fused=fused)
     assert_same(skipped(data()), other(data(left_out=left_out)))
     assert skipped.rows() == other.rows()
-    assert [row["batch"] for *_, row in skipped.rows("left_out")] == left_out
 
 
 def test_a_run_that_skips_batches_can_be_resumed_around_them(tmp_path):
@@ -99,7 +102,6 @@ def test_a_run_that_skips_batches_can_be_resumed_around_them(tmp_path):
         first(data(), end)
         second = Experiment(tmp_path / str(end), skip=left_out, save=every(steps=1))
         assert_same(second(data(), 14), whole)
-        assert [row["batch"] for *_, row in second.rows("left_out")] == left_out
 
 
 def test_batches_are_numbered_across_epochs(tmp_path):
@@ -115,7 +117,6 @@ def test_warns_if_batches_to_skip_are_already_used(tmp_path, caplog):
     Experiment(tmp_path)(data(), 20)
     Experiment(tmp_path, skip=[7])(data(), 30)
     assert "has used the batches 7 before step 20, so it can no longer leave them out" in caplog.text
-    assert not Experiment(tmp_path).rows("left_out")
 
 
 @pytest.mark.parametrize(("skip", "error"), [([0], ValueError), ([1.5], TypeError), ([True], TypeError)])
@@ -132,7 +133,7 @@ def test_an_invalid_skip_raises(tmp_path, skip, error):
 def test_spike_guard_skips_the_batches_of_a_spike(tmp_path, value, fused):
     guarded = Experiment(tmp_path / "a", jaxloop.SpikeGuard("loss", window=16), fused=fused)
     state = guarded(data(spikes=[38, 71], value=value))
-    left_out = [row["batch"] for *_, row in guarded.rows("left_out")]
+    left_out = guarded.left_out()
     assert {38, 71} <= set(left_out)
     other = Experiment(tmp_path / "b", fused=fused)
     assert_same(state, other(data(spikes=[38, 71], value=value, left_out=left_out)))
@@ -154,7 +155,7 @@ def test_a_killed_run_repeats_its_detours(tmp_path):
         make(directory, every(steps=10))(data(spikes=[38]), end)
         resumed = make(directory, every(steps=10))
         assert_same(resumed(data(spikes=[38]), 60), state)
-        assert resumed.rows("left_out") == whole.rows("left_out") and len(resumed.rows("detour")) == 1
+        assert resumed.left_out() == whole.left_out() != [] and len(resumed.rows("detour")) == 1
 
 
 def test_checkpoints_after_a_spike_are_abandoned(tmp_path):
@@ -212,7 +213,7 @@ def test_any_action_can_take_a_detour(tmp_path):
 
     run = Experiment(tmp_path / "a", Once(at(45)))
     state = run(data())
-    assert [row["batch"] for *_, row in run.rows("left_out")] == [43, 44]
+    assert run.left_out() == [43, 44]
     assert_same(state, Experiment(tmp_path / "b")(data(left_out=[43, 44])))
 
 

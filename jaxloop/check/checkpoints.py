@@ -31,7 +31,7 @@ def check_checkpoints(checked: Checked, course: Course, state: State, data: Trai
     _check_directories(checked, found)
     course = _course_from(state.values, course, checked)
     with here:
-        directories = [spec.checkpoint_dir, *whole_run.directories_of(train_loop, spec)] if spec is not None else []
+        directories = [] if spec is None else [spec.checkpoint_dir, *experiment.checkpoint_dirs]
         saved = checkpoint.all_paths(dict.fromkeys(directories))
         if spec is not None and not saved:
             found.plan["checkpoint"] = f"none yet in {spec.checkpoint_dir}"
@@ -44,17 +44,15 @@ def check_checkpoints(checked: Checked, course: Course, state: State, data: Trai
             course = _check_checkpoint(spec, directory, step, checked, course, state, data, here)
     if train_loop is not None:
         with found.at("the checkpoints"):
-            whole_run.check_no_newer_checkpoints(train_loop, course.start.steps)
+            whole_run.check_no_newer_checkpoints(experiment.savers, course.start.steps)
     return course
 
 
 def _check_directories(checked: Checked, found: Findings) -> None:
     experiment = checked.experiment
-    train_loop, workdir = experiment.train_loop, experiment.workdir
-    name = lock.TRAINER if train_loop is not None else lock.EVALUATOR
-    for directory in whole_run.directories_of(train_loop, experiment.checkpoint_spec, workdir):
-        is_workdir = workdir is not None and directory == files.absolute(workdir)
-        with found.at(f"the {'work ' if is_workdir else ''}directory {directory}"):
+    name = lock.TRAINER if experiment.train_loop is not None else lock.EVALUATOR
+    for directory in experiment.directories:
+        with found.at(f"the {'work ' if directory == experiment.workdir else ''}directory {directory}"):
             files.prepare_directory(directory)
             if distributed.is_first_process():
                 with lock.locked(directory, name):

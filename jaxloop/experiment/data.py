@@ -2,7 +2,7 @@
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -73,13 +73,13 @@ class TrainingData:
 
     # Reading ---------------------------------------------------------------------------------------------
 
-    def open(self, *, restores: bool, warns: bool, returns: bool) -> None:
+    def open(self, *, restores: bool, warns: bool, must_return: bool = False) -> None:
         """Opens the training dataset at the restored position, or at its start.
 
         Args:
           restores: Whether to go to the restored position.
           warns: Whether to warn if a resumed run can't return to its position.
-          returns: Whether it is an error if the data can't return to the restored position.
+          must_return: Whether it is an error if the data can't return to the restored position; after a detour, always.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
         self.source = source = self._source_of_epoch()
@@ -92,7 +92,11 @@ class TrainingData:
             if is_epoch:  # A run always continues inside an epoch, even if that means skipping batches.
                 self.source = source = PositionedIterator(source, skippable=True)
             self._engine.data.forget()
-            with contextlib.nullcontext() if returns else warning_of_unknown_position("the training dataset"):
+            with (
+                contextlib.nullcontext()
+                if must_return or self.left_out.detours
+                else warning_of_unknown_position("the training dataset")
+            ):
                 go_to(source, *saved)
         self.left_out.apply_to(self.source)
         self.note_consumed(self._engine.batches_ahead(self.source))
@@ -180,7 +184,7 @@ class TrainingData:
 
     # Leaving batches out ---------------------------------------------------------------------------------
 
-    def newest_batch(self, *, before: int = 0) -> int:
+    def _newest_batch(self, *, before: int = 0) -> int:
         """Returns the number of the batch that the last completed step used, or of the batch `before` batches earlier.
 
         Returns 0 if there is no such batch.
@@ -188,9 +192,19 @@ class TrainingData:
         return self.left_out.number_at(self.consumed, self.source, before=before)
 
     def turn_back(self, turn: types.TurnBack, updates: int) -> None:
-        """Plans to leave out the batches of some steps. `updates` is the number of updates per batch."""
-        now = self._engine.run.now
-        self.left_out.turn_back(turn, now, lambda step: self.newest_batch(before=(now.steps - step) // updates))
+        """Plans to leave out the batches of some steps. `updates` is the number of updates per batch.
+
+        Raises:
+          ValueError: If the run has no such steps.
+        """
+        newest = self._engine.run.now.steps
+        if not 0 < turn.first <= turn.last <= newest:
+            raise ValueError(
+                f"A detour can leave out only batches of steps 1 to {newest}, got {turn.first} to {turn.last}."
+            )
+        first, last = (self._newest_batch(before=(newest - step) // updates) for step in (turn.first, turn.last))
+        detour = {"step": newest, "first_batch": first, "last_batch": last, "first_step": turn.first}
+        self.left_out.detours.append({**detour, "reason": turn.reason})
 
     # Saving ----------------------------------------------------------------------------------------------
 
@@ -206,7 +220,7 @@ class TrainingData:
                 if each.source is not None
             },
         }
-        left_out = self.left_out.state_dict(self.newest_batch())
+        left_out = self.left_out.state_dict(self._newest_batch())
         return {"positions": job.gather(own), "passes": self._sources.passes, "left_out": left_out}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
@@ -304,7 +318,7 @@ class LeftOut:
         self.numbers: list[int] = list(self._given)
         self.detours: list[dict[str, Any]] = []
         self.epoch_start: int = 0
-        self._num_recorded = self._num_saved = 0
+        self._num_saved = 0
 
     def apply_to(self, source: PositionedIterator | None) -> None:
         """Makes the iterator over the current epoch skip these batches."""
@@ -332,17 +346,6 @@ class LeftOut:
             history.commit(now, {"detour": detour})
         self._num_saved = len(self.detours)
 
-    def record(self, number: int, now: Elapsed, history: History) -> None:
-        """Adds a history row for each batch left out since the last call.
-
-        `number` is the number of the latest batch.
-        """
-        for left_out in self.numbers[self._num_recorded : bisect.bisect_right(self.numbers, number)]:
-            self._num_recorded += 1
-            history.commit(now, {"left_out": {"batch": left_out}})
-
-    # Detours ---------------------------------------------------------------------------------------------
-
     def state_dict(self, number: int) -> dict[str, Any]:
         """Returns the state as JSON-serializable values, to be stored in a checkpoint.
 
@@ -352,7 +355,6 @@ class LeftOut:
             "numbers": [each for each in self.numbers if each <= number],
             "detours": self.detours,
             "epoch_start": self.epoch_start,
-            "num_recorded": self._num_recorded,
             "newest": number,
         }
 
@@ -372,26 +374,7 @@ class LeftOut:
         self.detours, self._num_saved = [*detours, *self.detours[len(detours) :]], len(detours)
         planned = {*self._given, *batches_of(self.detours)}
         self.numbers = sorted({*before, *(each for each in planned if each > newest)})
-        self.epoch_start, self._num_recorded = state_dict["epoch_start"], state_dict["num_recorded"]
-
-    def turn_back(self, turn: types.TurnBack, now: Elapsed, number_of: Callable[[int], int]) -> None:
-        """Plans to leave out the batches of some steps.
-
-        Args:
-          turn: The steps.
-          now: The progress of the run.
-          number_of: A function that returns the number of the batch of a step.
-
-        Raises:
-          ValueError: If the run has no such steps.
-        """
-        if not 0 < turn.first <= turn.last <= now.steps:
-            raise ValueError(
-                f"A detour can leave out only batches of steps 1 to {now.steps}, got {turn.first} to {turn.last}."
-            )
-        first, last = number_of(turn.first), number_of(turn.last)
-        detour = {"step": now.steps, "first_batch": first, "last_batch": last, "first_step": turn.first}
-        self.detours.append({**detour, "reason": turn.reason})
+        self.epoch_start = state_dict["epoch_start"]
 
 
 def batches_of(detours: Iterable[Mapping[str, Any]]) -> Iterator[int]:

@@ -15,7 +15,6 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, encoding, files
 from jaxloop.engine.agenda import Item, Moment, Rank
 from jaxloop.experiment.specs import CheckpointSpec, RunSpec
-from jaxloop.experiment.whole_run import directories_of
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule, never
 
@@ -212,17 +211,12 @@ class Experiment:
     extensions: Extensions
     spec: RunSpec = dataclasses.field(default_factory=RunSpec)
 
-    @property
+    @functools.cached_property
     def loops(self) -> list[ActionLoop]:
         """The train loop, if there is one, and the eval loops."""
         return [*(() if self.train_loop is None else (self.train_loop,)), *self.eval_loops]
 
-    def errors(self) -> Iterator[Exception]:
-        """Yields the errors in the arguments of the call."""
-        step = None if self.train_loop is None else self.train_loop.step
-        return self.spec.errors(step, num_eval_loops=len(self.eval_loops))
-
-    @property
+    @functools.cached_property
     def actions(self) -> list[Action]:
         """All actions, each of them once."""
         return list(dict.fromkeys([*(each for loop in self.loops for each in loop.actions), *self.savers]))
@@ -230,7 +224,19 @@ class Experiment:
     @property
     def checkpoint_dirs(self) -> list[epath.Path]:
         """The directories that the run saves checkpoints to or resumes from; none without a train loop."""
-        return directories_of(self.train_loop, self.checkpoint_spec)
+        spec = self.checkpoint_spec
+        resumes_from = [] if spec is None or self.train_loop is None else [spec.checkpoint_dir]
+        return list(dict.fromkeys([*(action.directory for action in self.savers), *resumes_from]))
+
+    @property
+    def directories(self) -> list[epath.Path]:
+        """The directories that the run writes to: those of its checkpoints, and its work directory."""
+        return list(dict.fromkeys([*self.checkpoint_dirs, *([] if self.workdir is None else [self.workdir])]))
+
+    def errors(self) -> Iterator[Exception]:
+        """Yields the errors in the arguments of the call."""
+        step = None if self.train_loop is None else self.train_loop.step
+        return self.spec.errors(step, num_eval_loops=len(self.eval_loops))
 
     @property
     def reports_dir(self) -> epath.Path | None:

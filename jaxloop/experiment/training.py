@@ -15,6 +15,7 @@ from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.base import checks
 from jaxloop.base.text import announce
 from jaxloop.engine.agenda import ActionItem
+from jaxloop.engine.call import Failure
 from jaxloop.experiment.data import TrainingData, check_not_empty
 from jaxloop.experiment.evaluations import Evaluation
 from jaxloop.experiment.extension import Experiment
@@ -42,7 +43,6 @@ class Training:
       data: The training data.
       run: Everything that checkpoints contain besides the train state.
       context: Further keyword arguments for actions.
-      returns: Whether to return to an earlier checkpoint even if the given state is past it.
       has_begun: True if the training has reached its first step.
       between_loops: The newest state; None while the train loop is running, because the loop holds it then.
     """
@@ -52,7 +52,6 @@ class Training:
     data: TrainingData
     run: WholeRun
     context: Mapping[str, Any]
-    returns: bool = False
     has_begun: bool = False
     between_loops: Any = None
 
@@ -170,6 +169,12 @@ class Training:
         if state is not None and step_num and self.run.job.knows(error) and isinstance(error, Exception | SystemExit):
             self.save_now(state)
 
+    def begin_detour(self, turn: types.TurnBack) -> None:
+        """Plans to return to an earlier checkpoint, and to leave out the batches of some steps."""
+        self.has_begun = False  # No checkpoint may contain the newest state.
+        self.data.turn_back(turn, self.loop.step.updates_per_step)
+        self.loop.engine.outcome.failure = Failure()  # It has the state, which needs memory.
+
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
         """Moves the checkpoints after the one to which the run returns away. No save may be in progress.
 
@@ -233,7 +238,7 @@ class Training:
         Returns the state, and whether a checkpoint has told what was called at its step.
         """
         loop, spec, saved = self.loop, self.experiment.checkpoint_spec, list[epath.Path]()
-        step_num = 0 if self.returns else step_num_of(state) if hasattr(state, "step") else loop.step_num
+        step_num = 0 if self.data.left_out.detours else step_num_of(state) if hasattr(state, "step") else loop.step_num
         if spec is not None:
             saved = saved_paths(self.experiment.checkpoint_dirs, self.run.job)
             self._announce_start(spec, saved, step_num)
@@ -243,7 +248,7 @@ class Training:
             self._begin(opened.elapsed())
             announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
             if int(saved[-1].name) > opened.step:  # Those that were damaged have been moved away.
-                check_no_newer_checkpoints(loop, opened.step)
+                check_no_newer_checkpoints(self.experiment.savers, opened.step)
             is_resumed = self.run.load(opened, given)
             for item in loop.engine.run.agenda.items:  # The directory of each saver tells whether it saved this step.
                 if isinstance(item, ActionItem) and isinstance(item.action, CheckpointAction):
@@ -253,7 +258,7 @@ class Training:
         if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
             self._begin(Elapsed(step_num))
         self.run.rows.begin(step_num)
-        check_no_newer_checkpoints(loop, step_num)
+        check_no_newer_checkpoints(self.experiment.savers, step_num)
         return state, False
 
     def _begin(self, elapsed: Elapsed) -> None:
@@ -283,7 +288,7 @@ class Training:
         spec, saves = self.experiment.checkpoint_spec, bool(self.experiment.savers)
         restores = spec is not None and spec.restore_data
         try:
-            self.data.open(restores=restores, warns=spec is not None and saves, returns=self.returns)
+            self.data.open(restores=restores, warns=spec is not None and saves)
         except ValueError as error:
             if spec is not None and is_resumed:
                 error.add_note(
@@ -317,6 +322,14 @@ def ends_now(loop: ActionLoop, spec: RunSpec) -> bool:
     """Returns True if a run was interrupted between the last step of a loop and its end."""
     run = loop.engine.run
     return run.batches > 0 and (spec.ends_loop(loop.step_num) or run.agenda.wants_stop)
+
+
+def end_of(loops: Sequence[ActionLoop]) -> str:
+    """Returns how a run ended that no signal ended: "finished", "stopped" or "stopped by" an action."""
+    if not loops[0].engine.run.agenda.wants_stop:
+        return "finished"
+    by = stopped_by(loops)
+    return "stopped" if by is None else f"stopped by {type(by).__name__}"
 
 
 def stopped_by(loops: Iterable[ActionLoop]) -> Action | None:

@@ -13,7 +13,7 @@ from jaxloop import checkpoint, metrics
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
-from jaxloop.base import checks, encoding, files
+from jaxloop.base import checks, encoding
 from jaxloop.engine.agenda import Agenda
 from jaxloop.experiment.specs import CheckpointSpec
 from jaxloop.history import History
@@ -267,42 +267,24 @@ def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
-def directories_of(
-    train_loop: ActionLoop | None, spec: CheckpointSpec | None, workdir: epath.PathLike | None = None
-) -> list[epath.Path]:
-    """Returns the directories that a run writes to: its checkpoint directories, and its work directory if it has one.
-
-    Without a train loop, a run writes only to its work directory.
-    """
-    directories = [] if train_loop is None else [action.directory for action in checkpoint_actions(train_loop)]
-    directories += [] if train_loop is None or spec is None else [spec.checkpoint_dir]
-    directories += [] if workdir is None else [files.absolute(workdir)]
-    return list(dict.fromkeys(directories))
-
-
 def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
     """Returns a loop's `CheckpointAction`s."""
     return [action for action in loop.actions if isinstance(action, CheckpointAction)]
 
 
-def check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:
+def check_no_newer_checkpoints(savers: Iterable[CheckpointAction], step_num: int) -> None:
     """Checks that a run starting at `step_num` won't save into a directory with later checkpoints from another run.
-
-    Args:
-      train_loop: The train loop, with its `CheckpointAction`s.
-      step_num: The step at which the run starts.
 
     Raises:
       ValueError: If a directory contains checkpoints from later steps.
     """
-    for action in checkpoint_actions(train_loop):
-        directory = action.directory
-        found = checkpoint.all_steps(directory)
+    for action in savers:
+        found = checkpoint.all_steps(action.directory)
         if found and found[-1] > step_num:
             raise ValueError(
                 f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "
                 f"the directory has checkpoints up to step {found[-1]}. Resume from them with "
-                f"checkpoint_spec=CheckpointSpec({str(directory)!r}), or use a different directory."
+                f"checkpoint_spec=CheckpointSpec({str(action.directory)!r}), or use a different directory."
             )
 
 

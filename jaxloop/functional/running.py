@@ -168,7 +168,7 @@ class _Run:
         """Prepares the first step. Returns whether the loop resumes from a checkpoint, because a task requests it."""
         loop_state, engine, can_resume = self._loop_state, self._engine, bool(self._resumed_from)
         is_resumed = can_resume and self._resume(loop_state)
-        self._data.open(restores=True, warns=can_resume, returns=False)
+        self._data.open(restores=True, warns=can_resume)
         engine.check_schedules()
         start = loop_state.elapsed = engine.run.now
         loop_state.total_steps = planned_steps(engine.plan.stop, start.previous or start)

@@ -121,7 +121,7 @@ def rewind(
     try:
         state = _restored(workdir, outer_loop, state, before, run, data)
         restores = outer_loop.checkpoint_spec is None or outer_loop.checkpoint_spec.restore_data
-        data.open(restores=restores, warns=False, returns=True)
+        data.open(restores=restores, warns=False, must_return=True)
         with _muted(loop, row):
             kept = history.rows
             if loop.step_num != before:

@@ -80,7 +80,8 @@ def run(directory, report, *, seed):
     outer_loop, state, _ = experiment(directory, report, seed)
     state, _ = outer_loop(state, jaxloop.skippable(lambda: batches(seed)), TOTAL, train_loop_steps=50)
     rows = outer_loop.history.rows
-    left_out = [row.logs["left_out"]["batch"] for row in rows if "left_out" in row.logs]
+    detours = [row.logs["detour"] for row in rows if "detour" in row.logs]
+    left_out = [number for each in detours for number in range(each["first_batch"], each["last_batch"] + 1)]
     return {"state": digest_of(state), "history": train_rows(rows), "left_out": left_out}
 
 
