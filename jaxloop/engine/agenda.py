@@ -406,8 +406,9 @@ class Agenda:
     def reset(self) -> None:
         """Forgets all calls."""
         self.ended = None
+        spent, position = self._stopwatch.spent(), self._outputs.position
         for item in self.called_here:
-            item.reset(self._stopwatch.spent(), self._outputs.position)
+            item.reset(spent, position)
 
     def state_dict(self, step_num: int, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns JSON values, and the train states that items keep.

@@ -86,9 +86,10 @@ class Engine:
         """Sets what an experiment adds to the loop; None after the experiment."""
         self.plan, agenda = plan or Plan(is_alone=True), self.run.agenda
         self.data.source = self.plan.source
+        spent, position = self.run.stopwatch.spent(), self.run.outputs.position
         for item in self.plan.items:
             if item not in agenda.items:
-                item.reset(self.run.stopwatch.spent(), self.run.outputs.position)
+                item.reset(spent, position)
         for item in (*self.actions.begin, *self.actions.end):
             item.context = self.plan.context
         lists = self._loop.step._runner.action_lists

@@ -72,11 +72,11 @@ class Run:
         self.agenda: Agenda = Agenda(self.outputs, self.stopwatch, job, measure)
         self.begin(Elapsed())
 
-    def begin(self, now: Elapsed, batches: int = 0) -> None:
+    def begin(self, now: Elapsed) -> None:
         """Starts to count at the given progress, and forgets what was not read."""
         self.now: Elapsed = now.without_previous()
         self.loops: int = now.loops
-        self.batches: int = batches
+        self.batches: int = 0
         self.began_at: Elapsed = self.now
         self.clock.begin(now.time)
         self.outputs.reset()
@@ -156,9 +156,9 @@ class Run:
         return saved, kept
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
-        self.begin(Elapsed(**saved["elapsed"]), saved["steps_in_loop"])
-        self.now = dataclasses.replace(self.now, previous=Elapsed(**saved["previous"]))
-        self.loops, self.began_at = saved["loops"], Elapsed(**saved["began_at"])
+        """Restores a `state_dict`, after `begin`."""
+        self.now = Elapsed(**saved["elapsed"], previous=Elapsed(**saved["previous"]))
+        self.loops, self.batches, self.began_at = saved["loops"], saved["steps_in_loop"], Elapsed(**saved["began_at"])
+        self.clock.begin(self.now.time)
         self.outputs.load_state_dict(saved["outputs"])
         self.agenda.load_state_dict(saved["agenda"], kept, self.now.steps)

@@ -99,8 +99,10 @@ class Training:
         experiment.extensions.moment(loop.elapsed)
         self.run.rows.drop_later(step_num)
         self.data.left_out.record_detours(loop.elapsed, experiment.history)
-        if self.run.job.requests.requested and not end:
-            return state, self._tell_early_stop()
+        stopped, requests = metrics.LoopOutputs({types.STOP_LOOP: True}), self.run.job.requests
+        if requests.requested and not end:
+            self._tell_end()
+            return state, stopped
         if end:
             logging.warning("Nothing is left to train: step %d has reached %s.", step_num, end)
         else:
@@ -113,7 +115,8 @@ class Training:
         holds, now = is_resumed or (step_num == 0 and not end), loop.elapsed
         at_end = engine.run.batches == 0 and now.previous is not None and now.loops > now.previous.loops
         if holds and not engine.hold_now(state, is_last=bool(end), at_end=at_end):
-            return state, self._tell_early_stop()
+            self._tell_end()
+            return state, stopped if requests.requested else None
         if end:
             return state, None
         # If a signal has arrived since then, the run makes a step, because a checkpoint of the next step contains what
@@ -128,15 +131,9 @@ class Training:
         data = lambda: iter(()) if self.data.source is None else self.data.source
         state, outputs = engine.loops(state, data, lambda: steps_of_next_loop(self.loop, spec))
         self.between_loops = state
-        if self.run.job.requests.requested:
-            saves = "; saving its state" if self.experiment.savers else ""
-            announce("Stopped by %s at step %d%s.", self.run.job.requests.signal_name, self.loop.step_num, saves)
-            for error in self.save_now(state):
-                raise error
-        elif engine.run.agenda.wants_stop:
-            self._announce_stop()
-        elif engine.outcome.data_ended:
-            self._tell_end_of_data()
+        self._tell_end()
+        for error in self.save_now(state) if self.run.job.requests.requested else ():
+            raise error
         return state, outputs if outputs or engine.run.loops > loops else None
 
     def save_now(self, state: Any) -> list[Exception]:
@@ -201,34 +198,25 @@ class Training:
         text = "The run turned back at step %d, and leaves out the batches from %d to %d: %s"
         logging.warning(text, self.loop.step_num, detours[-1]["first_batch"], detours[-1]["last_batch"], turn.reason)
 
-    def _tell_early_stop(self) -> metrics.LoopOutputs | None:
-        """Logs why the run makes no step, and returns its outputs."""
-        requests = self.run.job.requests
-        if not requests.requested:
-            self._announce_stop()
-            return None
-        logging.warning("Stopped by %s before the first step.", requests.signal_name)
-        return metrics.LoopOutputs({types.STOP_LOOP: True})
-
-    def _announce_stop(self) -> None:
-        by = stopped_by(self.experiment.loops)
-        if not isinstance(by, EarlyStoppingAction):  # It has given its reason.
-            announce("Stopped at step %d by %s.", self.loop.step_num, by or f"outputs[{types.STOP_LOOP!r}]")
-
-    def _tell_end_of_data(self) -> None:
-        """Logs that the training has ended because the data did."""
-        spec, step_num = self.experiment.spec, self.loop.step_num
-        if self.data.has_ended_all_epochs:
+    def _tell_end(self) -> None:
+        """Logs why the training ends at this step, unless that was planned."""
+        spec, step_num, requests = self.experiment.spec, self.loop.step_num, self.run.job.requests
+        if requests.requested:
+            saves = "; saving its state" if self.has_begun and self.experiment.savers else ""
+            announce("Stopped by %s at step %d%s.", requests.signal_name, step_num, saves)
+        elif self.loop.engine.run.agenda.wants_stop:
+            by = stopped_by(self.experiment.loops)
+            if not isinstance(by, EarlyStoppingAction):  # It has given its reason.
+                announce("Stopped at step %d by %s.", step_num, by or f"outputs[{types.STOP_LOOP!r}]")
+        elif not self.loop.engine.outcome.data_ended:
+            return
+        elif self.data.has_ended_all_epochs:
             logging.info("The last of %d epochs ended at step %d.", spec.epochs, step_num)
         elif spec.total_steps in (None, step_num):
             logging.info("The training dataset ended at step %d.", step_num)
         else:
-            logging.warning(
-                "The training dataset ended at step %d of train_total_steps=%s, so the run ends, too. Repeat the "
-                "dataset, or lower train_total_steps.",
-                step_num,
-                spec.total_steps,
-            )
+            text = "The training dataset ended at step %d of train_total_steps=%s, so the run ends, too. Repeat the"
+            logging.warning(f"{text} dataset, or lower train_total_steps.", step_num, spec.total_steps)
 
     # Resuming ------------------------------------------------------------------------------------
 
@@ -241,7 +229,6 @@ class Training:
         step_num = 0 if self.data.left_out.detours else step_num_of(state) if hasattr(state, "step") else loop.step_num
         if spec is not None:
             saved = saved_paths(self.experiment.checkpoint_dirs, self.run.job)
-            self._announce_start(spec, saved, step_num)
         if spec is not None and saved and int(saved[-1].name) >= step_num:
             given = checks.adopt(state)
             opened, state = restore_newest(saved, given, spec, self.run.job)
@@ -255,6 +242,11 @@ class Training:
                     path = item.action.directory / str(opened.step)
                     item.called_at = opened.step if path in saved and path.exists() else None
             return state, is_resumed
+        if saved:
+            text = "The run continues at step %d, which is past the newest checkpoint (step %s)."
+            logging.info(text, step_num, saved[-1].name)
+        elif spec is not None:
+            self._tell_fresh_start(spec, step_num)
         if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
             self._begin(Elapsed(step_num))
         self.run.rows.begin(step_num)
@@ -272,17 +264,12 @@ class Training:
             each.loop.resume(Elapsed(loops=loops // interval if isinstance(interval, int) else 0))
         self.loop.resume(dataclasses.replace(elapsed, loops=loops))
 
-    def _announce_start(self, spec: CheckpointSpec, saved: Sequence[epath.Path], step_num: int) -> None:
-        """Logs where a run begins that doesn't resume from a checkpoint."""
-        if saved and int(saved[-1].name) < step_num:
-            text = "The run continues at step %d, which is past the newest checkpoint (step %s)."
-            logging.info(text, step_num, saved[-1].name)
-        elif not saved:
-            where = "from scratch" if step_num == 0 else f"at step {step_num}, from the given state"
-            saves_there = spec.checkpoint_dir in [action.directory for action in self.experiment.savers]
-            level = logging.INFO if saves_there else logging.WARNING  # If so, this is simply the first start.
-            directories = " and ".join(map(str, self.experiment.checkpoint_dirs))
-            logging.log(level, "No checkpoint found in %s: the run starts %s.", directories, where)
+    def _tell_fresh_start(self, spec: CheckpointSpec, step_num: int) -> None:
+        where = "from scratch" if step_num == 0 else f"at step {step_num}, from the given state"
+        saves_there = spec.checkpoint_dir in [action.directory for action in self.experiment.savers]
+        level = logging.INFO if saves_there else logging.WARNING  # If so, this is simply the first start.
+        directories = " and ".join(map(str, self.experiment.checkpoint_dirs))
+        logging.log(level, "No checkpoint found in %s: the run starts %s.", directories, where)
 
     def _open_data(self, is_resumed: bool) -> None:
         spec, saves = self.experiment.checkpoint_spec, bool(self.experiment.savers)

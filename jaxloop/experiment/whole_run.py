@@ -119,7 +119,13 @@ class WholeRun:
                     opened.path.parent,
                 )
                 return False
-            self._check_is_this_run(run, opened)
+            saved_after = run["parts"]["train"]["elapsed"]["steps"]
+            if saved_after != opened.step:
+                raise ValueError(
+                    f"The checkpoint {opened.step} in {opened.path.parent} was saved after step {saved_after}, and its "
+                    f"directory must have that name. Rename it to {saved_after}, or remove it."
+                )
+            check_keys(run, self._keys, opened.path.parent)
             arrays = {name: np.zeros(size, np.uint8) for name, size in run["sizes"].items()}
             trees = opened.trees({**dict.fromkeys(run["kept_states"], state), _BYTES: arrays})
             for name in [name for name in self._parts if name in run["parts"]]:
@@ -127,15 +133,6 @@ class WholeRun:
                 own = {key.removeprefix(prefix): tree for key, tree in trees.items() if key.startswith(prefix)}
                 self._parts[name].load_state_dict(run["parts"][name], own)
             return True
-
-    def _check_is_this_run(self, run: Mapping[str, Any], opened: checkpoint.Checkpoint) -> None:
-        step, directory, saved_after = opened.step, opened.path.parent, opened.elapsed().steps
-        if saved_after != step:
-            raise ValueError(
-                f"The checkpoint {step} in {directory} was saved after step {saved_after}, and its directory must have "
-                f"that name. Rename it to {saved_after}, or remove it."
-            )
-        check_keys(run, self._keys, directory)
 
 
 @final
