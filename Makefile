@@ -53,7 +53,7 @@ test-wheel:
 	"$$bare" -m pytest $(IN_PARALLEL) $(NEED_SOURCES) $(or $(TESTS),$(ALL_TESTS))
 
 # Test the lowest versions that pyproject.toml allows, on the lowest Python, in a separate environment. Current packages
-# (such as Haiku) may call functions that this JAX deprecates, so DeprecationWarnings are ignored.
+# (such as Equinox) may call functions that this JAX deprecates, so DeprecationWarnings are ignored.
 test-oldest: .venv/oldest/installed
 	.venv/oldest/bin/python -m pytest $(IN_PARALLEL) -W ignore::DeprecationWarning $(or $(TESTS),$(ALL_TESTS))
 

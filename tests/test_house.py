@@ -62,26 +62,26 @@ BUDGET = {
     "action_loop": 61,
     "actions": 1746,
     "base": 832,
-    "check": 981,
+    "check": 979,
     "checkpoint": 1080,
     "data": 1194,
     "distributed": 72,
-    "engine": 1850,
+    "engine": 1851,
     "eval_loop": 49,
     "examples": 188,
-    "experiment": 1160,
-    "functional": 1031,
+    "experiment": 1155,
+    "functional": 1032,
     "history": 473,
     "loop": 76,
     "metrics": 317,
     "models": 1162,
-    "outer_loop": 385,
+    "outer_loop": 358,
     "partition": 805,
     "processes": 522,
     "runs": 1379,
     "schedules": 373,
     "stat_loop": 146,
-    "step": 1407,
+    "step": 1391,
     "testing": 211,
     "train_loop": 39,
     "types": 194,
@@ -292,7 +292,7 @@ def test_importing_jaxloop_is_cheap_and_does_not_change_the_jax_config():
         "assert {name: jax.config.values[name] for name in before} == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
         "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch',"
-        "'tqdm', 'equinox', 'haiku', 'pandas', 'clu', 'mlflow', 'trackio', 'wandb'};"
+        "'tqdm', 'equinox', 'pandas', 'clu', 'mlflow', 'trackio', 'wandb'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

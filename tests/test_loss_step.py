@@ -1,5 +1,4 @@
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,11 +79,6 @@ def two_layers():
         def __call__(self, x):
             return jnp.tanh(x @ self.w1 + self.b1) @ self.w2 + self.b2
 
-    def haiku(x):
-        given = lambda array: lambda shape, dtype: jnp.broadcast_to(jnp.asarray(array), shape)
-        x = jnp.tanh(hk.Linear(4, w_init=given(w1), b_init=given(b1))(x))
-        return hk.Linear(1, w_init=given(w2), b_init=given(b2))(x)
-
     params = {"w1": w1, "b1": b1[None], "w2": w2, "b2": b2[None]}
     network = lambda params, x: jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
     return {
@@ -92,7 +86,6 @@ def two_layers():
         "NNX class": (NNX, {"nnx_model_args": ()}),
         "NNX instance": (NNX(rngs=nnx.Rngs(0)), {}),
         "Equinox": (Equinox(*map(jnp.asarray, (w1, b1, w2, b2))), {}),
-        "Haiku": (hk.transform(haiku), {}),
         "(init, apply)": ((lambda key, x: jax.tree.map(jnp.asarray, params), network), {}),
         "parameters": (params, {"loss": lambda params, batch: squares(network(params, batch["x"]), batch)}),
     }
@@ -102,9 +95,8 @@ def test_the_same_network_trains_the_same_in_every_library():
     batches = [rows(8, seed) for seed in range(5)]
     found = {}
     for name, (model, options) in two_layers().items():
-        with jax.numpy_rank_promotion("allow"):  # Haiku needs it.
-            step = LossStep(KEY, model, optax.sgd(0.05, momentum=0.9), train=True, **{"loss": squares, **options})
-            state, found[name] = train(step, batches, spec=step.input_spec(batches[0]))
+        step = LossStep(KEY, model, optax.sgd(0.05, momentum=0.9), train=True, **{"loss": squares, **options})
+        state, found[name] = train(step, batches, spec=step.input_spec(batches[0]))
         assert int(state.step) == 5 and step.num_params == 21
         np.testing.assert_allclose(found[name], found["Linen"], rtol=1e-6, err_msg=name)
     assert found["Linen"][-1] < found["Linen"][0]

@@ -1,5 +1,6 @@
+from typing import Any, NamedTuple
+
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,10 +52,6 @@ class NNXTakesIsTraining(nnx.Module):
         return x + is_training
 
 
-def haiku_takes_is_training(x, is_training):
-    return x + is_training
-
-
 def apply_takes_train(params, x, train):
     return x + train
 
@@ -66,11 +63,9 @@ def apply_takes_train(params, x, train):
         TakesTraining(),
         TakesDeterministic(),
         NNXTakesIsTraining(),
-        hk.transform(haiku_takes_is_training),
-        hk.transform_with_state(haiku_takes_is_training),
         (lambda key, x: {}, apply_takes_train),
     ],
-    ids=["linen train", "training", "deterministic", "nnx is_training", "haiku", "haiku with state", "pair"],
+    ids=["linen train", "training", "deterministic", "nnx is_training", "pair"],
 )
 def test_a_model_receives_its_training_flag(model):
     with jax.numpy_dtype_promotion("standard"):
@@ -107,18 +102,10 @@ class LinenNet(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(nn.Dense(50)(x))
 
 
-def haiku_net(x, is_training):
-    x = hk.Linear(50)(x)
-    if not is_training:
-        return x
-    with jax.numpy_dtype_promotion("standard"):
-        return hk.dropout(hk.next_rng_key(), 0.5, x)
-
-
 @pytest.mark.parametrize(
     "model",
-    [LinenNet(), NNXNet(rngs=nnx.Rngs(0)), EquinoxNet(KEY), hk.transform(haiku_net)],
-    ids=["linen", "nnx", "equinox", "haiku"],
+    [LinenNet(), NNXNet(rngs=nnx.Rngs(0)), EquinoxNet(KEY)],
+    ids=["linen", "nnx", "equinox"],
 )
 def test_dropout_applies_only_in_training(model):
     state = make(model)
@@ -153,12 +140,11 @@ class NNXShows(nnx.Module):
     "model",
     [
         NNXShows(),
-        hk.transform(lambda x: hk.next_rng_key()),
         (lambda key, x: {}, lambda params, x, rng: rng),
         (lambda key, x: {}, lambda params, x, key: key),
         (lambda key, x: {}, lambda params, x, rngs: rngs["dropout"]),
     ],
-    ids=["nnx", "haiku", "rng", "key", "rngs"],
+    ids=["nnx", "rng", "key", "rngs"],
 )
 def test_every_kind_of_model_receives_the_dropout_key(model):
     state = make(model)
@@ -200,13 +186,12 @@ NORMS = {
     "linen": lambda: LinenNorm(),
     "nnx": lambda: NNXNorm(rngs=nnx.Rngs(0)),
     "equinox": lambda: eqx.nn.make_with_state(EquinoxNorm)(),
-    "haiku": lambda: hk.transform_with_state(lambda x, is_training: hk.BatchNorm(True, True, 0.9)(x, is_training)),
 }
 
 
 @pytest.mark.parametrize("model", NORMS.values(), ids=NORMS)
 def test_batch_statistics_change_only_in_training(model):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with jax.numpy_dtype_promotion("standard"):
         state = make(model())
         # Otherwise, the second step would recompile.
         assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
@@ -292,10 +277,18 @@ class NoCall(eqx.Module):
     w: jax.Array
 
 
+class Transformed(NamedTuple):
+    init: Any
+    apply: Any
+
+
+Transformed.__module__ = "haiku._src.transform"
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Dense, r"the result of hk.transform.*got the class Dense. Give an instance, Dense\(...\)"),
+        (nn.Dense, r"an Equinox module.*got the class Dense. Give an instance, Dense\(...\)"),
         (lambda x: x, "a pair of functions .* or a pytree of parameters, got function"),
         ("net", "got str"),
         (None, "got NoneType"),
@@ -304,7 +297,7 @@ class NoCall(eqx.Module):
         (NoCall(jnp.ones(3)), "NoCall has no __call__"),
         ({"w": np.ones(3), "n": np.arange(3)}, r"its leaf 'n' is int64\[3\], but gradients need floating-point arrays"),
         ({"w": np.ones(3), "f": print}, "its leaf 'f' is builtin_function_or_method"),
-        (hk.multi_transform(lambda: (lambda x: x, lambda x: x)), "got Haiku's MultiTransformed. Give hk.transform"),
+        (Transformed(None, None), r"got Haiku's Transformed.*Give the pair \(model.init, lambda params, x, rng"),
     ],
 )
 def test_an_unsupported_model_is_rejected(model, message):

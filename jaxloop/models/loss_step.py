@@ -113,7 +113,6 @@ class LossStep(NumpyStep):
     - an Equinox module, which is called on one example at a time under `jax.vmap`. If it takes a `key`, each example
       gets its own key in training. `state.apply_fn(state.params)` returns the module. For a module with a state, pass
       the pair that `eqx.nn.make_with_state(...)` returns;
-    - the result of `hk.transform` or `hk.transform_with_state`;
     - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`. `apply` may also take any of
       `train`, `rngs` (a dict), `rng` and `key`;
     - a pytree of parameters, which the loss receives instead of outputs: `loss(params, batch)`.

@@ -508,23 +508,6 @@ class EquinoxApply(Forward):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class HaikuApply(Forward):
-    """The `apply_fn` of a Haiku model. It calls the `apply` of `hk.transform` or `hk.transform_with_state`."""
-
-    apply: Callable[..., Any]
-    has_state: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.apply(*args, **kwargs)
-
-    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
-        before = (state.collections["state"],) if self.has_state else ()
-        result = self.apply(params, *before, _key(rngs, "dropout"), inputs, **_mode_flags(self.apply, train))
-        return (result[0], {"state": result[1]}) if self.has_state else (result, None)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
 class FunctionApply(Forward):
     """The `apply_fn` of an `(init, apply)` pair of functions. It calls `apply(params, inputs)`."""
 
@@ -583,7 +566,6 @@ def adapt(model: Any) -> Any:
 
     - an NNX module instance;
     - an Equinox module instance, or a pair `(module, state)` made by `eqx.nn.make_with_state`;
-    - the result of `hk.transform` or `hk.transform_with_state`;
     - a pair of functions `(init, apply)`;
     - a pytree of parameters.
 
@@ -612,9 +594,10 @@ def adapt(model: Any) -> Any:
     if _is_of("equinox", model):
         return _adapt_equinox(model, None)
     if _is_of("haiku", model):
-        if name not in ("Transformed", "TransformedWithState"):
-            raise TypeError(f"{_SUPPORTED_MODELS}, got Haiku's {name}. Give hk.transform(...) of one function.")
-        return _adapt_haiku(model, has_state=name == "TransformedWithState")
+        raise TypeError(
+            f"{_SUPPORTED_MODELS}, got Haiku's {name}, whose apply takes its key before the inputs. Give the pair "
+            "(model.init, lambda params, x, rng: model.apply(params, rng, x))."
+        )
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         init, apply = model
         make = lambda key, inputs, init_kwargs: (init(key, inputs, **init_kwargs), {}, {})
@@ -623,8 +606,8 @@ def adapt(model: Any) -> Any:
 
 
 _SUPPORTED_MODELS = (
-    "model must be a Linen module, an NNX class or instance, an Equinox module, the result of hk.transform, a pair of "
-    "functions (init, apply), or a pytree of parameters"
+    "model must be a Linen module, an NNX class or instance, an Equinox module, a pair of functions (init, apply), or "
+    "a pytree of parameters"
 )
 
 
@@ -651,16 +634,6 @@ def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
     params, static = eqx.partition(model, eqx.is_inexact_array)
     arrays = (params, {}, {} if state is None else {"state": state})
     return AdaptedModel(f"{name} is an Equinox module", EquinoxApply(static), arrays)
-
-
-def _adapt_haiku(model: Any, has_state: bool) -> AdaptedModel:
-    def init(key: Any, inputs: Any, init_kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        # Initialize in training mode, because hk.BatchNorm creates its state only in that mode.
-        made = model.init(key, inputs, **{**_mode_flags(model.init, train=True), **init_kwargs})
-        params, state = made if has_state else (made, None)
-        return params, {}, {"state": state} if has_state else {}
-
-    return AdaptedModel("the model is a Haiku transform", HaikuApply(model.apply, has_state), init=init)
 
 
 def _adapt_params(params: Any) -> AdaptedModel:

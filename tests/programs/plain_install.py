@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 OPTIONAL = (
-    "crc32c equinox grain haiku keras matplotlib pandas sklearn tensorboard tensorflow tensorflow_datasets torch"
+    "crc32c equinox grain keras matplotlib pandas sklearn tensorboard tensorflow tensorflow_datasets torch"
 ).split()
 for name in OPTIONAL:
     sys.modules[name] = None  # pyright: ignore[reportArgumentType]
