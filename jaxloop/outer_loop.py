@@ -294,7 +294,7 @@ class OuterLoop:
         training: Training | None,
         logs_total_steps: bool,
     ) -> tuple[Any, tuple[metrics.LoopOutputs | None, bool] | None]:
-        """Runs to the end, or until the run turns back. The actions are closed, and the extensions have ended, then.
+        """Runs to the end, or until the run turns back. Then all actions are closed, and the extensions have ended.
 
         Returns:
           The state and, unless the run turns back, the outputs and whether no signal has ended the run early.
@@ -329,10 +329,10 @@ class OuterLoop:
                 reason = "a detour"
                 return state, None
         except BaseException as error:
-            if not reason and training is not None and training.has_begun:
-                self._rescued_state = training.newest_state
-                training.rescue(error)
             if not reason:
+                if training is not None and training.has_begun:
+                    self._rescued_state = training.newest_state
+                    training.rescue(error)
                 _close_actions(experiment, requests.run_status(error), raise_errors=False)
             reason, failure = f"error: {type(error).__name__}: {error}", error
             raise
