@@ -358,24 +358,19 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
             scalars[name] = float(value)
             continue
         values = value if isinstance(value, list) else [value]
-        are_alike = _numbers_alike(values)
-        if values and not are_alike and all(isinstance(item, types.Weighted) for item in values):
-            mean = _weighted_mean(name, [item.value for item in values], [item.weight for item in values])
-        else:
-            values = values if are_alike else [value_of(item) for item in values]
-            present = values if are_alike else [item for item in values if item is not None]
-            if not present or not (are_alike or all(map(_is_number, present))):
+        has_weights = isinstance(value, list) and len(num_examples) == len(values)
+        weights = num_examples if has_weights else [1] * len(values)
+        if not _numbers_alike(values):
+            if values and all(isinstance(item, types.Weighted) for item in values):
+                weights = [item.weight for item in values]
+            values = [value_of(item) for item in values]
+            weights = [weight for weight, item in zip(weights, values, strict=True) if item is not None]
+            values = [item for item in values if item is not None]
+            if not all(map(_is_number, values)):
                 continue
-            has_weights = isinstance(value, list) and len(num_examples) == len(values)
-            mean = _weighted_mean(name, values, num_examples if has_weights else [1] * len(values))
-        if mean is not None:
-            scalars[name] = mean
+        if any(weights):
+            scalars[name] = _weighted_mean(name, values, weights)
     return scalars
-
-
-def _are_on_host(value: Any) -> bool:
-    """Returns whether a value is known to be on the host because it is a statistic or a list of NumPy numbers."""
-    return _numbers_alike(value) if isinstance(value, list) else isinstance(value, int | float)
 
 
 def _numbers_alike(values: Sequence[Any]) -> bool:
@@ -384,19 +379,12 @@ def _numbers_alike(values: Sequence[Any]) -> bool:
     return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
 
 
-def _weighted_mean(name: str, values: Sequence[Any], weights: Sequence[Any]) -> float | None:
-    """Returns the weighted mean, ignoring values that are None and values with weight 0 (even NaN).
-
-    Returns None if no values are left.
-    """
-    if not (all(weights) and _numbers_alike(values)):
-        pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
-        if not pairs:
-            return None
-        values, weights = zip(*pairs, strict=True)
+def _weighted_mean(name: str, values: Sequence[Any], weights: Sequence[Any]) -> float:
+    """Returns the weighted mean, ignoring values with weight 0 (even NaN)."""
     numbers, counts = np.array(values, np.float64), np.array(weights, np.float64)
     if counts.min() < 0:
         raise ValueError(f"The weights of {name!r} must not be negative, got {counts.min():g}.")
+    numbers, counts = numbers[counts > 0], counts[counts > 0]
     return float((numbers * counts).sum() / counts.sum())  # `np.average` takes three times as long.
 
 
@@ -446,7 +434,11 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 def _reduced(outputs: types.Output) -> dict[str, Any]:
     """Fetches the outputs, and merges and computes the `clu.metrics` states among them."""
     reduced, given = {}, {name: value for name, value in (outputs or {}).items() if name != types.STOP_LOOP}
-    to_read = {name: value for name, value in given.items() if not _are_on_host(value)}
+    to_read = {  # Statistics and NumPy numbers are on the host.
+        name: value
+        for name, value in given.items()
+        if not (_numbers_alike(value) if isinstance(value, list) else isinstance(value, int | float))
+    }
     given.update(fetch(to_read) if to_read else {})
     for name in sorted(given):
         value = given[name]

@@ -18,7 +18,7 @@ from jaxloop.base.text import quiet_orbax, suggests
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Item, Rank
 from jaxloop.engine.feed import Source
-from jaxloop.engine.plan import Plan
+from jaxloop.engine.run import Plan
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.evaluations import Evaluation, LastActions, Recorder, evaluate

@@ -93,14 +93,17 @@ class Statistics:
         self._step, self._stopwatch, self._global_batch_size = step, stopwatch, global_batch_size
         self._names = DEFAULT_STATS if names is None else tuple(names)
         self._init = time.time(), stopwatch.clock()
-        self._begin = self._init[0], stopwatch.spent()
+        self.begin_loop(updates=1)
         self._example: tuple[types.Batch] | None = None  # To count the FLOPs of a step.
-        self._has_logged_peak = False
         self.peak_flops_per_sec: float | None = None
 
-    def begin_loop(self) -> None:
-        """Starts the time interval over which a loop's statistics are measured."""
-        self._begin = time.time(), self._stopwatch.spent()
+    def begin_loop(self, updates: int) -> None:
+        """Starts the time interval over which a loop's statistics are measured.
+
+        Args:
+          updates: The number of updates per batch. Each update counts as a step.
+        """
+        self._begin = time.time(), self._stopwatch.spent(), updates
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
         """Returns callbacks to call with each batch. The list is empty unless counting the FLOPs requires a batch."""
@@ -111,41 +114,44 @@ class Statistics:
         if self._example is None:
             self._example = (batch,)
 
-    def of(self, state: Any, spent: timing.Spent | None = None, *, updates: int = 1) -> dict[str, Any]:
+    def of(self, state: Any, spent: timing.Spent | None = None) -> dict[str, Any]:
         """Returns the statistics of a time interval, by name.
 
         Args:
           state: The state at the end of the interval.
           spent: The time report for the interval. If None, the interval starts at the most recent `begin_loop` call.
-          updates: The number of updates per batch. Each update counts as a step.
         """
-        step, begin_time = self._step, self._begin[0]
-        spent = self._stopwatch.spent() - self._begin[1] if spent is None else spent
+        begin_time, before, updates = self._begin
+        spent = self._stopwatch.spent() - before if spent is None else spent
         seconds, batches = max(spent.training, 1e-9), spent.steps // updates
         examples = batches * self._global_batch_size if self._global_batch_size else spent.samples
-        num_params = step.num_params
-        if num_params is None and hasattr(state, "params"):
-            num_params = step.compute_num_params(state)
-        if self._example is not None and step.num_flops is None:
-            step.compute_num_flops(state, *self._example)
-        stats = {
-            STAT_NUM_PARAMS: num_params,
-            STAT_NUM_FLOPS: step.num_flops,
-            STAT_MFU: self._utilization(batches / seconds) if STAT_MFU in self._names else None,
-            STAT_INIT_TIME: self._init[0],
-            STAT_BEGIN_TIME: begin_time,
-            STAT_LIFE_TIME_SECS: self._stopwatch.clock() - self._init[1],
-            STAT_LOOP_TIME_SECS: spent.total,
-            STAT_STEPS_PER_SEC: spent.steps / seconds,
-            STAT_EXAMPLES_PER_SEC: examples / seconds,
-            STAT_DATA_TIME_SECS: spent.data,
-            STAT_DEVICE_TIME_SECS: spent.device,
-            STAT_ACTION_TIME_SECS: spent.actions,
-            STAT_EVAL_TIME_SECS: spent.evals,
-            STAT_CHECKPOINT_TIME_SECS: spent.checkpoints,
-            **({} if set(PROCESS_STATS).isdisjoint(self._names) else self._slowest_process()),
+        if self._example is not None and self._step.num_flops is None:
+            self._step.compute_num_flops(state, *self._example)
+        slowest = {} if set(PROCESS_STATS).isdisjoint(self._names) else self._slowest_process()
+        value_of: dict[str, Callable[[], Any]] = {
+            STAT_NUM_PARAMS: lambda: self._num_params(state),
+            STAT_NUM_FLOPS: lambda: self._step.num_flops,
+            STAT_MFU: lambda: self._utilization(batches / seconds),
+            STAT_INIT_TIME: lambda: self._init[0],
+            STAT_BEGIN_TIME: lambda: begin_time,
+            STAT_LIFE_TIME_SECS: lambda: self._stopwatch.clock() - self._init[1],
+            STAT_LOOP_TIME_SECS: lambda: spent.total,
+            STAT_STEPS_PER_SEC: lambda: spent.steps / seconds,
+            STAT_EXAMPLES_PER_SEC: lambda: examples / seconds,
+            STAT_DATA_TIME_SECS: lambda: spent.data,
+            STAT_DEVICE_TIME_SECS: lambda: spent.device,
+            STAT_ACTION_TIME_SECS: lambda: spent.actions,
+            STAT_EVAL_TIME_SECS: lambda: spent.evals,
+            STAT_CHECKPOINT_TIME_SECS: lambda: spent.checkpoints,
+            STAT_SLOWEST_PROCESS: lambda: slowest.get(STAT_SLOWEST_PROCESS),
+            STAT_SLOWEST_PROCESS_SECS: lambda: slowest.get(STAT_SLOWEST_PROCESS_SECS),
         }
-        return {name: stats[name] for name in self._names if stats.get(name) is not None}
+        found = {name: value_of[name]() for name in self._names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _num_params(self, state: Any) -> int | None:
+        known = self._step.num_params
+        return self._step.compute_num_params(state) if known is None and hasattr(state, "params") else known
 
     def _slowest_process(self) -> dict[str, float]:
         """Returns the `PROCESS_STATS` if all processes call this method; otherwise {}."""
@@ -161,14 +167,9 @@ class Statistics:
         mesh = self._step.partitioner.mesh
         devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
         peak = self.peak_flops_per_sec or cost.peak_flops_per_sec(devices[0].device_kind)
-        if peak is None and self._names != ALL_STATS and not self._has_logged_peak:
-            self._has_logged_peak = True
-            logging.warning(
-                "%s is left out, because the peak FLOPs of a device of kind %r are unknown. Set "
-                "loop.peak_flops_per_sec.",
-                STAT_MFU,
-                devices[0].device_kind,
-            )
+        if peak is None and self._names != ALL_STATS:
+            text = "%s is left out, because the peak FLOPs of a device of kind %r are unknown. Set peak_flops_per_sec."
+            logging.log_first_n(logging.WARNING, text, 1, STAT_MFU, devices[0].device_kind)
         if peak is None or self._step.num_flops is None:
             return None
         return self._step.num_flops * batches_per_sec / (peak * len(devices))
@@ -208,7 +209,7 @@ class StatLoop(Loop):
     ):
         super().__init__(step, max_steps_in_flight=max_steps_in_flight)
         self._statistics = Statistics(step, self.engine.run.stopwatch, stat_names, global_batch_size)
-        self.engine.statistics = self._statistics
+        self.engine.run.agenda.statistics = self._statistics
 
     @property
     def peak_flops_per_sec(self) -> float | None:
@@ -227,5 +228,5 @@ class StatLoop(Loop):
         if not outputs:
             with self.engine.run.stopwatch.counting("device"):
                 metrics.wait(state)
-        outputs.update(self.engine.measure(state))
+        outputs.update(self.engine.run.agenda.measure(state))
         return super().end(state, outputs)

@@ -26,9 +26,8 @@ from jaxloop.base import checks
 from jaxloop.checkpoint import CheckpointWriter
 from jaxloop.engine.engine import Engine
 from jaxloop.engine.feed import LoopData
-from jaxloop.engine.outputs import Outputs
-from jaxloop.engine.pending import rows_of
-from jaxloop.engine.steps import Steps
+from jaxloop.engine.outputs import Outputs, rows_of
+from jaxloop.engine.run import Steps
 from jaxloop.history import History
 
 

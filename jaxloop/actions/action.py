@@ -64,12 +64,13 @@ class Action(abc.ABC):
     settings: Sequence[str] = ()
     """The names of the settings that `change` accepts."""
 
-    _interval: int | Schedule = 1  # The default for a subclass that does not call `super().__init__`.
+    interval: int | Schedule = 1
+    """The interval between calls: a schedule, a number of loops or, for a step's action, a number of steps."""
 
     def __init__(self, interval: int | Schedule = 1):
         if not isinstance(interval, Schedule):
             checks.check_positive(f"{type(self).__name__}.interval", interval, instead="a schedule such as every(100)")
-        self._interval = interval
+        self.interval = interval
         try:
             inspect.signature(self).bind(None, None, **dict.fromkeys(_CONTEXT))
         except TypeError as error:
@@ -78,13 +79,8 @@ class Action(abc.ABC):
                 "Write __call__(self, state, outputs, *, step_num, **kwargs)."
             ) from None
 
-    @property
-    def interval(self) -> int | Schedule:
-        """The interval between calls: a schedule, a number of loops or, for a step's action, a number of steps."""
-        return self._interval
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(interval={self._interval})"
+        return f"{type(self).__name__}(interval={self.interval})"
 
     @abc.abstractmethod
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
@@ -109,7 +105,7 @@ class Action(abc.ABC):
 
         Called in response to `jaxloop.tell(workdir, "<action>.interval=100")`.
         """
-        self._interval = interval
+        self.interval = interval
 
     def change(self, name: str, value: Any) -> None:
         """Changes a setting during a run. Called in response to `jaxloop.tell(workdir, "<action>.<name>=<value>")`.

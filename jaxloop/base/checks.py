@@ -122,10 +122,10 @@ def is_alive(state: Any) -> bool:
     return not _deleted_leaves(state)
 
 
-def mark_donated(state: Any, by: str) -> None:
-    """Records which call a state was donated to, so that the error for using the state again can name that call.
+def mark_donated(state: Any, by: Any) -> None:
+    """Records what a state was donated to, such as a loop, so that the error for using the state again can name it.
 
-    The name is stored on one of the donated arrays, so it survives `state.replace(...)`.
+    This is stored on one of the donated arrays, so it survives `state.replace(...)`.
     """
     leaf = donated_leaf(state)
     if leaf is not None and not hasattr(leaf, "_jaxloop_donated_to"):

@@ -151,12 +151,8 @@ class Stopwatch:
             self._seconds[self._kind] -= seconds
             self._seconds[kind] += seconds
 
-    def training_at(self, reading: float) -> float:
-        """Returns `spent().training` at a clock reading, assuming that the current kind of work counts as training."""
-        return self.training + (reading - self._since)
-
     def reading_at(self, training: float) -> float:
-        """Returns the clock reading at which `spent().training` is `training`. This is the inverse of `training_at`."""
+        """Returns the clock reading at which `spent().training` is `training`, if this kind of work is training."""
         return self._since + (training - self.training)
 
     @contextlib.contextmanager
@@ -176,5 +172,5 @@ class Stopwatch:
 
     def training_secs(self) -> float:
         """Returns `spent().training`, without building the report."""
-        self.switch(self._kind)
-        return self.training
+        is_training = self._kind is not None and self._kind not in _NOT_TRAINING
+        return self.training + (self.clock() - self._since if is_training else 0.0)

@@ -15,8 +15,8 @@ from jaxloop.data import is_endless, is_one_pass, num_batches
 from jaxloop.data.position import PositionedIterator
 from jaxloop.data.sources import NO_DATA, fork_warning, indexed
 from jaxloop.engine.feed import as_iterator
-from jaxloop.engine.plan import Plan
 from jaxloop.engine.rehearse import END, Course
+from jaxloop.engine.run import Plan
 from jaxloop.experiment.specs import EvalSpec
 from jaxloop.schedules import Elapsed
 

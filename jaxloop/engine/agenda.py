@@ -87,7 +87,7 @@ class Item:
     Attributes:
       cursor: A position in the outputs. The item has read those before it, or has them in `unread`.
       unread: What hooks returned for earlier loops: with an int interval, their outputs, which end at the cursor, and
-        with a schedule, the values that are not lists.
+        with a schedule, the values that are not lists. None if there is nothing.
       called_at: The step after which it was last called; None before the first call.
       is_requested: True if it is due at the next moment, whatever its interval.
       spent: The time report at its last call.
@@ -105,7 +105,7 @@ class Item:
     def reset(self, spent: Spent, cursor: int = 0) -> None:
         """Forgets all calls."""
         self.cursor: int = cursor
-        self.unread: LoopOutputs = LoopOutputs()
+        self.unread: LoopOutputs | None = None
         self.called_at: int | None = None
         self.is_requested: bool = False
         self.spent: Spent = spent
@@ -113,9 +113,7 @@ class Item:
     def mark(self, now: Elapsed, spent: Spent, cursor: int) -> None:
         """Notes a call."""
         self.called_at, self.is_requested, self.spent = now.steps, False, spent
-        self.cursor = cursor
-        if self.unread or self.unread.num_examples:
-            self.unread = LoopOutputs()
+        self.cursor, self.unread = cursor, None
 
     @property
     def interval(self) -> int | Schedule:
@@ -132,8 +130,38 @@ class Item:
             return self.is_requested
         interval = self.interval
         if isinstance(interval, Schedule):
-            return interval(now)
+            assert now.previous is not None
+            return interval.fires(now.previous, now)
         return loop is not None and loop % interval == 0
+
+    def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
+        """Returns the outputs since the last call. An int interval gets what the `end` hook returned."""
+        if self.reads == "nothing":
+            if self.rank == Rank.SAVE:
+                outputs.fetch()  # Before the save, because this finds NaN and infinity.
+            return LoopOutputs()
+        if self.reads == "newest":
+            return LoopOutputs(outputs.newest_scalars() if ended is None else metrics.newest_scalars(ended.outputs))
+        outputs.cut()
+        if ended is not None and not isinstance(self.interval, Schedule) and self.cursor <= ended.start:
+            found = outputs.since(self.cursor, ended.start, after=self.unread)
+            found.extend(ended.outputs.copy())
+            return found
+        found = outputs.since(self.cursor, after=self.unread)
+        if ended is not None:
+            found.update(_plain(ended.outputs))
+        return found
+
+    def keep_unread(self, outputs: Outputs, ended: Ended) -> None:
+        """Keeps what hooks returned for a loop, if the item reads it and was not called at its end."""
+        if self.reads != "all" or self.cursor == outputs.position:
+            return
+        if isinstance(self.interval, Schedule):
+            plain = _plain(ended.outputs)
+            self.unread = LoopOutputs() if self.unread is None else self.unread
+            self.unread.update({name: value for name, value in plain.items() if name != types.STOP_LOOP})
+        elif self.cursor <= ended.start:
+            self.unread, self.cursor = self.unread_in(outputs, ended), outputs.position
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns what a checkpoint stores: numbers, strings, arrays, lists and dicts."""
@@ -144,15 +172,15 @@ class Item:
 
     def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
         """Returns everything that a checkpoint stores about the item, as JSON values."""
-        has_read = not self.unread and not self.unread.num_examples
-        read = {"called_at": self.called_at, "cursor": self.cursor, "unread": None if has_read else encode(self.unread)}
+        unread = None if self.unread is None else encode(self.unread)
+        read = {"called_at": self.called_at, "cursor": self.cursor, "unread": unread}
         return {"name": self.name, "state": encoding.encode(self.state_dict()), **read}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restores the result of `saved`."""
         self.load_state_dict(encoding.decode(saved["state"]))
         self.called_at, self.cursor = saved["called_at"], saved["cursor"]
-        self.unread = LoopOutputs.decode(saved["unread"]) if saved["unread"] else LoopOutputs()
+        self.unread = saved["unread"] and LoopOutputs.decode(saved["unread"])
 
 
 @final
@@ -229,27 +257,22 @@ class Agenda:
       stopwatch: Tracks how the time is spent.
       job: The processes that train together, with their signals. After a signal, no evaluation begins, and
         nothing saves before those that are due.
-      measure: A function `(state, spent, cursor) -> statistics`, which are added to the outputs of items that read all.
 
     Attributes:
       job: The processes that train together.
       items: The items, by rank.
+      statistics: The object that measures intervals; None if nothing is measured.
       ended: The loop that has ended last, until the next one begins.
       stopped_by: What has asked the run to stop: an item, or a description; None if nothing did.
       owes_trim: True after an interruption at a step that may or may not end a loop. The next step trims, or the end
         of that loop.
     """
 
-    def __init__(
-        self,
-        outputs: Outputs,
-        stopwatch: Stopwatch,
-        job: Job,
-        measure: Callable[[Any, Spent, int], Mapping[str, Any]],
-    ):
-        self._outputs, self._stopwatch, self._measure = outputs, stopwatch, measure
+    def __init__(self, outputs: Outputs, stopwatch: Stopwatch, job: Job):
+        self._outputs, self._stopwatch = outputs, stopwatch
         self.job: Job = job
         self.items: Sequence[Item] = ()
+        self.statistics: Any = None
         self.ended: Ended | None = None
         self.owes_trim: bool = False
         self.begin_call()
@@ -274,18 +297,13 @@ class Agenda:
         """Adds an item, which is called before the others of its rank."""
         self.items = sorted([item, *self.items], key=lambda each: each.rank)
 
-    def goal(self, now: Elapsed, others: Sequence[Schedule]) -> Goal:
-        """Returns the next step, time and loop at which something may be due."""
-        return goal_of([item.interval for item in self.called_here] + [*others], now)
+    def goal(self, now: Elapsed, stop: Schedule | None) -> Goal:
+        """Returns the next step, time and loop at which something may be due, or the schedule may end the run."""
+        intervals = [item.interval for item in self.items if item.rank > Rank.ELSEWHERE]
+        return goal_of(intervals if stop is None else [*intervals, stop], now)
 
     def hold(
-        self,
-        state: Any,
-        now: Elapsed,
-        spent: Spent,
-        ended: Ended | None = None,
-        *,
-        may_end: bool = False,
+        self, state: Any, now: Elapsed, spent: Spent, ended: Ended | None = None, *, may_end: bool = False
     ) -> Elapsed:
         """Calls everything that is due and was not called at this step.
 
@@ -302,49 +320,42 @@ class Agenda:
         Returns:
           The progress, which now tells whether this is the end of the run.
         """
-        loop, saves = None if ended is None else ended.number, not may_end
-        items, requests = self.called_here, self.job.requests.outermost
-        while True:
-            was_called = False
-            for item in items:
-                if item.rank == Rank.SAVE:
-                    break
-                if not item.is_due(now, loop):
-                    continue
-                # After a signal, no evaluation begins, and what follows waits for the evaluations that are due.
-                waits = item.rank == Rank.EVALUATION or (may_end and item.rank > Rank.EVALUATION)
-                if waits and requests.signum is not None:
-                    saves = False
-                    break
-                was_called = True
-                if not self._call(item, state, now, spent, ended):
-                    saves = False
-                    break
-            if was_called and self.job.any_stops(self.stopped_by is not None):
-                self.stopped_by = self.stopped_by or "another process"
-            if self.stopped_by is None or now.is_last:
-                break
-            if ended is None or requests.signum is not None:
-                saves = False
-                break
+        is_done = self._call_due(state, now, spent, ended, may_end)
+        if self.stopped_by is not None and ended is not None and not (now.is_last or self.job.requests.requested):
             now = dataclasses.replace(now, is_last=True)
+            is_done = self._call_due(state, now, spent, ended, may_end)
         if ended is not None and ended.is_changed:
-            for item in items:
-                self._keep_unread(item, ended)
+            for item in self.called_here:
+                item.keep_unread(self._outputs, ended)
         self.owes_trim = may_end or (self.owes_trim and ended is None)
         if not self.owes_trim:  # Before the saves, because a resumed run must merge the same sums in the same order.
             self.trim()
-        if saves:
-            for item in items:
-                if item.rank == Rank.SAVE and item.is_due(now, loop):
+        if is_done and not may_end and (self.stopped_by is None or now.is_last):
+            for item in self.items:
+                if item.rank == Rank.SAVE and item.is_due(now, ended and ended.number):
                     self._call(item, state, now, spent, ended)
         return now
 
+    def _call_due(self, state: Any, now: Elapsed, spent: Spent, ended: Ended | None, may_end: bool) -> bool:
+        """Calls everything that is due, except for saves. Returns False if a signal has kept anything from it."""
+        is_done = True
+        for item in self.items:
+            if not Rank.ELSEWHERE < item.rank < Rank.SAVE or not item.is_due(now, ended and ended.number):
+                continue
+            # After a signal, no evaluation begins, and what follows waits for the evaluations that are due.
+            waits = item.rank == Rank.EVALUATION or (may_end and item.rank > Rank.EVALUATION)
+            is_done = not (waits and self.job.requests.requested) and self._call(item, state, now, spent, ended)
+            if not is_done:
+                break
+        if self.job.is_shared and self.job.any_stops(self.stopped_by is not None):
+            self.stopped_by = self.stopped_by or "another process"
+        return is_done
+
     def _call(self, item: Item, state: Any, now: Elapsed, spent: Spent, ended: Ended | None) -> bool:
         """Calls an item. Returns False if it was interrupted."""
-        outputs, since = self._outputs_for(item, ended), spent - item.spent
-        if item.reads == "all" and now.steps:  # There is nothing to measure before the first step.
-            outputs.update(self._measure(state, since, item.cursor))
+        outputs, since = item.unread_in(self._outputs, ended), spent - item.spent
+        if item.reads == "all" and item.rank != Rank.ROW and now.steps:  # Nothing was measured before the first step.
+            outputs.update(self.measure(state, since, item.cursor))
         if item.rank == Rank.SAVE:  # A checkpoint contains that it was saved.
             item.mark(now, spent, self._outputs.position)
         category = item.time_category
@@ -362,34 +373,10 @@ class Agenda:
                 self.stopped_by = self.stopped_by or item
         return is_done
 
-    def _keep_unread(self, item: Item, ended: Ended) -> None:
-        """Keeps what hooks returned for a loop, if an item that reads it was not called at its end."""
-        if item.reads != "all" or item.cursor == self._outputs.position:
-            return
-        if isinstance(item.interval, Schedule):
-            plain = _plain(ended.outputs)
-            item.unread.update({name: value for name, value in plain.items() if name != types.STOP_LOOP})
-        elif item.cursor <= ended.start:
-            item.unread, item.cursor = self._outputs_for(item, ended), self._outputs.position
-
-    def _outputs_for(self, item: Item, ended: Ended | None) -> LoopOutputs:
-        """Returns the outputs since an item's last call. An int interval gets what the `end` hook returned."""
-        outputs = self._outputs
-        if item.reads == "nothing":
-            if item.rank == Rank.SAVE:
-                outputs.fetch()  # Before the save, because this finds NaN and infinity.
-            return LoopOutputs()
-        if item.reads == "newest":
-            return LoopOutputs(outputs.newest_scalars() if ended is None else metrics.newest_scalars(ended.outputs))
-        outputs.cut()
-        if ended is not None and not isinstance(item.interval, Schedule) and item.cursor <= ended.start:
-            found = outputs.since(item.cursor, ended.start, after=item.unread)
-            found.extend(ended.outputs.copy())
-            return found
-        found = outputs.since(item.cursor, after=item.unread)
-        if ended is not None:
-            found.update(_plain(ended.outputs))
-        return found
+    def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
+        """Returns the statistics of an interval; by default, of the current loop."""
+        found, guard = {} if self.statistics is None else self.statistics.of(state, spent), self._outputs.guard
+        return found if guard is None else found | guard.measure(self._outputs.loop_start if cursor is None else cursor)
 
     def trim(self) -> None:
         """Drops the outputs that everything has read."""

@@ -10,16 +10,13 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks
-from jaxloop.base.timing import Spent
 from jaxloop.data.sources import indexed
 from jaxloop.engine.agenda import ActionItem, Ended, Moment, Rank
 from jaxloop.engine.auto import STEPS_TRIED
 from jaxloop.engine.call import Call, Failure, Options, Outcome
 from jaxloop.engine.feed import LoopData, as_iterator
-from jaxloop.engine.plan import Plan
 from jaxloop.engine.program import Program
-from jaxloop.engine.run import Run
-from jaxloop.engine.steps import Steps
+from jaxloop.engine.run import Plan, Run, Steps
 from jaxloop.metrics import LoopOutputs
 from jaxloop.processes import agreement
 from jaxloop.schedules import NEVER, Elapsed
@@ -51,7 +48,6 @@ class Engine:
       data: The loop's data.
       plan: What an experiment adds to the loop.
       actions: The loop's actions.
-      statistics: The object that measures intervals; None if nothing is measured.
       call: The current call, or the last one.
     """
 
@@ -59,11 +55,10 @@ class Engine:
         self._loop = loop
         job = agreement.Job(agreement.is_shared(loop.step.partitioner.mesh))
         self.options: Options = Options(max_in_flight=max_in_flight)
-        self.run: Run = Run(job, self.measure)
+        self.run: Run = Run(job)
         self.data: LoopData = LoopData(loop, job, self.run.stopwatch)
         self.plan: Plan = Plan(is_alone=True)
         self.actions: LoopActions = LoopActions()
-        self.statistics: Any = None
         self.call: Call = Call()
 
     @property
@@ -126,6 +121,7 @@ class Engine:
             call = self._begin_call(state, trains)
             try:
                 with requests, run.stopwatch.counting("dispatch"):
+                    self._steps = Steps(self._loop, call, run, self.plan, self.options, self.data)
                     while True:
                         state, iterator = self._begin_loop(call.state, data())
                         state, found = self._checked(loop.run(state, iterator, steps()))
@@ -137,7 +133,7 @@ class Engine:
                             if trains:  # Another call continues the loop.
                                 now, spent = run.at_moment(run.now.loops), run.stopwatch.spent()
                                 run.agenda.hold(state, now, spent, may_end=True)
-                                outputs.update(self.measure(state))
+                                outputs.update(run.agenda.measure(state))
                             break
                         else:
                             state, outputs = self._end_loop(state, outputs)
@@ -189,8 +185,8 @@ class Engine:
         has_work = step._runner.work_for_each_step(evaluates=not trains) is not None
         calls_step = has_work or checks.is_user_defined(self._loop, "_run_one_step")
         custom = (lambda *args: self._loop._run_one_step(*args[:2], self.run.batches + args[2])) if calls_step else None
-        if self.statistics is not None:
-            observers = [*observers, *self.statistics.observers()]
+        if (statistics := self.run.agenda.statistics) is not None:
+            observers = [*observers, *statistics.observers()]
         return Program(step, evaluates=not trains, custom=custom, observers=observers)
 
     def _set_up_outputs(self, step_num: int) -> None:
@@ -219,8 +215,8 @@ class Engine:
             run.agenda.ended = None
             if self.actions.begin:
                 self._call_begin_actions(state)
-        if self.statistics is not None:
-            self.statistics.begin_loop()
+        if run.agenda.statistics is not None:
+            run.agenda.statistics.begin_loop(max(self.call.updates, 1))
         if run.batches and not self.data.is_wrapped:
             return state, as_iterator(dataset)
         new_state, iterator = self._loop.begin(state, dataset)
@@ -265,7 +261,7 @@ class Engine:
             return dataclasses.replace(plan.at, previous=run.now.without_previous())
         now = run.at_moment(run.now.loops + 1)
         is_last = run.agenda.wants_stop or plan.ends_at(now)
-        if not is_last and not self.job.requests.requested and not self._steps().has_more(now, ends_loop=True):
+        if not is_last and not self.job.requests.requested and not self._steps.has_more(now, ends_loop=True):
             is_last = not plan.source.next_pass()
         return dataclasses.replace(now, is_last=is_last)
 
@@ -286,9 +282,6 @@ class Engine:
 
     # The loop over steps -------------------------------------------------------------------------------
 
-    def _steps(self) -> Steps:
-        return Steps(self._loop, self.call, self.run, self.plan, self.options, self.data, self.statistics)
-
     def advance(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Runs steps up to the end of a loop. Between them, calls what is due. The default of `Loop.run`."""
         call, outputs, step = self.call, self.run.outputs, self._loop.step
@@ -298,7 +291,7 @@ class Engine:
             step.begin_evaluation()
         call.state, call.place = step._runner.states.prepare(state), "the dataset"
         try:
-            self._steps()(limit)
+            self._steps(limit)
             call.place = step
             if not (call.outcome.is_interrupted and call.updates and not self.plan.is_alone):
                 outputs.cut()
@@ -327,7 +320,7 @@ class Engine:
 
     def check_schedules(self) -> None:
         """Raises an error if a schedule doesn't return a later step."""
-        self.run.agenda.goal(self.run.now, self.plan.schedules)
+        self.run.agenda.goal(self.run.now, self.plan.stop)
 
     def loop_end(self, step_num: int) -> int | None:
         """Returns the number of steps to the next end of a loop at which something may be due."""
@@ -337,7 +330,7 @@ class Engine:
             first, idle = plan.loop_steps - step_num % plan.loop_steps, 0
             can_pass = not self.actions.begin and self.options.nan_policy == "ignore"
             if can_pass and not self.call.own_hooks:
-                idle = run.agenda.goal(run.now, plan.schedules).loop - run.now.loops - 1
+                idle = run.agenda.goal(run.now, plan.stop).loop - run.now.loops - 1
             ends.append(min(first + idle * plan.loop_steps, NEVER[0]))
         return min(ends, default=None)
 
@@ -355,7 +348,6 @@ class Engine:
           at_end: Whether a loop ends here.
         """
         run, agenda = self.run, self.run.agenda
-        self.call.updates = 0 if self.options.evaluates else self._loop.step.updates_per_step
         with self.job.requests, run.stopwatch.counting("dispatch"):
             now = dataclasses.replace(run.now, is_last=is_last or self.plan.ends_at(run.now))
             now = dataclasses.replace(now, previous=now.previous or now.without_previous())
@@ -426,22 +418,13 @@ class Engine:
         if self.options.steps_per_dispatch is None:  # A different number could change the last bits of the results.
             self.options.steps_per_dispatch = saved["steps_per_dispatch"]
 
-    # Checks and measures -----------------------------------------------------------------------------------
+    # Checks ------------------------------------------------------------------------------------------------
 
     def _checked(self, result: Any) -> tuple[Any, LoopOutputs]:
         state, found = checks.check_pair(result, f"{type(self._loop).__name__}.run", "(state, outputs)")
         outputs = found if isinstance(found, LoopOutputs) else LoopOutputs(found)
         outputs.num_examples = list(self.outcome.num_examples)
         return state, outputs
-
-    def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
-        """Returns the statistics of an interval; by default, of the current loop."""
-        if self.statistics is None:
-            return {}
-        found, outputs = self.statistics.of(state, spent, updates=max(self.call.updates, 1)), self.run.outputs
-        if outputs.guard is not None:
-            found |= outputs.guard.measure(outputs.loop_start if cursor is None else cursor)
-        return found
 
     def _failure(self, error: BaseException) -> Failure:
         """Determines whether the state after the last completed step can be used after an exception."""
@@ -460,7 +443,7 @@ class Engine:
         if not checks.is_alive(call.state):
             return failure._replace(reason="it was donated to the step that failed")
         try:
-            self._steps().check_count()
+            self._steps.check_count()
         except Exception as other:  # Includes device errors, which are raised when the count is read.
             problem = str(other)
         return failure._replace(state=call.state) if problem is None else failure._replace(reason=problem)

@@ -1,5 +1,7 @@
 """Programs, which run steps. No other code loops over steps."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -10,16 +12,26 @@ from typing import Any, NamedTuple, final
 import jax
 from absl import logging
 
-from jaxloop import types
+from jaxloop import metrics, types
 from jaxloop.base import checks, timing
 from jaxloop.engine.feed import Feed
-from jaxloop.engine.pending import Block
 from jaxloop.processes.interrupt import Interruptible
 from jaxloop.step import FusingError, Step
 from jaxloop.step.compiled import Compiled, stacked
 
+CHUNK_SIZE = 32
+"""The maximum number of steps whose outputs are handled together."""
+
 Custom = Callable[[Any, types.Batch, int], tuple[Any, types.Output]]
 """Runs one step: `(state, batch, number of the step in this stretch) -> (state, outputs)`."""
+
+
+@final
+class Block(NamedTuple):
+    """The outputs of several steps from one dispatch, stacked along a new leading axis."""
+
+    outputs: types.Output
+    num_steps: int
 
 
 @final
@@ -266,3 +278,57 @@ class Program:
         if work := self._runner.work_for_each_step(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
         return self._runner.programs.compiled(evaluates=self._evaluates, fuses=True)
+
+
+@final
+class InFlight:
+    """The dispatches that the devices may not have completed yet.
+
+    Args:
+      stopwatch: Tracks how the time is spent.
+
+    Attributes:
+      limit: The number of steps by which the host may run ahead.
+      chunk: The number of steps whose outputs are handled together.
+    """
+
+    def __init__(self, stopwatch: timing.Stopwatch):
+        self.set_limit(64)
+        self._stopwatch = stopwatch
+        self._markers: collections.deque[tuple[Any, int]] = collections.deque()
+        self._num_steps = 0
+
+    def set_limit(self, limit: int) -> None:
+        """Sets the number of steps by which the host may run ahead."""
+        self.limit: int = limit
+        self.chunk: int = min(CHUNK_SIZE, -(-limit // 2))
+
+    def add(self, outputs: types.Output, num_steps: int, state: Any) -> None:
+        """Adds a dispatch, and waits if the host is too far ahead. `state` is the state after it."""
+        marker = next((leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)), None)
+        self._markers.append((marker, num_steps))
+        self._num_steps += num_steps
+        while self._num_steps > self.limit - self.chunk and self._markers:
+            marker, number = self._markers.popleft()
+            self._num_steps -= number
+            before = self._stopwatch.switch("device")
+            try:
+                metrics.wait(state if marker is None else marker)
+            finally:
+                self._stopwatch.switch(before)
+            if marker is None:  # That step's state has been donated since, so this waited for the latest one.
+                self.clear()
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that times a wait for the devices."""
+        return self._stopwatch.counting("device")
+
+    def clear(self) -> None:
+        """Forgets all dispatches, because they are completed."""
+        self._markers.clear()
+        self._num_steps = 0
+
+    @property
+    def num_computed(self) -> int:
+        """The number of completed dispatches. May be read from another thread."""
+        return sum(metrics.is_ready(marker) for marker, _ in self._markers.copy())

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from jaxloop.engine.agenda import Item, Rank
-from jaxloop.engine.plan import Plan
+from jaxloop.engine.run import Plan
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of
 
 END = NEVER[0]

@@ -1,14 +1,61 @@
-"""Everything that describes a run of a loop: with the arrays of the state, it is a checkpoint."""
+"""A run of a loop: its plan, its progress, and the loop over its steps."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from jaxloop.base.timing import Spent, Stopwatch
-from jaxloop.engine.agenda import Agenda
+from absl import logging
+
+from jaxloop import metrics
+from jaxloop.base import checks
+from jaxloop.base.timing import Stopwatch
+from jaxloop.engine.agenda import Agenda, Item, Rank
+from jaxloop.engine.auto import STEPS_TRIED, find_steps_per_dispatch
+from jaxloop.engine.call import Call, Options
+from jaxloop.engine.feed import LoopData, Source
 from jaxloop.engine.outputs import Outputs
+from jaxloop.engine.program import Ran
 from jaxloop.processes.agreement import Job
-from jaxloop.schedules import Elapsed
+from jaxloop.schedules import NEVER, Elapsed, Goal, Schedule
+
+_NO_CONTEXT = {"history": None, "total_steps": None, "snapshot": None}
+_ENDLESS = Goal(NEVER[0], math.inf, NEVER[0])
+_MANY_BATCHES = 10_000  # After this many, an evaluation without a limit causes a warning.
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What an experiment adds to a loop.
+
+    Attributes:
+      is_alone: True if no experiment runs the loop. Then, each call runs a single loop.
+      total: The total number of updates.
+      loop_steps: The number of updates per loop. Loops end at multiples of this number.
+      stop: A schedule that ends the run.
+      items: Items other than the loop's own end actions: rows and evaluations.
+      context: Further keyword arguments for actions.
+      source: What is done with the data.
+      at: In an evaluation, the progress of the training.
+    """
+
+    is_alone: bool = False
+    total: int | None = None
+    loop_steps: int | None = None
+    stop: Schedule | None = None
+    items: Sequence[Item] = ()
+    context: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _NO_CONTEXT)
+    source: Source = dataclasses.field(default_factory=Source)
+    at: Elapsed | None = None
+
+    def ends_at(self, now: Elapsed) -> bool:
+        """Returns True if the run ends at this step, whatever the data say."""
+        return now.steps == self.total or (self.stop is not None and self.stop.stops(now.previous or now, now))
+
+    def ends_loop(self, step_num: int) -> bool:
+        """Returns True if a loop ends at this step because of its length."""
+        return self.loop_steps is not None and step_num % self.loop_steps == 0
 
 
 @final
@@ -51,7 +98,6 @@ class Run:
 
     Args:
       job: The processes that train together.
-      measure: A function `(state, spent, cursor) -> statistics`.
 
     Attributes:
       stopwatch: Tracks how the time is spent.
@@ -65,11 +111,11 @@ class Run:
       began_at: The progress when the begin actions were last checked.
     """
 
-    def __init__(self, job: Job, measure: Callable[[Any, Spent, int], Mapping[str, Any]]):
+    def __init__(self, job: Job):
         self.stopwatch: Stopwatch = Stopwatch()
         self.clock: Clock = Clock(self.stopwatch, is_shared=job.is_shared)
         self.outputs: Outputs = Outputs(self.stopwatch)
-        self.agenda: Agenda = Agenda(self.outputs, self.stopwatch, job, measure)
+        self.agenda: Agenda = Agenda(self.outputs, self.stopwatch, job)
         self.begin(Elapsed())
 
     def begin(self, now: Elapsed) -> None:
@@ -107,8 +153,8 @@ class Run:
         self.outputs.begin_loop()
         self.loops, self.batches = self.loops + 1, 0
 
-    def pass_ends(self, loop_steps: int, updates: int, *, also_here: bool) -> bool:
-        """Ends the loops that the latest steps completed without a stop. Returns True if there were any.
+    def pass_ends(self, loop_steps: int, updates: int, *, also_here: bool) -> None:
+        """Ends the loops that the latest steps completed without a stop.
 
         After steps 7 to 25 with loops of 10 steps, the loops end that contain steps 10 and 20.
 
@@ -120,15 +166,16 @@ class Run:
         now, before, newest = self.now, self.now.steps - self.batches * updates, self.now.steps - (not also_here)
         passed = newest // loop_steps - before // loop_steps
         if passed <= 0:
-            return False
+            return
         since = (now.steps - newest // loop_steps * loop_steps) // updates
         self.loops, self.batches = self.loops + passed, since
         self.outputs.begin_loop(self.outputs.position - since)
         self.agenda.ended = None
+        if self.agenda.statistics is not None:
+            self.agenda.statistics.begin_loop(updates)
         before_now = now.previous.loops + passed - (also_here and since == 0) if now.previous else 0
         previous = now.previous and dataclasses.replace(now.previous, loops=before_now)
         self.now = dataclasses.replace(now, loops=now.loops + passed, previous=previous)
-        return True
 
     def drop_loop(self) -> None:
         """Forgets the current loop."""
@@ -162,3 +209,199 @@ class Run:
         self.clock.begin(self.now.time)
         self.outputs.load_state_dict(saved["outputs"])
         self.agenda.load_state_dict(saved["agenda"], kept, self.now.steps)
+
+
+@final
+class Steps:
+    """Runs the steps of a loop in stretches. Something can be due only at the end of one, and is called there.
+
+    Args:
+      loop: The loop.
+      call: The call that runs the loop.
+      run: The run.
+      plan: What an experiment adds to the loop.
+      options: How the steps run.
+      data: The data of the loop.
+    """
+
+    def __init__(self, loop: Any, call: Call, run: Run, plan: Plan, options: Options, data: LoopData):
+        self._loop, self._call, self._run, self._plan = loop, call, run, plan
+        self._options, self._data = options, data
+        self._requests = run.agenda.job.requests.outermost
+
+    def __call__(self, num_batches: int | None) -> None:
+        """Runs up to `num_batches` steps. Stops where a loop ends, when the data end, and after a signal."""
+        run, updates = self._run, self._call.updates
+        left = NEVER[0] if num_batches is None else num_batches
+        until, is_bounded = run.now.steps + left * updates, num_batches is not None
+        goal = self._next_goal() if left > 0 else None
+        while goal is not None:
+            self._call.place = "the dataset"
+            try:
+                left -= self._run_stretch(min(left, self._room(goal)), goal)
+            except BaseException:
+                self._pass_ends(also_here=run.now.steps < min(goal.step, until))
+                raise
+            self._pass_ends(also_here=False)
+            goal = self._call_what_is_due(goal, left)
+            if not is_bounded and not updates and run.batches > _MANY_BATCHES:
+                is_bounded = True
+                text = (
+                    "The evaluation by %r has run more than %d steps without reaching the end of its dataset. If the "
+                    "dataset repeats forever, set num_steps in its EvalSpec."
+                )
+                logging.warning(text, self._loop.step, _MANY_BATCHES)
+
+    # What is due -------------------------------------------------------------------------------------
+
+    def _next_goal(self) -> Goal:
+        return self._run.agenda.goal(self._run.now, self._plan.stop) if self._call.updates else _ENDLESS
+
+    def _is_reached(self, goal: Goal) -> bool:
+        """Returns True if something may be due now."""
+        if self._run.now.steps >= goal.step or self._requests.pauses:
+            return self._call.updates > 0
+        return goal.time < math.inf and self._run.clock.time() >= goal.time
+
+    def _call_what_is_due(self, goal: Goal, left: int) -> Goal | None:
+        """Handles the end of a stretch. Returns the next goal, or None if the loop ends here.
+
+        Args:
+          goal: The goal of the stretch.
+          left: The number of batches that this call may still run.
+        """
+        call, run, plan, requests = self._call, self._run, self._plan, self._requests
+        ends_loop = plan.ends_loop(run.now.steps)
+        if self._data.feed.has_ended:
+            call.outcome.data_ended = True
+            return None
+        if requests.signum is not None:
+            call.outcome.is_interrupted = left > 0 and not ends_loop and not plan.ends_at(run.now)
+            return None
+        if left == 0:
+            return None
+        is_reached = self._is_reached(goal)
+        if ends_loop and (is_reached or not self._passes_end()):
+            return None
+        if not is_reached:
+            return goal
+        now, spent = run.at_moment(run.now.loops), run.stopwatch.spent()
+        if plan.ends_at(now) or not self.has_more(now):
+            return None  # The loop ends here, and its `end` comes first.
+        call.place = "the actions"
+        checks.mark_donated(call.state, self._loop)  # The next step donates it.
+        run.now = run.agenda.hold(call.state, now, spent)
+        call.outcome.is_interrupted = requests.signum is not None
+        return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()
+
+    def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
+        """Returns True if there is another batch, which is then read ahead, or if the next loop wraps the data."""
+        self._call.place = "the dataset"
+        savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
+        pauses = self._requests.pauses  # A command may ask for a save.
+        saves = pauses or any([item.is_due(now, now.loops) for item in savers])
+        feed, source = self._data.feed, self._data.source
+        if self._data.is_wrapped and ends_loop and not feed.has_ended:
+            return True  # The next loop wraps the data anew, and a batch that is read ahead here would be lost.
+        if saves and not feed.num_ahead:
+            source.mark()
+        with self._run.stopwatch.counting("data"):
+            has_more = feed.has_more()
+        source.consumed(feed.num_ahead)
+        self._call.outcome.data_ended |= not has_more
+        return has_more
+
+    def _passes_end(self) -> bool:
+        """Ends a loop at whose end nothing is due. Returns False if something ends the run here."""
+        run = self._run
+        if not self.has_more(run.now) or self._requests.signum is not None:
+            return False
+        run.outputs.cut()
+        if run.outputs.may_stop and run.outputs.loop().asks_to_stop:
+            return False
+        self._pass_ends(also_here=True)
+        return True
+
+    def _pass_ends(self, *, also_here: bool) -> None:
+        """Ends the loops that the latest steps completed without a stop.
+
+        Args:
+          also_here: Whether to end a loop that ends at the last of these steps, too.
+        """
+        run, updates, loop_steps = self._run, self._call.updates, self._plan.loop_steps
+        if updates and loop_steps is not None and run.batches * updates > run.now.steps % loop_steps:
+            run.pass_ends(loop_steps, updates, also_here=also_here)
+
+    # Stretches ---------------------------------------------------------------------------------------
+
+    def _room(self, goal: Goal) -> int:
+        """Returns the number of batches up to the goal or, unless nothing needs it, the next end of a loop."""
+        now, updates, loop_steps = self._run.now.steps, self._call.updates, self._plan.loop_steps
+        if not updates:
+            return NEVER[0]
+        room = -(-(goal.step - now) // updates)
+        if loop_steps is None or (goal.time == math.inf and self._run.outputs.pending.are_plain):
+            return room
+        return min(room, (loop_steps - now % loop_steps) // updates)
+
+    def _run_stretch(self, room: int, goal: Goal) -> int:
+        """Runs some steps, counts them, and takes over their outputs. Returns their number of batches."""
+        call, run, feed, pending = self._call, self._run, self._data.feed, self._run.outputs.pending
+        program, requests = call.program, self._requests
+        assert program is not None
+        step = program.step
+        by_clock, deadline = goal.time < math.inf, math.inf
+        if by_clock and feed.joint is None:
+            deadline = run.clock.deadline(goal.time)
+        room = 1 if program.runs_singly or (by_clock and feed.joint is not None) else room
+        options = self._options
+        if options.steps_per_dispatch is None and room >= STEPS_TRIED:
+            options.steps_per_dispatch = find_steps_per_dispatch(step, call.state, feed, evaluates=not call.updates)
+            run.outputs.pending.in_flight.set_limit(options.in_flight(step))
+        size = options.steps_per_dispatch or 1
+        if feed.joint is not None:
+            self._data.source.mark(if_cheap=True)
+        call.ran = ran = Ran(call.state, run.now.steps, pending.newest)
+        try:
+            if not (1 < size <= room and program.run_fused(ran, feed, size)) and not feed.has_ended:
+                program.run(ran, feed, min(room, pending.room), requests, deadline)
+        except BaseException as error:
+            if ran.is_in_step and isinstance(error, Exception):
+                failed = len(ran.examples) + (step.rescued_state is None)  # A rescued step has been counted.
+                failed = run.now.steps + failed * max(call.updates, 1)
+                call.outcome.failure = call.outcome.failure._replace(step_num=failed)
+            if ran.is_in_step or not requests.supersedes(error):
+                raise
+        finally:
+            run.stopwatch.move(ran.in_data, "data")
+            call.state, call.ran, number = ran.state, None, len(ran.examples)
+            call.place = step if ran.is_in_step else call.place
+            if feed.joint is not None:
+                ran.examples, run.clock.agreed = feed.count(number), feed.joint.secs or run.clock.agreed
+            run.count(ran.examples, call.updates)
+            pending.account(ran.examples)
+            is_undone = ran.is_in_step and step.rescued_state is None
+            self._data.source.consumed(feed.num_ahead + is_undone)
+        if number:
+            if run.agenda.owes_trim:
+                run.agenda.trim()
+            call.place = step
+            run.outputs.push(number, ran.state)
+            if options.checks_count:
+                self.check_count()
+        return number
+
+    def check_count(self) -> None:
+        """Raises an error if, after the first steps, `state.step` differs from the run's count."""
+        step, run, updates = self._loop.step, self._run, self._call.updates
+        count = getattr(self._call.state, "step", None)
+        if not (self._options.checks_count and updates and run.batches) or count is None:
+            return
+        step_num, number, counted = run.now.steps, run.batches, int(metrics.fetch(count))
+        if counted != step_num:
+            raise ValueError(
+                f"{step!r} ran on {number} batch{'es' if number > 1 else ''} from state.step "
+                f"{step_num - number * updates}, and state.step is now {counted}, not {step_num}. "
+                f"{checks.counting_hint(step)}"
+            )
+        self._options.checks_count = False

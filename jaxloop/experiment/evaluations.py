@@ -15,7 +15,7 @@ from jaxloop.data.position import PositionedIterator
 from jaxloop.data.sources import keeping_random_state
 from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
 from jaxloop.engine.feed import as_iterator
-from jaxloop.engine.plan import Plan
+from jaxloop.engine.run import Plan
 from jaxloop.experiment.specs import CheckpointSpec, EvalContext, EvalSpec
 from jaxloop.experiment.whole_run import elapsed_at, step_num_of
 from jaxloop.history import History

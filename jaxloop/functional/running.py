@@ -16,8 +16,8 @@ from jaxloop.base.text import announce, quiet_orbax, suggests
 from jaxloop.engine.agenda import Rank
 from jaxloop.engine.engine import Engine
 from jaxloop.engine.feed import Source
-from jaxloop.engine.plan import Plan
 from jaxloop.engine.rehearse import Course
+from jaxloop.engine.run import Plan
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.specs import RunSpec
 from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams, saved_paths, withdraw_stop

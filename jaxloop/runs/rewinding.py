@@ -12,7 +12,7 @@ from jaxloop.base import checks, files
 from jaxloop.engine.agenda import ActionItem, Rank
 from jaxloop.engine.engine import LoopActions
 from jaxloop.engine.feed import Source
-from jaxloop.engine.plan import Plan
+from jaxloop.engine.run import Plan
 from jaxloop.experiment.data import LeftOut, TrainingData, batches_of
 from jaxloop.experiment.evaluations import Recorder
 from jaxloop.experiment.specs import RunSpec
