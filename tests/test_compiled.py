@@ -14,7 +14,7 @@ from flax import linen as nn
 
 import jaxloop
 from jaxloop import check
-from jaxloop.base.flat_state import FlatState
+from jaxloop.base.structures import FlatState
 from jaxloop.stat_loop import ALL_STATS, STAT_MFU
 from jaxloop.step import cost
 

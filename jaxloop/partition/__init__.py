@@ -2,9 +2,11 @@
 
 from jaxloop.partition.choice import choose as choose
 from jaxloop.partition.choice import memory_of as memory_of
-from jaxloop.partition.data_parallel import DataParallelPartitioner as DataParallelPartitioner
-from jaxloop.partition.explicit import ExplicitPartitioner as ExplicitPartitioner
-from jaxloop.partition.fsdp import FSDPPartitioner as FSDPPartitioner
+from jaxloop.partition.laid_out import ExplicitPartitioner as ExplicitPartitioner
+from jaxloop.partition.laid_out import FSDPPartitioner as FSDPPartitioner
+from jaxloop.partition.laid_out import RulesPartitioner as RulesPartitioner
+from jaxloop.partition.laid_out import SPMDPartitioner as SPMDPartitioner
+from jaxloop.partition.mesh_partitioner import DataParallelPartitioner as DataParallelPartitioner
 from jaxloop.partition.mesh_partitioner import MeshPartitioner as MeshPartitioner
 from jaxloop.partition.meshes import constrain as constrain
 from jaxloop.partition.meshes import create_mesh as create_mesh
@@ -13,6 +15,4 @@ from jaxloop.partition.meshes import max_steps_in_flight as max_steps_in_flight
 from jaxloop.partition.meshes import mesh_for_tracing as mesh_for_tracing
 from jaxloop.partition.partitioner import Partitioner as Partitioner
 from jaxloop.partition.partitioner import Rules as Rules
-from jaxloop.partition.rules import RulesPartitioner as RulesPartitioner
-from jaxloop.partition.single_device import SingleDevicePartitioner as SingleDevicePartitioner
-from jaxloop.partition.spmd import SPMDPartitioner as SPMDPartitioner
+from jaxloop.partition.partitioner import SingleDevicePartitioner as SingleDevicePartitioner

@@ -6,12 +6,11 @@ import jax
 from absl import logging
 
 from jaxloop.base import checks
-from jaxloop.partition.data_parallel import DataParallelPartitioner
-from jaxloop.partition.fsdp import FSDPPartitioner
+from jaxloop.partition.laid_out import FSDPPartitioner
 from jaxloop.partition.layout import bytes_of, readable
+from jaxloop.partition.mesh_partitioner import DataParallelPartitioner
 from jaxloop.partition.meshes import create_mesh
-from jaxloop.partition.partitioner import Partitioner
-from jaxloop.partition.single_device import SingleDevicePartitioner
+from jaxloop.partition.partitioner import Partitioner, SingleDevicePartitioner
 
 # The fraction of a device's memory that the state may use; the steps need the rest.
 _SHARE_FOR_STATE = 0.5

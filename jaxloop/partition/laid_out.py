@@ -1,15 +1,24 @@
-"""The base class of the partitioners that split the state."""
+"""The partitioners that split the state."""
 
 import abc
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
 import jax
+import numpy as np
+from absl import logging
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxloop.base import checks
 from jaxloop.partition.mesh_partitioner import MeshPartitioner
+from jaxloop.partition.meshes import mesh_for_tracing, names_of
+from jaxloop.partition.partitioner import SMALL, Rules
+from jaxloop.types import nnx
 
 
 class _LaidOutPartitioner(MeshPartitioner):
@@ -31,6 +40,24 @@ class _LaidOutPartitioner(MeshPartitioner):
                 "step.initialize_model(...) of a step with this partitioner first."
             )
         return self._sharding
+
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
+        init_unboxed = _unboxing(init_fn)
+
+        def sharded_init(*args: Any, **kwargs: Any) -> Any:
+            with self._naming_explicit_partitioner(), self._tracing():
+                self._lay_out_result(init_fn, *args, **kwargs)
+                return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
+
+        return sharded_init
+
+    def _tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which a function that creates a state is traced."""
+        return mesh_for_tracing(self._mesh)
+
+    @abc.abstractmethod
+    def _lay_out_result(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Lays out the state that a function would create."""
 
     def moved_to(self, devices):
         moved = super().moved_to(devices)
@@ -63,15 +90,11 @@ class _LeafPartitioner(_LaidOutPartitioner):
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
         """Returns the `PartitionSpec` of a leaf."""
 
-    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
-        init_unboxed = unboxing(init_fn)
+    def _tracing(self):
+        return contextlib.nullcontext()
 
-        def sharded_init(*args, **kwargs):
-            with self._naming_explicit_partitioner():
-                self._lay_out(jax.eval_shape(init_unboxed, *args, **kwargs))
-            return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
-
-        return sharded_init
+    def _lay_out_result(self, init_fn, *args, **kwargs):
+        self._lay_out(jax.eval_shape(_unboxing(init_fn), *args, **kwargs))
 
     def place_state(self, state: Any) -> Any:
         self._lay_out(state)
@@ -89,16 +112,282 @@ class _LeafPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, self._spec_of(path, leaf))
 
 
+@final
+class FSDPPartitioner(_LeafPartitioner):
+    """Shards parameters and optimizer state over `data_axis`, just like the batch. This is known as FSDP or ZeRO-3.
+
+    During a step, each device gathers the parameters that it needs from the other devices. On n devices, each device
+    holds 1/n of the state, except for leaves that are small or can't be divided evenly; `report` lists these leaves.
+
+    >>> from jaxloop.partition import create_mesh
+    >>> FSDPPartitioner(create_mesh(data=-1)).data_axis
+    'data'
+
+    Args:
+      mesh: See `MeshPartitioner`.
+      data_axis: See `MeshPartitioner`. The state is replicated over the other axes.
+      min_size: The minimum number of elements for a leaf to be split. Smaller leaves are replicated.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str = "data", min_size: int = SMALL):
+        super().__init__(mesh, data_axis)
+        checks.check_positive("min_size", min_size)
+        self._min_size = min_size
+
+    def _spec_of(self, path, leaf):
+        axis = self._axis_to_split(leaf)
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self._data_axis)
+
+    def _axis_to_split(self, leaf: Any) -> int | None:
+        shape = np.shape(leaf)
+        axes = [axis for axis, size in enumerate(shape) if size and size % self.shards == 0]
+        if self.shards == 1 or np.size(leaf) < self._min_size or not axes:
+            return None
+        return max(axes, key=lambda axis: (shape[axis], -axis))
+
+    def _reason_not_split(self, path, leaf):
+        if self.shards == 1:
+            return ""
+        if np.size(leaf) < self._min_size:
+            return f"smaller than min_size={self._min_size}"
+        return f"none of its axes divides by the {self.shards} devices of {self._data_axis!r}"
+
+
+@final
+class RulesPartitioner(_LeafPartitioner):
+    r"""Shards a state by rules that match the paths of its leaves, for models without partitioning metadata.
+
+    A rule consists of a regular expression, which is searched for in each leaf's path, and a `PartitionSpec`, which
+    names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule
+    `Dense_0/kernel` matches `params/Dense_0/kernel`, and also the optimizer's moment estimates for that parameter.
+
+    >>> from jaxloop.partition import create_mesh
+    >>> mesh = create_mesh(data=-1, model=1)
+    >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
+
+    Leaves without a matching rule are replicated. Warnings list large leaves without a matching rule, and rules that
+    don't match any leaf.
+
+    Args:
+      mesh: See `MeshPartitioner`.
+      data_axis: See `MeshPartitioner`.
+      rules: Pairs of a regular expression and a `PartitionSpec`.
+
+    Raises:
+      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state raises the same error if a rule
+        splits an axis that a parameter doesn't have, or an axis that can't be divided evenly among the devices.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
+        super().__init__(mesh, data_axis)
+        self._rules = [(re.compile(pattern), PartitionSpec(*(spec or ()))) for pattern, spec in rules]
+        for pattern, spec in self._rules:
+            for entry in spec:
+                self._check_axes(entry, f"The rule {pattern.pattern!r} splits over")
+
+    def _lay_out(self, state):
+        leaves, is_known = checks.leaves_by_path(state), self._sharding is not None
+        super()._lay_out(state)
+        if is_known:  # The warnings have already been logged.
+            return
+        for pattern, spec in self._rules:
+            if not any(pattern.search(path) for path in leaves):
+                logging.warning("The rule (%r, %s) matches no leaf of the state.", pattern.pattern, spec)
+        large = [path for path, leaf in leaves.items() if np.size(leaf) >= SMALL and self._rule_for(path) is None]
+        if large:
+            logging.warning(
+                "No rule matches %s, so it is replicated. If you want that, add the rule ('', P()) at the end.",
+                checks.listed(large, show=6),
+            )
+
+    def _rule_for(self, path: str) -> tuple[re.Pattern[str], PartitionSpec] | None:
+        return next(((pattern, spec) for pattern, spec in self._rules if pattern.search(path)), None)
+
+    def _spec_of(self, path, leaf):
+        rule = self._rule_for(path)
+        if rule is None:
+            return PartitionSpec()
+        pattern, spec = rule
+        shape = np.shape(leaf)
+        problem = self._problem_of(spec, shape)
+        # In the optimizer state, a parameter's leaf may have fewer axes.
+        if problem and path.startswith("opt_state"):
+            return PartitionSpec()
+        if problem:
+            raise ValueError(
+                f"The rule ({pattern.pattern!r}, {spec}) can't be applied to {path}, {checks.describe(leaf)}: "
+                f"{problem}. Change the rule, add one for this leaf before it, or change the sizes of the model or the "
+                "mesh."
+            )
+        return spec
+
+    def _problem_of(self, spec: PartitionSpec, shape: tuple[int, ...]) -> str:
+        if len(spec) > len(shape):
+            return f"it has {len(shape)} axes, but the rule has {len(spec)}"
+        for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
+            shards = math.prod(self._mesh.shape[name] for name in names_of(names))
+            if size % shards:
+                return f"its axis {axis} of size {size} can't be divided evenly among the {shards} devices of {names!r}"
+        return ""
+
+    def _reason_not_split(self, path, leaf):
+        rule = self._rule_for(path)
+        if rule is None:
+            return "no rule matches it"
+        problem = self._problem_of(rule[1], np.shape(leaf))
+        return f"the rule {rule[0].pattern!r}" + (f": {problem}" if problem else " replicates it")
+
+
+@final
+class SPMDPartitioner(_LaidOutPartitioner):
+    """Splits the state according to the model's Flax partitioning metadata, and the batch over `data_axis`.
+
+    In Linen modules, the names in `nn.with_partitioning(init, (None, "model"))` must be axes of the mesh, whereas those
+    in `nn.with_logical_partitioning` are logical names. In NNX modules, `nnx.with_partitioning(init, (None, "model"))`
+    accepts both kinds of names. `logical_axis_rules` maps logical names to axes of the mesh. Leaves without metadata
+    are replicated. The state is returned unboxed: its leaves are plain arrays.
+
+    >>> from jaxloop.partition import create_mesh
+    >>> rules = [("embed", None), ("hidden", "model")]
+    >>> partitioner = SPMDPartitioner(create_mesh(data=-1, model=1), "data", logical_axis_rules=rules)
+
+    Args:
+      mesh: See `MeshPartitioner`.
+      data_axis: See `MeshPartitioner`.
+      logical_axis_rules: Pairs `(logical name, axes)`, where `axes` is a mesh axis, a tuple of mesh axes, or None. As
+        in Flax, an axis of a Linen module isn't split if there is no rule for its logical name (such names are logged).
+        `nn.with_logical_constraint` also uses these rules inside `run`.
+
+    Raises:
+      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state raises the same error if the model
+        uses a name that is neither an axis of the mesh nor a logical name with a rule.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
+        super().__init__(mesh, data_axis)
+        self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
+        self._unsharded: set[str] = set()  # The model's logical names without a rule.
+        for logical_name, axes in self._rules:
+            self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) has")
+
+    def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def with_rules(*args, **kwargs):
+            with self._with_rules():
+                return fn(*args, **kwargs)
+
+        return super().partition(with_rules, **jit_kwargs)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        with super()._tracing(), self._with_rules():  # NNX creates annotated variables only if a mesh is set.
+            yield
+
+    def _lay_out_result(self, init_fn, *args, **kwargs):
+        try:
+            annotated = jax.eval_shape(init_fn, *args, **kwargs)
+        except ValueError as error:  # NNX checks the names when it creates a variable.
+            if unknown := re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error)):
+                raise self._unknown_axis(unknown[1]) from error
+            raise
+        is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
+        # Linen and NNX each read their own annotations.
+        of = nn if _boxes_of(annotated) else nnx
+        self._find_unsharded(annotated)
+        specs = of.get_partition_spec(annotated)
+        self._hold(jax.tree.map(self._sharding_of, specs, is_leaf=is_spec))
+
+    def _sharding_of(self, spec: PartitionSpec | None) -> NamedSharding:
+        entries, used = [], set[str]()
+        for entry in spec or ():
+            axes = [axis for name in names_of(entry) for axis in self._axes_of(name, used)]
+            used.update(axes)
+            entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+        return NamedSharding(self._mesh, PartitionSpec(*entries))
+
+    def _find_unsharded(self, annotated: Any) -> None:
+        """Finds and logs the model's logical names for which there is no rule, if any rules were passed."""
+        boxes = [box for box in _boxes_of(annotated) if isinstance(box, nn.LogicallyPartitioned)]
+        names = {name for box in boxes for entry in box.names for name in names_of(entry)}
+        known = {*self._mesh.axis_names, *(name for name, _ in self._rules)}
+        self._unsharded = names - known if self._rules else set()
+        if self._unsharded:
+            shown = ", ".join(map(repr, sorted(self._unsharded)))
+            logging.info("There is no logical axis rule for %s, so these axes are not split.", shown)
+
+    def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
+        """Returns the mesh axes for a name, using its first rule whose axes are still unused."""
+        rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
+        if name in self._unsharded:
+            return ()
+        if not rules and name not in self._mesh.axis_names:
+            raise self._unknown_axis(name)
+        return next((axes for axes in rules if not used.intersection(axes)), ()) if rules else (name,)
+
+    def _with_rules(self) -> contextlib.AbstractContextManager[None]:
+        return nn.logical_axis_rules(self._rules) if self._rules else contextlib.nullcontext()
+
+    def _unknown_axis(self, name: str) -> ValueError:
+        if name in dict(self._rules):
+            return ValueError(
+                f"The model uses the logical axis {name!r} in nn.with_partitioning, which takes axes of the mesh. "
+                "Use nn.with_logical_partitioning."
+            )
+        return ValueError(
+            f"The model uses the axis {name!r}, which is not an axis of the mesh "
+            f"({', '.join(map(repr, self._mesh.axis_names))}), and there is no rule for it. Add ({name!r}, ...) to "
+            "logical_axis_rules, with a mesh axis or None."
+        )
+
+    def _reason_not_split(self, path, leaf):
+        return "the model does not annotate it" if self._mesh.size > 1 else ""
+
+
+@final
+class ExplicitPartitioner(_LaidOutPartitioner):
+    """Keeps the axes of a mesh explicit, so that shardings are part of array types.
+
+    The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, with a mesh
+    from `jax.make_mesh`. The mesh is the current mesh, as if set by `jax.set_mesh`, while the model is initialized and
+    while `run` is traced. The state keeps its initial layout: leaves are replicated unless the model splits them. The
+    leading axis of the batch is split over `data_axis`.
+
+    JAX raises a `ShardingTypeError` if it can't determine how a result is split. A contraction over the split axis,
+    such as a hand-written gradient `x.T @ errors`, needs an explicit sharding for its result:
+    `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients from `jax.grad` have the same sharding
+    as the parameters. In evaluations, each batch's number of rows must be divisible by the size of `data_axis`. For
+    models with Linen annotations, use `SPMDPartitioner` instead.
+
+    >>> import jax
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> ExplicitPartitioner(mesh, "data").mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    True
+
+    Args:
+      mesh: See `MeshPartitioner`. Automatic axes are made explicit.
+      data_axis: See `MeshPartitioner`.
+    """
+
+    _axis_type = AxisType.Explicit
+
+    def _lay_out_result(self, init_fn, *args, **kwargs):
+        self._hold(jax.tree.map(self._sharding_of, jax.eval_shape(_unboxing(init_fn), *args, **kwargs)))
+
+    def _sharding_of(self, shape: jax.ShapeDtypeStruct) -> NamedSharding:
+        spec = shape.sharding.spec if isinstance(shape.sharding, NamedSharding) else PartitionSpec()
+        return NamedSharding(self._mesh, spec)
+
+
 def _is_box(leaf: Any) -> bool:
     return isinstance(leaf, nn.meta.AxisMetadata)
 
 
-def boxes_of(tree: Any) -> list[Any]:
+def _boxes_of(tree: Any) -> list[Any]:
     """Returns those leaves of a pytree that carry Linen annotations."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_box) if _is_box(leaf)]
 
 
-def unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function to remove Linen's annotations from its result, without looking up the names in them."""
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

@@ -1,4 +1,4 @@
-"""The base class for partitioners that use a mesh."""
+"""The base class for partitioners that use a mesh, and the one that replicates the state."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import types
 from jaxloop.base import checks, structures
-from jaxloop.base.flat_state import compile_donating
+from jaxloop.base.structures import compile_donating
 from jaxloop.partition.meshes import create_mesh, mesh_for_tracing, names_of
 from jaxloop.partition.partitioner import Partitioner
 
@@ -182,6 +182,39 @@ class MeshPartitioner(Partitioner):
         if "out_shardings" in jit_kwargs:
             return compile_donating(with_mesh, **jit_kwargs)
         return _OfAnyResult(with_mesh, lambda: (self.sharding, self.output_sharding), jit_kwargs)
+
+
+class DataParallelPartitioner(MeshPartitioner):
+    """Replicates the state on every device, and splits the batch over `data_axis`.
+
+    Hooks:
+      shard_batch, place_state, partition: See `Partitioner`.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> DataParallelPartitioner(mesh, "data").sharding.spec
+    P()
+    """
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return self._replicated
+
+    @property
+    def takes_any_tree(self) -> bool:
+        has_own_sharding = type(self).sharding is not DataParallelPartitioner.sharding
+        return not (has_own_sharding or checks.is_user_defined(self, "partition"))
+
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = jax.jit(init_fn, out_shardings=self._replicated)
+
+        def sharded_init(*args: Any, **kwargs: Any) -> Any:
+            with self._naming_explicit_partitioner():
+                return compiled(*args, **kwargs)
+
+        return sharded_init
+
+    def _reason_not_split(self, path, leaf):
+        return "data parallel: the state is replicated" if self._mesh.size > 1 else ""
 
 
 class _OtherResult(Exception):

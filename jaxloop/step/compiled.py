@@ -14,8 +14,7 @@ from absl import logging
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.base.flat_state import FlatState
-from jaxloop.base.structures import PerStructure
+from jaxloop.base.structures import FlatState, PerStructure
 from jaxloop.base.timing import Stopwatch, duration
 from jaxloop.processes import agreement
 from jaxloop.step import cost, forward, nonfinite
