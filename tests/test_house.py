@@ -76,7 +76,7 @@ BUDGET = {
     "metrics": 315,
     "models": 1162,
     "outer_loop": 358,
-    "partition": 766,
+    "partition": 730,
     "processes": 522,
     "runs": 1379,
     "schedules": 373,

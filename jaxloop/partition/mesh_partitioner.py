@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, final
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import types
-from jaxloop.base import checks, structures
+from jaxloop.base import checks
 from jaxloop.base.structures import compile_donating
 from jaxloop.partition.meshes import create_mesh, mesh_for_tracing, names_of
 from jaxloop.partition.partitioner import Partitioner
@@ -179,9 +179,9 @@ class MeshPartitioner(Partitioner):
             with mesh_for_tracing(self._mesh), self._naming_explicit_partitioner():
                 return fn(*args, **kwargs)
 
-        if "out_shardings" in jit_kwargs:
-            return compile_donating(with_mesh, **jit_kwargs)
-        return _OfAnyResult(with_mesh, lambda: (self.sharding, self.output_sharding), jit_kwargs)
+        if "out_shardings" not in jit_kwargs:
+            jit_kwargs["out_shardings"] = (self.sharding, self.output_sharding)
+        return compile_donating(with_mesh, **jit_kwargs)
 
 
 class DataParallelPartitioner(MeshPartitioner):
@@ -215,66 +215,6 @@ class DataParallelPartitioner(MeshPartitioner):
 
     def _reason_not_split(self, path, leaf):
         return "data parallel: the state is replicated" if self._mesh.size > 1 else ""
-
-
-class _OtherResult(Exception):
-    """Signals that a traced function returns a new state although it was assumed not to, or the other way round."""
-
-
-@final
-class _OfAnyResult:
-    """A compiled function of `(state, batch)`. If it returns a new state, that state has the layout of the old one.
-
-    The function is first compiled on the assumption that it returns `(new state, outputs)`. If tracing shows otherwise,
-    it is compiled again without this assumption.
-
-    Args:
-      fn: The function.
-      pair_shardings: A function that returns the shardings of the new state and of the outputs.
-      jit_kwargs: Arguments for `jax.jit`.
-    """
-
-    def __init__(
-        self, fn: Callable[..., Any], pair_shardings: Callable[[], tuple[Any, Any]], jit_kwargs: dict[str, Any]
-    ):
-        self._fn, self._pair_shardings, self._jit_kwargs = fn, pair_shardings, jit_kwargs
-        self._other: Any = None
-
-    @functools.cached_property
-    def _compiled(self) -> Any:  # Computed in the first call, when the layout is known.
-        return self._compile(is_pair=True)
-
-    def _compile(self, *, is_pair: bool) -> Any:
-        fn, of_pair = self._fn, self._pair_shardings()
-
-        @functools.wraps(fn)
-        def checked(state, batch):
-            result = fn(state, batch)
-            if is_pair != (type(result) is tuple and len(result) == 2 and structures.are_alike(result[0], state)):
-                raise _OtherResult
-            return result
-
-        out_shardings = of_pair if is_pair else of_pair[1]
-        return compile_donating(checked, out_shardings=out_shardings, **self._jit_kwargs)
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        try:
-            return self._compiled(state, batch)
-        except _OtherResult:
-            self._assume_other_result()
-            return self._compiled(state, batch)
-
-    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
-        """Traces the function for the given arguments, which may be abstract (shapes and dtypes only)."""
-        try:
-            return self._compiled.trace(state, batch)
-        except _OtherResult:
-            self._assume_other_result()
-            return self._compiled.trace(state, batch)
-
-    def _assume_other_result(self) -> None:
-        other = self._other or self._compile(is_pair=False)
-        self._compiled, self._other = other, self._compiled
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:

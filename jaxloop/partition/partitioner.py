@@ -165,9 +165,8 @@ class Partitioner(abc.ABC):
         """Compiles `fn(state, batch)` so that it donates the state.
 
         Args:
-          fn: A pure function that may return anything. If it returns a pair whose first item has the structure of the
-            state, that item also gets the state's layout. JAX warns if no result can reuse the donated memory; in that
-            case, pass `donate_argnums=()`.
+          fn: A pure function that returns a pair: the new state, which gets the layout of the state, and outputs. For a
+            function that returns anything else, pass `out_shardings=None` and `donate_argnums=()`.
           **jit_kwargs: Arguments for `jax.jit`. Implementations must let these take precedence over the partitioner's
             own arguments, as in `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. Evaluations pass
             `donate_argnums=()`.
