@@ -1,6 +1,6 @@
 """The history of a run: rows of metrics, in memory and in a file, and learning curves."""
 
-import difflib
+import collections
 import functools
 import hashlib
 import io
@@ -8,16 +8,15 @@ import itertools
 import json
 import math
 import operator
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
+from flax import traverse_util
 from jax import core
 
 from jaxloop import metrics
@@ -66,58 +65,27 @@ class _Form:
       ValueError: If two values have the same path, or a path is the name of a field of `elapsed`.
     """
 
-    def __init__(self, keys: tuple[Any, ...]):
+    def __init__(self, keys: tuple[tuple[str, ...], ...]):
         self._keys = keys
-        self.paths = list(_paths_of(keys, ""))
-        self.places = {path: place for place, path in enumerate((*_UNITS, *self.paths))}
-        for index, path in enumerate(self.paths):
-            if path in _UNITS:
-                raise ValueError(
-                    f"The logs have a value under {path!r}, a name that is reserved for the progress of the run. Leave "
-                    f"it out, or use another key, such as 'my_{printable(path)}'."
-                )
-            if path in self.paths[:index]:
-                raise ValueError(f"The logs have two values under the path {printable(path)}. Rename one of them.")
+        self.paths = [".".join(map(_dotted, each)) for each in keys]
+        names = [*_UNITS, *self.paths]
+        self.places = {name: place for place, name in enumerate(names)}
+        if len(self.places) < len(names):
+            taken = next(name for name, count in collections.Counter(names).items() if count > 1)
+            raise ValueError(
+                f"The logs have a value under {printable(taken)}, which is also the path of another value or of the "
+                f"run's progress. Use another key, such as 'my_{printable(taken)}'."
+            )
 
     def to_row(self, stored: Sequence[Any]) -> Row:
         """Returns a stored row as the program committed it."""
-        values = iter(stored)
-        elapsed = Elapsed(*itertools.islice(values, len(_UNITS)))
-        return Row(elapsed, _nested(self._keys, values))
+        values = dict(zip(self._keys, stored[len(_UNITS) :], strict=True))
+        return Row(Elapsed(*stored[: len(_UNITS)]), traverse_util.unflatten_dict(values))
 
     def value(self, stored: Sequence[Any], path: str) -> Any:
         """Returns one value of a stored row, or None if the row doesn't have it or its weight is 0."""
         place, weight = self.places.get(path), self.places.get(path + metrics.WEIGHT)
         return None if place is None or (weight is not None and stored[weight] == 0) else stored[place]
-
-
-def _flattened(logs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Returns the keys of logs, as nested pairs `(key, inner keys or None)`, and the values in order."""
-    keys, values = [], []
-    for key, value in logs.items():
-        inner = None
-        if type(value) not in _PLAIN and isinstance(value, Mapping):
-            inner, inner_values = _flattened(value)
-            values += inner_values
-        else:
-            values.append(value)
-        keys.append((key, inner))
-    return tuple(keys), values
-
-
-def _nested(keys: tuple[Any, ...], values: Iterator[Any]) -> dict[str, Any]:
-    return {key: next(values) if inner is None else _nested(inner, values) for key, inner in keys}
-
-
-def _paths_of(keys: tuple[Any, ...], prefix: str) -> Iterator[str]:
-    for key, inner in keys:
-        if not isinstance(key, str):
-            raise TypeError(f"The keys of a history's logs must be strings, got {key!r}. Write {str(key)!r}.")
-        path = prefix + _dotted(key)
-        if inner is None:
-            yield path
-        else:
-            yield from _paths_of(inner, f"{path}.")
 
 
 @final
@@ -144,11 +112,10 @@ class History:
     `commit` doesn't wait for the devices. Device values are copied to the host in chunks, and reading rows waits for
     all pending values.
 
-    With a `path`, rows are also appended to that file, in order. Each line is an object of strict JSON:
-    `{"elapsed": {...}, "logs": {...}}`. A row with only host values is written before `commit` returns, unless an
-    earlier row is still pending. A row with device values is written once its values have arrived on the host: no later
-    than with the 63rd row after it or the next `flush`. NaN and infinities are written as the strings `"NaN"`,
-    `"Infinity"` and `"-Infinity"`, and a logged string that equals one of these is written with a leading `'`.
+    With a `path`, rows are also appended to that file, in order. Each line is a JSON object, in which Python's `json`
+    writes `NaN` and `Infinity` as they are: `{"elapsed": {...}, "logs": {...}}`. A row with only host values is written
+    before `commit` returns, unless an earlier row is still pending. A row with device values is written once its values
+    have arrived on the host: no later than with the 63rd row after it or the next `flush`.
 
     Args:
       path: The file to write the rows to. If None, the rows are kept only in memory. The file's directory is created if
@@ -180,8 +147,8 @@ class History:
         Args:
           elapsed: The progress of the run.
           logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and zero-dimensional arrays, including
-            device arrays. A device value must not be donated to a step before its copy has reached the host, so copy
-            values that are part of the state.
+            device arrays. Empty dicts are dropped. A device value must not be donated to a step before its copy has
+            reached the host, so copy values that are part of the state.
 
         Raises:
           TypeError: If a value is not a scalar, or a key is not a string.
@@ -189,7 +156,6 @@ class History:
             time or loops), if a device value was donated, or if the file has rows from an earlier run and `resume` was
             not called.
         """
-        _check_elapsed("commit", elapsed)
         if self._file is not None:
             self._file.begin()
         self._add(elapsed, logs)
@@ -206,7 +172,6 @@ class History:
 
         The values are kept in memory unchanged, and are not copied to the host.
         """
-        _check_elapsed("add_outputs", elapsed)
         self.outputs.append((elapsed.without_previous(), outputs))
 
     def flush(self) -> None:
@@ -240,15 +205,13 @@ class History:
         Raises:
           ValueError: If a line of the file is malformed, and no checksum was given.
         """
-        if isinstance(steps, bool) or not hasattr(steps, "__index__"):
-            raise TypeError(f"History.resume takes a number of steps, got {steps!r}. Write resume(elapsed.steps).")
-        steps = operator.index(steps)
+        steps = operator.index(steps)  # Not an `Elapsed`.
         self.flush()
         file = self._file
         if file is not None:
             self._forms, self._rows = [], []
             file.clear()
-            if file.exists():
+            if file.path.exists():
                 self._read(file, checksum)
                 file.is_open = True
         keeps = [stored[0] <= steps for stored in self._rows[:num_rows]]
@@ -262,17 +225,12 @@ class History:
     def _keep_in_file(self, file: "_File", steps: int, num_rows: int | None, *, is_intact: bool) -> None:
         """Removes everything but the rows of this history from its file. Warns if that may surprise the user."""
         if not is_intact:
-            kept = f"{len(self)} rows" if num_rows is None else f"{len(self)} of {num_rows} rows"
-            if self._rows:
-                kept += f", the last of them at step {self._rows[-1][0]}"
-            text = "%s has changed since the checkpoint of step %d was saved. The run keeps %s. %s"
-            logging.warning(text, file.path, steps, kept, file.move_aside("damaged"))
+            text = "%s has changed since the checkpoint of step %d was saved. The run keeps %d of %s rows. %s"
+            logging.warning(text, file.path, steps, len(self), num_rows, file.move_aside("damaged"))
         elif file.length() and not self._rows:
             # The run that wrote these rows was probably expected to resume.
             text = "%s has no rows up to step %d. %s"
             logging.warning(text, file.path, steps, file.move_aside("before"))
-        else:
-            logging.info("Resuming %s at step %d with %d rows.", file.path, steps, len(self))
         if not is_intact or file.num_lines > len(self) or file.length() != file.size:
             file.replace(map(self._row, range(len(self))))
 
@@ -334,8 +292,6 @@ class History:
         Raises:
           ValueError: If a name doesn't match any value, or matches more than one.
         """
-        if not names:
-            raise ValueError("History.collect takes at least one name, got none. Write collect('steps', 'loss').")
         self.flush()
         paths = [name if _dotted(name) in _UNITS or not self._rows else _find(name, self._newest) for name in names]
         rows = [
@@ -349,7 +305,7 @@ class History:
                 ", ".join(map(printable, names)),
             )
         lists = [[values[index] for values in rows] for index in range(len(paths))]
-        return tuple(lists) if len(lists) > 1 else lists[0]
+        return lists[0] if len(lists) == 1 else tuple(lists)
 
     def to_records(self) -> list[dict[str, Any]]:
         """Returns one flat dict per row, such as `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
@@ -381,7 +337,7 @@ class History:
         history._read(_File(path))
         return history
 
-    def plot(self, *names: str, x: str = "steps") -> "Figure":
+    def plot(self, *names: str, x: str = "steps", smoothing: float = 0.0) -> "Figure":
         """Returns a figure of learning curves, with one plot per name.
 
         Each plot has one line for every value whose path ends in the plot's name. For example, `plot("loss")` shows
@@ -392,22 +348,16 @@ class History:
         Args:
           *names: The values to plot. Without names, all numbers are plotted except for loop statistics (`jaxloop/...`).
           x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
+          smoothing: The decay of an exponential moving average over the points of each line; 0 for none.
 
         Raises:
           ValueError: If there is nothing to plot, or if a name doesn't match any numbers.
           ImportError: If matplotlib is not installed.
         """
-        if x not in _UNITS:
-            raise ValueError(f"History.plot(x=...) takes one of {', '.join(_UNITS)}, got {x!r}.")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "History.plot draws with matplotlib, which is not installed. Run: pip install matplotlib"
-            ) from error
+        from matplotlib.figure import Figure
+
         self.flush()
-        texts = {path for path in self._newest if isinstance(self._newest_value(path), str)}
-        curves = _curves(names, self._newest, texts)
+        curves = self._curves(names)
         num_columns = min(len(curves), _AXES_IN_A_LINE)
         num_lines = math.ceil(len(curves) / num_columns)
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
@@ -417,6 +367,7 @@ class History:
             for path, label in zip(paths, labels, strict=True):
                 xs, ys = self.collect(x, path)
                 marker, width = ("o", 1.5) if len(xs) <= _FEW_POINTS else (None, 1.0)
+                ys = _smoothed(ys, smoothing)
                 axes.plot(xs, ys, label=label or name, marker=marker, markersize=4, linewidth=width)
             if any(labels):
                 axes.legend(frameon=False)
@@ -435,13 +386,14 @@ class History:
             raise TypeError(
                 f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
             )
-        keys, values = _flattened(logs)
+        values = traverse_util.flatten_dict({**logs})
+        keys = tuple(values)
         form = self._known_forms.get(keys)
         if form is None:
             form = self._known_forms[keys] = _Form(keys)
         stored = [
             value if type(value) in _PLAIN else _checked(value, path)
-            for path, value in zip(form.places, (*_numbers_of(elapsed), *values), strict=True)
+            for path, value in zip(form.places, (*_numbers_of(elapsed), *values.values()), strict=True)
         ]
         for path in form.paths:
             self._newest[path] = len(self)
@@ -458,33 +410,36 @@ class History:
     def _write(self, end: int) -> None:
         """Reads the device values of the rows up to a number, and writes the rows before the first pending one."""
         numbers = [number for number in self._pending if number < end]
-        try:
-            fetched = metrics.fetch([self._rows[number] for number in numbers]) if numbers else []
-        except RuntimeError:
-            self._drop_donated(numbers)
-            raise
+        rows = [self._rows[number] for number in numbers]
+        lost = [
+            f"{printable(path)} at step {stored[0]}"
+            for number, stored in zip(numbers, rows, strict=True)
+            for path, value in zip(self._forms[number].places, stored, strict=True)
+            if _is_donated(value)
+        ]
+        if lost:
+            rows = [[math.nan if _is_donated(value) else value for value in stored] for stored in rows]
+        fetched = metrics.fetch(rows) if rows else []
         for number, stored in zip(numbers, fetched, strict=True):
             self._rows[number] = tuple(map(_plain, stored, self._forms[number].places))
         del self._pending[: len(numbers)]
         if self._file is not None:
             self._file.append(self._row, self._pending[0] if self._pending else len(self))
-
-    def _drop_donated(self, numbers: Sequence[int]) -> None:
-        """Replaces donated values by NaN, so that the next call reads the rest. Raises ValueError if there are any."""
-        lost = []
-        for number in numbers:
-            stored = list(self._rows[number])
-            for path, place in self._forms[number].places.items():
-                if isinstance(stored[place], jax.Array) and stored[place].is_deleted():
-                    stored[place] = math.nan
-                    lost.append(f"{printable(path)} at step {stored[0]}")
-            self._rows[number] = tuple(stored)
         if lost:
             raise ValueError(
                 "A value was committed to the history, and then donated to a step before it arrived: "
                 f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
                 "jnp.copy(value)."
-            ) from None
+            )
+
+    def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Returns the paths to plot, keyed by the name of the plot that shows them."""
+        numbers = [path for path in self._newest if not isinstance(self._newest_value(path), str)]
+        if not names:
+            names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
+        if not names:
+            raise ValueError("There is nothing to plot, because the history has no numbers yet.")
+        return {name: _matching(name, numbers) or [_find(name, numbers)] for name in names}
 
     def _read(self, file: "_File", checksum: Mapping[str, Any] | None = None) -> None:
         """Adds the rows of a file, up to the point at which it has a checksum.
@@ -514,19 +469,12 @@ def _absolute(path: epath.PathLike) -> epath.Path:
     return path if files.is_remote(path) else path.parent.resolve() / path.name  # The file itself must not be a link.
 
 
-def _check_elapsed(method: str, elapsed: Any) -> None:
-    if not isinstance(elapsed, Elapsed):
-        raise TypeError(
-            f"History.{method} takes an Elapsed, the progress of the run, got {elapsed!r}. Write Elapsed(steps=100)."
-        )
-
-
 # Names -----------------------------------------------------------------------------------------------
 
 
 def _dotted(name: str) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"A name in a history must be a string such as 'train.loss', got {name!r}.")
+        raise TypeError(f"The names and keys of a history must be strings such as 'train.loss', got {name!r}.")
     return name.replace("/", ".")
 
 
@@ -547,13 +495,7 @@ def _find(name: str, paths: Iterable[str]) -> str:
         return end if end in found else found[0]
     if found:
         raise ValueError(f"{name!r} is ambiguous: it may be any of {checks.listed(found)}. Use one of these names.")
-    ends = [path[match.end() :] for path in paths for match in re.finditer(r"^|\.", path)]
-    nearest = difflib.get_close_matches(end, ends, n=1)
-    raise ValueError(
-        f"No metric named {name!r} was measured"
-        + (f"; did you mean {nearest[0]!r}? " if nearest else ". ")
-        + (f"There are: {checks.listed(paths)}." if ends else "There is nothing yet.")
-    )
+    raise ValueError(f"No metric named {name!r} was measured. There are: {checks.listed(paths) or 'none'}.")
 
 
 # Values ----------------------------------------------------------------------------------------------
@@ -566,23 +508,16 @@ def _checked(value: Any, path: str) -> Any:
 
     Raises:
       TypeError: If the value is not a scalar.
-      ValueError: If it was donated.
     """
     if not isinstance(value, jax.Array):
         return _plain(value, path)
-    if isinstance(value, core.Tracer):
-        raise TypeError(
-            f"A history takes values, got a tracer of a function that is being compiled, under {printable(path)}. "
-            "Return the value from the jitted function, and commit the result."
-        )
-    if value.ndim or not _is_number(value.dtype):
+    if isinstance(value, core.Tracer) or value.ndim or not _is_number(value.dtype):
         raise _no_scalar(value, path)
-    if value.is_deleted():
-        raise ValueError(
-            f"The value under {printable(path)} was donated to a step, which has reused its memory. "
-            "Commit the value that the step returned, or a copy made before it: jnp.copy(value)."
-        )
     return value
+
+
+def _is_donated(value: Any) -> bool:
+    return type(value) not in _PLAIN and value.is_deleted()
 
 
 @functools.cache
@@ -602,51 +537,27 @@ def _plain(value: Any, path: str) -> bool | int | float | str:
 
 
 def _no_scalar(value: Any, path: str) -> TypeError:
+    got = "a tracer of a compiled function" if isinstance(value, core.Tracer) else checks.describe(value)
     return TypeError(
-        f"The logs of a history hold scalars, got {checks.describe(value)} under {printable(path)}. Reduce it to one, "
+        f"The logs of a history hold scalars, got {got} under {printable(path)}. Reduce it to one, "
         "with value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."
     )
 
 
 # The file --------------------------------------------------------------------------------------------
 
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# Matches a logged string that consists of one of these words, with any number of leading quotes.
-_QUOTED = re.compile(r"'*(NaN|-?Infinity)")
 _LONGEST_LINE = 1 << 24  # Bytes.
 # The errors that a malformed line can cause.
 _OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
-def _encoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _encoded(each) for key, each in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return f"'{value}" if isinstance(value, str) and _QUOTED.fullmatch(value) else value
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _decoded(each) for key, each in value.items()}
-    if isinstance(value, str) and _QUOTED.fullmatch(value):
-        return _NOT_FINITE[value] if value in _NOT_FINITE else value[1:]
-    return value
-
-
 def _to_line(row: Row) -> bytes:
-    line = {"elapsed": row.elapsed.to_dict(), "logs": row.logs}
-    text = json.dumps(line)
-    if "NaN" in text or "Infinity" in text:
-        text = json.dumps(_encoded(line), allow_nan=False)
-    return f"{text}\n".encode()
+    return f"{json.dumps({'elapsed': row.elapsed.to_dict(), 'logs': row.logs})}\n".encode()
 
 
 def _parsed(line: bytes) -> tuple[Elapsed, Any]:
     """Returns the progress and the logs in a line."""
     fields = files.parse_json(line)
-    if b"NaN" in line or b"Infinity" in line:
-        fields = _decoded(fields)
     elapsed = fields["elapsed"]
     if not (set(elapsed) <= set(_UNITS) and all([type(value) in (int, float) for value in elapsed.values()])):
         raise ValueError(f"elapsed has {elapsed}, expected numbers under {', '.join(_UNITS)}")
@@ -681,10 +592,6 @@ class _File:
         """Returns the length and the SHA-256 checksum of what the history has read from or written to the file."""
         return {"bytes": self.size, "sha256": self._hash.hexdigest()}
 
-    def exists(self) -> bool:
-        """Returns True if there is anything under the path, even a broken link."""
-        return self.path.exists() or os.path.lexists(self.path)
-
     def length(self) -> int:
         """Returns the number of bytes of the file, 0 if it is missing."""
         return self.path.stat().length if self.path.exists() else 0
@@ -706,12 +613,7 @@ class _File:
         with files.open_file(self.path, "rb") as file:
             while self.checksum() != checksum and (line := file.readline(_LONGEST_LINE)):
                 if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-                    logging.warning(
-                        "The last line of %s, line %d, is incomplete and was dropped. The process was killed during a "
-                        "write.",
-                        self.path,
-                        self.num_lines + 1,
-                    )
+                    logging.warning("The last line of %s is incomplete, and was dropped.", self.path)
                     return
                 self._add(line)
                 yield line
@@ -724,7 +626,7 @@ class _File:
         if not self.writes or end <= self.num_lines:
             return
         content = b"".join([_to_line(row(number)) for number in range(self.num_lines, end)])
-        with self._opened() as file:
+        with files.open_file(self.path, "ab") as file:
             is_unchanged = files.is_remote(self.path) or file.tell() == self.size
             if is_unchanged:
                 file.write(content)
@@ -756,32 +658,17 @@ class _File:
         self.path.replace(aside)
         return f"The original file is kept as {aside}."
 
-    def _opened(self) -> IO[bytes]:
-        try:
-            return files.open_file(self.path, "ab")
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            error.add_note(
-                f"The work directory {self.path.parent} was moved, deleted or replaced during the run. Put it back "
-                "and start the run again: it resumes from its newest checkpoint."
-            )
-            raise
-
 
 # The picture -----------------------------------------------------------------------------------------
 
 
-def _curves(names: Sequence[str], paths: Iterable[str], texts: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the paths to plot, keyed by the name of the plot that shows them."""
-    numbers = [path for path in paths if path not in texts]
-    if not names:
-        names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
-    if not names:
-        raise ValueError("There is nothing to plot, because the history has no numbers yet. Commit some, or load it.")
-    curves = {name: _matching(name, numbers) for name in names}
-    for name, found in curves.items():
-        if not found and _find(name, paths) in texts:
-            raise ValueError(f"History.plot draws numbers, but {name!r} has strings. Read them with collect.")
-    return curves
+def _smoothed(values: Sequence[float], decay: float) -> list[float]:
+    """Returns the exponential moving averages of values. The first values have the weights of a full average."""
+    averages, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = decay * total + value, decay * weight + 1
+        averages.append(total / weight)
+    return averages
 
 
 def _png(figure: "Figure") -> bytes:
