@@ -167,15 +167,14 @@ def test_checkpoint_action_keeps_only_the_newest_checkpoints(tmp_path, warnings_
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [30, 35]
 
 
-def test_saving_with_a_closed_manager_raises(tmp_path):
-    manager = orbax_checkpoint.CheckpointManager(tmp_path / "checkpoints")
-    action = actions.CheckpointAction(manager)
-    _, state, _ = examples.tiny_regression()
-    action.save(1, state, None)
-    action.close()
-    assert checkpoint.all_steps(tmp_path / "checkpoints") == [1]
-    with pytest.raises(ValueError, match=r"was closed when the last run ended.*give CheckpointAction the directory"):
-        action.save(2, state, None)
+def test_a_manager_stays_open_for_the_next_run(tmp_path):
+    with orbax_checkpoint.CheckpointManager(tmp_path / "checkpoints") as manager:
+        action = actions.CheckpointAction(manager)
+        _, state, _ = examples.tiny_regression()
+        for step_num in (1, 2):
+            action.save(step_num, state, None)
+            action.close()
+            assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == step_num
 
 
 class SlowManager(orbax_checkpoint.CheckpointManager):
@@ -197,22 +196,17 @@ class SlowManager(orbax_checkpoint.CheckpointManager):
         super().wait_until_finished()
 
 
-def test_save_reports_its_stall_and_its_wait_for_the_previous_save(tmp_path, warnings_logged, set_clock):
-    manager = SlowManager(tmp_path, secs=[3.0, 0.5, 1.5, 3.125, 4.0, 5.0])
+def test_save_reports_its_stall(tmp_path, set_clock):
+    manager = SlowManager(tmp_path, secs=[3.0, 0.5, 1.5, 4.0])
     set_clock(lambda: manager.now)
     action = actions.CheckpointAction(manager, every(steps=100))
     _, state, _ = examples.tiny_regression()
-    assert action.last_stall_secs is None and action.last_wait_secs is None
-    seen = []
-    for step_num in range(100, 700, 100):
+    assert action.last_stall_secs is None
+    stalls = []
+    for step_num in range(100, 500, 100):
         action(state, None, step_num=step_num)
-        seen.append((action.last_stall_secs, action.last_wait_secs, len(warnings_logged())))
-    waits = [0.0, 3.0, 0.5, 1.5, 3.125, 4.0]
-    # It warns once, after two long waits in a row.
-    assert seen == [(wait + 0.25, wait, int(wait >= 3.125)) for wait in waits]
-    (warning,) = warnings_logged()
-    assert "Saving step 500 blocked training for 3.1 s while step 400 was still being written" in warning
-    assert "Save less often than interval=every(steps=100)" in warning
+        stalls.append(action.last_stall_secs)
+    assert stalls == [0.25 + wait for wait in (0.0, 3.0, 0.5, 1.5)]  # A save waits for the previous one.
     action.close()
 
 
@@ -232,7 +226,7 @@ def test_save_waits_for_the_previous_save_to_finish(tmp_path, monkeypatch):
     threading.Timer(0.1, gate.set).start()
     action.save(2, state, None)
     assert events[:2] == ["saved", "sealed"] and 1 in checkpoint.all_steps(tmp_path)
-    assert 0 < (action.last_wait_secs or 0) <= (action.last_stall_secs or 0)
+    assert (action.last_stall_secs or 0) > 0
     action.close()
 
 
@@ -397,7 +391,7 @@ def test_a_best_metric_that_was_always_nan_is_called_so(tmp_path, warnings_logge
     for step in (1, 2):
         action(np.ones(1), {"test/loss": np.nan}, step_num=step)
     action.close()
-    assert "at each of its 2 saves, test/loss was NaN, infinite or not measured (last: nan)." in warnings_logged()[-1]
+    assert "at each of its 2 saves, test/loss was not measured, or not finite." in warnings_logged()[-1]
 
 
 def test_arguments_have_the_names_of_the_docs_and_of_the_peer_library(tmp_path, writer):

@@ -61,12 +61,11 @@ def test_step_0_can_be_restored_explicitly(tmp_path):
     assert int(step.restore_model(state, tmp_path, step=0).step) == 0
 
 
-@pytest.mark.parametrize("name", ["runs", "runs/one/checkpoints/3", "runs/one/checkpointz", "runs/two", "nowhere"])
-def test_restoring_without_checkpoints_raises_and_names_the_nearest_directory(tmp_path, logs, name):
+@pytest.mark.parametrize("name", ["runs/one", "runs/one/checkpoints/3", "nowhere"])
+def test_restoring_without_checkpoints_raises_and_suggests_a_directory(tmp_path, logs, name):
     step, state, _ = examples.tiny_regression()
     save(tmp_path / "runs" / "one" / "checkpoints", (3, state))
-    (tmp_path / "runs" / "another").mkdir()
-    near = r"The nearest directory with checkpoints is .*/runs/one/checkpoints, up to step 3\."
+    near = r"Did you mean .*/runs/one/checkpoints, which has checkpoints up to step 3\?"
     for number in (None, 3):
         with pytest.raises(FileNotFoundError, match=near if name != "nowhere" else "No checkpoint in "):
             step.restore_model(state, tmp_path / name, number)
@@ -363,7 +362,8 @@ def test_best_metric_that_was_never_measured_warns(tmp_path, warnings_logged):
     save_with(action, [None, None])
     action.close()
     assert (
-        len(warnings_logged()) == 1 and "at each of its 2 saves, test/accuracy was not measured" in warnings_logged()[0]
+        len(warnings_logged()) == 1
+        and "at each of its 2 saves, test/accuracy was not measured, or not finite" in warnings_logged()[0]
     )
     assert "coincide with the evaluations" in warnings_logged()[0]
     action.close()
@@ -394,8 +394,8 @@ def test_metadata_round_trips(tmp_path, make):
     writer.save(3, STATE, metadata=NOTED)
     writer.save(4, STATE)
     writer.close()
-    assert checkpoint.metadata(tmp_path, 3) == NOTED
-    assert checkpoint.metadata(tmp_path, 4) == {}
+    assert checkpoint.Checkpoint.at(tmp_path, 3).metadata() == NOTED
+    assert checkpoint.Checkpoint.at(tmp_path, 4).metadata() == {}
 
 
 def test_action_saves_elapsed_in_the_metadata(tmp_path):
@@ -403,8 +403,8 @@ def test_action_saves_elapsed_in_the_metadata(tmp_path):
     action(STATE, {"loss": 1.0}, step_num=3, elapsed=Elapsed(3, 96, 1.5, 2))
     action.save(4, STATE, None, metadata={"more": [2], "fixed": types.MappingProxyType({"a": 1})})
     action.close()
-    assert Elapsed(**checkpoint.metadata(tmp_path, 3)["elapsed"]) == Elapsed(3, 96, 1.5, 2)
-    noted = checkpoint.metadata(tmp_path, 4)
+    assert Elapsed(**checkpoint.Checkpoint.at(tmp_path, 3).metadata()["elapsed"]) == Elapsed(3, 96, 1.5, 2)
+    noted = checkpoint.Checkpoint.at(tmp_path, 4).metadata()
     assert noted["more"] == [2] and noted["fixed"] == {"a": 1}
 
 
@@ -412,12 +412,12 @@ def test_checkpoints_of_plain_orbax_have_no_metadata(tmp_path):
     for name, make in MANAGERS.items():
         with make(tmp_path / name) as manager:
             manager.save(1, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}))
-        assert checkpoint.metadata(tmp_path / name, 1) == {}
+        assert checkpoint.Checkpoint.at(tmp_path / name, 1).metadata() == {}
 
 
 def test_metadata_of_a_missing_checkpoint_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="No checkpoint in"):
-        checkpoint.metadata(tmp_path, 3)
+        checkpoint.Checkpoint.at(tmp_path, 3).metadata()
 
 
 def test_values_that_are_too_large_to_be_read_again_raise(tmp_path, monkeypatch):
@@ -436,13 +436,12 @@ def test_circular_metadata_raises(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"a": {"b": [1, np.float32(2)]}}, r"metadata\['a'\]\['b'\]\[1\] of a checkpoint must be a number, a string"),
-        ({"a": {3: 1}}, r"metadata\['a'\] of a checkpoint must have strings as keys, got 3"),
-        ({"a": {"x"}}, r"metadata\['a'\] of a checkpoint must be a number, a string, a list or a dict, got {'x'}"),
-        ({"a": {(1, 2): 3, "b": None}}, r"metadata\['a'\] of a checkpoint must have strings as keys, got \(1, 2\)"),
+        ({"a": {"b": [1, np.float32(2)]}}, r"metadata of a checkpoint must consist of numbers, strings, .*float32"),
+        ({"a": {"x"}}, "metadata of a checkpoint must consist of numbers, strings, lists and dicts: .*set"),
+        ({"a": {(1, 2): 3, "b": None}}, "metadata of a checkpoint .*keys must be str"),
     ],
 )
-def test_metadata_that_json_would_change_raises(tmp_path, metadata, message):
+def test_metadata_that_json_cannot_represent_raises(tmp_path, metadata, message):
     with pytest.raises(TypeError, match=message):
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=metadata)
 
@@ -491,9 +490,9 @@ def assert_is_run(directory, step, state):
     saved = make_run(step)
     read = (
         state,
-        checkpoint.run(directory, step),
+        checkpoint.Checkpoint.at(directory, step).run(),
         checkpoint.Checkpoint.at(directory, step, "trees").trees(make_run(0)[2]),
-        {"elapsed": checkpoint.metadata(directory, step)["elapsed"]},
+        {"elapsed": checkpoint.Checkpoint.at(directory, step).metadata()["elapsed"]},
     )
     assert jax.tree.structure(read) == jax.tree.structure(saved)
     for one, two in zip(jax.tree.leaves(values(read)), jax.tree.leaves(values(saved)), strict=True):
@@ -519,13 +518,13 @@ def test_large_run_round_trips_and_a_missing_one_is_empty(tmp_path):
     writer.save(0, STATE, run=RUN)
     writer.save(1, STATE)
     writer.close()
-    assert checkpoint.run(tmp_path, 0) == RUN
-    assert checkpoint.run(tmp_path, 1) == {} and checkpoint.metadata(tmp_path, 1) == {}
+    assert checkpoint.Checkpoint.at(tmp_path, 0).run() == RUN
+    assert checkpoint.Checkpoint.at(tmp_path, 1).run() == {} and checkpoint.Checkpoint.at(tmp_path, 1).metadata() == {}
     assert checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"a": {}, "b": None}) == {"a": {}, "b": None}
     with pytest.raises(ValueError, match=r"a/x: \(none\) -> int32\[\]"):
         checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"a": {"x": jnp.int32(0)}})
     with pytest.raises(FileNotFoundError, match="No checkpoint of step 2 in .*, which holds steps 0, 1"):
-        checkpoint.run(tmp_path, 2)
+        checkpoint.Checkpoint.at(tmp_path, 2).run()
 
 
 def test_saved_values_can_be_changed_and_donated_once_save_returns(tmp_path):
@@ -544,7 +543,11 @@ def test_saved_values_can_be_changed_and_donated_once_save_returns(tmp_path):
     writer.close()
     templates = {"a": {"mine": np.zeros([500_000]), "jax": jnp.zeros([500_000])}}
     read = checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees(templates)["a"]
-    assert (read["mine"] == 2).all() and (read["jax"] == 3).all() and checkpoint.run(tmp_path, 1) == {"list": [1]}
+    assert (
+        (read["mine"] == 2).all()
+        and (read["jax"] == 3).all()
+        and checkpoint.Checkpoint.at(tmp_path, 1).run() == {"list": [1]}
+    )
     assert (checkpoint.restore(tmp_path, 1, {"w": jnp.zeros([500_000])})["w"] == 1).all()
 
 
@@ -593,15 +596,13 @@ def test_dtype_is_never_cast_silently(tmp_path):
 
 
 @pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
-def test_manager_saves_only_the_state_and_logs_it_once(tmp_path, make, logs):
+def test_manager_saves_only_the_state(tmp_path, make):
     with make(tmp_path) as manager:
         writer = checkpoint.CheckpointWriter(manager)
         for step in (1, 2):
             writer.save(step, STATE, run={"a": 1}, trees={"b": {"c": np.ones(1)}})
         writer.close()
-    said = [text for text in logs.messages if "saves only the train state" in text]
-    assert len(said) == 1 and "Give the directory instead" in said[0]
-    assert checkpoint.run(tmp_path, 1) == {} and not (tmp_path / "1" / seal.NAME).exists()
+    assert checkpoint.Checkpoint.at(tmp_path, 1).run() == {} and not (tmp_path / "1" / seal.NAME).exists()
     assert checkpoint.restore_newest(tmp_path, STATE)[1] == 2
 
 
@@ -617,13 +618,8 @@ def test_plain_manager_restores_a_checkpoint_of_the_writer(tmp_path):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"run": {"a": np.float32(1)}}, TypeError, r"run\['a'\] of a checkpoint must be a number"),
-        (
-            {"trees": {"a": {"b": 3}}},
-            TypeError,
-            "trees .* must hold JAX and NumPy arrays of numbers, and a/b is 3.*belong in `run`",
-        ),
-        ({"trees": {"a": {"b": np.array(["x"])}}}, TypeError, "a/b is array.*Numbers, strings"),
+        ({"run": {"a": np.float32(1)}}, TypeError, "run of a checkpoint must consist of numbers"),
+        ({"trees": {"a": {"b": "x"}}}, TypeError, "b is the string 'x'"),
         (
             {"trees": {"a": {"x.y": np.ones(1), "x": {"y": np.ones(1)}}}},
             ValueError,
@@ -723,10 +719,9 @@ def test_restoring_a_damaged_step_raises_and_lists_the_files(runs, saved_runs):
     lines = str(caught.value).splitlines()
     assert f"The checkpoint {runs}/2 is damaged:" == lines[0] and "  default/_METADATA is missing" in lines
     assert any(line.startswith("  trees/manifest.ocdbt has changed") for line in lines)
-    assert "restore_newest restores the newest undamaged checkpoint" in lines[-1]
     with pytest.raises(checkpoint.CheckpointError, match="trees/manifest"):
         checkpoint.Checkpoint.at(runs, 2, "trees").trees(make_run(0)[2])
-    assert checkpoint.run(runs, 2) == make_run(2)[1]  # This item is intact.
+    assert checkpoint.Checkpoint.at(runs, 2, "run").run() == make_run(2)[1]  # This item is intact.
     assert (template["w"] == make_run(0)[0]["w"]).all()
     assert checkpoint.all_steps(runs) == [1, 2] and not (runs / "damaged").exists()  # Only restore_newest moves them.
 
@@ -789,7 +784,7 @@ def test_damaged_metadata_and_metrics_raise(runs):
     path = runs / "2" / "SEAL"
     path.write_text(path.read_text().replace('"elapsed": 2', '"elapsed": 3'))
     with pytest.raises(checkpoint.CheckpointError, match="SEAL, the file with the checksums, has changed"):
-        checkpoint.metadata(runs, 2)
+        checkpoint.Checkpoint.at(runs, 2).metadata()
     (runs / "1" / "metrics" / "metrics").write_text("{")
     with pytest.raises(checkpoint.CheckpointError, match="metrics/metrics has 1 bytes"):
         checkpoint.best_step(runs, ("accuracy", "max"))
@@ -819,7 +814,7 @@ def test_unreadable_unsealed_files_raise_from_the_orbax_error(tmp_path):
     assert caught.value.__cause__ is not None
     (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text("{")
     with pytest.raises(checkpoint.CheckpointError, match="_CHECKPOINT_METADATA can't be read"):
-        checkpoint.metadata(tmp_path, 2)
+        checkpoint.Checkpoint.at(tmp_path, 2).metadata()
     assert checkpoint.restore_newest(tmp_path, STATE)[1] == 1
 
 

@@ -147,6 +147,6 @@ def test_custom_action_is_flushed_before_a_checkpoint(tmp_path):
     train_loop = TrainLoop(step, end_actions=[saves, Queueing(every(steps=1))])
     OuterLoop(train_loop)(state, batches, 6)
     for number in (3, 6):
-        items = checkpoint.run(tmp_path, number)["parts"]["train"]["agenda"]["items"]
+        items = checkpoint.Checkpoint.at(tmp_path, number).run()["parts"]["train"]["agenda"]["items"]
         kept = [encoding.decode(item["state"]) for item in items if item["name"].endswith("Queueing")]
         assert kept == [{"written": number, "queued": number}]

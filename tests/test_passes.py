@@ -408,7 +408,7 @@ def test_the_next_batch_is_read_before_the_actions_but_is_not_part_of_the_positi
     assert actions == [("action", 2, False), ("action", 4, False), ("action", 5, True)]
     for step in (2, 4):
         assert events.index(("read", step + 1)) < events.index(("action", step, False))
-        position = jaxloop.checkpoint.run(tmp_path, step)["parts"]["data"]["positions"][0]["data"]
+        position = jaxloop.checkpoint.Checkpoint.at(tmp_path, step).run()["parts"]["data"]["positions"][0]["data"]
         assert position["count"] == step
 
 

@@ -63,11 +63,9 @@ def test_weights_from_another_library_load_into_an_nnx_model(tmp_path, assert_sa
     [
         ({"w": np.ones(2)}, "weights.bin", "name ends in .safetensors, got"),
         ({"a.b": np.ones(2, np.float32)}, "w.safetensors", "'a.b' can't have dots"),
-        ({"w": np.ones(2, np.complex64)}, "w.safetensors", r"can't write 'w', complex64\[2\]"),
-        ({"w": np.array(["text"])}, "w.safetensors", "can't write 'w'"),
     ],
 )
-def test_unsupported_names_and_values_raise(tmp_path, params, name, message):
+def test_unsupported_names_raise(tmp_path, params, name, message):
     with pytest.raises(ValueError, match=message):
         checkpoint.save_params(params, tmp_path / name)
     assert os.listdir(tmp_path) == []
@@ -115,19 +113,12 @@ def test_empty_arrays_and_missing_directories_are_supported(tmp_path, assert_sam
 def test_64_bit_values_are_not_truncated(tmp_path, assert_same):
     path, params = tmp_path / "weights.safetensors", {"count": np.int64([2**40])}
     checkpoint.save_params(params, path)
-    with pytest.raises(ValueError, match="64-bit leaves, which JAX would truncate: count. Enable"):
-        checkpoint.load_params(path)
+    assert_same(checkpoint.load_params(path), params)
     assert_same(checkpoint.load_params(path, into=params), params)
 
 
-def test_similar_names_are_kept_apart_or_raise(tmp_path, assert_same):
+def test_a_leaf_with_the_name_of_nnx_values_is_kept(tmp_path, assert_same):
     path = tmp_path / "weights.safetensors"
     params = {"critic": {"value": np.float32([1])}, "actor": np.float32([2])}
     checkpoint.save_params(params, path)
     assert_same(checkpoint.load_params(path), params)
-    safetensors.save_file({"x.a/b": np.zeros(1), "x.a.b": np.zeros(1)}, path)
-    with pytest.raises(ValueError, match="names differ only in dots and slashes"):
-        checkpoint.load_params(path, into={"x": {"a": {"b": np.zeros(1)}}})
-    safetensors.save_file({"a": np.zeros(1, np.float32), "a.b": np.zeros(1, np.float32)}, path)
-    with pytest.raises(ValueError, match="There is a leaf at a/b, and also one at the beginning of this path"):
-        checkpoint.load_params(path)

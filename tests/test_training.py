@@ -84,7 +84,7 @@ def saved_without_times(directory):
         ]
 
     steps = checkpoint.all_steps(directory)
-    return steps, steps and without_time(checkpoint.run(directory, steps[-1]))
+    return steps, steps and without_time(checkpoint.Checkpoint.at(directory, steps[-1]).run())
 
 
 def observed(loop_class, directory, plan):
@@ -638,7 +638,7 @@ def test_an_evaluation_prevented_by_a_signal_runs_after_a_resume(first, tmp_path
 def test_a_stopped_run_keeps_its_position_in_wrapped_data(tmp_path):
     stops = Calls(stop_at(15), every(steps=5))
     experiment(tmp_path, stops, save=last(), loop_class=Wrapping)(STATE, DATA, 100, 10, AT_THE_END)
-    assert checkpoint.run(tmp_path, 15)["parts"]["data"]["positions"][0]["data"]["count"] == 15
+    assert checkpoint.Checkpoint.at(tmp_path, 15).run()["parts"]["data"]["positions"][0]["data"]["count"] == 15
 
 
 class NeverStops(type(STEP)):
@@ -701,13 +701,16 @@ def test_a_batch_read_ahead_by_an_earlier_call_is_not_counted(tmp_path):
     actions = [Calls(stop_at(7), every(steps=7)), jaxloop.CheckpointAction(tmp_path, jaxloop.at(steps=0))]
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions))
     outer_loop(STATE, iter(BATCHES), 30, 10)
-    checkpoint_of_first = checkpoint.run(tmp_path, 0)["parts"]["data"]["positions"]
+    checkpoint_of_first = checkpoint.Checkpoint.at(tmp_path, 0).run()["parts"]["data"]["positions"]
     for path in tmp_path.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     outer_loop(STATE, DATA, 30, 10)
     counts = [
         positions[0]["data"]["count"]
-        for positions in (checkpoint_of_first, checkpoint.run(tmp_path, 0)["parts"]["data"]["positions"])
+        for positions in (
+            checkpoint_of_first,
+            checkpoint.Checkpoint.at(tmp_path, 0).run()["parts"]["data"]["positions"],
+        )
     ]
     assert counts == [0, 0]
 

@@ -16,18 +16,14 @@ from jaxloop.base.text import printable
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
 
-_LONG_WAIT_SECS = 1.0
-"""The longest wait for the previous save, in seconds, that doesn't count toward a warning."""
-
 
 class CheckpointAction(Action):
     """Saves the train state and everything else that is needed to resume the run.
 
     If evaluations are due at the same step, they run before the checkpoint is saved. A save blocks the run only while
     the arrays are copied to the host; the rest happens in the background. Only one save runs at a time: each save first
-    waits until the previous save is on disk. If two saves in a row each wait for more than a second, a warning is
-    logged once. `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` is the total time
-    for which saves have blocked the run.
+    waits until the previous save is on disk. `last_stall_secs` is the time for which the last save has blocked the run,
+    and `Spent.checkpoints` is the time for all saves.
 
     Hooks:
       __call__, begin_run, finish, close: See `Action`. Overrides must call `super()`.
@@ -45,8 +41,7 @@ class CheckpointAction(Action):
 
     Args:
       directory: A directory, or an Orbax `CheckpointManager` (from Orbax's current or older API) that saves a single
-        item. At the end of a run, the last save is committed and the manager is closed. If a directory was given, the
-        next run opens a new manager.
+        item, and that the program closes. With a manager, only the train state is saved, without checksums.
       interval: See `Action`.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory, because a manager
         has its own options.
@@ -101,9 +96,6 @@ class CheckpointAction(Action):
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         self._saves = self._saves_measured = 0
-        self._not_finite: float | None = None  # The newest value of `best` that was NaN or infinite.
-        self._last_step: int | None = None  # The last saved step.
-        self._has_waited = self._has_warned_of_waiting = False
         if self.monitor is not None:
             self.monitor.begin_run()
 
@@ -133,11 +125,6 @@ class CheckpointAction(Action):
         """The number of seconds for which the last save blocked the run; None before the first save."""
         return self._writer.last_stall_secs
 
-    @property
-    def last_wait_secs(self) -> float | None:
-        """The part of `last_stall_secs` spent waiting for the previous save to reach the disk."""
-        return self._writer.last_wait_secs
-
     def __repr__(self) -> str:
         best = "" if self._writer.best is None else f", best={self._writer.best!r}"
         return f"CheckpointAction({str(self.directory)!r}, interval={self.interval}{best})"
@@ -159,8 +146,6 @@ class CheckpointAction(Action):
             value = self.monitor.measured(outputs, history, elapsed)
             if value is not None and math.isfinite(value):
                 values = {self.monitor.name: value}
-            elif value is not None:
-                self._not_finite = value
         kept = {"metadata": {"elapsed": elapsed.to_dict()}} if snapshot is None else snapshot()
         if self.save(step_num, state, outputs, metrics=values or None, **kept):
             self._saves += 1
@@ -187,8 +172,8 @@ class CheckpointAction(Action):
           state: The state to save.
           outputs: Ignored.
           metrics: A dict with the value of the metric named by `best`, or None if the metric has no value.
-          metadata: Numbers, strings, lists and dicts to store in the checkpoint. Read them with `checkpoint.metadata`.
-          run: Like `metadata`, but for values of any size. Read them with `checkpoint.run`. Saved only if
+          metadata: Numbers, strings, lists and dicts to store in the checkpoint. Read them with `Checkpoint.metadata`.
+          run: Like `metadata`, but for values of any size. Read them with `Checkpoint.run`. Saved only if
             `ckpt_manager` is a directory.
           trees: Additional pytrees of arrays, by name. Read them with `Checkpoint.trees`. Saved only if `ckpt_manager`
             is a directory.
@@ -197,25 +182,7 @@ class CheckpointAction(Action):
           True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
           step.
         """
-        has_begun = self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
-        if has_begun:
-            self._warn_of_waiting(step)
-            self._last_step = step
-        return has_begun
-
-    def _warn_of_waiting(self, step: int) -> None:
-        waited = self._writer.last_wait_secs or 0.0
-        if waited > _LONG_WAIT_SECS and self._has_waited and not self._has_warned_of_waiting:
-            self._has_warned_of_waiting = True
-            logging.warning(
-                "Saving step %d blocked training for %.1f s while step %d was still being written, for the second time "
-                "in a row. Save less often than interval=%r, or to a faster disk.",
-                step,
-                waited,
-                self._last_step,
-                self.interval,
-            )
-        self._has_waited = waited > _LONG_WAIT_SECS
+        return self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
 
     def before_checkpoint(self) -> None:
         """Does nothing, because each save waits for the previous one anyway."""
@@ -226,17 +193,14 @@ class CheckpointAction(Action):
     def close(self) -> None:
         self._writer.close()
         if self.monitor is not None and self._saves and not self._saves_measured:
-            saved = f"{self!r} saved no checkpoint that can be the best: at each of its {self._saves} saves,"
-            name = printable(self.monitor.name)
-            if self._not_finite is not None:
-                logging.warning("%s %s was NaN, infinite or not measured (last: %s).", saved, name, self._not_finite)
-            else:
-                logging.warning(
-                    "%s %s was not measured. Make its interval coincide with the evaluations, such as "
-                    "interval=every(steps=500) here and in the EvalSpec.",
-                    saved,
-                    name,
-                )
+            logging.warning(
+                "%r saved no checkpoint that can be the best: at each of its %d saves, %s was not measured, or not "
+                "finite. Make its interval coincide with the evaluations, such as interval=every(steps=500) here and "
+                "in the EvalSpec.",
+                self,
+                self._saves,
+                printable(self.monitor.name),
+            )
         self._saves = self._saves_measured = 0
 
     def finish(self, state: Any) -> Any:

@@ -93,7 +93,7 @@ def _check_checkpoint(
         if state.shapes is not None:
             with here:
                 opened.check_fits(state.shapes, spec.transforms)
-        elapsed, run = opened.elapsed().without_previous(), checkpoint.run(directory, step)
+        elapsed, run = opened.elapsed().without_previous(), checkpoint.Checkpoint.at(directory, step, "run").run()
         if not run or loop is None:
             return dataclasses.replace(course, start=elapsed)
         with here:

@@ -11,14 +11,11 @@ from jaxloop.checkpoint.read import TRANSFORMS_KEY as TRANSFORMS_KEY
 from jaxloop.checkpoint.read import Checkpoint as Checkpoint
 from jaxloop.checkpoint.read import CheckpointError as CheckpointError
 from jaxloop.checkpoint.read import best_step as best_step
-from jaxloop.checkpoint.read import metadata as metadata
 from jaxloop.checkpoint.read import open_newest as open_newest
 from jaxloop.checkpoint.read import quarantine_damaged as quarantine_damaged
 from jaxloop.checkpoint.read import restore as restore
 from jaxloop.checkpoint.read import restore_newest as restore_newest
-from jaxloop.checkpoint.read import run as run
 from jaxloop.checkpoint.stored import template_of as template_of
 from jaxloop.checkpoint.weights import load_params as load_params
-from jaxloop.checkpoint.weights import load_variables as load_variables
 from jaxloop.checkpoint.weights import save_params as save_params
 from jaxloop.checkpoint.write import CheckpointWriter as CheckpointWriter

@@ -3,8 +3,6 @@
 A checkpoint is a directory named after its step. Its files are not read here.
 """
 
-import contextlib
-import itertools
 import os
 import re
 import time
@@ -25,8 +23,6 @@ METADATA_FILE = "_CHECKPOINT_METADATA"
 DAMAGED, _ABANDONED = "damaged", "abandoned"
 _STEP = re.compile("0|[1-9][0-9]*")
 _DELETION_POLL_SECS = 0.1
-# Limits how much of a directory is searched to complete an error message.
-_MOST_DIRECTORIES = 100
 
 
 def all_steps(directory: epath.PathLike) -> list[int]:
@@ -51,18 +47,11 @@ def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
 
 
 def missing_error(directory: epath.PathLike) -> FileNotFoundError:
-    """Returns the error for a directory without checkpoints. It names a directory near it that has some."""
+    """Returns the error for a directory without checkpoints. It names the directory meant, if that is easily found."""
     directory = absolute(directory)
     text = f"No checkpoint in {directory}."
-    with contextlib.suppress(OSError):
-        for root in (directory, directory.parent):
-            near = (path for pattern in ("*", "*/*") for path in root.glob(pattern))
-            found = all_paths([root, *itertools.islice(near, _MOST_DIRECTORIES)])
-            if found := [path for path in found if (path / METADATA_FILE).exists()]:
-                place, step = found[-1].parent, found[-1].name
-                return FileNotFoundError(
-                    f"{text} The nearest directory with checkpoints is {place}, up to step {step}."
-                )
+    if near := all_paths([directory.parent, directory / "checkpoints"]):
+        text += f" Did you mean {near[-1].parent}, which has checkpoints up to step {near[-1].name}?"
     return FileNotFoundError(text)
 
 

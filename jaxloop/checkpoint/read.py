@@ -44,8 +44,6 @@ _OWN_PREFIX = "jaxloop/"
 FORMAT = 4
 # In a state: the optimizer's state, and in it the fields of an `EMAState`.
 _OPTIMIZER, AVERAGE, _COUNT = "opt_state/", "params_ema", "count"
-# The end of a path in the state of `optax.contrib.schedule_free`, which no other optimizer of Optax has.
-_OF_SCHEDULE_FREE = "/weight_sum"
 
 
 class CheckpointError(Exception):
@@ -139,11 +137,7 @@ def restore(
       ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype, or if a pattern in
         `transforms` matches no leaf. The error lists the leaves or the pattern.
     """
-    try:
-        return Checkpoint.at(directory, step).restore(state, transforms=transforms, any_optimizer=any_optimizer)
-    except CheckpointError as error:
-        hint = "checkpoint.restore_newest restores the newest undamaged checkpoint, and moves newer ones to damaged/."
-        raise CheckpointError(f"{error}\n{hint}", error.directory, error.steps) from error.__cause__
+    return Checkpoint.at(directory, step).restore(state, transforms=transforms, any_optimizer=any_optimizer)
 
 
 def restore_newest(
@@ -240,26 +234,6 @@ def quarantine(error: CheckpointError, consequence: str) -> None:
     logging.warning("%s\n%s %s", error, where, consequence)
 
 
-def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the metadata saved in a step's checkpoint, or `{}` if none was saved.
-
-    Raises:
-      FileNotFoundError: If there is no such checkpoint.
-      CheckpointError: If the metadata file is damaged.
-    """
-    return Checkpoint.at(directory, step, METADATA_FILE).metadata()
-
-
-def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the JSON dict saved as `run` in a step's checkpoint, or `{}` if none was saved.
-
-    Raises:
-      FileNotFoundError: If there is no such checkpoint.
-      CheckpointError: If the file that contains the dict is damaged.
-    """
-    return Checkpoint.at(directory, step, RUN).run()
-
-
 @final
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
@@ -334,7 +308,7 @@ class Checkpoint:
 
     def restore(self, state: Any, *, transforms: Mapping[str, str] | None = None, any_optimizer: bool = False) -> Any:
         """Restores the train state; see the function `restore`."""
-        template = stored.storable(state)
+        template = stored.storable(checks.as_arrays(state))
         if transforms is None and self._has_leaves_of(template):
             return stored.with_values(state, self._read(STATE, template))
         ours = kept = checks.leaves_by_path(template)
@@ -392,11 +366,8 @@ class Checkpoint:
 
     def read(self, wanted: Mapping[str, Any], item: str = STATE) -> dict[str, Any]:
         """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings given there."""
-        tree, values = _described(self, item), {}
-        for group in stored.groups(wanted):  # Orbax reads all leaves in a call at once, and copies each one.
-            chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
-            values |= self._read(item, jax.tree_util.tree_map_with_path(chosen, tree))
-        return values
+        chosen = lambda path, _: wanted.get(checks.path_name(path), ocp.PLACEHOLDER)
+        return self._read(item, jax.tree_util.tree_map_with_path(chosen, _described(self, item)))
 
     def _has_leaves_of(self, template: Any) -> bool:
         return self.is_sealed and self.custom_metadata.get(LEAVES_KEY) == stored.fingerprint(template)
@@ -549,18 +520,15 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
     """Logs that a state is restored without its optimizer state, except for the leaves in `kept`."""
-    level = logging.WARNING if len(kept) < len(ours) else logging.INFO  # INFO if the state has no optimizer.
-    average = ", except for the average of the parameters" if any(path.startswith(_OPTIMIZER) for path in kept) else ""
     lines = "\n".join(checks.compare(dict(opened.leaves), dict(ours)))
-    text = (
-        f"The state was restored from {opened.path} without its opt_state{average}, because the optimizers differ. The "
-        f"optimizer starts with the given opt_state. Leaves that differ (checkpoint -> state):\n{lines}"
+    logging.log(
+        logging.WARNING if len(kept) < len(ours) else logging.INFO,  # INFO if the state has no optimizer.
+        "The state was restored from %s without its opt_state, because the optimizers differ (but with the average of "
+        "the parameters, if both have one). The optimizer starts with the given opt_state. Leaves that differ "
+        "(checkpoint -> state):\n%s",
+        opened.path,
+        lines,
     )
-    if any(path.startswith(_OPTIMIZER) and path.endswith(_OF_SCHEDULE_FREE) for path in set(opened.leaves) - set(ours)):
-        level = logging.WARNING
-        text += "\nThe saved opt_state is that of a schedule-free optimizer and determines the parameters to evaluate. "
-        text += "Give the evaluation's step the same optimizer, or it uses the training parameters, which are worse."
-    logging.log(level, "%s", text)
 
 
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:

@@ -139,5 +139,5 @@ def _parse(text: bytes) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
     except (ValueError, TypeError, KeyError):
         sealed, about = {}, {}
     if text != _serialize(sealed, about).encode():
-        raise ValueError("it does not match its own checksum")
+        raise ValueError("it does not match its own checksum, or a version of jaxloop before 0.1.0 wrote it")
     return sealed, about

@@ -4,7 +4,7 @@ A leaf is identified by its path, such as `params/Dense_0/kernel`.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import jax
@@ -13,9 +13,6 @@ import numpy as np
 from etils import epath
 
 from jaxloop.base import checks, path_patterns
-
-_MAX_READ_BYTES = 2**27
-
 
 # Stored form -----------------------------------------------------------------------------------------
 
@@ -194,14 +191,3 @@ def as_wide_as(saved: Any, leaf: Any) -> Any:
         return leaf
     is_same = jax.dtypes.canonicalize_dtype(saved.dtype) == jax.dtypes.canonicalize_dtype(leaf.dtype)
     return np.broadcast_to(np.zeros((), saved.dtype), saved.shape) if is_same else leaf
-
-
-def groups(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the leaves in groups of at most 128 MiB. A larger leaf forms a group by itself."""
-    group: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        if group and sum(each.size * each.dtype.itemsize for each in (*group.values(), leaf)) > _MAX_READ_BYTES:
-            yield group
-            group = {}
-        group[path] = leaf
-    yield group

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
@@ -41,8 +40,8 @@ class CheckpointWriter:
 
     Args:
       manager_or_directory: A directory, or an Orbax manager that saves a single item (from either the current or the
-        older Orbax API). With a manager, only the state is saved, without a seal. With a directory, the writer creates
-        its own manager at the first save, and a new one after `close` or a failed save.
+        older Orbax API). With a manager, which the caller closes, only the state is saved, without a seal. With a
+        directory, the writer creates its own manager at the first save, and a new one after `close` or a failed save.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
@@ -51,7 +50,6 @@ class CheckpointWriter:
     Attributes:
       directory: The directory with one subdirectory per step.
       last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
-      last_wait_secs: The part of `last_stall_secs` spent waiting for the previous save to be committed.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class CheckpointWriter:
         keep_every: Schedule | None = None,
     ):
         self.last_stall_secs: float | None = None
-        self.last_wait_secs: float | None = None
         self._policy: _Policy | None = None  # None if a manager was passed in, whose own options decide.
         self._manager: ocp.CheckpointManager | None = None  # None while no manager is open.
         self._saving: tuple[int, dict[str, Any]] = -1, {}  # The step and the metadata of the current or last save.
@@ -76,15 +73,9 @@ class CheckpointWriter:
         if best is not None or keep_every is not None:
             raise ValueError(
                 "`best` and `keep_every` need a directory, got a CheckpointManager, whose own options decide which "
-                "checkpoints it keeps. Give the CheckpointManagerOptions a preservation_policy, or give the directory "
-                "instead."
+                "checkpoints it keeps."
             )
         self._manager, self.directory = manager_or_directory, epath.Path(manager_or_directory.directory)
-        logging.info(
-            "The checkpoint manager of %s saves only the train state. Give the directory instead to also save the "
-            "state of the loops and actions, and to detect damaged files.",
-            self.directory,
-        )
 
     @property
     def best(self) -> tuple[str, str] | None:
@@ -125,12 +116,7 @@ class CheckpointWriter:
           CheckpointError: If the previous save failed in the background, or if this save failed. The error includes the
             failed save's step. With a directory, the files of that save are removed, so that the next save can succeed.
         """
-        if self._policy is None and self._manager is None:
-            raise ValueError(
-                f"The checkpoint manager of {self.directory} was closed when the last run ended, and can't save any "
-                "more. Make a new CheckpointManager, or give CheckpointAction the directory instead."
-            )
-        began, self.last_wait_secs = timing.clock(), 0.0
+        began = timing.clock()
         try:
             args, custom_metadata = self._save_args(state, metadata or {}, run or {}, trees or {})
             try:
@@ -155,8 +141,9 @@ class CheckpointWriter:
             return items[read.STATE], custom_metadata
         if run:
             items[read.RUN] = ocp.args.JsonSave(_json_copy(run, "run"))
-        if with_leaves := _checked_trees(trees):
-            items[read.TREES] = ocp.args.PyTreeSave(with_leaves)
+        if with_leaves := {name: checks.as_arrays(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}:
+            stored.check_names(with_leaves, "trees")
+            items[read.TREES] = ocp.args.PyTreeSave(stored.storable(with_leaves))
         custom_metadata |= {
             read.LEAVES_KEY: fingerprint,
             read.FORMAT_KEY: read.FORMAT,
@@ -176,19 +163,17 @@ class CheckpointWriter:
         """Starts a save in Orbax, unless the checkpoint exists or the manager skips the step."""
         policy = self._policy
         if policy is not None:
-            self._wait_for_previous_save()  # Before checking that its checkpoint still exists.
+            self.wait()  # Before checking that the checkpoint of the previous save still exists.
             self._check_directory()  # Before `_open_manager` creates it.
         manager = self._manager or self._open_manager()
-        # With a directory, checking one name first is faster: Orbax starts threads to list a directory.
-        is_listed = policy is None or (self.directory / str(step)).exists()
-        if is_listed and step in (manager.all_steps() if policy is None else all_steps(self.directory)):
-            logging.warning("%s already has a checkpoint of step %d, which was not overwritten.", self.directory, step)
-            return False
         if not manager.should_save(step):
+            if step in manager.all_steps():
+                text = "%s already has a checkpoint of step %d, which was not overwritten."
+                logging.warning(text, self.directory, step)
             return False
         if policy is None:
-            self._wait_for_previous_save()  # Not earlier: the manager might have skipped this step.
-        elif policy.has_metrics:
+            self.wait()  # Not earlier: the manager might have skipped this step.
+        else:
             metrics = policy.marked(metrics or {}, custom_metadata, step)
         self._saving = step, custom_metadata
         metrics = None if metrics is None else dict(metrics)
@@ -226,13 +211,6 @@ class CheckpointWriter:
                 "no clean-up job or other program does so, and start the run again: it resumes from the newest "
                 "checkpoint that is left."
             )
-
-    def _wait_for_previous_save(self) -> None:
-        began = timing.clock()
-        try:
-            self.wait()
-        finally:
-            self.last_wait_secs = timing.clock() - began
 
     def _open_manager(self) -> ocp.CheckpointManager:
         policy = self._policy
@@ -305,7 +283,7 @@ class CheckpointWriter:
         self._committed_step = None if step < 0 else step
 
     def close(self) -> None:
-        """Waits for the last save, and closes the manager. A manager that was passed in can't save anything afterwards.
+        """Waits for the last save, and closes the writer's own manager.
 
         Raises:
           CheckpointError: If the last save failed, or its checkpoint is no longer on disk. The error is raised only
@@ -318,8 +296,9 @@ class CheckpointWriter:
         except (OSError, lock.DirectoryLostError) as error:
             raise self._failure(self._saving[0], error) from error
         finally:
-            manager, self._manager, self._committed_step = self._manager, None, None
-            if manager is not None:
+            self._committed_step = None
+            if self._policy is not None and self._manager is not None:
+                manager, self._manager = self._manager, None
                 manager.close()
 
 
@@ -344,18 +323,6 @@ class _Policy:
 
     def options(self, seal_save: Callable[[], None]) -> ocp.CheckpointManagerOptions:
         """Returns the options of a manager that calls `seal_save` before it commits a checkpoint."""
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self.keep,
-            cleanup_tmp_directories=True,
-            async_options=ocp.options.AsyncOptions(
-                post_finalization_callback=seal_save,
-                # If the directory can't be created, `save` then raises. Otherwise Orbax's threads would wait for it
-                # for five minutes.
-                create_directories_asynchronously=False,
-            ),
-        )
-        if not self.has_metrics:
-            return options
         best = self.best or ("", "min")
         quality = lambda values: read.quality(values, best)
         policies = [checkpoint_managers.LatestN(self.keep), _KeepMarked()]
@@ -363,11 +330,16 @@ class _Policy:
             policies.append(
                 checkpoint_managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)
             )
-        return dataclasses.replace(
-            options,
-            max_to_keep=None,
-            best_fn=quality,  # Without it, Orbax does not write the metrics.
+        return ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            best_fn=quality if self.has_metrics else None,  # With it, Orbax writes the metrics.
+            cleanup_tmp_directories=True,
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=seal_save,
+                # If the directory can't be created, `save` then raises. Otherwise Orbax's threads would wait for it
+                # for five minutes.
+                create_directories_asynchronously=False,
+            ),
         )
 
 
@@ -379,50 +351,19 @@ class _KeepMarked:
 
 
 def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a copy of a value, made by a round trip through JSON. Tuples become lists.
+    """Returns a copy of a value, made by a round trip through JSON. Tuples become lists, and keys become strings.
 
     Raises:
-      TypeError: If a key is not a string, or if a value can't be represented in JSON. The error names its path.
+      TypeError: If a value can't be represented in JSON.
       ValueError: If the value is too large to be read again.
     """
-    text = ""
-    with contextlib.suppress(TypeError):  # The loop below raises an error with the path.
+    try:
         text = json.dumps(value, default=lambda mapping: {**mapping})
-    found: list[tuple[str, Any]] = [(name, value)]
-    for path, each in found:  # The loop appends the values one level deeper to the list.
-        if isinstance(each, Mapping):
-            for key in each:
-                if not isinstance(key, str):
-                    raise TypeError(
-                        f"{path} of a checkpoint must have strings as keys, got {key!r}. Write {str(key)!r}."
-                    )
-            found += [(f"{path}[{key!r}]", inner) for key, inner in each.items()]
-        elif isinstance(each, list | tuple):
-            found += [(f"{path}[{index}]", inner) for index, inner in enumerate(each)]
-        elif each is not None and not isinstance(each, bool | int | float | str):
-            raise TypeError(
-                f"{path} of a checkpoint must be a number, a string, a list or a dict, got {each!r}. Put arrays "
-                "into the state, and convert NumPy scalars with .item()."
-            )
+    except TypeError as error:
+        raise TypeError(
+            f"{name} of a checkpoint must consist of numbers, strings, lists and dicts: {error}. Put arrays into the "
+            "state, and convert NumPy scalars with .item()."
+        ) from error
     if len(text) > files.MAX_BYTES:
         raise ValueError(f"{name} of a checkpoint must have at most {files.MAX_BYTES:,} bytes, got {len(text):,}.")
     return json.loads(text)
-
-
-def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the trees that have leaves. All leaves must be JAX or NumPy arrays; Orbax copies both.
-
-    Raises:
-      TypeError: If a leaf is not an array of numbers.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(trees)):
-        is_numeric = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
-        if not is_numeric and not isinstance(leaf, jax.Array):
-            raise TypeError(
-                "trees of a checkpoint must hold JAX and NumPy arrays of numbers, and "
-                f"{checks.path_name(path)} is {leaf!r}. Numbers, strings and lists belong in `run`."
-            )
-    with_leaves = {name: checks.as_arrays(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
-    if with_leaves:
-        stored.check_names(with_leaves, "trees")
-    return stored.storable(with_leaves)

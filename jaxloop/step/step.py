@@ -273,8 +273,7 @@ class Step:
             a program that may start from scratch.
 
         Raises:
-          FileNotFoundError: If there is no checkpoint, or none for `step`. The error lists the steps, or names the
-            nearest directory with checkpoints.
+          FileNotFoundError: If there is no checkpoint, or none for `step`. The error lists the steps.
           CheckpointError: If the checkpoint of `step` is damaged, or if `step` is None and all checkpoints are damaged.
           ValueError: If the checkpoint was saved from a different model. The error lists the leaves that differ.
         """
