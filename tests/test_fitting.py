@@ -48,7 +48,7 @@ def test_optimizer_accepts_lr_schedule():
         ((0.1, 0), ValueError, "steps_per_epoch must be a positive int, got 0"),
         ((0.1, 10.5), TypeError, "steps_per_epoch must be a positive int, got 10.5"),
         ((0.1, 10, 0), ValueError, "epochs must be a positive int, got 0"),
-        ((0.1, 10, 5, -1), ValueError, "warmup_epochs must be a positive int, got -1"),
+        ((0.1, 10, 5, -1), ValueError, "smaller than epochs, got warmup_epochs=-1"),
         ((0.1, 10, 5), ValueError, "smaller than epochs, got warmup_epochs=5 and epochs=5. Lower it; 0 means no"),
     ],
 )
@@ -143,6 +143,13 @@ def test_train_total_steps_repeats_the_data():
     assert history.collect("steps", "train.loss")[0] == list(range(1, 21))
 
 
+def test_rows_and_kept_checkpoints_can_be_chosen(tmp_path, recorded):
+    _, history = fit_linear(log_interval=every(7), workdir=tmp_path, keep=2, train_epochs=3)
+    assert history.collect("steps", "train.loss")[0] == [7, 14, 21, 24]
+    assert [step for step, _ in recorded.scalars("train/loss")] == [7, 14, 21, 24]
+    assert jaxloop.checkpoint.all_steps(tmp_path / "checkpoints") == [16, 24]
+
+
 def test_iterator_that_ends_early_warns(warnings_logged):
     state, _ = fit_linear(iter(DICTS), train_total_steps=100)
     assert int(state.step) == 8
@@ -231,7 +238,6 @@ def test_workdir_contains_events_history_and_checkpoints(tmp_path, recorded):
             train_epochs=4,
             optimizer=optimizer,
             workdir=tmp_path,
-            log_name="linear",
             hparams={"width": 1},
         )
     assert recorded.hparams == [{"width": 1}]
@@ -239,8 +245,8 @@ def test_workdir_contains_events_history_and_checkpoints(tmp_path, recorded):
     assert recorded.scalars("eval/loss")[-1] == (32, history.last("eval.loss")[1])
     rates = [value for _, value in recorded.scalars("learning_rate")]
     np.testing.assert_allclose(rates, [0.1 * (1 - step / 32) for step in (7, 15, 23, 31)], rtol=1e-5)
-    assert jaxloop.History.load(tmp_path / "linear" / "history.jsonl").rows == history.rows
-    saved = jaxloop.checkpoint.all_steps(tmp_path / "linear" / "checkpoints")
+    assert jaxloop.History.load(tmp_path / "history.jsonl").rows == history.rows
+    saved = jaxloop.checkpoint.all_steps(tmp_path / "checkpoints")
     assert saved == [32]  # The newest is the best.
 
 
@@ -355,6 +361,7 @@ def test_best_checkpoint_is_saved_for_any_eval_interval(tmp_path, recorded):
     ("options", "message"),
     [
         ({"monitor": "eval/loss"}, "without a workdir there is none"),
+        ({"hparams": {"width": 1}}, "without a workdir there is none"),
         ({"eval_interval": 2}, "fit got eval_interval=2 without eval_dataset"),
         ({"metrics": [squared]}, "metrics must be a dict of functions"),
     ],

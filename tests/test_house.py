@@ -103,7 +103,6 @@ LARGE_CLASSES = {
     "history.History": (7, 26),
     "loop.Loop": (2, 19),
     "models.function_step.CompiledFunction": (10, 8),
-    "models.loss_step.LossStep": (14, 27),
     "partition.mesh_partitioner.MeshPartitioner": (6, 20),
     "partition.partitioner.Partitioner": (0, 23),
     "processes.interrupt.Interruptible": (9, 18),

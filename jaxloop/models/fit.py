@@ -4,11 +4,10 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import optax
-from absl import logging
 from etils import epath
 
 from jaxloop import data, partition, types
@@ -20,58 +19,18 @@ from jaxloop.actions import (
     SummaryAction,
     default_writer,
 )
-from jaxloop.actions.checkpoint_action import monitor_of
 from jaxloop.actions.learning_rate_action import learning_rate
 from jaxloop.base import checks
 from jaxloop.base.files import absolute
 from jaxloop.base.text import suggests
-from jaxloop.check.preflight import Report
 from jaxloop.data.sources import pass_of
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.experiment.specs import CheckpointSpec, EvalSpec
-from jaxloop.history import History
 from jaxloop.models.function_step import FunctionStep
 from jaxloop.models.loss_step import LossFn, LossStep
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.schedules import Schedule, every, last
 from jaxloop.train_loop import TrainLoop
-
-
-@overload
-def fit(
-    model: Any,
-    train_dataset: Any,
-    eval_dataset: Any = None,
-    *,
-    loss: LossFn | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-    metrics: Mapping[str, LossFn] | None = None,
-    inputs: str | int | Callable[[types.Batch], Any] | None = None,
-    trainable: str | Sequence[str] | None = None,
-    ema: float | Callable[[jax.Array], Any] | None = None,
-    params_to_evaluate: Callable[[Any], Any] | None = None,
-    train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
-    eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
-    train_epochs: int | None = None,
-    train_total_steps: int | None = None,
-    eval_interval: int | Schedule | None = None,
-    workdir: epath.PathLike | None = None,
-    log_name: str | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    monitor: str | tuple[str, str] | None = None,
-    partitioner: partition.Partitioner | Literal["auto"] | None = None,
-    progress: str | None = "auto",
-    seed: int = 0,
-    steps_per_dispatch: int | Literal["auto"] = 1,
-    actions: Sequence[Action] = (),
-    dry_run: Literal[False] = False,
-) -> tuple[Any, History]: ...
-
-
-@overload
-def fit(
-    model: Any, train_dataset: Any, eval_dataset: Any = None, *, dry_run: Literal[True], **options: Any
-) -> Report: ...
 
 
 @suggests(
@@ -83,7 +42,7 @@ def fit(
     accumulate="jaxloop.LossStep(..., accumulate=...)",
     verbose="progress",
 )
-def fit(  # pyright: ignore[reportInconsistentOverload]
+def fit(
     model: Any,
     train_dataset: Any,
     eval_dataset: Any = None,
@@ -100,8 +59,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     train_epochs: int | None = None,
     train_total_steps: int | None = None,
     eval_interval: int | Schedule | None = None,
+    log_interval: int | Schedule | None = None,
     workdir: epath.PathLike | None = None,
-    log_name: str | None = None,
+    keep: int | None = 1,
     hparams: Mapping[str, Any] | None = None,
     monitor: str | tuple[str, str] | None = None,
     partitioner: partition.Partitioner | Literal["auto"] | None = None,
@@ -111,7 +71,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     actions: Sequence[Action] = (),
     dry_run: bool = False,
     topology: str | None = None,
-) -> tuple[Any, History] | Report:
+) -> Any:
     """Trains a model in one call, using the same loops and actions that a hand-written program would use.
 
     >>> import numpy as np
@@ -167,8 +127,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       train_total_steps: The number of updates. A finite dataset is repeated as often as necessary.
       eval_interval: When to evaluate: a number of epochs, or a schedule such as `every(steps=500)`, which can also fire
         within an epoch. If None, `fit` evaluates after every epoch. It always evaluates at the end of the run.
+      log_interval: When to add a row of the training to the history, and to write summaries. If None, as above.
       workdir: The work directory; if None, no files are written.
-      log_name: The subdirectory of the work directory to use for this run.
+      keep: The number of newest checkpoints to keep besides the best one; None for all of them.
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy" or, with its mode,
         `("eval/score", "max")`. The default is "eval/loss" if `loss` and `eval_dataset` are given.
@@ -198,82 +159,76 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         )
     if topology is not None and not dry_run:
         raise ValueError(f"topology={topology!r} is for a dry run. Pass dry_run=True, too.")
-    eval_schedule = _eval_schedule(eval_interval, eval_dataset)
-    monitor_of("monitor", monitor)
-    if monitor is not None and workdir is None:
-        raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
-    passes, eval_passes, num_passes = _data(train_dataset, eval_dataset, train_epochs, train_total_steps)
+    for name, value in {"monitor": monitor, "hparams": hparams}.items():
+        if value is not None and workdir is None:
+            raise ValueError(
+                f"fit got {name}={value!r}, which concerns its files, and without a workdir there is none."
+            )
+    _check_data(train_dataset, eval_dataset, train_epochs, train_total_steps)
+    passes, eval_passes = data.Passes(train_dataset), data.Passes(eval_dataset)
+    can_repeat = not data.is_one_pass(train_dataset) and not data.is_endless(train_dataset)
+    num_epochs = sys.maxsize if train_epochs is None and can_repeat else train_epochs
+    evaluates = _schedule("eval_interval", eval_interval)
+    if eval_interval is not None and eval_dataset is None:
+        raise ValueError(f"fit got eval_interval={eval_interval!r} without eval_dataset. Give both, or neither.")
+
     partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a dict of functions, {{'accuracy': function}}, got {metrics!r}.")
-    progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    options = {"loss": loss, "metrics": metrics, "inputs": inputs, "trainable": trainable, "ema": ema}
+    options["params_to_evaluate"] = params_to_evaluate
     if train_step is None:
-        _check_loss(model, loss, optimizer, eval_step)
-        options = {"loss": loss, "metrics": metrics, "inputs": inputs, "trainable": trainable, "ema": ema}
-        options["params_to_evaluate"] = params_to_evaluate
-        step, step_for_eval = _steps_of_loss(model, optimizer, partitioner, seed, passes.first(), options)
+        _check_model(model, loss, optimizer, eval_step)
+        step, step_for_eval = _steps_of_model(model, optimizer, partitioner, seed, passes.first(), options)
         make_state = step.abstract_state if dry_run else step.initialize_model
         state = make_state(step.input_spec(passes.first()))
         monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
     else:
-        for_a_loss = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
-        for_a_loss |= {"trainable": trainable, "ema": ema, "params_to_evaluate": params_to_evaluate}
-        _check_step_functions(for_a_loss, eval_step, eval_dataset)
+        _check_functions({**options, "optimizer": optimizer}, eval_step, eval_dataset)
         step, step_for_eval = _steps_of_functions(train_step, eval_step, model, partitioner, passes.first())
         state = model
 
-    log_points, saves = every(loops=1) | last(), every(loops=1) | last()
+    rows, saves = _schedule("log_interval", log_interval), every(loops=1) | last()
     if train_total_steps is not None:
-        log_points, saves = (
-            log_points | every(max(train_total_steps // 100, 1)),
-            saves | every(max(train_total_steps // 10, 1)),
-        )
-    train_actions, eval_actions = [*actions], []
-    if progress is not None:
-        train_actions.append(ProgressAction(_total_steps(train_dataset, train_epochs, train_total_steps), bar=progress))
-    if hparams or log_name:
-        logging.info("Run %s: %s", log_name or "", dict(hparams or {}))
+        rows = rows | every(max(train_total_steps // 100, 1)) if log_interval is None else rows
+        saves |= every(max(train_total_steps // 10, 1))
+    train_actions, eval_actions, checkpoint_spec = [*actions], [], None
+    if progress:
+        batches = data.num_batches(pass_of(train_dataset))
+        total = train_total_steps if train_epochs is None else batches and train_epochs * batches
+        train_actions.append(ProgressAction(total, bar=progress))
     with contextlib.ExitStack() as files:
-        checkpoint_spec = None
         if workdir is not None:
-            workdir = absolute(workdir) / (log_name or "")
+            workdir = absolute(workdir)
             checkpoint_spec = CheckpointSpec(workdir / "checkpoints")
+            saves = saves if monitor is None else saves | evaluates  # Save at evaluations, to keep the best.
+            save = CheckpointAction(workdir / "checkpoints", saves, keep=keep, best=monitor)
             writer = files.enter_context(contextlib.closing(default_writer(workdir)))
-            if hparams and not dry_run:
+            if hparams is not None and not dry_run:
                 writer.write_hparams(dict(hparams))
-            saves = saves if monitor is None else saves | eval_schedule  # Save at evaluations, to keep the best.
-            train_actions += _summaries(writer, log_points, state)
-            train_actions.append(CheckpointAction(workdir / "checkpoints", saves, keep=1, best=monitor))
+            if learning_rate(getattr(state, "opt_state", None)) is not None:
+                train_actions.append(LearningRateAction(writer, rows))
+            train_actions += [SummaryAction(writer, rows, prefix="train/"), save]
             eval_actions.append(SummaryAction(writer, prefix="eval/"))
-
         train_loop = TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch)
         eval_loops, eval_specs = [], []
         if eval_dataset is not None:
             eval_loops.append(EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch))
-            eval_specs.append(EvalSpec(eval_passes, interval=eval_schedule))
-        outer_loop = OuterLoop(train_loop, eval_loops, checkpoint_spec, workdir=workdir, log_interval=log_points)
-        run = functools.partial(outer_loop.check, topology=topology) if dry_run else outer_loop
-        result = run(state, passes, train_total_steps, eval_specs=eval_specs, train_epochs=num_passes)
-        return result if isinstance(result, Report) else (result[0], outer_loop.history)
+            eval_specs.append(EvalSpec(eval_passes, interval=evaluates))
+        outer_loop = OuterLoop(train_loop, eval_loops, checkpoint_spec, workdir=workdir, log_interval=rows)
+        arguments = {"train_total_steps": train_total_steps, "train_epochs": num_epochs, "eval_specs": eval_specs}
+        if dry_run:
+            return outer_loop.check(state, passes, **arguments, topology=topology)
+        return outer_loop(state, passes, **arguments)[0], outer_loop.history
 
 
-def _eval_schedule(eval_interval: int | Schedule | None, eval_dataset: Any) -> Schedule:
-    if not isinstance(eval_interval, Schedule):
-        checks.check_positive("eval_interval", eval_interval, optional=True)
-    if eval_interval is not None and eval_dataset is None:
-        raise ValueError(f"fit got eval_interval={eval_interval!r} without eval_dataset. Give both, or neither.")
-    if isinstance(eval_interval, Schedule):
-        return eval_interval | last()
-    return every(loops=eval_interval or 1) | last()
+def _schedule(name: str, interval: int | Schedule | None) -> Schedule:
+    """Returns a schedule for an interval that counts epochs; it also fires at the end of the run."""
+    if not isinstance(interval, Schedule):
+        checks.check_positive(name, interval, optional=True)
+        interval = every(loops=interval or 1)
+    return interval | last()
 
 
-def _data(
-    train_dataset: Any, eval_dataset: Any, train_epochs: int | None, train_total_steps: int | None
-) -> tuple[data.Passes, data.Passes, int | None]:
-    """Returns both datasets as `Passes`, and the maximum number of epochs.
-
-    Without `train_epochs`, the maximum is None if the training dataset is an iterator.
-    """
+def _check_data(train_dataset: Any, eval_dataset: Any, train_epochs: int | None, train_total_steps: int | None) -> None:
     checks.check_positive("train_epochs", train_epochs, optional=True)
     checks.check_positive("train_total_steps", train_total_steps, optional=True)
     if (train_epochs is None) == (train_total_steps is None):
@@ -290,29 +245,9 @@ def _data(
             f"Each evaluation reads eval_dataset from its start, got the iterator {eval_dataset!r}. Give a list, a "
             "dataset, or a function that returns a new iterator."
         )
-    needs_one_pass = data.is_one_pass(train_dataset) or data.is_endless(train_dataset)
-    as_often_as_needed = None if needs_one_pass else sys.maxsize
-    return data.Passes(train_dataset), data.Passes(eval_dataset), train_epochs or as_often_as_needed
 
 
-def _steps_of_loss(
-    model: Any,
-    optimizer: Any,
-    partitioner: partition.Partitioner | Literal["auto"],
-    seed: int,
-    first_batch: types.Batch,
-    options: dict[str, Any],
-) -> tuple[LossStep, LossStep]:
-    """Returns the train step and the eval step for a model with a loss."""
-    key, batch_size = jax.random.key(seed), checks.num_examples(first_batch)
-    if partitioner == "auto":
-        trial = LossStep(key, model, optimizer, train=True, **options)
-        partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), batch_size)
-    step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
-    return step, LossStep(key, model, optimizer, partitioner, use_ema=options["ema"] is not None, **options)
-
-
-def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
+def _check_model(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
     if hasattr(model, "apply_gradients"):
         raise TypeError(
             f"fit without a train_step needs a model, got a state, {checks.describe(model)}. Give the model, with "
@@ -326,8 +261,8 @@ def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
         )
 
 
-def _check_step_functions(for_a_loss: Mapping[str, Any], eval_step: Any, eval_dataset: Any) -> None:
-    for name, value in for_a_loss.items():
+def _check_functions(of_model: Mapping[str, Any], eval_step: Any, eval_dataset: Any) -> None:
+    for name, value in of_model.items():
         if value is not None:
             raise ValueError(
                 f"fit got a train_step and {name}, which is for training with a loss. Leave one of them out."
@@ -337,35 +272,29 @@ def _check_step_functions(for_a_loss: Mapping[str, Any], eval_step: Any, eval_da
         raise ValueError(f"fit got a train_step and {got} without {missing}. Give both, or neither.")
 
 
+def _steps_of_model(
+    model: Any, optimizer: Any, partitioner: Any, seed: int, first_batch: types.Batch, options: dict[str, Any]
+) -> tuple[LossStep, LossStep]:
+    """Returns the train step and the eval step for a model with a loss."""
+    make, rows = functools.partial(LossStep, jax.random.key(seed), model, optimizer), checks.num_examples(first_batch)
+    if partitioner == "auto":
+        trial = make(train=True, **options)
+        partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), rows)
+    step = make(partitioner, train=True, batch_size=rows, **options)
+    return step, make(partitioner, use_ema=options["ema"] is not None, **options)
+
+
 def _steps_of_functions(
-    train_step: Any,
-    eval_step: Any,
-    state: Any,
-    partitioner: partition.Partitioner | Literal["auto"],
-    first_batch: types.Batch,
+    train_step: Any, eval_step: Any, state: Any, partitioner: Any, first_batch: types.Batch
 ) -> tuple[FunctionStep, FunctionStep]:
     """Returns the train step and the eval step for the user's functions."""
     if partitioner == "auto":
         partitioner = partition.choose(state, checks.num_examples(first_batch))
-    step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
-    return FunctionStep(train_step, partitioner, train=True), step_for_eval
 
+    def evaluate(state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+        return state, eval_step(state, batch)
 
-def _summaries(writer: Any, log_points: Schedule, state: Any) -> list[Action]:
-    """Returns actions that write the training metrics, and the learning rate if the state contains it."""
-    has_rate = learning_rate(getattr(state, "opt_state", None)) is not None
-    rate = [LearningRateAction(writer, log_points)] if has_rate else []
-    return [*rate, SummaryAction(writer, log_points, prefix="train/")]
-
-
-def _evaluate(eval_step: Any, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-    return state, eval_step(state, batch)
-
-
-def _total_steps(train_dataset: Any, train_epochs: int | None, train_total_steps: int | None) -> int | None:
-    """Returns the total number of steps for a progress bar; None if the dataset has no length."""
-    num_batches = data.num_batches(pass_of(train_dataset))
-    return train_total_steps if train_epochs is None else num_batches and train_epochs * num_batches
+    return FunctionStep(train_step, partitioner, train=True), FunctionStep(evaluate, partitioner)
 
 
 def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_epochs: int = 5) -> optax.Schedule:
@@ -397,16 +326,10 @@ def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_
         raise ValueError(f"base_lr must be positive, got {base_lr!r}.")
     checks.check_positive("steps_per_epoch", steps_per_epoch)
     checks.check_positive("epochs", epochs)
-    if warmup_epochs != 0:
-        checks.check_positive("warmup_epochs", warmup_epochs)
-    if warmup_epochs >= epochs:
+    if not 0 <= warmup_epochs < epochs:
         raise ValueError(
             f"warmup_epochs must be smaller than epochs, got warmup_epochs={warmup_epochs} and epochs={epochs}. "
             "Lower it; 0 means no warm-up."
         )
     warmup_steps, total_steps = warmup_epochs * steps_per_epoch, epochs * steps_per_epoch
-    cosine = optax.cosine_decay_schedule(base_lr, total_steps - warmup_steps, alpha=0.01)
-    if not warmup_steps:
-        return cosine
-    warmup = optax.linear_schedule(base_lr / 10, base_lr, warmup_steps)
-    return optax.join_schedules([warmup, cosine], [warmup_steps])
+    return optax.warmup_cosine_decay_schedule(base_lr / 10, base_lr, warmup_steps, total_steps, base_lr / 100)
