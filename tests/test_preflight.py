@@ -579,7 +579,13 @@ def test_check_reports_only_invalid_arguments_if_there_are_any(plan):
 @pytest.mark.parametrize(
     ("patched", "value", "where", "text", "is_error"),
     [
-        ("jaxloop.partition.memory_of", lambda device: 100, "the train loop", "of a device, which has 100 B", True),
+        (
+            "jaxloop.partition.memory_of",
+            lambda device: 100,
+            "the train loop",
+            r"A step needs 800 B of 100 B per device: parameters 84 B.*check.largest_batch\(step, state, batch\)",
+            True,
+        ),
         (
             "shutil.disk_usage",
             lambda directory: types.SimpleNamespace(free=500),

@@ -123,13 +123,6 @@ def check_saving(checked: Checked, course: Course, size: int, data: TrainData, h
             "CheckpointAction, so a killed run would start over. Add CheckpointAction(directory, interval), or give "
             "workdir=... instead of checkpoint_spec, with which the run saves on its own."
         )
-    elif spec is not None and spec.checkpoint_dir not in directories:
-        saved_to = ", ".join(map(str, directories))
-        here.warn(
-            f"The run resumes from the newest checkpoint in {spec.checkpoint_dir} or {saved_to}, but saves only to "
-            f"{saved_to}. If another run saves to the former, a restart would continue from its checkpoint. Give "
-            "CheckpointAction and CheckpointSpec the same directory, to which you may copy a checkpoint."
-        )
     evaluated = [
         (name, action) for name, loop, _ in checked.evaluations for action in whole_run.checkpoint_actions(loop)
     ]

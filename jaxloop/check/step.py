@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 from jaxloop import metrics, partition, types
 from jaxloop.base import checks
 from jaxloop.check import topology as topologies
-from jaxloop.check.costs import cost_analysis, moved_to
+from jaxloop.check.costs import moved_to
 from jaxloop.check.experiment import Part, State
 from jaxloop.check.report import Findings
 from jaxloop.partition.layout import Layout, bytes_of, readable
@@ -214,10 +214,10 @@ def check_model(part: Part, train_step: Step) -> None:
 
 
 def _is_same_model(one: Any, other: Any) -> bool:
-    is_comparable = lambda model: isinstance(model, nn.Module) or inspect.isclass(model)
-    if one is other or one is None or other is None:
+    if one is None or other is None:
         return True
-    return one == other if is_comparable(one) and is_comparable(other) else type(one) is type(other)
+    is_comparable = isinstance(one, nn.Module) or inspect.isclass(one)
+    return one == other if is_comparable else type(one) is type(other)
 
 
 def _shown_model(model: Any) -> str:
@@ -234,32 +234,50 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
       part: The train loop.
       state: The state that was passed to the check.
       first: The first batch of each size, in ascending order of size; empty if unknown.
-      topology: The TPUs to compile for; None for the step's devices.
+      topology: The TPUs to compile for, which don't have to be attached; None for the step's devices.
     """
     if state.shapes is None or not first:
         return
-    step, here = part.loop.step, part.here
-    if topology is not None:
-        with here:
-            if not part.is_open:
-                _check_topology(here, step, state.shapes, first[-1], topology)
-        return
+    here, step, shapes, largest = part.here, part.loop.step, state.shapes, first[-1]
     with here:
-        layout = step.partitioner.report(state.shapes)
-        here.plan["state"] = f"{readable(layout.bytes_per_device)} per device{_listed(_parts_of(layout))}"
-    if part.is_open or here.has_errors:  # It can't be compiled, or its batch is unknown.
-        return
-    with here:
-        for batch in first:
-            part.loop.compile(_state_for_begin(state, step), batch)
-        cost = step._runner.programs.cost
-        memory = partition.memory_of(jax.local_devices()[0])
-        there = "" if memory is None else f" of {readable(memory)}"
-        here.plan["step"] = (
-            f"{cost.flops:.3g} FLOPs; {readable(cost.peak_bytes)}{there} per device, of which "
-            f"{readable(cost.temp_bytes)} for activations and gradients"
-        )
-        _check_memory_limit(here, cost.peak_bytes, memory)
+        if topology is None:
+            memory = partition.memory_of(jax.local_devices()[0])
+        else:
+            devices = topologies.devices_of(topology)
+            step, memory = moved_to(step, devices), topologies.memory_of(devices[0])
+            shapes = step.partitioner.layout_of(shapes)
+            here.plan["devices"] = f"{len(devices)} x {devices[0].device_kind}"
+        layout = step.partitioner.report(shapes)
+        sizes = _parts_of(layout)
+        here.plan["state"] = f"{readable(layout.bytes_per_device)} per device: {_listed(sizes)}"
+        if part.is_open or here.has_errors:  # It can't be compiled, or its batch is unknown.
+            return
+        try:
+            if topology is None:
+                for batch in first:  # The run reuses these programs.
+                    part.loop.compile(_state_for_begin(state, step), batch)
+            else:
+                step.compile(shapes, largest)
+            cost = step._runner.programs.cost
+            needed = cost.peak_bytes
+            here.plan["step"] = (
+                f"{cost.flops:.3g} FLOPs; {readable(needed)}{_of(memory)} per device, of which "
+                f"{readable(cost.temp_bytes)} for activations and gradients"
+            )
+            for each in cost.collectives:
+                here.plan["step"] += f"; {each.kind} {readable(each.bytes)} in {each.count} operations"
+        except DeviceMemoryError as error:
+            needed, memory = error.needed_bytes, error.available_bytes
+        if memory is not None and needed > memory:
+            sizes["batch"] = bytes_of(largest) // step.partitioner.shards
+            sizes["activations and temporaries"] = max(needed - sum(sizes.values()), 0)
+            arguments = "step, state, batch" + (f", {topology!r}" if topology else "")
+            here.error(
+                f"A step needs {readable(needed)}{_of(memory)} per device: {_listed(sizes)}. Split the state over the "
+                "devices (FSDPPartitioner), accumulate gradients, recompute activations in the backward pass "
+                f"(jax.checkpoint), or make the batch smaller: jaxloop.check.largest_batch({arguments}) returns the "
+                "largest that fits."
+            )
 
 
 def _parts_of(layout: Layout) -> dict[str, int]:
@@ -272,57 +290,8 @@ def _parts_of(layout: Layout) -> dict[str, int]:
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
-    return ": " + ", ".join(f"{name} {readable(size)}" for name, size in sizes.items()) if sizes else ""
+    return ", ".join(f"{name} {readable(size)}" for name, size in sizes.items())
 
 
-def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch, topology: str) -> None:
-    """Compiles a step for TPUs, which don't have to be attached, and checks that the step fits into their memory."""
-    devices = topologies.devices_of(topology)
-    there = moved_to(step, devices)
-    state = there.partitioner.layout_of(shapes)
-    layout = there.partitioner.report(state)
-    rows, shards = checks.num_examples(batch) or 0, there.partitioner.shards
-    padded = -(-rows // shards) * shards
-    sizes = _parts_of(layout) | {"batch": bytes_of(batch) * padded // max(rows, 1) // shards}
-    memory, cost = topologies.memory_of(devices[0]), None
-    try:
-        cost = cost_analysis(there, state, batch)
-        needed = cost.peak_bytes
-    except DeviceMemoryError as error:
-        needed, memory = error.needed_bytes, error.available_bytes
-    sizes["activations and temporaries"] = max(needed - sum(sizes.values()), 0)
-    of = "" if memory is None else f" of {readable(memory)}"
-    needs = f"needs {readable(needed)}{of} per device{_listed(sizes)}"
-    here.plan[topology] = f"{len(devices)} x {devices[0].device_kind}; a step {needs}"
-    largest = sorted(layout.leaves, key=lambda leaf: -leaf.bytes_per_device)[:3]
-    shown = (f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {readable(leaf.bytes_per_device)}" for leaf in largest)
-    here.plan["largest arrays"] = ", ".join(shown)
-    if cost is not None:
-        moved = [f"{each.kind} {readable(each.bytes)} in {each.count} operations" for each in cost.collectives]
-        flops = f"{cost.flops / len(devices):.3g} FLOPs per device"
-        here.plan["step"] = f"{flops}; {', '.join(moved)}" if moved else flops
-        if padded > rows:
-            here.warn(
-                f"On {topology}, {shards} devices share a batch of {rows} rows, which jaxloop pads to {padded}. Give "
-                f"batches of {padded} rows, or of another multiple of {shards}."
-            )
-    if memory is not None and needed > memory:
-        advice = f"jaxloop.check.largest_batch(step, state, batch, {topology!r}) returns the largest batch that fits"
-        fsdp = partition.FSDPPartitioner(partition.create_mesh(devices=devices, data=-1))
-        split = fsdp.report(fsdp.moved_to(devices).layout_of(shapes)).bytes_per_device
-        if split < layout.bytes_per_device:
-            advice = (
-                f"With FSDPPartitioner, the state takes {readable(split)} per device instead of "
-                f"{readable(layout.bytes_per_device)}. {advice}"
-            )
-        here.error(f"On {topology}, a step {needs}. {advice}.")
-
-
-def _check_memory_limit(here: Findings, size: int, memory: int | None) -> None:
-    """Checks that a step fits into a device's memory."""
-    if memory is not None and size > memory:
-        here.error(
-            f"A step needs {readable(size)} of a device, which has {readable(memory)}. Split the state over more "
-            "devices (FSDPPartitioner), make the batch smaller, accumulate gradients, or recompute activations in the "
-            "backward pass (jax.checkpoint)."
-        )
+def _of(memory: int | None) -> str:
+    return "" if memory is None else f" of {readable(memory)}"
