@@ -23,7 +23,7 @@ import jaxloop
 from jaxloop import checkpoint
 from jaxloop.examples import digits
 
-run_short = functools.partial(digits.run, dataset="digits", train_steps=30, batch_size=16, learning_rate=2e-3, seed=0)
+run_short = functools.partial(digits.run, train_steps=30, batch_size=16, learning_rate=2e-3, seed=0)
 
 
 class Run(NamedTuple):
@@ -118,8 +118,8 @@ def test_rerunning_a_finished_run_shows_its_result_and_curves_again(uninterrupte
     again, accuracy = run_short(workdir)
     assert_same_training(again, state)
     shown = capsys.readouterr()
-    assert "Finished at step 30." in shown.out
-    assert not shown.err  # No progress bar.
+    assert "Resumed at step 30." in shown.out
+    assert "step 31" not in shown.err
     line = f"test accuracy    {accuracy:.2%}"
     assert line in shown.out
     assert line in printed
@@ -201,26 +201,10 @@ def test_split_matches_the_scikit_learn_example():
     np.testing.assert_array_equal(batch["label"], labels)
 
 
-@pytest.mark.parametrize(
-    "dataset, module, remedy",
-    [
-        ("digits", "sklearn", "pip install scikit-learn"),
-        ("mnist", "tensorflow_datasets", "pip install tensorflow-cpu tensorflow-datasets"),
-    ],
-)
-def test_missing_package_error_says_what_to_install(dataset, module, remedy, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SystemExit, match=remedy):
-        run_short(tmp_path, dataset=dataset)
-
-
-def test_mnist_is_loaded_from_tensorflow_datasets(tmp_path):
-    import tensorflow_datasets as tfds
-
-    with tfds.testing.mock_data(num_examples=40):
-        state, accuracy = run_short(tmp_path, dataset="mnist", train_steps=2, batch_size=8)
-    assert state.step == 2
-    assert 0 <= accuracy <= 1
+def test_missing_package_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(SystemExit, match="pip install scikit-learn"):
+        run_short(tmp_path)
 
 
 def test_ctrl_c_ends_the_command_with_one_message_and_exit_code_130(tmp_path):

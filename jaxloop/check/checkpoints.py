@@ -137,11 +137,6 @@ def check_saving(checked: Checked, course: Course, size: int, data: TrainData, h
         warning = data.source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
         if warning:
             here.at("the train data").warn(warning)
-        for name, _, each in checked.evaluations:
-            iterator = each.dataset_iterator
-            warning = None if iterator is None else checked.sources.open(iterator).resume_warning()
-            if warning:
-                here.at(f"eval {name!r}").warn(warning)
     for number, action in enumerate(savers, start=1):
         _check_saver("saves" if number == 1 else f"saves {number}", action, course, size, here)
 

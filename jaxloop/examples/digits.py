@@ -8,16 +8,13 @@ The first command writes checkpoints, TensorBoard events, the measured values (h
 
 Run the same command again to resume. An interrupted run continues from its newest checkpoint and ends with the same
 parameters as an uninterrupted one. If the run has finished, the command prints its result; add --train_steps=1200 to
-train further.
-
---check prints the plan of the run and any problems, without training. --dataset=mnist --workdir=runs/mnist trains the
-same network on the 70,000 images of MNIST.
+train further. --check prints the plan of the run and any problems, without training.
 """
 
 import pathlib
 import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +25,7 @@ from flax import linen as nn
 
 import jaxloop
 from jaxloop import checkpoint
-from jaxloop.data import batches, from_index
+from jaxloop.data import from_index
 
 WHEN_TO_LOG = jaxloop.first() | jaxloop.every(steps=10)
 WHEN_TO_TEST = jaxloop.every(steps=50) | jaxloop.last()  # Checkpoints are saved at the same steps.
@@ -87,7 +84,6 @@ def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
 
 
 class Data(NamedTuple):
-    image_shape: tuple[int, ...]
     train_batches: Iterable[jaxloop.Batch]  # Infinite.
     test_batches: Iterable[jaxloop.Batch]
 
@@ -112,34 +108,11 @@ def load_digits(batch_size: int, seed: int) -> Data:
         return {"image": images[rows], "label": labels[rows]}
 
     test_batch = {"image": images[num_train:], "label": labels[num_train:]}
-    return Data((8, 8, 1), from_index(batch_of), [test_batch])
-
-
-def load_mnist(batch_size: int, seed: int) -> Data:
-    """Returns MNIST from TensorFlow Datasets, which downloads it on first use."""
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError:
-        sys.exit("MNIST needs TensorFlow Datasets: pip install tensorflow-cpu tensorflow-datasets")
-
-    def load(split: str) -> Any:
-        examples: Any = tfds.load("mnist", split=split, as_supervised=True)
-        return examples.map(lambda image, label: {"image": image / 255, "label": label})
-
-    train, test = load("train").shuffle(10_000, seed=seed).repeat().batch(batch_size), load("test").batch(1000)
-    # Unlike tfds.as_numpy, `batches` lets a checkpoint store the pipeline's position, including its shuffle buffer.
-    return Data((28, 28, 1), batches(train.prefetch(2)), tfds.as_numpy(test))
+    return Data(from_index(batch_of), [test_batch])
 
 
 def run(
-    workdir: pathlib.Path,
-    dataset: str,
-    train_steps: int,
-    batch_size: int,
-    learning_rate: float,
-    seed: int,
-    check: bool = False,
-    topology: str | None = None,
+    workdir: pathlib.Path, train_steps: int, batch_size: int, learning_rate: float, seed: int, check: bool = False
 ) -> tuple[jaxloop.TrainState, float]:
     """Trains until step `train_steps`, starting from the newest checkpoint if there is one.
 
@@ -147,54 +120,48 @@ def run(
     """
     checkpoint_dir, curves_file = workdir / "checkpoints", workdir / "learning_curves.png"
     first_step = max(checkpoint.all_steps(checkpoint_dir), default=0)
-    print(f"{dataset}: {train_steps} steps of {batch_size} images, in {workdir}", flush=True)
+    print(f"digits: {train_steps} steps of {batch_size} images, in {workdir}", flush=True)
 
-    data = {"digits": load_digits, "mnist": load_mnist}[dataset](batch_size, seed)
+    data = load_digits(batch_size, seed)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, train_steps // 10, train_steps)
     params_key, shift_key, dropout_key = jax.random.split(jax.random.key(seed), 3)
     keys = {"params": params_key, "shift": shift_key, "dropout": dropout_key}
     train_step = ClassifierStep(keys, CNN(), optax.adamw(schedule), train=True)
     eval_step = ClassifierStep(keys, CNN())
     make_state = train_step.abstract_state if check else train_step.initialize_model
-    state = make_state([1, *data.image_shape], train=False)
+    state = make_state([1, 8, 8, 1], train=False)
 
-    has_finished = first_step >= train_steps and (checkpoint_dir / "STOPPED").exists()
-    if has_finished and not check:
-        print(f"Finished at step {first_step}. To train further, raise --train_steps; to start over, change --workdir.")
-        state = train_step.restore_model(state, checkpoint_dir)
-    else:
-        print(f"Resumed at step {first_step}." if first_step else train_step.summary(state), flush=True)
-        writer = jaxloop.default_writer(workdir)
-        train_actions = [
-            jaxloop.ProgressAction(),
-            jaxloop.SummaryAction(writer, WHEN_TO_LOG),
-            # Keeps the newest three and the best.
-            jaxloop.CheckpointAction(checkpoint_dir, WHEN_TO_TEST, best=("test/accuracy", "max")),
-        ]
-        outer_loop = jaxloop.OuterLoop(
-            jaxloop.TrainLoop(train_step, end_actions=train_actions),
-            [jaxloop.EvalLoop(eval_step, end_actions=[jaxloop.SummaryAction(writer, prefix="test/")])],
-            jaxloop.CheckpointSpec(checkpoint_dir),  # Resumes from the newest checkpoint.
-            workdir=workdir,
-            log_interval=WHEN_TO_LOG,
-        )
-        test = jaxloop.EvalSpec(data.test_batches, interval=WHEN_TO_TEST, name="test")
-        arguments = {"train_dataset": data.train_batches, "train_total_steps": train_steps, "eval_specs": [test]}
-        if check:
-            report = outer_loop.check(state, **arguments, topology=topology)
-            sys.exit(f"{report}" if report.errors else print(report))
-        state, outputs = outer_loop(state, **arguments)
-        writer.close()
-        if jaxloop.STOP_LOOP in (outputs or {}):  # Stopped by Ctrl-C or a command.
-            print(f"Stopped at step {int(state.step)} of {train_steps}. Run the same command again to resume.")
-            sys.exit(130)
-        print(outer_loop.spent)
+    print(f"Resumed at step {first_step}." if first_step else train_step.summary(state), flush=True)
+    writer = jaxloop.default_writer(workdir)
+    train_actions = [
+        jaxloop.ProgressAction(),
+        jaxloop.SummaryAction(writer, WHEN_TO_LOG),
+        # Keeps the newest three and the best.
+        jaxloop.CheckpointAction(checkpoint_dir, WHEN_TO_TEST, best=("test/accuracy", "max")),
+    ]
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(train_step, end_actions=train_actions),
+        [jaxloop.EvalLoop(eval_step, end_actions=[jaxloop.SummaryAction(writer, prefix="test/")])],
+        jaxloop.CheckpointSpec(checkpoint_dir),  # Resumes from the newest checkpoint.
+        workdir=workdir,
+        log_interval=WHEN_TO_LOG,
+    )
+    test = jaxloop.EvalSpec(data.test_batches, interval=WHEN_TO_TEST, name="test")
+    arguments = {"train_dataset": data.train_batches, "train_total_steps": train_steps, "eval_specs": [test]}
+    if check:
+        report = outer_loop.check(state, **arguments)
+        sys.exit(f"{report}" if report.errors else print(report))
+    state, outputs = outer_loop(state, **arguments)
+    writer.close()
+    if jaxloop.STOP_LOOP in (outputs or {}):  # Stopped by Ctrl-C or a command.
+        print(f"Stopped at step {int(state.step)} of {train_steps}. Run the same command again to resume.")
+        sys.exit(130)
+    print(outer_loop.spent)
 
     # This loop has no actions, because the summary of this step is already written.
     _, outputs = jaxloop.EvalLoop(eval_step)(state, data.test_batches)
     test = jaxloop.summarize(outputs)
-    # Read from the file, because there is no OuterLoop if the run had already finished.
-    jaxloop.History.load(workdir / "history.jsonl").plot("loss", "accuracy").savefig(curves_file)
+    outer_loop.history.plot("loss", "accuracy").savefig(curves_file)
     table = {
         "test accuracy": f"{test['accuracy']:.2%}",
         "test loss": f"{test['loss']:.4f}",
@@ -214,7 +181,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"This program takes flags only, got {' '.join(argv[1:])!r}.")
     options = flags.FLAGS
     workdir = pathlib.Path(options.workdir)
-    names = ("dataset", "train_steps", "batch_size", "learning_rate", "seed", "check", "topology")
+    names = ("train_steps", "batch_size", "learning_rate", "seed", "check")
     try:
         run(workdir, **{name: getattr(options, name) for name in names})
     except KeyboardInterrupt:  # Ctrl-C before the first step.
@@ -225,7 +192,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     # Defined only here, so that a test can import several drivers with the same flags.
     flags.DEFINE_string("workdir", "runs/digits", "The directory for checkpoints, curves and TensorBoard events.")
-    flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "The dataset.")
     flags.DEFINE_integer(
         "train_steps", 600, "Optimizer updates in total, including those before a resume.", lower_bound=1
     )
@@ -233,6 +199,5 @@ if __name__ == "__main__":
     flags.DEFINE_float("learning_rate", 2e-3, "The peak learning rate, between the warm-up and the cosine decay.")
     flags.DEFINE_integer("seed", 0, "The seed for the parameters, the batches and dropout.")
     flags.DEFINE_bool("check", False, "Print the plan of the run and its problems, without training.")
-    flags.DEFINE_string("topology", None, 'TPUs to compile for with --check, such as "v5e:2x4".')
     # Log lines below warnings would break up the progress bar; --verbosity=0 shows them.
     app.run(main, argv=[sys.argv[0], "--verbosity=-1", *sys.argv[1:]])
