@@ -143,15 +143,6 @@ def test_audio_needs_a_sample_rate(writer):
     assert re.search(expected, problem)
 
 
-def test_writing_a_summary_twice_for_a_step_warns(writer, warnings_logged):
-    summary = actions.SummaryAction(writer)
-    summary(None, {"loss": 1.0, "x": 1.0}, step_num=1)
-    summary(None, {"y": 1.0}, step_num=2)
-    assert warnings_logged() == []
-    summary(None, {"loss": 1.0, "y": 2.0}, step_num=2)
-    assert len(warnings_logged()) == 1 and "wrote y twice for step 2" in warnings_logged()[0]
-
-
 def test_checkpoint_action_keeps_only_the_newest_checkpoints(tmp_path, warnings_logged):
     step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path / "checkpoints", interval=2, keep=2)

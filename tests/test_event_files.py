@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from etils import epath
 from programs import summaries
 
 from jaxloop import actions, checkpoint, every, examples
@@ -33,25 +32,15 @@ def test_tensorboard_shows_each_point_once_after_sigkill(api, kinds, tmp_path):
     assert resumed == [whole] * len(kinds)
 
 
-def test_files_with_equal_or_wrong_timestamps_are_read_in_order(tmp_path):
+def test_files_of_one_second_are_read_in_order(tmp_path):
     for step in (1, 2):
         with contextlib.closing(actions.default_writer(tmp_path)) as writer:
             writer.write_scalars(step, {"loss": 0.5})
-    next(tmp_path.iterdir()).rename(tmp_path / "events.out.tfevents.4000000000.host")
     with contextlib.closing(actions.default_writer(tmp_path)) as writer:
         writer.resume(1, None)
         writer.write_scalars(2, {"loss": 0.25})
     assert len(list(tmp_path.iterdir())) == 3
-    assert summaries.points_in(tmp_path)[0]["loss"][1:] == [[2, "0.25"]]
-
-
-def test_concurrent_writers_create_separate_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(type(epath.Path(tmp_path)), "iterdir", lambda self: iter(()))  # Neither sees the other's file.
-    with contextlib.ExitStack() as stack:
-        for _ in range(2):
-            writer = stack.enter_context(contextlib.closing(actions.default_writer(tmp_path)))
-            writer.write_scalars(1, {"loss": 0.5})
-    assert len(os.listdir(tmp_path)) == 2
+    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.25"]]
 
 
 def test_unclosed_writer_closes_its_file_when_garbage_collected(tmp_path):
@@ -63,21 +52,21 @@ def test_unclosed_writer_closes_its_file_when_garbage_collected(tmp_path):
         gc.collect()  # A file that is still open causes a warning here, which fails the test.
 
 
-def test_failed_write_raises_with_the_path(tmp_path):
+def test_failed_write_raises_and_no_point_is_lost(tmp_path):
     with contextlib.closing(actions.default_writer(tmp_path)) as writer:
         writer.write_scalars(1, {"loss": 0.5})
+        writer.flush()
         (path,) = tmp_path.iterdir()
-        size = path.stat().st_size
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
         try:
-            with pytest.raises(OSError, match=f"File too large: '{path}'"):
-                writer.write_scalars(2, {"loss": 0.5})
+            writer.write_scalars(2, {"loss": 0.5})
+            with pytest.raises(OSError, match="File too large"):
+                writer.flush()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert path.stat().st_size == size
         writer.write_scalars(3, {"loss": 0.25})
-    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [3, "0.25"]]
+    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.5"], [3, "0.25"]]
 
 
 def test_flush_syncs_to_disk_and_a_closed_writer_can_write_again(tmp_path, monkeypatch):
@@ -87,46 +76,9 @@ def test_flush_syncs_to_disk_and_a_closed_writer_can_write_again(tmp_path, monke
         writer.write_scalars(step, {"loss": 0.5})
         writer.flush()
         writer.close()
-    assert synced == [path.stat().st_size for path in sorted(tmp_path.iterdir())]
+    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
+    assert len(sizes) == 2 and {*sizes} <= {*synced}
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.5"]]
-
-
-def test_points_from_before_the_last_step_stay_where_they_are(tmp_path):
-    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
-        writer.write_scalars(1, {"loss": 1.0})
-        position = writer.position()  # Saved at step 2, at which nothing was written.
-        writer.write_scalars(2, {"loss": 2.0})
-        writer.resume(2, position)
-        writer.write_scalars(2, {"loss": 2.5})
-    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "1.0"], [2, "2.5"]]
-
-
-@pytest.mark.parametrize("lost", [{"file": "events.out.tfevents.1000000000.host"}, {"ends": 10_000}])
-def test_missing_or_truncated_earlier_file_is_reported_and_its_step_is_kept(lost, tmp_path, logs):
-    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
-        for step in (1, 2, 3):
-            writer.write_scalars(step, {"loss": float(step)})
-        writer.resume(2, writer.position() | lost)
-    assert "TensorBoard may show points of step 2 twice" in logs.text
-    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "1.0"], [2, "2.0"]]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Raised by TensorFlow.
-def test_clu_writer_hides_the_points_after_the_checkpoint(tmp_path):
-    pytest.importorskip("tensorflow")
-    from clu import metric_writers
-
-    for begins in (0, 2):
-        writer = metric_writers.create_default_writer(tmp_path, asynchronous=False)
-        action = actions.SummaryAction(writer)
-        if begins:
-            action.load_state_dict({})
-        action.begin_run(begins, can_resume=True)
-        for step in range(begins + 1, 5):
-            action(None, {"loss": float(begins)}, step_num=step)
-        action.close()
-        writer.close()
-    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.0"], [2, "0.0"], [3, "2.0"], [4, "2.0"]]
 
 
 def test_custom_action_is_flushed_before_a_checkpoint(tmp_path):

@@ -70,17 +70,21 @@ class FailingStep(RegressionStep):
         return state, batch
 
 
-def test_error_in_a_step_is_recorded_with_its_state(data_parallel, tmp_path, assert_same):
+@pytest.mark.parametrize("saves", [True, False])
+def test_error_in_a_step_is_recorded_with_its_state(saves, tmp_path, assert_same):
     step = FailingStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True)
     data = batches(6)
     data[3]["x"][0, 0] = 100
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path)
+    train_loop, options = jaxloop.TrainLoop(step, nan_policy="raise"), {} if saves else {"checkpoint_spec": None}
+    outer_loop = jaxloop.OuterLoop(train_loop, workdir=tmp_path, **options)
     error = fail(outer_loop, step.initialize_model([1, 3]), data, RuntimeError)
     folder = tmp_path / "failures" / "4"
     assert str(error) == "what is this?" and any("jaxloop.replay" in note for note in error.__notes__)
-    restored = checkpoint.restore(folder / "state", 3, step.initialize_model([1, 3]))
+    noted = json.loads((folder / "failure.json").read_text())
+    directory = folder / "state" if noted["checkpoint_dir"] is None else noted["checkpoint_dir"]
+    restored = checkpoint.restore(directory, 3, step.initialize_model([1, 3]))
     assert_same(restored.params, outer_loop.rescued_state.params)
-    assert list(json.loads((folder / "failure.json").read_text())["batches"]) == ["4"]
+    assert list(noted["batches"]) == ["4"] and (noted["checkpoint_dir"] is None) == (not saves)
     with pytest.raises(RuntimeError, match="what is this"):
         jaxloop.replay(tmp_path, step)
 

@@ -14,8 +14,6 @@ from jaxloop import __main__ as command_line
 from jaxloop import actions, every, examples
 from jaxloop.runs.status import status
 
-RUN = "0123456789abcde{:x}".format
-
 
 def write(workdir, *lines):
     workdir.mkdir(parents=True, exist_ok=True)
@@ -23,20 +21,13 @@ def write(workdir, *lines):
     (workdir / "goodput.jsonl").write_text(text)
 
 
-def start(time, run=0, since=None, **others):
+def start(time, since=None, **others):
     since = time if since is None else since
-    return {
-        "event": "start",
-        "time": time,
-        "run": RUN(run),
-        "since": since,
-        "pid": 2**22,
-        "host": os.uname().nodename,
-    } | others
+    return {"event": "start", "time": time, "since": since, "pid": 2**22, "host": os.uname().nodename} | others
 
 
-def line(event, time, step, run=0, **others):
-    return {"event": event, "time": time, "run": RUN(run), "step": step, "spent": {}} | others
+def line(event, time, step, **others):
+    return {"event": event, "time": time, "step": step, "spent": {}} | others
 
 
 def printed(capsys, *arguments):
@@ -60,16 +51,15 @@ def test_each_second_of_a_run_is_counted_once(tmp_path):
     write(
         tmp_path,
         start(110.0, since=100.0),
-        line("begin", 112.0, 0, spent={"restores": 1.5}),
+        line("log", 112.0, 0, spent={"restores": 1.5}),
         line("log", 122.0, 40, spent={"restores": 1.5, "compiling": 2.0, "dispatch": 5.0, "device": 1.0, "data": 2.0}),
-        start(131.0, 1, since=130.0),
-        line("begin", 132.0, 30, run=1, spent={"restores": 1.0}),  # Killed after the save of step 30.
-        line("log", 142.0, 70, run=1, spent={"restores": 1.0, "dispatch": 8.0, "evals": 2.0}),
+        start(131.0, since=130.0),
+        line("log", 132.0, 30, spent={"restores": 1.0}),  # Killed after the save of step 30.
+        line("log", 142.0, 70, spent={"restores": 1.0, "dispatch": 8.0, "evals": 2.0}),
         line(
             "end",
             143.0,
             70,
-            run=1,
             spent={"restores": 1.0, "dispatch": 8.0, "evals": 2.0, "checkpoints": 0.75},
             reason="finished",
         ),
@@ -156,13 +146,13 @@ JUNK = [
     line("log", 1e308 * 10, 3),
     line("log", 101.0, 10**30),
     line("log", 101.0, -1),
-    {**start(101.0), "run": "/../x"},
+    {**start(101.0), "since": None},
 ]
 
 
 @pytest.mark.parametrize("junk", JUNK)
 def test_malformed_lines_are_ignored_and_a_run_continues_the_log(tmp_path, junk):
-    write(tmp_path, start(100.0), line("begin", 100.5, 0), line("end", 101.0, 5, reason="finished"), junk)
+    write(tmp_path, start(100.0), line("log", 100.5, 0), line("end", 101.0, 5, reason="finished"), junk)
     assert jaxloop.goodput(tmp_path).steps == 5
     train(tmp_path)
     assert jaxloop.goodput(tmp_path).steps == 20 and jaxloop.goodput(tmp_path).starts == 2
@@ -205,15 +195,14 @@ def test_status_reports_how_a_run_ended(tmp_path, capsys, options, state):
     assert "train.loss" in shown and "checkpoint  none" in shown
 
 
-def test_status_distinguishes_running_killed_silent_and_empty_runs(tmp_path, capsys):
-    alive, dead, elsewhere, idle = (tmp_path / name for name in ("alive", "dead", "elsewhere", "idle"))
+def test_status_distinguishes_running_killed_and_silent_runs(tmp_path, capsys):
+    alive, dead, elsewhere = (tmp_path / name for name in ("alive", "dead", "elsewhere"))
     now = 1e12  # No process started later.
-    write(alive, start(now, pid=os.getpid(), total_steps=100), line("begin", now, 0), line("log", now + 10, 50))
-    write(dead, start(now), line("begin", now, 0))
-    write(elsewhere, start(now, host="another"), line("begin", now, 0))
-    write(idle, start(now, total_steps=10), line("begin", now, 0), line("end", now, 0, reason="finished"))
-    found = json.loads(printed(capsys, "status", alive, dead, elsewhere, idle, "--json"))
-    assert [each["state"] for each in found] == ["running", "killed", "silent", "no step was taken"]
+    write(alive, start(now, pid=os.getpid(), total_steps=100), line("log", now, 0), line("log", now + 10, 50))
+    write(dead, start(now), line("log", now, 0))
+    write(elsewhere, start(now, host="another"), line("log", now, 0))
+    found = json.loads(printed(capsys, "status", alive, dead, elsewhere, "--json"))
+    assert [each["state"] for each in found] == ["running", "killed", "silent"]
     assert (found[0]["steps_per_sec"], found[0]["secs_left"]) == (5.0, 10.0)
 
 
@@ -227,14 +216,14 @@ def history(workdir, *values, name="accuracy"):
     (workdir / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn": ')
 
 
-def test_compare_ranks_runs_by_best_value_and_groups_them_over_seeds(tmp_path, capsys):
+def test_compare_ranks_runs_by_best_value(tmp_path, capsys):
     values = {"a": (0.1, 0.7, 0.3), "b": (0.9, "NaN", 0.2), "c": (0.5,), "d": ("NaN",)}
     notes = {"a": {"lr": 1, "seed": 0}, "b": {"lr": 1, "seed": 1}, "c": {"lr": 2, "seed": 0}, "d": {"lr": 2, "seed": 1}}
     for name in values:
         write(
             tmp_path / name,
             start(0.0, notes=notes[name] | {"commit": "abc"}),
-            line("begin", 1.0, 0),
+            line("log", 1.0, 0),
             line("log", 9.0, 9),
         )
         history(tmp_path / name, *values[name])
@@ -246,11 +235,6 @@ def test_compare_ranks_runs_by_best_value_and_groups_them_over_seeds(tmp_path, c
         ("c", 0.5, 0),
         ("d", None, None),
     ]
-    assert [(group["runs"], group["notes"]["lr"], group["mean"]) for group in found["groups"]] == [
-        (2, 1, 0.8),
-        (2, 2, 0.5),
-    ]
-    assert found["groups"][0]["deviation"] == pytest.approx(0.2 / 2**0.5)
     shown = printed(capsys, "compare", *directories, "--by", "test.accuracy", "--mode", "min")
     assert shown.splitlines()[0].split() == "run best test.accuracy step time productive lr seed".split()
     assert shown.splitlines()[1].split()[0].endswith("/a")  # 0.1.
@@ -258,7 +242,6 @@ def test_compare_ranks_runs_by_best_value_and_groups_them_over_seeds(tmp_path, c
         capsys, "compare", *directories, "--by", "test.acuracy", "--mode", "max"
     )
     assert "'test.score' doesn't say whether larger" in printed(capsys, "compare", *directories, "--by", "test.score")
-    assert "it was always NaN or infinite" in printed(capsys, "compare", tmp_path / "d", "--by", "test.accuracy")
 
 
 def test_notes_are_stored_in_the_run_log(tmp_path, capsys):
@@ -268,10 +251,10 @@ def test_notes_are_stored_in_the_run_log(tmp_path, capsys):
     assert {"lr": 0.1, "seed": 3}.items() <= found["runs"][0]["notes"].items()
 
 
-@pytest.mark.parametrize("notes", [{"lr": [1]}, {"lr": None}, {3: 1}, {"lr": float("nan")}, {"text": "x" * 100_000}])
+@pytest.mark.parametrize("notes", [{"lr": [1]}, {"lr": None}, {3: 1}])
 def test_notes_that_cannot_be_stored_are_rejected(notes):
     step, _, _ = examples.tiny_regression()
-    with pytest.raises((TypeError, ValueError), match=r"OuterLoop\.notes"):
+    with pytest.raises(TypeError, match=r"OuterLoop\.notes"):
         jaxloop.OuterLoop(jaxloop.TrainLoop(step), notes=notes)
 
 

@@ -18,22 +18,18 @@ def history_of(*rows):
 
 # Each of these usual names is better if it is larger, or if it is smaller, or the user has to say so.
 LARGER = """
-accuracy test/accuracy test.accuracy Accuracy acc acc1 acc@5 val_acc valacc valAcc acc_top1 top1_acc top1acc
-balanced_accuracy accuracy@1 top5_accuracy bacc iou IoU IoU@0.5 iou_50 mIoU miou mean_iou mean_IoU meanIoU
-jaccard_index dice dice_score f1 F1 F1@10 f1_score f1score macro_f1 macroF1 micro-f1 f1_macro auc AUC auroc roc_auc
-ROC-AUC AUCPR pr_auc AUPRC ap AP50 mAP mAP50 mAP@0.5 map map_50 mAP50-95 average_precision precision precision@5
-recall Recall@10 recall_at_k sensitivity specificity bleu bleu4 BLEU-4 sacrebleu rouge1 rougeL rouge-2 meteor psnr
-PSNR ssim ms_ssim ndcg ndcg@10 mrr MRR@10 hits@10 r2 R2 r2_score mcc cohen_kappa eval/meanReward reward episode_return
-returns
+accuracy test/accuracy test.accuracy Accuracy acc acc1 acc@5 val_acc acc_top1 top1_acc balanced_accuracy accuracy@1
+top5_accuracy iou IoU iou_50 mIoU miou mean_iou dice dice_score f1 F1 F1@10 f1_score macro_f1 micro-f1 f1_macro auc AUC
+auroc ap AP50 mAP mAP50 mAP@50 map_50 average_precision precision precision@5 recall Recall@10 recall_at_k bleu BLEU-4
+rouge1 psnr PSNR ssim ndcg ndcg@10 mrr MRR@10 eval/mean_reward reward returns
 """
 SMALLER = """
-loss Loss val_loss valloss valLoss test/loss accuracy/loss dice_loss iou_loss log_loss cross_entropy CrossEntropy nll
-NLL bce perplexity ppl mse MSE rmse RMSE mae MAPE smape error error_rate test_error err top1_err top1_error brier
-brier_score wer WER cer FID fid FID@50k lpips regret cost
+loss Loss val_loss test/loss accuracy/loss log_loss cross_entropy CrossEntropy nll NLL bce perplexity ppl mse MSE rmse
+RMSE mae error error_rate test_error err top1_err top1_error brier brier_score wer WER cer FID fid FID@50k regret cost
 """
 UNCERTAIN = """
 score vqa_score inception_score top1 top5 correct elbo log_likelihood cider chrf exact_match EM win_rate success_rate
-pass@1 spearman neg_mean_squared_error loss_improvement error_detection_accuracy test_map
+pass@1 spearman neg_mean_squared_error loss_improvement error_detection_accuracy dice_loss valAcc
 loss_iou kl entropy distance edit_distance ece eer bpd bits_per_dim kid xent negative_accuracy inaccuracy accuracy_gap
 1-accuracy -loss negloss errors_fixed error_free_rate error_correction_rate val_accuracy_degradation
 accuracy_std loss_scale account_balance feature_map_size

@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-import threading
 import warnings
 
-import jax
 import numpy as np
 import pytest
 
@@ -75,49 +73,6 @@ def test_another_run_may_start_at_any_step(first_step, periodic_actions):
     run(action, first_step, first_step + 19)
     np.testing.assert_array_equal(np.mod(steps, 10), 0)
     assert len(steps) == 2
-
-
-def test_a_profile_is_written_even_if_the_run_ends_during_it(tmp_path, periodic_actions):
-    def make():
-        return PeriodicAction(
-            periodic_actions.Profile(
-                logdir=tmp_path, num_profile_steps=3, profile_duration_ms=0, first_profile=5, every_secs=None
-            )
-        )
-
-    for last_step in (10, 6):
-        action = make()
-        run(action, 1, last_step)
-        action.close()
-        assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
-        jax.profiler.start_trace(str(tmp_path))  # No other trace is running.
-        jax.profiler.stop_trace()
-
-
-def test_close_waits_for_an_asynchronous_callback(periodic_actions):
-    may_end, done = threading.Event(), []
-
-    def slow(step, t):
-        assert may_end.wait(10)
-        done.append(step)
-
-    action = PeriodicAction(periodic_actions.PeriodicCallback(every_steps=5, callback_fn=slow, execute_async=True))
-    action.close()  # Before the first call.
-    run(action, 1, 5)
-    assert done == []
-    may_end.set()
-    action.close()
-    assert done == [5]
-
-
-def test_close_raises_the_error_of_an_asynchronous_callback(periodic_actions):
-    def fails(step, t):
-        raise IndexError("out of range")
-
-    action = PeriodicAction(periodic_actions.PeriodicCallback(every_steps=5, callback_fn=fails, execute_async=True))
-    run(action, 1, 5)
-    with pytest.raises(IndexError, match="out of range"):
-        action.close()
 
 
 def test_other_objects_are_rejected(periodic_actions):

@@ -39,13 +39,6 @@ def test_writes_a_trace_of_the_given_steps(tmp_path, logs):
     assert not ProfileAction.uses_outputs
 
 
-def test_every_steps_repeats_the_profile(tmp_path, logs):
-    called, _ = run(ProfileAction(tmp_path, first_step=5, num_steps=2, every_steps=10), 30)
-    assert called == [4, 6, 14, 16, 24, 26]
-    steps = [message.split(" is in ")[0] for message in logs.messages]
-    assert steps == [f"The profile of steps {first} to {first + 1}" for first in (5, 15, 25)]
-
-
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_a_run_that_ends_during_the_profile_writes_a_trace(tmp_path, logs, ends_well):
     action = ProfileAction(tmp_path, first_step=3, num_steps=20)
@@ -57,25 +50,6 @@ def test_a_run_that_ends_during_the_profile_writes_a_trace(tmp_path, logs, ends_
     assert logs.messages[0].startswith("The profile of the steps from 3 on is in")
     jax.profiler.start_trace(str(tmp_path))  # No other trace is running.
     jax.profiler.stop_trace()
-
-
-@pytest.mark.parametrize("steps", [(1, 20), (40, 50)])
-def test_warns_if_the_run_does_not_include_the_steps(tmp_path, warnings_logged, steps):
-    action = ProfileAction(tmp_path, first_step=30, num_steps=5)
-    run(action, steps[1], first_step=steps[0])
-    action.close()
-    assert "recorded nothing: the run did not include steps 30 to 34. Choose a first_step" in warnings_logged()[0]
-
-
-def test_no_warning_if_a_run_resumes_after_the_trace(tmp_path, warnings_logged):
-    action, resumed = (ProfileAction(tmp_path, first_step=3, num_steps=2) for _ in range(2))
-    run(action, 10)
-    resumed.load_state_dict(action.state_dict())
-    run(resumed, 20, first_step=11)
-    resumed.close()
-    assert warnings_logged() == []
-    with pytest.raises(ValueError, match=r"expects \['traces'\] in its state_dict, got \['best'\]"):
-        resumed.load_state_dict({"best": 1})
 
 
 def test_warns_if_another_trace_is_running(tmp_path, warnings_logged):
@@ -91,7 +65,6 @@ def test_warns_if_another_trace_is_running(tmp_path, warnings_logged):
     [
         ({"first_step": 1}, "first_step must be at least 2, because step 1 compiles, got 1"),
         ({"num_steps": 0}, "num_steps must be a positive int, got 0"),
-        ({"num_steps": 5, "every_steps": 5}, "every_steps must be larger than num_steps=5.*got 5"),
     ],
 )
 def test_invalid_options_raise(tmp_path, options, message):

@@ -26,8 +26,10 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def clock(set_clock):
-    return set_clock(Clock(1000.0))
+def clock(set_clock, monkeypatch):
+    clock = set_clock(Clock(1000.0))
+    monkeypatch.setattr("tqdm.std.time", clock)
+    return clock
 
 
 class Run:
@@ -119,9 +121,9 @@ def test_log_lines_are_written_above_the_bar(warnings_logged):
 def test_announces_compilation(bar):
     run = Run(stream=Terminal(), bar=bar, total=40)
     run.action.begin_run(7, can_resume=False)
-    assert run.text.rstrip().splitlines()[-1].startswith("step 7: compiling the first step")
+    assert re.match(r"compiling the first step:? 7( steps|/\?) \[", run.lines[-1])
     run.steps(1).close()
-    assert "compiling" not in run.lines[-1] and (" 1/40" in run.lines[-1] or "step 1 of 40" in run.lines[-1])
+    assert "compiling" not in run.lines[-1] and "1/40" in run.lines[-1]
 
 
 def test_a_notebook_gets_a_bar_in_its_output(monkeypatch, capsys):
@@ -140,10 +142,10 @@ def test_a_notebook_gets_a_bar_in_its_output(monkeypatch, capsys):
 
 def test_plain_lines():
     run = Run(total=10_000, seconds=0.5).steps(4650, {"loss": 0.0718, "accuracy": 0.9779, "jaxloop/x": 3.0})
-    assert run.lines[0] == "step 1 of 10,000 (0%)  accuracy 0.9779  loss 0.0718"
-    assert run.lines[1] == "step 21 of 10,000 (0%)  2.0 steps/s  1 h 23 min left  accuracy 0.9779  loss 0.0718"
+    assert run.lines[0] == "0/10000 [00:00<?, ? steps/s]"
+    assert re.match(r"21/10000 \[00:10<1:\d\d:\d\d,  2.\d\d steps/s, accuracy=0.9779, loss=0.0718\]$", run.lines[1])
     run.close()
-    assert run.lines[-1] == "step 4,650 of 10,000 (46%)  2.0 steps/s  took 38 min 44 s  accuracy 0.9779  loss 0.0718"
+    assert run.lines[-1].startswith("4650/10000 [38:44<") and len(run.lines) < 300
 
 
 @pytest.mark.parametrize("total", [10_000, None])
@@ -152,8 +154,7 @@ def test_a_log_stays_small(total, seconds):
     run = Run(total=total, seconds=seconds).steps(10_000).close()
     drawings = [part for part in re.split("[\r\n]+", run.text) if part.strip()]
     assert 20 <= len(drawings) <= 500
-    assert re.match(r"(step 1\b|\s*0%.* 1/|1 steps)", drawings[0])
-    assert re.search(r"(10,000|10000)", drawings[-1])
+    assert drawings[0].startswith("0/") and drawings[-1].startswith("10000/")
 
 
 def test_evaluation_results_are_separate_lines():
@@ -163,7 +164,7 @@ def test_evaluation_results_are_separate_lines():
     assert run.lines[1:] == ["step 5  test: accuracy 0.9812  loss 0.0713", "step 5  valid: loss 2.0000e-04"]
     run.evaluation(test={"loss": 0.05}).close()  # After the last step.
     assert run.lines[3] == "step 8  test: loss 0.0500"
-    assert run.lines[4].startswith("step 8 of 100 (8%)") and len(run.lines) == 5
+    assert run.lines[4].startswith("8/100") and len(run.lines) == 5
 
 
 @pytest.mark.parametrize("bar", BARS)
@@ -174,13 +175,12 @@ def test_a_resumed_run_restarts_its_timer_and_omits_old_results(bar):
     run.action.begin_run(4000, can_resume=True)
     run.steps(11).close()
     assert "test" not in run.text
-    line = r" 80%\|.*\| 4011/5000" if bar == "tqdm" else r"step 4,011 of 5,000 \(80%\)  2.0 s/step  took 22.0 s"
-    assert re.match(line, run.lines[-1])
+    assert re.match(r"( 80%\|.*\| )?4011/5000 \[00:22<", run.lines[-1])
 
 
 def test_a_result_before_the_first_step_is_shown():
     run = Run(total=100).evaluation(test={"accuracy": 0.1}).steps(1)
-    assert run.lines[0] == "step 0  test: accuracy 0.1000"
+    assert run.lines[1] == "step 0  test: accuracy 0.1000"
 
 
 def test_reading_results_does_not_wait_for_train_metrics(monkeypatch):
@@ -197,25 +197,25 @@ def test_reading_results_does_not_wait_for_train_metrics(monkeypatch):
 def test_names_select_and_order_the_metrics():
     run = Run(names=["loss", "accuracy", "jaxloop/x", "los"], total=9)
     run.steps(3, {"accuracy": 0.5, "other": 1.0, "jaxloop/x": 3.0}).steps(1, {"loss": 0.25}).close()
-    assert run.lines[-1].endswith("took 3.0 s  loss 0.2500  accuracy 0.5000  jaxloop/x 3.0000")
+    assert run.lines[-1].endswith("loss=0.2500, accuracy=0.5000, jaxloop/x=3.0000]")
 
 
 def test_shows_scalars_only():
     outputs = {"images": np.zeros([2, 3]), "lr": MetricWithMetadata(np.float32(0.5)), "mean": [1.0, 3.0], "no": [None]}
-    assert Run(total=9).steps(1, outputs).lines == ["step 1 of 9 (11%)  lr 0.5000  mean 2.0000"]
+    assert Run(total=9).steps(1, outputs).close().lines[-1].endswith("lr=0.5000, mean=2.0000]")
     assert not ProgressAction.needs_all_outputs and ProgressAction.uses_outputs
 
 
 def test_total_steps_overrides_the_total_of_the_run():
-    assert Run(total_steps=8, total=100).steps(2).lines[0].startswith("step 1 of 8 (12%)")
-    assert Run(total=100).steps(2).lines[0].startswith("step 1 of 100 (1%)")
-    assert Run().steps(2).lines[0] == "step 1  loss 1.0000"
+    assert Run(total_steps=8, total=100).steps(2).close().lines[-1].startswith("2/8")
+    assert Run(total=100).steps(2).close().lines[-1].startswith("2/100")
+    assert Run().steps(2).close().lines[-1].startswith("2/?")
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "plain"])
 def test_draws_at_most_once_per_min_seconds(bar):
     run = Run(stream=Terminal(), bar=bar, total=100, min_seconds=500).steps(100).close()
-    assert run.text.count("loss ") + run.text.count("loss=") == (1 if bar == "tqdm" else 2)
+    assert run.text.count("loss=") == 1
 
 
 def test_only_the_first_process_shows_progress(monkeypatch):
@@ -236,7 +236,7 @@ def test_an_action_can_be_reused(bar):
     assert len(run.text) == first
     run.total = 30
     run.steps(10).close()
-    assert re.search(r"\b30(/30| of 30)\b", run.lines[-1])
+    assert re.search(r"\b30/30\b", run.lines[-1])
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "plain"])
@@ -246,7 +246,7 @@ def test_a_rewound_run_shows_repeated_steps_and_results(bar):
     run.steps(5).evaluation(test={"loss": 0.25}).steps(1).close()
     results = [line for line in run.lines if "test" in line]
     assert results == ["step 15  test: loss 0.5000", "step 15  test: loss 0.2500"]
-    assert re.search(r"\b16(/20| of 20)\b", run.lines[-1])
+    assert re.search(r"\b16/20\b", run.lines[-1])
 
 
 def test_a_standalone_loop_closes_the_bar_but_a_checkpoint_does_not():
@@ -254,7 +254,7 @@ def test_a_standalone_loop_closes_the_bar_but_a_checkpoint_does_not():
     run.action.before_checkpoint()
     assert len(run.lines) == 1
     run.action.flush()
-    assert run.lines[1].startswith("step 5  1.0 steps/s  took")
+    assert run.lines[1].startswith("5/? [00:04<")
 
 
 # Arguments --------------------------------------------------------------------------------------------
@@ -277,4 +277,4 @@ def test_stderr_is_looked_up_when_a_run_begins(capsys):
     action = ProgressAction(bar="plain", total_steps=3)
     action(None, {"loss": 0.5}, step_num=1)
     action.close()
-    assert capsys.readouterr().err.startswith("step 1 of 3 (33%)  loss 0.5000\n")
+    assert re.match(r"0/3 .*\n1/3 .*loss=0.5000\]\n", capsys.readouterr().err)

@@ -16,27 +16,13 @@ from jaxloop.schedules import Elapsed
 
 _MODES = ("auto", "min", "max")
 
-# Words that are certain, as regular expressions. Long words count anywhere in a name; short words only if nothing but
-# digits and a few other words are joined to them, as in `acc@5`, `mAP50`, `valacc` and `meanIoU`.
-_JOINED = r"(?:val|valid|test|train|eval|mean|avg|macro|micro|weighted|balanced|score|rate|roc|pr|s|\d)*"
+# The words of a name from which its direction is certain, and those that don't matter.
 _WORDS = {
-    "max": r"accuracy|recall|precision|reward|bleu|rouge|meteor|ndcg|auroc|auprc|psnr|ssim|jaccard|kappa|sensitivity|"
-    r"specificity",
-    "min": r"loss|error|perplexity|regret|cross_?entropy|rmse|lpips",
+    "max": "accuracy acc auc auroc auprc ap map iou miou f dice precision recall bleu rouge ndcg mrr psnr ssim reward "
+    "rewards return returns",
+    "min": "loss error err perplexity ppl crossentropy nll bce mse rmse mae wer cer fid brier regret cost",
 }
-_SHORT_WORDS = {
-    "max": r"b?acc|auc|ap|f1|m?iou|dice|mrr|mcc|r2|hits|returns?|(?<![a-z]_)map(?!_[a-z])",
-    "min": r"err|mse|mae|mape|nll|bce|ppl|wer|cer|fid|brier|cost",
-}
-_PATTERNS = {
-    mode: re.compile(rf"(?:{_WORDS[mode]})|(?<![a-z]){_JOINED}(?:{_SHORT_WORDS[mode]}){_JOINED}(?![a-z])")
-    for mode in _WORDS
-}
-# The direction of such a value is uncertain, whatever it is derived from.
-_DERIVED = re.compile(
-    r"^1_|^neg|(?<![a-z])(?:free|fixed|caught|found|correction|degradation|neg|negative|negated|minus|inv|inverse|non|not|gap|drop|decrease|reduction|improvement|gain|delta|"
-    r"diff|difference|change|scale|weight|std|var|variance)(?![a-z])|inaccura|imprecis|lossless"
-)
+_NEUTRAL = "val valid test train eval mean avg average macro micro weighted balanced top at k score rate log"
 
 
 @final
@@ -56,8 +42,8 @@ class Monitor:
         of the evaluation named `test`. "accuracy" alone refers to the loop's own output with that name or, if there is
         none, to the output of any evaluation.
       mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name if it is certain: "min"
-        for names with a word such as loss, error, perplexity, mse or nll, and "max" for names with a word such as
-        accuracy, auc, f1, iou, precision, recall, reward, bleu or psnr, in any case and also with digits (`mAP@50`).
+        for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision, recall,
+        reward, bleu, psnr and the like, in any case and also with digits (`mAP@50`), `val_`, `mean_` or `_score`.
 
     Raises:
       ValueError: If `mode` is "auto" and the direction isn't certain, as for `score`.
@@ -176,16 +162,12 @@ def _mode_of(name: str) -> str:
     Raises:
       ValueError: If the name doesn't determine it.
     """
-    parts = [re.sub(r"[^A-Za-z0-9]+", "_", part).strip("_") for part in _parts(name)]
-    last = next((part for part in reversed(parts) if re.search("[A-Za-z]", part)), "")  # Not the 5 of `mAP@0.5`.
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower()
-    texts = {last.lower(), words}
-    found = {mode for mode, pattern in _PATTERNS.items() if any(map(pattern.search, texts))}
-    if len(found) == 2 and _PATTERNS["min"].search(words.rpartition("_")[2]):
-        found = {"min"}  # The last word says what it is, as in `dice_loss`.
-    if len(found) != 1 or any(map(_DERIVED.search, texts)) or _parts(name)[-1].startswith("-"):
-        raise ValueError(
-            f"The name {name!r} doesn't say whether larger or smaller values are better. Pass mode='max' or mode='min' "
-            f"with it; for best= of CheckpointAction or monitor= of fit, pass the pair ({name!r}, 'max')."
-        )
-    return found.pop()
+    last = _parts(name)[-1].lower()
+    words = {*re.findall("[a-z]+", last.replace("cross_entropy", "crossentropy"))} - {*_NEUTRAL.split()}
+    for mode, known in _WORDS.items():
+        if words and words <= {*known.split()} and last[0].isalpha():
+            return mode
+    raise ValueError(
+        f"The name {name!r} doesn't say whether larger or smaller values are better. Pass mode='max' or mode='min' "
+        f"with it; for best= of CheckpointAction or monitor= of fit, pass the pair ({name!r}, 'max')."
+    )

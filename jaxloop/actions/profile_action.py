@@ -1,6 +1,5 @@
 """The action that profiles a few steps."""
 
-from collections.abc import Mapping
 from typing import Any, final
 
 import jax
@@ -10,7 +9,7 @@ from etils import epath
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks, files
-from jaxloop.schedules import after, at, every
+from jaxloop.schedules import at
 
 
 @final
@@ -28,8 +27,6 @@ class ProfileAction(Action):
       logdir: The directory to write the traces to. They are stored in its subdirectory `plugins/profile/`.
       first_step: The first step to trace. It must be at least 2, because the first step of a run includes compilation.
       num_steps: The number of steps to trace. A few steps are enough; longer traces produce large files.
-      every_steps: The number of steps from the start of one trace to the start of the next; if None, only one trace is
-        recorded.
 
     Raises:
       OSError: If the directory can't be written to.
@@ -37,38 +34,24 @@ class ProfileAction(Action):
 
     uses_outputs = False
 
-    def __init__(
-        self, logdir: epath.PathLike, first_step: int = 10, num_steps: int = 5, *, every_steps: int | None = None
-    ):
+    def __init__(self, logdir: epath.PathLike, first_step: int = 10, num_steps: int = 5):
         checks.check_positive("ProfileAction.first_step", first_step)
         checks.check_positive("ProfileAction.num_steps", num_steps)
-        checks.check_positive("ProfileAction.every_steps", every_steps, optional=True)
         if first_step < 2:
             raise ValueError(f"ProfileAction.first_step must be at least 2, because step 1 compiles, got {first_step}.")
-        if every_steps is not None and every_steps <= num_steps:
-            raise ValueError(
-                f"ProfileAction.every_steps must be larger than num_steps={num_steps}, so that traces don't overlap, "
-                f"got {every_steps}."
-            )
-        begin, end = first_step - 1, first_step - 1 + num_steps
-        interval = at(begin) | at(end)
-        if every_steps is not None:
-            interval |= after(begin).then(every(every_steps)) | after(end).then(every(every_steps))
-        super().__init__(interval)
+        super().__init__(at(first_step - 1) | at(first_step - 1 + num_steps))
         self._logdir = files.prepare_directory(logdir)
-        self._first_step, self._num_steps, self._every_steps = first_step, num_steps, every_steps
+        self._first_step, self._num_steps = first_step, num_steps
         self._running_since: int | None = None  # The step before the first traced one.
-        self._traces = 0
 
     def __repr__(self) -> str:
         return f"ProfileAction({str(self._logdir)!r}, first_step={self._first_step}, num_steps={self._num_steps})"
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
-        gone = step_num - (self._first_step - 1)
         if self._running_since is not None:
             metrics.wait(state)  # Pending work belongs to these steps.
             self._stop(step_num)
-        elif gone == 0 or (self._every_steps is not None and gone % self._every_steps == 0):
+        elif step_num == self._first_step - 1:
             metrics.wait(state)  # Pending work belongs to earlier steps.
             try:
                 jax.profiler.start_trace(str(self._logdir))
@@ -81,7 +64,6 @@ class ProfileAction(Action):
         first, self._running_since = self._running_since, None
         if first is not None:
             jax.profiler.stop_trace()
-            self._traces += 1
             steps = f"the steps from {first + 1} on" if step_num is None else f"steps {first + 1} to {step_num}"
             logging.info("The profile of %s is in %s. View it with tensorboard --logdir.", steps, self._logdir)
 
@@ -93,16 +75,3 @@ class ProfileAction(Action):
     def close(self) -> None:
         super().close()
         self._stop(None)
-        if not self._traces:
-            last_step = self._first_step + self._num_steps - 1
-            logging.warning(
-                f"{self!r} recorded nothing: the run did not include steps {self._first_step} to {last_step}. Choose a "
-                "first_step between the first and the last step of the run."
-            )
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {"traces": self._traces}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._check_state_dict_names(["traces"], state_dict)
-        self._traces = state_dict["traces"]

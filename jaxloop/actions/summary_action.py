@@ -1,7 +1,7 @@
 """The action that writes summaries."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 from absl import logging
@@ -9,7 +9,6 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.actions.writer_queue import Call, WriterAction
 from jaxloop.base import checks
-from jaxloop.base.text import printable
 from jaxloop.schedules import Schedule
 
 _METHODS = {
@@ -68,13 +67,10 @@ class SummaryAction(WriterAction):
             calls.append(Call(self, step_num, "write_scalars", values))
         calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in self._methods]
         self._queue.put(*calls)
-        self._warn_of_rewrites(step_num, [self._prefix + name for name in scalars])
-        for name, reason in _not_written(outputs, scalars, media, self._methods).items():
-            self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
-
-    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
-        super().begin_run(step_num, can_resume=can_resume)
-        self._queue.last_steps.clear()
+        for text in _not_written(outputs, scalars, media, self._methods):
+            if text not in self._warned:
+                self._warned.add(text)
+                logging.warning(text)
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
         """Returns the call that writes a non-scalar metric."""
@@ -97,22 +93,6 @@ class SummaryAction(WriterAction):
         """The names of the methods that the writer has, keyed by the type of value that each method writes."""
         return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
-    def _warn_of_rewrites(self, step: int, names: Sequence[str]) -> None:
-        last_steps = self._queue.last_steps
-        if rewritten := [name for name in names if last_steps.get(name) == step]:
-            twice = ", ".join(map(printable, sorted(rewritten)))
-            self._warn_once(
-                "rewrites",
-                f"SummaryAction wrote {twice} twice for step {step}. If a train and an eval loop share it, or its "
-                "writer, give the eval loop a separate one: SummaryAction(writer, prefix='eval/').",
-            )
-        last_steps.update(dict.fromkeys(names, step))
-
-    def _warn_once(self, topic: str, text: str) -> None:
-        if topic not in self._warned:
-            self._warned.add(topic)
-            logging.warning(text)
-
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         if outputs is None:
             yield f"{self!r} is one of the begin_actions, which receive no outputs. Add it to the end_actions."
@@ -123,8 +103,7 @@ class SummaryAction(WriterAction):
                     self._call(0, name, metric)
             except ValueError as error:
                 yield str(error)
-        for name, reason in _not_written(outputs, scalars, media, self._methods).items():
-            yield f"SummaryAction does not write the output {name!r}: {reason}."
+        yield from _not_written(outputs, scalars, media, self._methods)
 
     @property
     def prefix(self) -> str:
@@ -137,17 +116,17 @@ def _not_written(
     scalars: Mapping[str, float],
     media: Mapping[str, types.MetricWithMetadata],
     methods: Mapping[types.MetricType, str],
-) -> dict[str, str]:
-    """Returns a dict that maps the name of each output that is not written to the reason."""
-    reasons = {}
-    for name, metric in media.items():
-        if metric.type not in methods:
-            method = _METHODS.get(metric.type)
-            reasons[name] = f"its writer has no {method}" if method else f"its type is {metric.type}"
+) -> list[str]:
+    """Returns a sentence for each output that is not written."""
+    reasons = {
+        name: f"its writer has no {_METHODS.get(metric.type, f'method for {metric.type}')}"
+        for name, metric in media.items()
+        if metric.type not in methods
+    }
     for name in sorted((outputs or {}).keys() - {*scalars, *media, types.STOP_LOOP}):
         value = (outputs or {})[name]
         is_empty = all(map(metrics.is_empty, value if isinstance(value, list) else [value]))
         # A Collection named `eval` is written under names such as `eval/loss`.
         if not is_empty and not any(each.startswith(f"{name}/") for each in (*scalars, *media)):
             reasons[name] = "it is neither a scalar, an array, a clu metric nor a MetricWithMetadata"
-    return reasons
+    return [f"SummaryAction does not write the output {name!r}: {reason}." for name, reason in reasons.items()]

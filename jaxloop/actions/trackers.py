@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
-from absl import logging
 from etils import epath
 
 from jaxloop.actions.writers import as_batch
@@ -115,18 +114,18 @@ class _TrackerWriter(abc.ABC):
           position: The value that `position` returned when the checkpoint was saved; None if there is no checkpoint.
 
         Raises:
-          ValueError: If `position` or the file in the work directory doesn't contain a valid ID.
+          ValueError: If `position` or the file in the work directory contains no valid ID.
         """
         with self._lock:
             self._end("finished")
             saved = (position or {}).get("run")
             if saved is None and self._file.exists():
-                try:
+                saved = ""
+                with contextlib.suppress(ValueError, KeyError, TypeError):
                     saved = files.parse_json(files.read_bytes(self._file))["run"]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{self._file} is damaged. Delete it to begin a new tracked run.") from error
-            if saved is not None and not (isinstance(saved, str) and re.fullmatch("[0-9a-z]{8,64}", saved)):
-                raise ValueError(f"{saved!r} is not a tracked run of {type(self).__name__}.")
+            if saved is not None and not re.fullmatch("[0-9a-z]{8,64}", str(saved)):
+                text = f"{saved!r} is not a tracked run of {type(self).__name__}."
+                raise ValueError(f"{text} Delete {self._file} to begin a new one.")
             self._id, self._known, self._status = saved, None if saved else set(), ""
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -203,7 +202,7 @@ class MlflowWriter(_TrackerWriter):
     FINISHED, FAILED (by an error) or KILLED (by a signal). The writer uses `MlflowClient` with the ID of its own
     run, so it doesn't affect any thread's active run. MLflow can't delete points, so the writer reads back which points
     exist and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An existing
-    param keeps its value; if the new value differs, a warning is logged.
+    param keeps its value.
 
     Args:
       workdir: The run's work directory, which stores the ID of the tracked run.
@@ -240,15 +239,9 @@ class MlflowWriter(_TrackerWriter):
         self._client.update_run(self._run, status="RUNNING")
 
     def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-        has, new = self._client.get_run(self._run).data.params, []
-        for name, value in hparams.items():
-            name = self._name(name)
-            if name not in has:
-                new.append(self._module.entities.Param(name, str(value)))
-            elif has[name] != str(value)[:6000]:  # MLflow truncates longer values.
-                logging.warning(
-                    f"MlflowWriter: the param {name} keeps the value {has[name]}; its new value, {value}, is ignored."
-                )
+        known = self._client.get_run(self._run).data.params
+        params = {self._name(name): str(value) for name, value in hparams.items()}
+        new = [self._module.entities.Param(name, value) for name, value in params.items() if name not in known]
         tags = [self._module.entities.RunTag(self._name(name), str(value)) for name, value in notes.items()]
         self._client.log_batch(self._run, params=new, tags=tags, synchronous=True)
 

@@ -4,8 +4,6 @@ import collections
 import concurrent.futures
 import copy
 import dataclasses
-import sys
-import time
 import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar, final
@@ -44,7 +42,7 @@ class Call:
         """Calls the writer's method, and adds a note with the action, the step and the names to any error."""
         try:
             if self.method == "resume":
-                _resume(writer, self.step, **self.options)
+                writer.resume(self.step, self.options["position"])
             else:
                 arguments = (self.step, self.values) if self.values else ()
                 getattr(writer, self.method)(*arguments, **self.options)
@@ -74,9 +72,6 @@ class WriterQueue:
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
-
-    Attributes:
-      last_steps: The last step at which each scalar was written, to warn of two curves with one name.
     """
 
     # Keyed by the ids of the writers, because not every writer can be hashed or weakly referenced. The queues keep
@@ -90,7 +85,6 @@ class WriterQueue:
 
     def __init__(self, writer: Any):
         self._writer = writer
-        self.last_steps: dict[str, int] = {}
         self._calls: collections.deque[Call] = collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxloop-writer")
         self._error: BaseException | None = None  # Still to be raised.
@@ -168,7 +162,7 @@ class WriterQueue:
           step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
         state_dict, self._begins_from = self._begins_from, None
-        if state_dict is not None and distributed.is_first_process():
+        if state_dict is not None and hasattr(self._writer, "resume") and distributed.is_first_process():
             position = {"position": state_dict.get("position")}
             self._calls.appendleft(Call(action, step, "resume", options=position))
             self._thread.submit(self._make_calls)
@@ -247,21 +241,3 @@ class WriterAction(Action):
 
     def flush(self) -> None:
         self._queue.flush()
-
-
-def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
-    """Calls a writer's `resume` method, or does the equivalent for the TensorFlow writer inside a clu writer."""
-    if hasattr(writer, "resume"):
-        writer.resume(step, position)
-    elif hasattr(writer, "_summary_writer") and "tensorflow" in sys.modules:
-        import tensorflow as tf
-
-        started = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)
-        # The file doesn't show which points of the step itself were written after the checkpoint, so all are kept.
-        event = tf.compat.v1.Event(wall_time=time.time(), step=step + 1 if step else 0, session_log=started)
-        for _ in range(2):  # TensorBoard attributes the first one in a directory to the first process.
-            tf.raw_ops.ImportEvent(writer=writer._summary_writer._resource, event=event.SerializeToString())
-    else:
-        for inner in getattr(writer, "_writers", [getattr(writer, "_writer", None)]):
-            if inner is not None:
-                _resume(inner, step, position)

@@ -145,18 +145,14 @@ class TensorBoardWriter(LogWriter):
     def close(self) -> None:
         self._file.close()
 
-    def position(self) -> dict[str, Any]:
-        """Returns the current position in the event file, to be stored in a checkpoint."""
-        return self._file.position()
-
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Makes TensorBoard hide the points that a killed run wrote after the checkpoint that this run resumes from.
 
         Args:
           step: The step at which the run starts or resumes.
-          position: The value that `position` returned when the checkpoint was saved; None if unknown.
+          position: Not used.
         """
-        self._file.resume(step, position)
+        self._file.resume(step)
 
     def _add(self, add: Callable[..., None], name: str, value: Any, step: int, **options: Any) -> None:
         try:

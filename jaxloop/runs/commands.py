@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,6 @@ _POLL_SECS = 1.0
 _FILE = re.compile(r"[0-9]{1,20}-[0-9a-f]{16}\.json")
 _COMMAND = re.compile(r"(?P<name>[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)?)(=(?P<value>.*))?")
 _MAX_BYTES = 4096
-_MAX_AT_ONCE = 64
 
 
 @final
@@ -94,11 +92,9 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
       ValueError: If the command is malformed, or the run has ended.
     """
     parse(command)
-    newest = run_log.read(workdir)[-1]
-    if newest.reason is not None:
-        raise ValueError(f"The run in {workdir} has ended: {newest.reason}.")
-    if newest.described.get("host") == socket.gethostname() and not newest.is_alive():
-        raise ValueError(f"The run in {workdir} was killed. Start it again first.")
+    state = run_log.read(workdir)[-1].state
+    if state not in ("running", "silent"):
+        raise ValueError(f"The run in {workdir} has ended: {state}.")
     directory = files.absolute(workdir) / DIRECTORY
     files.make_directory(directory)
     name = f"{time.time_ns()}-{secrets.token_hex(8)}"
@@ -118,10 +114,8 @@ def answers(workdir: epath.PathLike) -> list[Answer]:
     """Returns the answers recorded in a work directory, oldest first. Malformed lines are skipped."""
     found = []
     for line in run_log.read_lines(files.absolute(workdir) / ANSWERS):
-        with contextlib.suppress(TypeError):
-            answer = Answer(**line)
-            if type(answer.step) is int and all(isinstance(each, str) for each in (answer.id, answer.command)):
-                found.append(answer)
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            found.append(Answer(str(line["id"]), str(line["command"]), int(line["step"]), line["error"]))
     return found
 
 
@@ -176,7 +170,7 @@ class Tell(Extension):
             self._commands.end()
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {} if self._commands is None else {"executed": self._commands.executed or []}
+        return {} if self._commands is None else {"executed": self._commands.executed}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         if self._commands is not None:
@@ -192,7 +186,7 @@ class Commands(Item):
       workdir: Its work directory.
 
     Attributes:
-      executed: The commands that have been executed; None before the first step of a new run.
+      executed: The commands that have been executed.
     """
 
     name = "commands"
@@ -204,18 +198,19 @@ class Commands(Item):
     def __init__(self, experiment: Experiment, workdir: epath.Path):
         super().__init__(Rank.COMMAND)
         self._experiment, self._actions = experiment, _named(experiment.actions)
-        self.executed: list[str] | None = None
-        self._profiles: list[_Profile] = []
+        self.executed: list[str] = []
+        self._profiles: list[ProfileAction] = []
         self._inbox = _Inbox(workdir)
+        if self._job.is_first:
+            self._inbox.reject_pending()
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def poll(self) -> None:
-        """Requests a pause of the run if any commands are pending. The first call rejects earlier ones."""
+        """Requests a pause of the run if any commands are pending. The first call starts a thread that does so."""
         if not self._job.is_first:
             return
         if self._thread is None:
-            self._inbox.open(keeps_answers=self.executed is not None)
             self._thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
             self._thread.start()
         elif self._inbox.pending():
@@ -230,9 +225,9 @@ class Commands(Item):
         self._has_ended.set()
         if self._thread is not None:
             self._thread.join()
-            self._inbox.reject(self._inbox.pending())
+            self._inbox.reject_pending()
         for each in self._profiles:
-            each.action.close()
+            each.close()
 
     @property
     def _job(self) -> agreement.Job:
@@ -247,7 +242,7 @@ class Commands(Item):
         """Executes the pending commands. All processes must call this after the same step."""
         now, savers = moment.now, [item for item in self._agenda.items if item.rank == Rank.SAVE]
         self._job.requests.outermost.end_pause()
-        pending = self._inbox.pending()[:_MAX_AT_ONCE] if self._job.is_first else []
+        pending = self._inbox.pending() if self._job.is_first else []
         for name, command in self._job.gather([(name, self._inbox.read(name)) for name in pending])[0]:
             answer = Answer(name, command, now.steps)
             try:
@@ -274,8 +269,8 @@ class Commands(Item):
         elif name == "stop" and value is None:
             self._job.requests.outermost.confirm(interrupt.STOP)
         elif name == "profile" and _is_count(value):
-            self._profiles.append(_Profile(ProfileAction(self._inbox.profile_dir, now.steps + 2, value)))
-            self._agenda.add(self._profiles[-1])
+            self._profiles.append(ProfileAction(self._inbox.profile_dir, now.steps + 2, value))
+            self._agenda.add(ActionItem(self._profiles[-1], {}))
         elif setting == "interval" and action in items and _is_count(value):
             items[action].is_requested, items[action].next_interval = True, _interval(value)
         elif setting in self._settings(action):
@@ -285,7 +280,7 @@ class Commands(Item):
         for item in savers:
             item.is_requested = True
         logging.info("Executed the command %r after step %d.", printable(command), now.steps)
-        self.executed = [*(self.executed or ()), command]
+        self.executed.append(command)
         self._experiment.history.commit(now, {"command": command})
 
     def repeat(self, executed: Sequence[str]) -> None:
@@ -330,23 +325,15 @@ class _Inbox:
     def __init__(self, workdir: epath.Path):
         self._workdir = workdir
         self.profile_dir: epath.Path = workdir / "profile"
-        self._unusable: set[str] = set()  # Files that can't be removed.
-        self._opened = time.time_ns()
-
-    def open(self, *, keeps_answers: bool) -> None:
-        """Rejects earlier commands, after moving the answers of another run away."""
-        if not keeps_answers:
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(self._workdir / ANSWERS, self._workdir / f"{ANSWERS}.before")
-        self.reject([each for each in self.pending() if int(each.partition("-")[0]) < self._opened])
+        self._answered: set[str] = set()
 
     def pending(self) -> list[str]:
         """Returns the file names of the pending commands, in order and without suffixes."""
         directory = self._workdir / DIRECTORY
         with contextlib.suppress(OSError):
             if not os.path.islink(directory):
-                names = sorted(name for name in os.listdir(directory) if _FILE.fullmatch(name))
-                return [name.removesuffix(".json") for name in names if name not in self._unusable]
+                names = [name.removesuffix(".json") for name in os.listdir(directory) if _FILE.fullmatch(name)]
+                return sorted({*names} - self._answered)
         return []
 
     def read(self, name: str) -> str:
@@ -357,46 +344,24 @@ class _Inbox:
             return command
         return ""
 
-    def reject(self, names: Sequence[str]) -> None:
-        """Rejects commands that were not given during the run."""
-        for name in names:
+    def reject_pending(self) -> None:
+        """Rejects the pending commands, which were not given during the run."""
+        for name in self.pending():
             self.answer(Answer(name, self.read(name), 0, "It was not given during the run."))
 
     def answer(self, answer: Answer) -> None:
         """Appends an answer to the answers file, and deletes the command's file."""
+        self._answered.add(answer.id)
         try:
             with files.open_file(self._workdir / ANSWERS, "a") as file:
                 file.write(json.dumps(dataclasses.asdict(answer)) + "\n")
         except OSError as error:
             logging.warning("The answer to the command %s was not written: %s", answer, error)
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(self._path(answer.id))
-        except FileNotFoundError:
-            pass
-        except OSError:
-            self._unusable.add(f"{answer.id}.json")
 
     def _path(self, name: str) -> epath.Path:
         return self._workdir / DIRECTORY / f"{name}.json"
-
-
-@final
-class _Profile(Item):
-    """A profile of a few steps. Unlike an action's, its state isn't saved: it ends with the process."""
-
-    name = "profile"
-
-    def __init__(self, action: ProfileAction):
-        super().__init__(Rank.ACTION)
-        self.action: ProfileAction = action
-
-    @property
-    def interval(self) -> int | Schedule:
-        return self.action.interval
-
-    def call(self, moment: Moment) -> bool:
-        self.action(moment.state, None, step_num=moment.now.steps)
-        return True
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:

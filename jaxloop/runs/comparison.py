@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import statistics
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -14,8 +13,6 @@ from jaxloop.base import checks
 from jaxloop.base.text import printable
 from jaxloop.base.timing import duration
 from jaxloop.runs import accounts, run_log
-
-_SEED = "seed"
 
 
 @final
@@ -29,15 +26,11 @@ class Comparison:
       runs: One dict per run. Its keys are `workdir`, `best`, `step` (at which the best value was reached), `secs` (the
         wall time in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and
         `step` are None if the metric was never finite.
-      groups: One dict per group of runs whose notes are equal except for `seed`. Its keys are `notes`, `runs` (the
-        number of runs), `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). The
-        list is empty if no group has more than one run.
     """
 
     by: str
     mode: str
     runs: list[dict[str, Any]]
-    groups: list[dict[str, Any]]
 
     def __str__(self) -> str:
         names = _differing([run["notes"] for run in self.runs])
@@ -53,21 +46,7 @@ class Comparison:
             ]
             for run in self.runs
         ]
-        tables = [_table([head, *rows])]
-        if self.groups:
-            names = _differing([group["notes"] for group in self.groups])
-            head = ["runs", f"mean of best {self.by}", "deviation", *names]
-            rows = [
-                [
-                    str(group["runs"]),
-                    _number(group["mean"]),
-                    _number(group["deviation"]),
-                    *(str(group["notes"].get(name, "")) for name in names),
-                ]
-                for group in self.groups
-            ]
-            tables.append(_table([head, *rows]))
-        return "\n\n".join(tables)
+        return _table([head, *rows])
 
 
 def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> Comparison:
@@ -86,19 +65,11 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     runs = [_run(workdir, monitor) for workdir in workdirs]
     if all(run["best"] is None for run in runs):
         there = sorted({path for each in workdirs for _, values in run_log.read_history(each) for path in values})
-        text = f"No history has a finite value of {printable(by)!r}"
-        if by.replace("/", ".") in there:
-            raise ValueError(f"{text}: it was always NaN or infinite.")
-        raise ValueError(f"{text}. Available: {checks.listed(there)}. Give one of these.")
+        text = f"No history has a finite value of {printable(by)!r}. Available: {checks.listed(there)}."
+        raise ValueError(f"{text} Give one of these.")
     sign = -1.0 if monitor.mode == "max" else 1.0
     runs.sort(key=lambda run: math.inf if run["best"] is None else sign * run["best"])
-    grouped: dict[Any, list[dict[str, Any]]] = {}
-    for run in runs:
-        key = tuple(sorted((name, str(value)) for name, value in run["notes"].items() if name != _SEED))
-        grouped.setdefault(key, []).append(run)
-    groups = [_group(members) for members in grouped.values()]
-    has_groups = any(group["runs"] > 1 for group in groups)
-    return Comparison(by, monitor.mode, runs, groups if has_groups else [])
+    return Comparison(by, monitor.mode, runs)
 
 
 def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
@@ -122,16 +93,6 @@ def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int 
     values = [(values.get(name), step) for step, values in run_log.read_history(workdir)]
     finite = [(value, step) for value, step in values if isinstance(value, int | float) and math.isfinite(value)]
     return min(finite, key=lambda pair: sign * pair[0], default=(None, None))
-
-
-def _group(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    values = [run["best"] for run in runs if run["best"] is not None]
-    return {
-        "notes": {name: value for name, value in runs[0]["notes"].items() if name != _SEED},
-        "runs": len(runs),
-        "mean": statistics.fmean(values) if values else None,
-        "deviation": statistics.stdev(values) if len(values) > 1 else None,
-    }
 
 
 def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:

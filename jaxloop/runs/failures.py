@@ -1,7 +1,7 @@
 """The flight recorder, which records a failed step so that it can be rerun."""
 
 import collections
-import itertools
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +10,6 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from etils import epath
 
@@ -26,14 +25,13 @@ from jaxloop.train_loop import TrainLoop
 FOLDER = "failures"
 """The folder in a work directory that contains one subfolder per failed step."""
 
-_FILE, _ARRAYS, _STATE = "failure.json", "batches.npz", "state"
+_FILE, _STATE = "failure.json", "state"
 _MOST_FAILURES = 5
-_VERSION = 1
-
 
 # The limits on the batches that are kept to record a failure.
 _KEPT_BATCHES = 64
-_KEPT_BYTES = 256 * 2**20
+_KEPT_BYTES = 64 * 2**20
+_MAX_FILE_BYTES = 1 << 32
 
 
 @final
@@ -41,9 +39,9 @@ class Failures(Extension):
     """Records a failed step in `<workdir>/failures/<step>`, and adds a note on how to replay it to the error.
 
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
-    If it doesn't, the latest earlier checkpoint and the batches since then are stored instead, provided that they are
-    from the last 64 steps and fit in 256 MiB. The checkpoint's files are hard-linked, so they survive when `keep`
-    deletes the checkpoint. The five newest records are kept. Errors that occur while recording are logged, not raised.
+    If it doesn't, the path of the latest earlier checkpoint and the batches since then are stored instead, provided
+    that they are from the last 64 steps and fit in 64 MiB. The five newest records are kept. Errors that occur while
+    recording are logged, not raised.
     """
 
     name = "failures"
@@ -110,112 +108,44 @@ def _write(
     error: BaseException,
     checkpoint_dirs: Sequence[epath.Path],
 ) -> None:
-    step, updates = loop.step, loop.step.updates_per_step
-    before = failed - updates
+    before = failed - loop.step.updates_per_step
     state = loop.rescued_state if loop.step_num == before else None
-    saved = [(each, place) for place in checkpoint_dirs for each in checkpoint.all_steps(place)]
-    earlier = [pair for pair in saved if pair[0] <= before]
-    base, directory = max(earlier, default=(None, None), key=lambda pair: pair[0])
+    saved = [(each, place) for place in checkpoint_dirs for each in checkpoint.all_steps(place) if each <= before]
+    base, directory = max(saved, default=(None, None), key=lambda pair: pair[0])
     new = folder.parent / f"{folder.name}.new"
     shutil.rmtree(new, ignore_errors=True)
     files.make_directory(new.parent)
     new.mkdir()
     if base != before and state is not None:
-        _save_state(new / _STATE, before, state)
         base, directory = before, None
-    wanted = [number for number in batches if base is None or number > base]
-    has_state = directory is None and base is not None
-    if base is not None and base + updates not in wanted:
-        wanted = wanted[-1:]
-    elif directory is not None:
-        has_state = _keep_checkpoint(directory / str(base), new / _STATE / str(base))
-    arrays: dict[str, np.ndarray] = {}
-    encoded = {str(number): _encode_batch(batches[number], arrays) for number in wanted}
-    with (new / _ARRAYS).open("wb") as file:
-        np.savez(file, allow_pickle=False, **{name: _as_bytes(array) for name, array in arrays.items()})
+        with contextlib.closing(checkpoint.CheckpointWriter(new / _STATE)) as writer:
+            writer.save(before, state)
     noted = {
-        "version": _VERSION,
         "step_num": failed,
         "error": f"{type(error).__name__}: {error}",
         "nan_policy": loop.nan_policy,
-        "keys": encoding.encode_keys(step.base_prng),
+        "keys": encoding.encode_keys(loop.step.base_prng),
         "state_step": base,
-        "has_state": has_state,
         "checkpoint_dir": None if directory is None else str(directory),
-        "batches": encoded,
-        "arrays": {name: [_dtype_name(array.dtype), list(array.shape)] for name, array in arrays.items()},
+        "batches": {
+            number: encoding.encode(batch, "batch")
+            for number, batch in batches.items()
+            if base is None or number > base
+        },
     }
-    (new / _FILE).write_text(json.dumps(noted, indent=1))
+    (new / _FILE).write_text(json.dumps(noted))
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
 
 
-def _save_state(directory: epath.Path, step_num: int, state: Any) -> None:
-    writer = checkpoint.CheckpointWriter(directory)
-    writer.save(step_num, state)
-    writer.close()
-
-
-def _keep_checkpoint(checkpoint_dir: epath.Path, folder: epath.Path) -> bool:
-    """Hard-links or copies a checkpoint's files, which never change. Returns True if this succeeded."""
-
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:  # For example, between two file systems.
-            shutil.copy2(source, target)
-
-    try:
-        shutil.copytree(checkpoint_dir, folder, copy_function=link)
-    except (OSError, shutil.Error) as error:  # For example, object storage.
-        logging.info("The checkpoint %s is not kept with the record of the failure: %s", checkpoint_dir, error)
-        shutil.rmtree(folder.parent, ignore_errors=True)
-        return False
-    return True
-
-
 def _remove_old(folder: epath.Path, but: epath.Path) -> None:
-    others = [path for path in folder.iterdir() if path != but]
-    others.sort(key=_written_at)
-    for path in others[: max(0, len(others) + 1 - _MOST_FAILURES)]:
+    others = sorted((path for path in folder.iterdir() if path != but), key=_written_at, reverse=True)
+    for path in others[_MOST_FAILURES - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _written_at(folder: epath.Path) -> int:
     return os.stat(folder).st_mtime_ns
-
-
-# Batches: the structure and Python numbers as JSON, the arrays in a separate file --------------------------
-
-
-def _encode_batch(batch: types.Batch, arrays: dict[str, np.ndarray]) -> Any:
-    numbers, plain = itertools.count(len(arrays)), {}
-
-    def put(leaf: Any) -> str:
-        name = f"leaf_{next(numbers)}"
-        if isinstance(leaf, bool | int | float | str | bytes):
-            plain[name] = leaf
-        else:
-            arrays[name] = np.asarray(metrics.fetch(leaf))
-        return name
-
-    return {"tree": encoding.encode(jax.tree.map(put, batch)), "plain": encoding.encode(plain)}
-
-
-def _decode_batch(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> types.Batch:
-    leaves = {**arrays, **encoding.decode(encoded["plain"])}
-    return jax.tree.map(lambda name: leaves[name], encoding.decode(encoded["tree"]))
-
-
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-    """Returns an array's bytes as uint8, because NumPy's file format doesn't support bfloat16."""
-    if array.dtype.hasobject or array.dtype.names is not None:
-        raise TypeError(f"A batch with an array of {array.dtype} can't be recorded; numbers and strings can.")
-    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
-
-
-def _dtype_name(dtype: np.dtype) -> str:
-    return dtype.str if dtype.kind in "SUMm" else dtype.name
 
 
 # Replay ----------------------------------------------------------------------------------------------
@@ -268,17 +198,14 @@ def replay(
         available.
     """
     folder = _folder(path, step_num)
-    noted = files.parse_json(files.read_bytes(folder / _FILE))
+    noted = files.parse_json(files.read_bytes(folder / _FILE, _MAX_FILE_BYTES))
     if noted["keys"] != encoding.encode_keys(step.base_prng):
         raise ValueError(
             f"{folder} was recorded in a run whose PRNG keys (base_prng) differ from those of {step!r}. Make the step "
             "with the same seed."
         )
     state = step._runner.states.initial() if state is None else state
-    with np.load(folder / _ARRAYS, allow_pickle=False) as file:
-        dtypes = {name: (jnp.dtype(dtype), shape) for name, (dtype, shape) in noted["arrays"].items()}
-        arrays = {name: np.frombuffer(file[name].tobytes(), d).reshape(s) for name, (d, s) in dtypes.items()}
-    batches = {int(number): _decode_batch(each, arrays) for number, each in noted["batches"].items()}
+    batches = {int(number): encoding.decode(batch) for number, batch in noted["batches"].items()}
     state, begins = _state_before(folder, noted, checks.adopt(state), batches, step.updates_per_step)
     policy, failed, outputs = noted["nan_policy"], noted["step_num"], None
     for number in range(begins + step.updates_per_step, failed + 1, step.updates_per_step):
@@ -311,9 +238,8 @@ def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
     path = files.absolute(path)
     if (path / _FILE).exists() and step_num is None:
         return path
-    found = [each for each in (path / FOLDER).glob("*") if (each / _FILE).exists() and each.name.isdigit()]
-    if step_num is not None:
-        found = [each for each in found if each.name == str(step_num)]
+    names = (path / FOLDER).glob("*" if step_num is None else str(step_num))
+    found = [each for each in names if (each / _FILE).exists() and each.name.isdigit()]
     if not found:
         what = "failure" if step_num is None else f"failure of step {step_num}"
         raise FileNotFoundError(
@@ -328,25 +254,16 @@ def _state_before(
 ) -> Any:
     """Returns a state from which the recorded batches can be replayed up to the failed step, and its step number."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
-    numbers = lambda step: range(step + updates, failed + 1, updates)
-    leads = lambda step: failed in numbers(step) and all(number in batches for number in numbers(step))
+    leads = lambda step: step < failed and batches.keys() >= {*range(step + updates, failed + 1, updates)}
     if leads(given) and (base is None or given > base):
         return jax.tree.map(jnp.copy, state), given
     if base is not None and leads(base):
-        directory = folder / _STATE if noted["has_state"] else epath.Path(noted["checkpoint_dir"])
-        return checkpoint.restore(directory, base, state), base
-    if failed not in batches:
-        raise ValueError(
-            f"{folder} has no batch of step {failed}, because the batches are too large to keep enough of them. "
-            + _reproduction_hint(noted, failed - updates)
-        )
+        directory = noted["checkpoint_dir"]
+        return checkpoint.restore(folder / _STATE if directory is None else directory, base, state), base
+    first = min(batches, default=failed)
+    start = "its start" if base is None else f"{noted['checkpoint_dir']}, step {base},"
     raise ValueError(
-        f"{folder} has the batches of steps {min(batches)} to {failed}, but the state of step "
-        f"{min(batches) - updates} is not available; the given one is of step {given}. Pass it as "
-        "replay(..., state=state). " + _reproduction_hint(noted, failed - updates)
+        f"{folder} has the batches of steps {first} to {failed}, but the state of step {first - updates} is not "
+        f"available; the given one is of step {given}. Pass it as replay(..., state=state). A run from {start} with "
+        f"train_total_steps={first - updates} reaches that state, bit for bit."
     )
-
-
-def _reproduction_hint(noted: Mapping[str, Any], before: int) -> str:
-    start = "its start" if noted["state_step"] is None else f"{noted['checkpoint_dir']}, step {noted['state_step']},"
-    return f"A run from {start} with train_total_steps={before} reaches that state, bit for bit."

@@ -5,8 +5,6 @@ import dataclasses
 import json
 import math
 import os
-import re
-import secrets
 import socket
 import subprocess
 import sys
@@ -31,8 +29,6 @@ FILE = "goodput.jsonl"
 """The name of the run log in a work directory."""
 
 _LINE_SECS = 1.0  # At most one log line per second, however short the loops are.
-_MAX_NOTES = 50_000
-_ID = re.compile(r"[0-9a-f]{16}")
 _KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
 _has_claimed_start = False  # True once a run has counted the time since this process started.
 
@@ -54,10 +50,9 @@ class RunLog(Extension):
 
     def __init__(self, notes: Mapping[str, Any] | None = None):
         self._notes = _checked(notes)
-        self._run = ""
         self._actions: Sequence[Action] | None = None  # Those that don't know the notes yet.
         self._spent: Callable[[], Spent] = Spent
-        self._descriptor: int | None = None
+        self._path: epath.Path | None = None  # None if no log is written.
         self._newest_line = -math.inf
 
     def begin(self, experiment: Experiment) -> Sequence[Item]:
@@ -68,22 +63,18 @@ class RunLog(Extension):
         self._spent = lambda: loop.spent - before
         if workdir is None or not loop.engine.job.is_first:
             return ()
-        self._run = secrets.token_hex(8)
-        with self._writing():
-            self._descriptor = files.open_descriptor(os.path.join(workdir, FILE), os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            _end_torn_line(self._descriptor)
-            now = time.time()
-            self._notes = _commit() | self._notes
-            self._write(
-                "start",
-                now,
-                since=_started_at(now),
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                total_steps=experiment.spec.total_steps,
-                checkpoints=[os.fspath(action.directory) for action in experiment.savers],
-                notes=self._notes,
-            )
+        now, self._path = time.time(), workdir / FILE
+        self._notes = _commit() | self._notes
+        self._write(
+            "start",
+            now,
+            since=_started_at(now),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            total_steps=experiment.spec.total_steps,
+            checkpoints=[os.fspath(action.directory) for action in experiment.savers],
+            notes=self._notes,
+        )
         return ()
 
     def moment(self, now: Elapsed) -> None:
@@ -91,41 +82,29 @@ class RunLog(Extension):
             for action in self._actions:
                 action.write_notes(self._notes)
             self._actions = None
-            self._line("begin", now.steps)
+            self._line("log", now.steps)
         elif time.time() - self._newest_line >= _LINE_SECS:
             self._line("log", now.steps)
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
         self._line("end", now.steps, reason=reason)
-        self._close()
+        self._path = None
 
     def _line(self, event: str, step: int, **others: Any) -> None:
-        if self._descriptor is None:
-            return
-        with self._writing():
-            spent = self._spent()
-            seconds = {kind: round(getattr(spent, kind), 6) for kind in _KINDS if getattr(spent, kind)}
-            self._write(event, time.time(), step=step, spent=seconds, **others)
+        spent = self._spent()
+        seconds = {kind: round(getattr(spent, kind), 6) for kind in _KINDS if getattr(spent, kind)}
+        self._write(event, time.time(), step=step, spent=seconds, **others)
 
     def _write(self, event: str, when: float, **others: Any) -> None:
-        assert self._descriptor is not None
-        line = {"event": event, "time": round(when, 6), "run": self._run} | others
-        os.write(self._descriptor, json.dumps(line).encode() + b"\n")
-        self._newest_line = when
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+        if self._path is None:
+            return
+        self._newest_line, line = when, {"event": event, "time": round(when, 6)} | others
         try:
-            yield
+            with files.open_file(self._path, "a") as file:
+                file.write(f"\n{json.dumps(line)}")  # A killed process may have left an incomplete line.
         except OSError as error:
             logging.warning("The run continues without its log, which can't be written: %s", error)
-            self._close()
-
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-        self._descriptor = None
+            self._path = None
 
 
 @final
@@ -134,7 +113,6 @@ class Attempt:
     """One start of a run, as recorded in the log.
 
     Attributes:
-      run: A random ID, in hexadecimal.
       started: The time when the call to the `OuterLoop` started, in seconds since the epoch.
       since: The time when the process started; equal to `started` for later calls in the same process, and in
         notebooks.
@@ -144,32 +122,20 @@ class Attempt:
         or `"error: ..."`. None if it was killed or is still running.
     """
 
-    run: str
     started: float
     since: float
     described: dict[str, Any]
     points: list[tuple[float, int, dict[str, float]]] = dataclasses.field(default_factory=list)
     reason: str | None = None
 
-    def is_alive(self) -> bool:
-        """Returns whether the process of this attempt is still running on this machine."""
-        pid = self.described.get("pid")
-        if type(pid) is not int or not 0 < pid < 2**31:
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:  # It belongs to another user.
-            pass
-        began = _began_at(pid)
-        return began is None or began <= self.started + 1.0  # Otherwise, another process has this PID now.
-
     @property
-    def last(self) -> tuple[float, int]:
-        """The time and step of the last line."""
-        when, step, _ = self.points[-1] if self.points else (self.started, 0, {})
-        return when, step
+    def state(self) -> str:
+        """The reason, if there is one; otherwise "running" or "killed", or "silent" if it runs on a different host."""
+        if self.reason is not None:
+            return self.reason
+        if self.described.get("host") != socket.gethostname():
+            return "silent"
+        return "running" if _is_running(self.described.get("pid"), self.started) else "killed"
 
 
 def read_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
@@ -208,32 +174,29 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
       OSError: If the file is not a regular file, or can't be read.
       ValueError: If the file is too large.
     """
-    attempts: dict[str, Attempt] = {}
+    attempts: list[Attempt] = []
     for line in read_lines(files.absolute(workdir) / FILE):
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):
             _take(line, attempts)
     if not attempts:
         raise FileNotFoundError(
             f"{printable(workdir)} has no run log ({FILE}). Give the work directory of an OuterLoop."
         )
-    return list(attempts.values())
+    return attempts
 
 
-def _take(line: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
+def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
     """Adds a log line to the attempts. Raises one of several exceptions if the line is malformed."""
-    event, when, run = line["event"], _seconds(line["time"]), line["run"]
+    event, when = line["event"], _seconds(line["time"])
     if event == "start":
-        if _ID.fullmatch(run) and run not in attempts:
-            others = {key: value for key, value in line.items() if key not in ("event", "time", "run", "since")}
-            attempts[run] = Attempt(run, when, min(_seconds(line["since"]), when), others)
+        attempts.append(Attempt(when, min(_seconds(line["since"]), when), dict(line)))
         return
-    attempt, step = attempts[run], line["step"]
+    attempt, step = attempts[-1], line["step"]
     if type(step) is not int or not 0 <= step < 2**63:
         raise ValueError("step is no step number")
-    if event in ("begin", "log", "end"):
-        attempt.points.append((when, step, {kind: _seconds(line["spent"].get(kind, 0.0)) for kind in _KINDS}))
-        if event == "end":
-            attempt.reason = str(line["reason"])
+    attempt.points.append((when, step, {kind: _seconds(line["spent"].get(kind, 0.0)) for kind in _KINDS}))
+    if event == "end":
+        attempt.reason = str(line["reason"])
 
 
 def _seconds(value: Any) -> float:
@@ -242,19 +205,11 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _end_torn_line(descriptor: int) -> None:
-    """Terminates an incomplete last line that a killed process left behind."""
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        os.write(descriptor, b"\n")
-
-
 def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
     """Checks a run's notes, and returns them as JSON values.
 
     Raises:
       TypeError: If the notes are not a dict of strings, numbers and booleans.
-      ValueError: If the notes are too long, or a number is not finite.
     """
     checked = {}
     for name, value in (notes or {}).items():
@@ -264,11 +219,7 @@ def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"OuterLoop.notes takes strings, numbers and booleans by name, got {value!r} for {name!r}. Write "
                 f"str(...), or several notes."
             )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"OuterLoop.notes takes finite numbers, got {name}={value!r}.")
         checked[name] = value
-    if len(json.dumps(checked)) > _MAX_NOTES:
-        raise ValueError("OuterLoop.notes has more than 50,000 characters. Shorten them, or note the name of a file.")
     return checked
 
 
@@ -289,6 +240,17 @@ def _started_at(now: float) -> float:
     if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         return now
     return _began_at(os.getpid()) or now
+
+
+def _is_running(pid: Any, started: float) -> bool:
+    """Returns whether the process that called an `OuterLoop` at the given time is still running on this machine."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # It belongs to another user.
+        pass
+    except (OSError, TypeError, OverflowError):
+        return False
+    return (_began_at(pid) or 0.0) <= started + 1.0  # Otherwise, another process has this PID now.
 
 
 def _began_at(pid: int) -> float | None:
