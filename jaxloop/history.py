@@ -273,7 +273,7 @@ class History:
         """
         if not _matching(name, self._newest):
             return None
-        path = _find(name, self._newest)
+        path = find_path(name, self._newest)
         if type(self._newest_value(path)) not in _PLAIN:
             self.flush()
         return self._row(self._newest[path]).elapsed, self._newest_value(path)
@@ -293,7 +293,7 @@ class History:
           ValueError: If a name doesn't match any value, or matches more than one.
         """
         self.flush()
-        paths = [name if _dotted(name) in _UNITS or not self._rows else _find(name, self._newest) for name in names]
+        paths = [name if _dotted(name) in _UNITS or not self._rows else find_path(name, self._newest) for name in names]
         rows = [
             [form.value(stored, path) for path in paths] for form, stored in zip(self._forms, self._rows, strict=True)
         ]
@@ -382,7 +382,7 @@ class History:
 
     def _add(self, elapsed: Elapsed, logs: Any) -> None:
         """Appends a row to the table. Raises the same errors as `commit`."""
-        if not isinstance(logs, Mapping):
+        if not isinstance(logs, (dict, Mapping)):  # The first check is cheaper.
             raise TypeError(
                 f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
             )
@@ -396,7 +396,7 @@ class History:
             for path, value in zip(form.places, (*_numbers_of(elapsed), *values.values()), strict=True)
         ]
         for path in form.paths:
-            self._newest[path] = len(self)
+            self._newest[path] = len(self._rows)
         self._forms.append(form)
         self._rows.append(tuple(stored))
 
@@ -439,7 +439,7 @@ class History:
             names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
         if not names:
             raise ValueError("There is nothing to plot, because the history has no numbers yet.")
-        return {name: _matching(name, numbers) or [_find(name, numbers)] for name in names}
+        return {name: _matching(name, numbers) or [find_path(name, numbers)] for name in names}
 
     def _read(self, file: "_File", checksum: Mapping[str, Any] | None = None) -> None:
         """Adds the rows of a file, up to the point at which it has a checksum.
@@ -484,7 +484,7 @@ def _matching(name: str, paths: Iterable[str]) -> list[str]:
     return [path for path in paths if f".{path}".endswith(end)]
 
 
-def _find(name: str, paths: Iterable[str]) -> str:
+def find_path(name: str, paths: Iterable[str]) -> str:
     """Returns the full path of a value, given its path or an unambiguous suffix of the path.
 
     Raises:
@@ -527,7 +527,7 @@ def _is_number(dtype: Any) -> bool:
 
 def _plain(value: Any, path: str) -> bool | int | float | str:
     """Returns a host scalar as a Python object."""
-    plain = np.asarray(value).item() if hasattr(value, "__array__") and np.ndim(value) == 0 else value
+    plain = np.asarray(value).item() if getattr(value, "ndim", None) == 0 else value
     if type(plain) in _PLAIN:
         return plain
     for kind, python in ((str, str), (int, int), (float, float), (np.floating, float)):

@@ -266,7 +266,7 @@ def _is_small(value: Any) -> bool:
 
 def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Fetches the scalars in a step's outputs. Returns an empty dict if any of them hasn't been computed yet."""
-    scalars = _scalars_in(outputs)
+    scalars = scalars_in(outputs)
     if all(map(is_ready, map(value_of, scalars.values()))):
         return _measured(fetch(scalars))
     return {}
@@ -275,10 +275,11 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the last step's scalars by name. The outputs must be on the host."""
     lists = {name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value}
-    return _measured(_scalars_in(lists))
+    return _measured(scalars_in(lists))
 
 
-def _scalars_in(outputs: Mapping[str, Any]) -> dict[str, Any]:
+def scalars_in(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scalars in a step's outputs, with their weights and metadata."""
     return {name: each for name, each in outputs.items() if not is_metric(each) and np.ndim(value_of(each)) == 0}
 
 

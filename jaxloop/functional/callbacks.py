@@ -1,27 +1,26 @@
 """The callbacks of a loop, as items of its engine."""
 
 import abc
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from etils import epath
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
-from jaxloop.actions.checkpoint_action import CheckpointAction
-from jaxloop.actions.monitor import Monitor
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
+from jaxloop.base import checks
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import Item, Moment, Rank
+from jaxloop.engine.program import Program
 from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
 from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, arguments, end_row, num_arguments
 from jaxloop.functional.tools import Tool
 from jaxloop.history import History
-from jaxloop.models.function_step import name_of, outputs_logs_and_state
+from jaxloop.models.function_step import CompiledFunction, name_of, outputs_logs_and_state
 from jaxloop.schedules import Elapsed, Schedule, is_always, never
 from jaxloop.step import Step
 
@@ -46,7 +45,6 @@ class Task(Item, abc.ABC):
     Attributes:
       of: The callback.
       when: The schedule.
-      was_called: True if this process has called it.
       time_category: See `Item`.
     """
 
@@ -54,16 +52,8 @@ class Task(Item, abc.ABC):
         super().__init__(rank)
         self.of: Callback = of
         self.when: Schedule = never()
-        self.was_called: bool = False
         self.time_category: str | None = getattr(of, "time_category", None)
         self._loop_state = loop_state
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if isinstance(self.of, Tool):  # Not with its directory, which may have moved.
-            return f"{type(self.of).__qualname__} {self.of.monitor}"
-        has_state = isinstance(self.of, Action) or hasattr(self.of, "__loop_callback__")
-        return type(self.of).__qualname__ if has_state else f"{name_of(self.of)} {self.when!r}"
 
     @property
     def interval(self) -> Schedule:
@@ -74,29 +64,20 @@ class Task(Item, abc.ABC):
         self(moment.spent)
         if self._loop_state.stop_iteration and moment.outputs is not None:
             moment.outputs[types.STOP_LOOP] = True
-        return True
+        return not getattr(self.of, "was_interrupted", False)
 
     def saved(self, encode: Callable[[metrics.LoopOutputs], Any]) -> dict[str, Any]:
         found = super().saved(encode)
         # A callback of every step has been called at this one.
         return found | {"called_at": self._loop_state.elapsed.steps} if self.rank == Rank.ELSEWHERE else found
 
+    @abc.abstractmethod
     def __call__(self, spent: Spent | None = None) -> None:
         """Calls the callback. An error names it and the step."""
-        try:
-            self._call(spent)
-        except BaseException as error:
-            self.add_note(error)
-            raise
-        self.was_called = True
 
     def add_note(self, error: BaseException) -> None:
         """Adds a note to an error, naming the callback and the step."""
         error.add_note(f"in the callback {name_of(self.of)}, at step {self._loop_state.elapsed.steps}")
-
-    @abc.abstractmethod
-    def _call(self, spent: Spent | None) -> None:
-        """Calls the callback."""
 
 
 @final
@@ -115,38 +96,67 @@ class FunctionTask(Task):
         self.reports_state: bool = False
         self._reports_weights = False
 
-    def _call(self, spent: Spent | None) -> None:
-        self.take(*self._report(self._loop_state))
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        has_state = hasattr(self.of, "__loop_callback__")
+        return type(self.of).__qualname__ if has_state else f"{name_of(self.of)} {self.when!r}"
 
-    def take(self, outputs: Any, reported: Any, state: Any) -> None:
-        """Adds what the callback has reported to the state of the loop."""
+    def __call__(self, spent: Spent | None = None) -> None:
         loop_state = self._loop_state
-        if reported and "updates" in reported:
-            reported = {name: value for name, value in reported.items() if name != "updates"}
-        if reported and not self.has_reported:
-            self._reports_weights = any(isinstance(value, types.Weighted) for _, value in entries(reported))
+        try:
+            outputs, logs, state = self._report(loop_state)
+            if logs and "updates" in logs:
+                logs = {name: value for name, value in logs.items() if name != "updates"}
+            if not self.has_reported and not (outputs is None and logs is None):
+                self._check_report(outputs, logs, state)
+        except BaseException as error:
+            self.add_note(error)
+            raise
         if self._reports_weights:
-            reported = metrics.separate_weights(reported or Logs())
-        if not self.has_reported and not (outputs is None and reported is None):
-            self._check_report(outputs, reported, state)
+            logs = metrics.separate_weights(logs or Logs())
         if self.reports_state:
-            outputs, reported = jax.tree.map(_copied, (outputs, reported))
+            outputs, logs = jax.tree.map(_copied, (outputs, logs))
         if outputs is not None:
             loop_state.outputs.update(outputs if isinstance(outputs, Mapping) else {name_of(self.of): outputs})
-        if reported:
-            loop_state.logs.merge(reported)
+        if logs:
+            loop_state.logs.merge(logs)
         if state is not None:
             loop_state.state = state
 
-    def _check_report(self, outputs: Any, reported: Any, state: Any) -> None:
+    @contextlib.contextmanager
+    def compiled(self) -> Iterator[None]:
+        """A context in which the state has the form that a compiled function passes from one step to the next.
+
+        Nothing else may read the state meanwhile. If the function doesn't have such a form, the context has no effect.
+        """
+        is_known = isinstance(self.of, CompiledFunction) and self.has_reported and not self.reports_state
+        program, report, loop_state = self.of.program() if is_known else None, self._report, self._loop_state
+        if program is None:
+            yield
+            return
+        states, given = program.step._runner.states, loop_state.state
+        loop_state.state, self._report = (
+            program._compiled.enter(states.prepare(given)),
+            lambda it: _report_compiled(program, it),
+        )
+        checks.mark_donated(given, repr(self.of))
+        try:
+            yield
+        finally:
+            loop_state.state, self._report = program._compiled.leave(loop_state.state), report
+            states.remember(loop_state.state)
+
+    def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
         """Checks the callback's first report."""
-        self.has_reported = bool(reported)
-        if reported:
-            History().commit(self._loop_state.elapsed, reported)  # Raises an error here, where the callback is known.
+        self.has_reported = bool(logs)
+        if logs:
+            self._reports_weights = any(isinstance(value, types.Weighted) for _, value in entries(logs))
+            # Raises an error here, where the callback is known.
+            History().commit(self._loop_state.elapsed, metrics.separate_weights(logs))
         # A later step may donate the leaves of a state.
         states = (self._loop_state.state, state)
         leaves = {id(leaf) for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)}
-        self.reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, reported)))
+        self.reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, logs)))
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
@@ -174,10 +184,21 @@ def _report_of(callback: Callback) -> Report:
     return lambda it: outputs_logs_and_state(callback(*arguments(it, number)), name, it.state)
 
 
+def _report_compiled(program: Program, loop_state: LoopState) -> tuple[Any, Any, Any]:
+    carry, found, _ = program._run_one(loop_state.state, loop_state.batch)
+    assert found is not None
+    return found["outputs"], found["logs"], carry
+
+
 def _report_of_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
+    """Calls a `Step`. Its scalars are logged as metrics, and its other values are outputs."""
     now = loop_state.elapsed
-    state, values = step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
-    return *_outputs_and_logs(values), state
+    state, found = step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
+    scalars = metrics.scalars_in(found or {})
+    outputs = {name: value for name, value in (found or {}).items() if name not in scalars}
+    has_metadata = lambda value: isinstance(value, types.MetricWithMetadata)
+    plain = {name: value.value if has_metadata(value) else value for name, value in scalars.items()}
+    return outputs or None, Logs(metrics=Logs(plain)), state
 
 
 @final
@@ -188,14 +209,13 @@ class ActionTask(Task):
       of: The callback: the action, or a tool that contains it.
       action: The action.
       loop_state: The state of the loop.
-      functions: The other callbacks of the loop, which come before the actions.
 
     Attributes:
       action: The action.
       snapshot: A function that returns the contents of a checkpoint, except for the state.
     """
 
-    def __init__(self, of: Callback, action: Action, loop_state: LoopState, functions: Sequence[FunctionTask]):
+    def __init__(self, of: Callback, action: Action, loop_state: LoopState):
         if not isinstance(action.interval, Schedule) and action.interval != 1:
             raise ValueError(
                 f"{action!r} counts train loops, but there are none here. Leave its interval out: the schedule of its "
@@ -205,11 +225,14 @@ class ActionTask(Task):
         self.action: Action = action
         self.time_category: str | None = action.time_category
         self.snapshot: Callable[[], Mapping[str, Any]] | None = None
-        self._functions = functions
         # The next row of the history to read, and the progress at the row before it.
         self._next_row, self._before = len(loop_state.history), loop_state.elapsed
         if not action.needs_all_outputs:
             loop_state.newest = loop_state.newest or NewestReady()
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return " ".join([type(self.action).__qualname__, *self.action.monitors])
 
     @property
     def interval(self) -> Schedule:
@@ -218,26 +241,23 @@ class ActionTask(Task):
             return self.when
         return own if is_always(self.when) else self.when & own
 
-    @property
-    def directory(self) -> epath.Path | None:
-        """The directory of checkpoints; None if the action saves none."""
-        return self.action.directory if isinstance(self.action, CheckpointAction) else None
-
     def call_once(self) -> None:
         """Calls the action now, unless it was called at this step."""
         if self.called_at != self._loop_state.elapsed.steps:
             self()
 
-    def _call(self, spent: Spent | None) -> None:
+    def __call__(self, spent: Spent | None = None) -> None:
         action, loop_state, now = self.action, self._loop_state, self._loop_state.elapsed
         self.called_at: int | None = now.steps
         if self.rank == Rank.SAVE:  # A checkpoint includes everything logged before it.
             end_row(loop_state)
-        outputs, history = self._outputs(), loop_state.history if action.needs_all_outputs else None
-        if self._may_be_measured_later(outputs, history):
-            outputs, history = metrics.LoopOutputs(), None
+        history, outputs = loop_state.history if action.needs_all_outputs else None, self._outputs()
         context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": self.snapshot}
-        action(loop_state.state, outputs, step_num=now.steps, elapsed=now, spent=spent, **context)
+        try:
+            action(loop_state.state, outputs, step_num=now.steps, elapsed=now, spent=spent, **context)
+        except BaseException as error:
+            self.add_note(error)
+            raise
         loop_state.stop_iteration |= outputs.asks_to_stop
 
     def _outputs(self) -> metrics.LoopOutputs:
@@ -258,19 +278,9 @@ class ActionTask(Task):
                 self._before = elapsed.without_previous()
             for name, value in named(logs).items():
                 outputs.setdefault(name, []).append(value)
-        if self._monitor is None:
+        if not self.action.monitors:
             outputs.update({name: [value] for name, value in metrics.fetch(loop_state.outputs).items()})
         return outputs
-
-    @property
-    def _monitor(self) -> str | None:
-        return self.of.monitor if isinstance(self.of, Tool) else None
-
-    def _may_be_measured_later(self, outputs: metrics.LoopOutputs, history: History | None) -> bool:
-        """Returns True if the monitored value is missing, but a callback that wasn't called yet may still log it."""
-        if self._monitor is None or all([each.was_called for each in self._functions]):
-            return False
-        return not Monitor(self._monitor, "min").is_measured(metrics.summarize(outputs), history)
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -290,28 +300,6 @@ class ActionTask(Task):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.action.load_state_dict(saved["action"])
         self._next_row, self._before = saved["next_row"], Elapsed(**saved["before"])
-
-
-def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs]:
-    """Splits the outputs of a `Step` into non-scalar outputs and logs, which hold the scalars as metrics."""
-    reported, outputs = Logs(), {}
-    for name, value in (values or {}).items():
-        is_scalar = isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR
-        value = value.value if is_scalar else value
-        if _is_number(value) or isinstance(value, types.Weighted):
-            reported.add_metric(name, value)
-        elif isinstance(value, Mapping) and all(_is_number(each) for _, each in entries(value)):
-            reported.merge({name: value})
-        else:
-            outputs[name] = value
-    return outputs or None, reported
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool | int | float):
-        return True
-    is_numeric = lambda dtype: jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
-    return isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and is_numeric(value.dtype)
 
 
 def _copied(leaf: Any) -> Any:

@@ -43,17 +43,9 @@ def elapse(
     Yields:
       `(elapsed, batch)`, where `elapsed` includes this batch: for the first batch, `elapsed.steps == 1`.
     """
-    start = (start or Elapsed()).without_previous()
-    return _elapse(as_iterator(dataset), as_stop(stop), start, counter(num_examples))
-
-
-def _elapse(
-    iterator: Iterator[types.Batch],
-    stop: Schedule | None,
-    start: Elapsed,
-    count: Callable[[types.Batch], int],
-) -> Iterator[tuple[Elapsed, types.Batch]]:
-    now, is_last, offset = start, is_over(stop, start), start.time - timing.clock()
+    stop, count, iterator = as_stop(stop), counter(num_examples), as_iterator(dataset)
+    start = now = (start or Elapsed()).without_previous()
+    is_last, offset = is_over(stop, start), start.time - timing.clock()
     while not is_last:
         try:
             batch = next(iterator)

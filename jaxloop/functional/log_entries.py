@@ -1,14 +1,13 @@
 """The values that callbacks report, and functions that aggregate them."""
 
 import collections
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, final
 
 import jax
 
 from jaxloop import metrics
-from jaxloop.history import History
+from jaxloop.history import find_path
 from jaxloop.schedules import Elapsed
 from jaxloop.types import Weighted
 
@@ -75,17 +74,10 @@ class Logs(dict[str, Any]):
         To look in only one collection, put its name first: `entry_value("metrics.loss")`.
 
         Raises:
-          KeyError: If there is no value with this name, or more than one.
+          ValueError: If there is no value with this name, or more than one.
         """
         values = dict(entries(self))
-        found = [path for path in values if f".{path}".endswith(f".{name.replace('/', '.')}")]
-        if len(found) == 1:
-            return values[found[0]]
-        if found:
-            raise KeyError(
-                f"{len(found)} entries of the logs are named {name!r}: {', '.join(found)}. Give one of these names."
-            )
-        raise KeyError(f"No entry of the logs is named {name!r}. There are: {', '.join(values) or 'none'}.")
+        return values[find_path(name, values)]
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -95,7 +87,7 @@ class Logs(dict[str, Any]):
             raise AttributeError(name)
         try:
             return self.entry_value(name)
-        except KeyError as error:
+        except ValueError as error:
             raise AttributeError(error.args[0]) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -167,62 +159,24 @@ def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
 
-@final
-class Means:
-    """Running means over the rows of a history, weighted by the number of examples."""
+def aggregate(rows: Iterable[tuple[Elapsed, Any]], how: str | Callable[[list[Any]], Any]) -> Logs:
+    """Aggregates the numbers of rows, which must be on the host, into a single value per entry.
 
-    def __init__(self):
-        self._num_rows, self._before, self._weight = 0, Elapsed(), 1
-        self._sums: dict[str, tuple[float, float]] = {}
-        self._weighted: set[str] = set()  # The paths of values that were logged with their weights.
-
-    def take(self, history: History) -> None:
-        """Adds the new rows of a history."""
-        for index in range(self._num_rows, len(history)):
-            elapsed, logs = history[index]
-            self._add(elapsed, logs)
-        self._num_rows = len(history)
-
-    def _add(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
-        if elapsed.steps != self._before.steps:  # Otherwise it is the rest of a row.
-            self._weight, self._before = num_examples(elapsed, self._before), elapsed
+    Args:
+      rows: The rows, in their order.
+      how: "mean" (weighted by the number of examples), or a function of the list of values.
+    """
+    columns, before, examples = collections.defaultdict[str, list[Weighted]](list), Elapsed(), 1
+    for elapsed, logs in rows:
+        if elapsed.steps != before.steps:  # Otherwise it is the rest of a row.
+            examples, before = num_examples(elapsed, before), elapsed
         for path, value in metrics.join_weights(dict(entries(logs))).items():
-            weight: float = self._weight
-            if isinstance(value, Weighted):
-                self._weighted.add(path)
-                value, weight = value.value, float(value.weight)
             if not isinstance(value, str):
-                total, weights = self._sums.get(path, (0.0, 0))
-                self._sums[path] = (total + (weight and weight * float(value)), weights + weight)
-
-    def logs(self) -> Logs:
-        """Returns the means over all rows added so far."""
-        means = {
-            path: Weighted.of(total / weights, weights) if path in self._weighted else total / weights
-            for path, (total, weights) in self._sums.items()
-            if weights  # Otherwise, it was not measured.
-        }
-        return metrics.separate_weights(nested(means))
-
-    def logs_with(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> Logs:
-        """Returns the means as if one more row had been added."""
-        means = copy.deepcopy(self)
-        means._add(elapsed, logs)
-        return means.logs()
-
-
-def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
-    """Aggregates the rows of a history into a single value per entry: "mean", or a function of the list of values."""
+                columns[path].append(value if isinstance(value, Weighted) else Weighted.of(value, examples))
     if not callable(how):
-        means = Means()
-        means.take(history)
-        return means.logs()
-    values: dict[str, list[Any]] = {}
-    for row in history:
-        for path, value in metrics.join_weights(dict(entries(row.logs))).items():
-            if not isinstance(value, str) and not metrics.is_empty(value):
-                values.setdefault(path, []).append(metrics.value_of(value))
-    return nested({path: how(each) for path, each in values.items()})
+        return nested(metrics.summarize(columns))
+    values = {path: [each.value for each in column if each.weight] for path, column in columns.items()}
+    return nested({path: how(each) for path, each in values.items() if each})
 
 
 @final

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 from jaxloop import metrics
-from jaxloop.functional.log_entries import Logs, Means
+from jaxloop.functional.log_entries import Logs, aggregate
 from jaxloop.history import History
 from jaxloop.models.function_step import name_of, positional_arguments
 from jaxloop.schedules import Elapsed
@@ -37,7 +37,7 @@ class LoopState:
       state: The train state. A callback may replace it.
       history: The history of the run up to the previous step.
       elapsed: The progress of the loop, including this step.
-      batch: The batch of this step.
+      batch: The batch of this step. None before the first step, and right after a resume.
       logs: The values that the callbacks of this step have logged so far.
       outputs: The outputs that the callbacks of this step have returned so far, by name.
       metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
@@ -57,13 +57,14 @@ class LoopState:
     stop_iteration: bool = False
     total_steps: int | None = None
     newest: Any = dataclasses.field(default=None, init=False, repr=False)
-    _means: Means = dataclasses.field(default_factory=Means, init=False, repr=False)
 
     @property
     def accumulated_logs(self) -> Logs:
-        """The example-weighted means of all logs, including this step's. Reading them waits for the devices."""
-        self._means.take(self.history)
-        return self._means.logs_with(self.elapsed, metrics.fetch(self.logs))
+        """The example-weighted means of all logs, including this step's.
+
+        Reading them waits for the devices, and takes longer the more rows the history has.
+        """
+        return aggregate([*self.history, (self.elapsed, metrics.fetch(self.logs))], "mean")
 
 
 Callback = Any
@@ -77,9 +78,9 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 """Schedules and their callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
 
 
-def end_row(loop_state: LoopState, logs: Logs | None = None) -> None:
-    """Adds a row with the logs of this step to the history. Begins the next one with `logs`."""
-    ended, loop_state.logs = loop_state.logs, Logs() if logs is None else logs
+def end_row(loop_state: LoopState) -> None:
+    """Adds a row with the logs of this step to the history, and begins the next one."""
+    ended, loop_state.logs = loop_state.logs, Logs()
     if loop_state.newest is not None:
         loop_state.newest.push(loop_state.logs)
     try:

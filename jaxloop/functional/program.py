@@ -1,21 +1,20 @@
 """Runs the callbacks of every step."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from jaxloop import types
-from jaxloop.base import checks, timing
+from jaxloop.base import timing
 from jaxloop.engine.feed import Feed
 from jaxloop.engine.program import Program, Ran
 from jaxloop.functional.callbacks import FunctionTask
-from jaxloop.functional.log_entries import Logs
 from jaxloop.functional.loop_state import LoopState, end_row
 from jaxloop.loop import Loop
-from jaxloop.models.function_step import CompiledFunction, FunctionStep
+from jaxloop.models.function_step import FunctionStep
 from jaxloop.processes.interrupt import Interruptible
-from jaxloop.schedules import Elapsed
 
 
 @final
@@ -49,9 +48,6 @@ class _TaskStep(FunctionStep):
 class TaskProgram(Program):
     """A program that calls callbacks at each step.
 
-    If there is only one of them and it is a compiled function, the function's own program runs the steps, because a few
-    Python calls can take as long as a dispatch.
-
     Args:
       loop: The loop.
       tasks: The callbacks of every step.
@@ -70,37 +66,29 @@ class TaskProgram(Program):
         self._run, self._plan = loop.engine.run, loop.engine.plan
         self._tasks, self._loop_state, self._count = tasks, loop_state, count
         self._requests: Interruptible | None = None
-        self._time_since = 0.0, 0.0  # A training time, and the reading of the clock at that time.
+        self._first_end = 0  # The first step of a stretch at which the run may end.
+        self._start = 0.0  # The training time at which the clock would have read 0.
 
     @property
     def runs_singly(self) -> bool:
         return False
 
     def run(self, ran: Ran, feed: Feed, room: int, requests: Interruptible, deadline: float = math.inf) -> None:
-        self._read_time()
-        if compiled := self._compiled_program():
-            return self._run_compiled(compiled, ran, feed, room, requests, deadline)
-        room = 1 if self._requests is None else room  # After the first step, the program of a function is known.
         pauses, self._requests = requests.pauses, requests
-        try:
+        self._first_end = room - 1 if deadline == math.inf else 0
+        self._start = self._run.clock.time() - timing.clock()
+        with self._tasks[0].compiled() if len(self._tasks) == 1 else contextlib.nullcontext():
             super().run(ran, feed, room, requests, deadline)
-        finally:
-            if self._loop_state.stop_iteration:
-                requests.pauses, feed.has_ended = pauses, True  # Ends the loop here.
-                self._run.agenda.stopped_by = "a callback"
-
-    def _read_time(self) -> None:
-        self._time_since = self._run.clock.time(), timing.clock()
-
-    def _time(self) -> float:
-        time, reading = self._time_since
-        return time + timing.clock() - reading
+        if self._loop_state.stop_iteration:
+            requests.pauses, feed.has_ended = pauses, True  # Ends the loop here.
+            self._run.agenda.stopped_by = "a callback"
 
     def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output, int]:
-        loop_state, requests, examples = self._loop_state, self._requests, self._count(batch)
+        loop_state, examples = self._loop_state, self._count(batch)
         end_row(loop_state)
-        now = (loop_state.elapsed if number else self._run.now).advance(samples=examples, time=self._time())
-        if self._plan.ends_at(now):
+        before = loop_state.elapsed if number else self._run.now
+        now = before.advance(samples=examples, time=self._start + timing.clock())
+        if number >= self._first_end and self._plan.ends_at(now):
             now = dataclasses.replace(now, is_last=True)
         loop_state.batch, loop_state.elapsed = batch, now
         for task in self._tasks:
@@ -109,51 +97,7 @@ class TaskProgram(Program):
             else:
                 with self._run.stopwatch.counting(task.time_category):
                     task()
-                self._read_time()
-        if loop_state.stop_iteration and requests is not None:
-            requests.request_pause()
+                self._start = self._run.clock.time() - timing.clock()
+        if loop_state.stop_iteration and self._requests is not None:
+            self._requests.request_pause()
         return None, {}, examples
-
-    def _compiled_program(self) -> Program | None:
-        """Returns the program of the only callback if that is a compiled function that returns only logs."""
-        if len(self._tasks) != 1 or isinstance(self._loop_state.state, tuple):
-            return None
-        (task,) = self._tasks
-        is_known = isinstance(task.of, CompiledFunction) and task.has_reported and not task.reports_state
-        return task.of.program() if is_known else None
-
-    def _run_compiled(
-        self, program: Program, ran: Ran, feed: Feed, room: int, requests: Interruptible, deadline: float
-    ) -> None:
-        (task,), loop_state, count, (time, since) = self._tasks, self._loop_state, self._count, self._time_since
-        seen, error = list[tuple[int, float]](), None
-
-        def observe(batch: types.Batch) -> None:
-            loop_state.batch = batch
-            seen.append((count(batch), timing.clock()))
-
-        program.observers = [observe]
-        states, now = program.step._runner.states, self._run.now
-        own = Ran(states.prepare(loop_state.state), ran.step_num, [])
-        checks.mark_donated(loop_state.state, repr(task.of))
-        try:
-            program.run(own, feed, room, requests, deadline)
-        except BaseException as raised:
-            error = raised
-        loop_state.state, ran.in_data, ran.is_in_step = own.state, own.in_data, own.is_in_step
-        states.remember(own.state)
-        for (examples, read_at), found in zip(seen, own.outputs, strict=False):
-            end_row(loop_state, Logs(found["logs"] or ()))
-            now = Elapsed(now.steps + 1, now.samples + examples, time + read_at - since, now.loops)
-            loop_state.elapsed = now
-            if found["outputs"] is not None:
-                task.take(found["outputs"], None, None)
-            ran.examples.append(examples)
-            ran.outputs.append({})
-        if error is not None:
-            if own.is_in_step:
-                end_row(loop_state)
-                examples, read_at = seen[-1]
-                loop_state.elapsed = now.advance(samples=examples, time=time + read_at - since)
-                task.add_note(error)
-            raise error

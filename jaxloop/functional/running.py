@@ -11,10 +11,10 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint as checkpoints
+from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, encoding
 from jaxloop.base.text import announce, quiet_orbax, suggests
 from jaxloop.engine.agenda import Rank
-from jaxloop.engine.engine import Engine
 from jaxloop.engine.feed import Source
 from jaxloop.engine.rehearse import Course
 from jaxloop.engine.run import Plan
@@ -29,7 +29,7 @@ from jaxloop.functional.tools import CheckpointTool, as_kind, kind_on_host
 from jaxloop.history import HISTORY_FILE, History
 from jaxloop.models.function_step import name_of
 from jaxloop.processes import agreement, lock
-from jaxloop.schedules import Elapsed, Schedule, is_always, is_never, planned_steps, skipped_step
+from jaxloop.schedules import Elapsed, Schedule, is_always, is_never, planned_steps
 
 
 @suggests(num_steps="stop", train_total_steps="stop", steps="stop", total="stop", total_steps="stop")
@@ -52,14 +52,16 @@ def loop(
     state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are callbacks too, and so are objects with a
     `__loop_callback__(loop_state) -> (logs, state)` method.
 
-    The logs of a step become one row of the history. As long as each step calls only one compiled function, the loop
-    adds the rows of up to 32 steps at a time. The loop doesn't wait for the devices unless a callback reads a value. On
-    Ctrl-C, the loop finishes the current step, saves a checkpoint if the tasks include one, and returns the results so
-    far. On SIGTERM, it does the same, and then the process exits with status 143.
+    The logs of a step become one row of the history. The loop doesn't wait for the devices unless a callback reads a
+    value. On Ctrl-C, the loop finishes the current step, saves a checkpoint if the tasks include one, and returns the
+    results so far. On SIGTERM, it does the same, and then the process exits with status 143.
 
     The callbacks of every step that come first in the tasks, such as the train step, are called as soon as its batch
     has been read. Before any other callback is called, the next batch is read, too, as in an `OuterLoop`, so that
-    `elapsed.is_last` is known. Checkpoints still store the position before that batch.
+    `elapsed.is_last` is known. Checkpoints still store the position before that batch. If one of these callbacks stops
+    the loop, a dataset that is an iterator has therefore lost that batch.
+
+    Unlike an `OuterLoop`, the loop has no `check`, and supports one process only.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (with its NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
@@ -108,6 +110,8 @@ def loop(
 class _Run:
     """One call of `loop`. An action that appears several times is due when any of its schedules fires.
 
+    It is also the part of a checkpoint that describes the loop and its callbacks.
+
     Args:
       loop_state: The state of the loop.
       tasks: The callbacks by schedule.
@@ -127,7 +131,7 @@ class _Run:
             if (action := action_of(callback)) is None:
                 task = FunctionTask(callback, loop_state)
             elif (task := actions.get(id(callback))) is None:
-                task = actions[id(callback)] = ActionTask(callback, action, loop_state, functions)
+                task = actions[id(callback)] = ActionTask(callback, action, loop_state)
             if isinstance(when, Moment):
                 at_moments.append((when, task))
                 continue
@@ -144,8 +148,7 @@ class _Run:
         self.job: agreement.Job = agreement.Job(False)
         self._engine = engine = TaskLoop(of_each_step, loop_state, count).engine
         self._data = data = TrainingData(spec, Sources(), engine, (), LeftOut())
-        parts = {"train": _LoopPart(loop_state, engine), "data": data}
-        self._whole = WholeRun(parts, loop_state.history, self.job)
+        self._whole = WholeRun({"train": self, "data": data}, loop_state.history, self.job)
         items = list(dict.fromkeys([*not_due, *functions, *self._actions]))
         source = Source(mark=data.mark, consumed=data.note_consumed)
         engine.set_plan(Plan(stop=spec.stop, items=items, source=source))
@@ -156,7 +159,8 @@ class _Run:
     @property
     def _directories(self) -> list[epath.Path]:
         """The directories that the loop saves to."""
-        return list(dict.fromkeys(task.directory for task in self._actions if task.directory is not None))
+        savers = [task.action for task in self._actions if isinstance(task.action, CheckpointAction)]
+        return list(dict.fromkeys(action.directory for action in savers))
 
     @property
     def _resumed_from(self) -> list[epath.Path]:
@@ -180,8 +184,7 @@ class _Run:
         return is_resumed
 
     def _resume(self, loop_state: LoopState) -> bool:
-        directories, actions = self._resumed_from, [task.action for task in self._actions]
-        given = checks.as_arrays(loop_state.state)
+        directories, given = self._resumed_from, checks.as_arrays(loop_state.state)
         restored = checkpoints.open_newest(saved_paths(directories, self.job), lambda opened: opened.restore(given))
         if restored is None:
             logging.info("No checkpoint found in %s", " and ".join(map(str, directories)))
@@ -194,11 +197,11 @@ class _Run:
         self._engine.resume(opened.elapsed())
         self._whole.rows.begin(opened.step)
         self._whole.load(opened, loop_state.state)
-        withdraw_stop(self._engine.run.agenda, actions)
+        withdraw_stop(self._engine.run.agenda, [task.action for task in self._actions])
         loop_state.stop_iteration = self._engine.run.agenda.wants_stop
         for task in self._actions:
-            if task.directory is not None:  # It tells whether the action saved this step.
-                is_saved = opened.step in checkpoints.all_steps(task.directory)
+            if isinstance(task.action, CheckpointAction):  # Its directory tells whether it saved this step.
+                is_saved = opened.step in checkpoints.all_steps(task.action.directory)
                 task.called_at = opened.step if is_saved else None
         announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
         return True
@@ -219,6 +222,7 @@ class _Run:
         if self.job.requests.requested:
             for task in self._actions:
                 if task.rank == Rank.SAVE:
+                    task.snapshot = functools.partial(self._whole.snapshot, in_moment=True)
                     task.call_once()
         elif engine.outcome.data_ended and not engine.run.agenda.wants_stop:
             warn_of_early_end(start, loop_state.elapsed, stop)
@@ -241,7 +245,7 @@ class _Run:
 
         Errors raised by the actions don't hide an error that ended the loop.
         """
-        failure, errors = None, []
+        failure = None
         with contextlib.ExitStack() as locks:
             for directory in self._directories:
                 locks.enter_context(lock.locked(directory))
@@ -251,35 +255,23 @@ class _Run:
                 failure = error
                 raise
             finally:
-                status, history = self.job.requests.run_status(failure), self._loop_state.history
-                ends = list[tuple[str, Callable[[], None]]]([("The last row", lambda: end_row(self._loop_state))])
-                if history.path is not None:
-                    ends.append(("The file of the history", history.flush))
-                for task in self._actions:
-                    name = name_of(task.of)
-                    ends += [(name, functools.partial(task.action.end_run, status)), (name, task.action.close)]
-                for name, end in ends:
-                    try:
-                        end()
-                    except Exception as error:
-                        logging.exception("%s could not be finished.", name)
-                        errors.append(error)
-                self._data.close()
+                errors = list(self._close(self.job.requests.run_status(failure)))
                 if errors and failure is None:
                     raise errors[0]
 
+    def _close(self, status: str) -> Iterator[Exception]:
+        history = self._loop_state.history
+        ends = [functools.partial(end_row, self._loop_state), *([] if history.path is None else [history.flush])]
+        for task in self._actions:
+            ends += [functools.partial(task.action.end_run, status), task.action.close]
+        for end in [*ends, self._data.close]:
+            try:
+                end()
+            except Exception as error:
+                logging.exception("Failed at the end of the loop: %r", end)
+                yield error
 
-@final
-class _LoopPart:
-    """The part of a checkpoint that describes a loop and its callbacks.
-
-    Args:
-      loop_state: The state of the loop.
-      engine: The engine.
-    """
-
-    def __init__(self, loop_state: LoopState, engine: Engine):
-        self._loop_state, self._engine = loop_state, engine
+    # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns JSON values, and the train states that actions keep."""
@@ -303,13 +295,8 @@ def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: 
     # The batch size is unknown, so assume that any number of examples is reached at once.
     course = Course(Plan(total=total_steps), batches_in_pass=num_batches, rows=2**30, most_moments=100)
     for task in tasks if not course.is_over else ():
-        when = task.when
-        if is_always(when):
-            continue
-        if (step := skipped_step(when)) is not None:
-            _warn_once(f"{when!r} fires at step {step}, but its next_step skips that step, so the firing is lost.")
-        elif not is_never(when) and course.calls(when).is_never:
-            _warn_once(f"{when!r} would never fire, so {name_of(task.of)} would never be called: {course}.")
+        if not is_always(task.when) and not is_never(task.when) and course.calls(task.when).is_never:
+            _warn_once(f"{task.when!r} would never fire, so {name_of(task.of)} would never be called: {course}.")
 
 
 @functools.cache  # A loop may run within each step of another one.

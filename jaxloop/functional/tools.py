@@ -32,16 +32,13 @@ class Tool(abc.ABC):
 
     Attributes:
       action: The action.
-      monitor: The name of the logged value that the action monitors; None if there is none.
     """
 
-    def __init__(self, text: str, action: Action, monitor: str | None = None):
+    def __init__(self, action: Action):
         self.action: Action = action
-        self.monitor: str | None = monitor
-        self._text = text
 
     def __repr__(self) -> str:
-        return self._text
+        return repr(self.action)
 
     @abc.abstractmethod
     def __call__(self, elapsed: Elapsed, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +64,8 @@ class CheckpointTool(Tool):
 
     action: CheckpointAction  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, text: str, action: CheckpointAction, monitor: str | None, resume: bool):
-        super().__init__(text, action, monitor)
+    def __init__(self, action: CheckpointAction, resume: bool):
+        super().__init__(action)
         self.resume = resume
 
     def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any] | None = None) -> None:
@@ -136,9 +133,8 @@ def checkpoint(
       resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and no history is passed to
         the loop, its history is written to `history.jsonl` in the directory.
     """
-    action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
-    best = "" if action.monitor is None else f", monitor={monitor!r}, mode={action.monitor.mode!r}"
-    return CheckpointTool(f"checkpoint({str(directory)!r}{best})", action, monitor, resume)
+    best = None if monitor is None else (monitor, mode)
+    return CheckpointTool(CheckpointAction(directory, keep=keep, best=best), resume)
 
 
 @final
@@ -164,16 +160,15 @@ def early_stopping(
     therefore waits for the devices. For the arguments, see `EarlyStoppingAction`. `patience` is how long to wait for an
     improvement: either a number of calls with a newly logged value, or a period such as `after(steps=1000)`.
     """
-    action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
-    return EarlyStoppingTool(f"early_stopping({monitor!r}, mode={action.monitor.mode!r})", action, monitor)
+    return EarlyStoppingTool(EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best))
 
 
 @final
 class BarTool(Tool):
     """The progress bar that `keras_bar` returns."""
 
-    def __init__(self, text: str, action: Action):
-        super().__init__(text, action)
+    def __init__(self, action: Action):
+        super().__init__(action)
         self._newest = NewestReady()
 
     def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:
@@ -195,7 +190,7 @@ def keras_bar(total: int | None = None, **options: Any) -> BarTool:
       total: The number of steps in the run. If None, it is derived from the loop's `stop`.
       **options: Additional arguments for `ProgressAction`.
     """
-    return BarTool("keras_bar()", ProgressAction(total, bar="tqdm", **options))
+    return BarTool(ProgressAction(total, bar="tqdm", **options))
 
 
 class _InnerLoop:
@@ -204,6 +199,7 @@ class _InnerLoop:
     def __init__(self, name: str, run: Callable[..., Any], aggregation: str | Callable[[list[Any]], Any]):
         self.name, self._run, self._aggregation = name, run, aggregation
         self._num_arguments = num_arguments(run)
+        self.was_interrupted = False
 
     def __repr__(self) -> str:
         return f"inner_loop({self.name!r})"
@@ -211,8 +207,9 @@ class _InnerLoop:
     def __loop_callback__(self, loop_state: LoopState) -> tuple[Logs | None, None]:
         with interrupt.Interruptible() as interruptible:
             result = self._run(*arguments(loop_state, self._num_arguments))
-            if interruptible.requested:
-                return None, None  # An interrupted evaluation has no result.
+            self.was_interrupted = interruptible.requested
+        if self.was_interrupted:  # It has no result. A resumed loop calls it again.
+            return None, None
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], History):
             raise TypeError(f"{self!r} must return (state, history, elapsed), as jf.loop does, got {result!r}.")
         if not checks.is_alive(loop_state.state):
@@ -231,7 +228,7 @@ def inner_loop(
     """Returns a callback that runs another loop, such as an evaluation during training, and logs its results.
 
     `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`.
-    An evaluation that is interrupted by Ctrl-C doesn't log anything.
+    An evaluation that is interrupted by Ctrl-C doesn't log anything. A resumed loop repeats it.
 
     Args:
       name: The name of the collection to log the values in.
