@@ -21,7 +21,7 @@ class Watching(jaxloop.Extension):
         self.count = 0
         return self.items
 
-    def batch(self, batch):
+    def batch(self, batch, step_num):
         self.count += 1
 
     def moment(self, now):
@@ -185,27 +185,24 @@ def test_an_evaluation_may_have_the_name_of_a_part_of_checkpoints(tmp_path, name
     assert int(state.step) == 20 and outer_loop.history.collect("steps", f"{name}.loss")[0] == [5, 10, 15, 20]
 
 
-class Counts(jaxloop.Extension):
-    def __init__(self):
-        self.batches = 0
+class Numbers(jaxloop.Extension):
+    """Records the number of each step's batch, and drops those that a resumed run repeats."""
 
-    def begin(self, experiment):
-        self.batches = 0
-        return ()
+    def __init__(self, seen):
+        self.seen, self.has_begun = seen, False
 
-    def batch(self, batch):
-        self.batches += 1
+    def moment(self, now):
+        if not self.has_begun:
+            self.seen[:] = [pair for pair in self.seen if pair[0] <= now.steps]
+        self.has_begun = True
 
-    def state_dict(self):
-        return {"batches": self.batches}
-
-    def load_state_dict(self, saved):
-        self.batches = saved["batches"]
+    def batch(self, batch, step_num):
+        self.seen.append((step_num, int(batch["number"][0])))
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
-def test_the_checkpoint_after_a_failed_step_has_one_batch_per_step(at_once, tmp_path):
-    fails = True
+def test_a_batch_comes_with_the_number_of_its_step_also_after_a_failed_step(at_once, tmp_path):
+    fails, seen = True, []
 
     def preprocess(self, batch):
         if fails and int(batch["number"][0]) == 24:
@@ -220,12 +217,22 @@ def test_the_checkpoint_after_a_failed_step_has_one_batch_per_step(at_once, tmp_
         step = type("Fails", (type(step),), {"preprocess_batch": preprocess})(
             step.base_prng, step.model, step.optimizer, train=True
         )
-        counts = Counts()
         loop = jaxloop.TrainLoop(step, steps_per_dispatch=at_once)
-        outer_loop = jaxloop.OuterLoop(loop, workdir=tmp_path, extensions=[counts])
+        outer_loop = jaxloop.OuterLoop(loop, workdir=tmp_path, extensions=[Numbers(seen)])
         with pytest.raises(OSError, match="a bad batch") if fails else contextlib.nullcontext():
             outer_loop(state, jaxloop.from_index(batch_of), 40)
-        assert counts.batches == (25 if fails else 40)
+        assert seen == [(number + 1, number) for number in range(25 if fails else 40)]
+
+
+@pytest.mark.parametrize("hook", ["begin", "moment", "batch", "state_dict"])
+def test_an_error_names_the_extension(hook, tmp_path):
+    def fail(self, *args):
+        raise OSError("a full disk")
+
+    outer_loop, state, batches = make(tmp_path, type("Mine", (jaxloop.Extension,), {hook: fail})())
+    with pytest.raises(OSError, match="a full disk") as caught:
+        outer_loop(state, batches, 20)
+    assert any("in the extension Mine" in note for note in caught.value.__notes__)
 
 
 class Turns(jaxloop.Action):

@@ -1,5 +1,6 @@
 """Extensions, which watch a run without being part of it, such as its log, its watchdog and the records of failures."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,18 +44,24 @@ class Extension:
 
     name: str = ""
 
-    def begin(self, experiment: "Experiment") -> Sequence[Item]:
-        """Begins to watch a run. Returns items to add to it.
+    def begin(self, experiment: "Experiment") -> Sequence[Item] | None:
+        """Begins to watch a run. May return items to add to it.
 
         This precedes the restore of a checkpoint, so the first step isn't known yet.
 
         Args:
           experiment: The experiment that is about to run.
         """
-        return ()
 
-    def batch(self, batch: types.Batch) -> None:
-        """Observes a training batch as the dataset returns it, before the step."""
+    def batch(self, batch: types.Batch, step_num: int) -> None:
+        """Observes a training batch as the dataset returns it, before the step or the dispatch of several steps.
+
+        An error that this raises ends the run.
+
+        Args:
+          batch: The batch.
+          step_num: The number of updates after the step. If the step fails, a resumed run repeats it.
+        """
 
     def moment(self, now: Elapsed) -> None:
         """Observes the progress, perhaps more than once after a step. An error that this raises ends the run."""
@@ -74,15 +81,12 @@ class Extension:
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
+        """Restores a `state_dict`. Not called if the checkpoint contains none of this extension."""
 
 
 @final
 class Extensions:
-    """The extensions of an `OuterLoop`.
-
-    Attributes:
-      holds_back: True after a failed step, whose batch must not be part of what a checkpoint stores.
+    """The extensions of an `OuterLoop`. An error that one of them raises says which one.
 
     Raises:
       TypeError: If one of them is no `Extension`.
@@ -97,18 +101,18 @@ class Extensions:
         if len(self._by_name) < len(extensions):
             names = [each.name or type(each).__name__ for each in extensions]
             raise ValueError(f"Two extensions have the same name: {checks.listed(names)}. Give each a different one.")
-        by_name = self._by_name.values()
-        self._observers = [each.batch for each in by_name if type(each).batch is not Extension.batch]
+        self._observers = [each for each in extensions if type(each).batch is not Extension.batch]
         self._begun: list[Extension] = []
-        self._newest: list[types.Batch] = []  # At most one, which is reported when its step has run.
-        self.holds_back: bool = False
+        self._step_num = self._updates = 0  # Of the latest batch, and per batch.
 
     def begin(self, experiment: "Experiment") -> list[Item]:
         """Begins to watch a run. Returns the items to add to it."""
-        items, self._begun, self._newest, self.holds_back = list[Item](), [], [], False
+        items, self._begun = list[Item](), []
+        self._updates = experiment.loops[0].step.updates_per_step
         for each in self._by_name.values():
             self._begun.append(each)
-            items += each.begin(experiment)
+            with _naming(each):
+                items += each.begin(experiment) or ()
         return [*items, _EachMoment(self.moment)]
 
     @property
@@ -117,34 +121,30 @@ class Extensions:
         return [self._observe] if self._observers else []
 
     def _observe(self, batch: types.Batch) -> None:
-        newest, self._newest = self._newest, [batch]
-        if newest:
-            for observe in self._observers:
-                observe(newest[0])
-
-    def _report_newest(self) -> None:
-        newest, self._newest = self._newest, []
-        for observe in self._observers if newest else ():
-            observe(newest[0])
+        self._step_num += self._updates
+        for each in self._observers:
+            try:
+                each.batch(batch, self._step_num)
+            except BaseException as error:  # Without a context manager, which takes longer.
+                _add_name(error, each)
+                raise
 
     def moment(self, now: Elapsed) -> None:
         """Reports the progress."""
-        self._report_newest()
+        self._step_num = now.steps
         for each in self._by_name.values():
-            each.moment(now)
+            with _naming(each):
+                each.moment(now)
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None, but: Extension | None = None) -> None:
         """Reports the end of the run to all extensions but one, in reverse order."""
         begun, raised = [each for each in self._begun if each is not but], None
         self._begun = [each for each in self._begun if each is but]
-        for call in (
-            self._report_newest,
-            *(functools.partial(each.end, now, reason, error) for each in reversed(begun)),
-        ):
+        for each in reversed(begun):
             try:
-                call()
+                each.end(now, reason, error)
             except Exception:
-                logging.exception("An extension failed at the end of the run: %r", call)
+                logging.exception("The extension %s failed at the end of the run.", type(each).__name__)
             except BaseException as another:  # The others must end, too.
                 raised = raised or another
         if raised is not None:
@@ -152,16 +152,34 @@ class Extensions:
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the states of the extensions that have one."""
-        if not self.holds_back:
-            self._report_newest()
-        states = {name: each.state_dict() for name, each in self._by_name.items()}
-        return {name: encoding.encode(state) for name, state in states.items() if state}, {}
+        states = {}
+        for name, each in self._by_name.items():
+            with _naming(each):
+                states[name] = encoding.encode(each.state_dict())
+        return {name: state for name, state in states.items() if state != _NOTHING}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Restores a `state_dict`. Extensions without a state start fresh."""
         for name, state in saved.items():
             if name in self._by_name:
-                self._by_name[name].load_state_dict(encoding.decode(state))
+                with _naming(self._by_name[name]):
+                    self._by_name[name].load_state_dict(encoding.decode(state))
+
+
+_NOTHING = encoding.encode({})
+
+
+@contextlib.contextmanager
+def _naming(extension: Extension) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        _add_name(error, extension)
+        raise
+
+
+def _add_name(error: BaseException, extension: Extension) -> None:
+    error.add_note(f"in the extension {type(extension).__name__}")
 
 
 @final

@@ -157,8 +157,7 @@ class Training:
 
     def rescue(self, error: BaseException) -> None:
         """Saves the last completed step's state, unless it was lost, when an exception ends a run."""
-        state, step_num, failed = self.newest_state, self.loop.step_num, self.loop.engine.outcome.failure.step_num
-        self.experiment.extensions.holds_back = failed is not None and failed > step_num
+        state, step_num = self.newest_state, self.loop.step_num
         if state is None and self.experiment.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.outcome.failure.reason)
         # The program makes the state of step 0 again. A save needs all processes. An exception such as

@@ -16,7 +16,6 @@ from etils import epath
 from jaxloop import checkpoint, metrics, types
 from jaxloop.base import checks, encoding, files
 from jaxloop.base.text import printable
-from jaxloop.engine.agenda import Item
 from jaxloop.experiment.extension import Experiment, Extension
 from jaxloop.schedules import Elapsed
 from jaxloop.step import Step, nonfinite
@@ -49,22 +48,22 @@ class Failures(Extension):
     def __init__(self):
         self._experiment: Experiment | None = None  # None if no failure can be recorded.
         self._is_shared = False
-        self._batches: collections.deque[types.Batch] = collections.deque()  # The newest batches, oldest first.
+        # The newest batches with the numbers of their steps, oldest first.
+        self._batches: collections.deque[tuple[int, types.Batch]] = collections.deque()
 
-    def begin(self, experiment: Experiment) -> Sequence[Item]:
+    def begin(self, experiment: Experiment) -> None:
         self._batches.clear()
         can_record = isinstance(experiment.train_loop, TrainLoop) and experiment.reports_dir is not None
         self._experiment = experiment if can_record else None
         self._is_shared = experiment.loops[0].engine.job.is_shared
-        return ()
 
-    def batch(self, batch: types.Batch) -> None:
+    def batch(self, batch: types.Batch, step_num: int) -> None:
         if self._experiment is None or self._is_shared:
             return
         if not self._batches:
             size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
             self._batches = collections.deque(maxlen=min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1))))
-        self._batches.append(batch)
+        self._batches.append((step_num, batch))
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
         experiment, self._experiment = self._experiment, None
@@ -81,7 +80,7 @@ class Failures(Extension):
         elif loop.spent.steps:  # The very first step is easy to repeat.
             folder = folder / FOLDER / str(failed)
             try:
-                by_step = _by_step(batches, failed, now.steps, loop.step.updates_per_step)
+                by_step = {number: batch for number, batch in batches if number <= failed}
                 _write(folder, loop, failed, by_step, error, experiment.checkpoint_dirs)
                 _remove_old(folder.parent, but=folder)
                 error.add_note(
@@ -90,14 +89,6 @@ class Failures(Extension):
                 )
             except Exception:
                 logging.exception("The failure of step %d could not be recorded in %s.", failed, folder)
-
-
-def _by_step(batches: Sequence[types.Batch], failed: int, step_num: int, updates: int) -> dict[int, types.Batch]:
-    """Returns the batches up to the failed one by the number of the step that they belong to."""
-    newest = max(step_num, failed if failed == step_num + updates else 0)
-    first = newest - (len(batches) - 1) * updates
-    numbered = zip(range(first, newest + 1, updates), batches, strict=True)
-    return {number: batch for number, batch in numbered if number <= failed}
 
 
 def _write(
