@@ -4,7 +4,6 @@ from jaxloop.checkpoint.listing import METADATA_FILE as METADATA_FILE
 from jaxloop.checkpoint.listing import abandon as abandon
 from jaxloop.checkpoint.listing import all_paths as all_paths
 from jaxloop.checkpoint.listing import all_steps as all_steps
-from jaxloop.checkpoint.listing import clear_leftovers as clear_leftovers
 from jaxloop.checkpoint.listing import is_being_deleted as is_being_deleted
 from jaxloop.checkpoint.listing import missing_error as missing_error
 from jaxloop.checkpoint.read import TRANSFORMS_KEY as TRANSFORMS_KEY

@@ -1,4 +1,4 @@
-"""Lists the checkpoints in directories, moves them, and removes what interrupted saves have left behind.
+"""Lists the checkpoints in directories, and moves them.
 
 A checkpoint is a directory named after its step. Its files are not read here.
 """
@@ -12,7 +12,6 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from jaxloop import distributed
 from jaxloop.base import files
 from jaxloop.base.files import absolute
 
@@ -86,24 +85,3 @@ def move(path: epath.Path, below: str) -> epath.Path:
     files.make_directory(target.parent)
     path.rename(target)
     return target
-
-
-def clear_leftovers(directory: epath.PathLike) -> list[str]:
-    """Removes the temporary directories left behind by interrupted saves. Not for use during a save to the directory.
-
-    In a multi-process job, only the first process removes them.
-
-    Returns:
-      The names of the removed temporary directories, which are also logged.
-    """
-    directory = absolute(directory)
-    if not directory.exists() or not distributed.is_first_process():
-        return []
-    names = sorted([path.name for path in directory.iterdir() if ocp.utils.TMP_DIR_SUFFIX in path.name])
-    for name in names:
-        path = directory / name
-        is_link = not files.is_remote(path) and os.path.islink(path)
-        path.unlink() if is_link or not path.is_dir() else path.rmtree()  # Not what a link points to.
-    if names:
-        logging.info("Removed the remains of incomplete saves in %s: %s", directory, ", ".join(names))
-    return names

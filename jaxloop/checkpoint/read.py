@@ -42,8 +42,8 @@ FORMAT_KEY, VERSION_KEY = "jaxloop/format", "jaxloop/version"
 _OWN_PREFIX = "jaxloop/"
 # Increased when an earlier version of jaxloop can't resume from checkpoints of this one, or vice versa.
 FORMAT = 4
-# In a state: the optimizer's state, and in it the fields of an `EMAState`.
-_OPTIMIZER, AVERAGE, _COUNT = "opt_state/", "params_ema", "count"
+# In a state: the optimizer's state, and in it the average in an `EMAState`.
+_OPTIMIZER, AVERAGE = "opt_state/", "params_ema"
 
 
 class CheckpointError(Exception):
@@ -499,8 +499,7 @@ def place_of_ema(leaves: Collection[str]) -> str | None:
     """Returns the path of the `EMAState` in a state with these leaves, or None unless there is exactly one."""
     middle = f"/{AVERAGE}/"
     places = {path.partition(middle)[0] for path in leaves if path.startswith(_OPTIMIZER) and middle in path}
-    found = [place for place in places if f"{place}/{_COUNT}" in leaves]
-    return found[0] if len(found) == 1 else None
+    return places.pop() if len(places) == 1 else None
 
 
 def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:

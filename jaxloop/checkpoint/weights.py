@@ -177,6 +177,8 @@ def save_params(params: Any, path: epath.PathLike) -> None:
       ImportError: If the `safetensors` package is not installed.
       OSError: If the file can't be written.
     """
+    from safetensors import numpy
+
     checks.check_only_process("save_params")
     if not is_safetensors(path):
         raise ValueError(f"save_params writes a file whose name ends in .safetensors, got {os.fspath(path)!r}.")
@@ -190,7 +192,7 @@ def save_params(params: Any, path: epath.PathLike) -> None:
     target = files.absolute(path)
     files.prepare_directory(target.parent)
     unfinished = target.with_name(f"{target.name}.tmp")
-    _library().numpy.save_file(tensors, os.fspath(unfinished), metadata={"format": "jax"})
+    numpy.save_file(tensors, os.fspath(unfinished), metadata={"format": "jax"})
     unfinished.replace(target)
 
 
@@ -201,14 +203,6 @@ def is_safetensors(path: epath.PathLike) -> bool:
     (True, False)
     """
     return os.fspath(path).endswith(".safetensors")
-
-
-def _library() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError:
-        raise ImportError("A .safetensors file needs the package safetensors: pip install safetensors") from None
-    return safetensors
 
 
 @final
@@ -225,13 +219,14 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: epath.PathLike):
+        from safetensors import SafetensorError, safe_open
+
         self.path: epath.Path = files.absolute(path)
         files.open_file(self.path, "rb").close()  # Rejects directories and pipes.
-        library = _library()
         try:
-            with library.safe_open(os.fspath(self.path), framework="np") as file:
+            with safe_open(os.fspath(self.path), framework="np") as file:
                 self.leaves = {name.replace(".", "/"): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except library.SafetensorError as error:
+        except SafetensorError as error:
             raise ValueError(f"{self.path} is damaged, or not a safetensors file: {error}") from error
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers
 from jaxloop import distributed
 from jaxloop.base import checks, files, timing
 from jaxloop.checkpoint import read, seal, stored
-from jaxloop.checkpoint.listing import METADATA_FILE, all_paths, all_steps, clear_leftovers
+from jaxloop.checkpoint.listing import METADATA_FILE, all_paths, all_steps
 from jaxloop.checkpoint.read import CheckpointError
 from jaxloop.processes import agreement, lock
 from jaxloop.schedules import Schedule
@@ -228,24 +228,24 @@ class CheckpointWriter:
     def _seal(self) -> None:
         """Seals the current save. Called in Orbax's thread, after all files are written and before the commit."""
         step, custom_metadata = self._saving
-        path = self.directory / f"{step}{ocp.utils.TMP_DIR_SUFFIX}"
-        if not path.exists():
-            path = self.directory / str(step)  # A store that can't rename has no temporary directory.
+        path = self._unfinished(step)
         # Orbax later writes to the metadata file again, to add the time of the commit.
         seal.write(path, custom_metadata, [METADATA_FILE])
         lock.check(self.directory)
+
+    def _unfinished(self, step: int) -> epath.Path:
+        """Returns the directory of a save that may not have been committed."""
+        path = self.directory / f"{step}{ocp.utils.TMP_DIR_SUFFIX}"
+        return path if path.exists() else self.directory / str(step)  # A store that can't rename has only the latter.
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Returns the error for a failed save. With a directory, also removes the files of that save."""
         if self._policy is not None:
             self._discard_manager(step)
-        found = "unknown"
-        with contextlib.suppress(OSError):
-            found = ", ".join(map(str, all_steps(self.directory))) or "none"
         remedy = " Make sure that the directory is writable and has free space, and save again."
         return CheckpointError(
-            f"Saving the checkpoint of step {step} in {self.directory} failed: {type(error).__name__}: {error}\n"
-            f"Complete checkpoints there: {found}.{'' if isinstance(error, lock.DirectoryLostError) else remedy}",
+            f"Saving the checkpoint of step {step} in {self.directory} failed: {type(error).__name__}: {error}"
+            f"{'' if isinstance(error, lock.DirectoryLostError) else remedy}",
             self.directory,
             [step],
         )
@@ -261,10 +261,10 @@ class CheckpointWriter:
                 manager.close()
         with contextlib.suppress(OSError, lock.DirectoryLostError):  # The next manager tries again.
             lock.check(self.directory)  # If another run owns the directory, these files are not ours.
-            clear_leftovers(self.directory)
-            path = self.directory / str(step)
+            path = self._unfinished(step)
             # Orbax may have renamed the directory before it failed to write its metadata.
-            if distributed.is_first_process() and path.exists() and seal.problems(path):
+            is_complete = path.name == str(step) and not seal.problems(path)
+            if distributed.is_first_process() and not is_complete and path.exists():
                 path.rmtree()
 
     def wait(self) -> None:

@@ -175,8 +175,6 @@ class Rows:
 
 def saved_paths(directories: Sequence[epath.Path], job: agreement.Job) -> list[epath.Path]:
     """Returns the paths of a run's checkpoints, after checking that they are the same in all processes."""
-    for directory in directories:
-        checkpoint.clear_leftovers(directory)
     if job.is_shared:
         if job.is_first:
             checkpoint.quarantine_damaged(checkpoint.all_paths(directories))
