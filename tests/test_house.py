@@ -74,7 +74,7 @@ BUDGET = {
     "history": 375,
     "loop": 76,
     "metrics": 315,
-    "models": 1088,
+    "models": 1076,
     "outer_loop": 358,
     "partition": 730,
     "processes": 522,

@@ -14,7 +14,6 @@ from jaxloop import data, metrics, partition, types
 from jaxloop.base import checks, structures
 from jaxloop.engine.program import Program
 from jaxloop.step import NumpyStep
-from jaxloop.step.runner import Runner
 
 # If there are more distinct statics than this, they should probably be broadcasts.
 _MANY_STATICS = 16
@@ -241,12 +240,6 @@ def _with_mean_losses(logs: Mapping[str, Any], rows: int | None) -> Any:
     return type(logs)({**logs, "losses": jax.tree.map(mean_of, losses)}) if losses else logs  # pyright: ignore
 
 
-class _PairRunner(Runner):
-    def explain(self, error: Exception, batch: Any) -> None:
-        if isinstance(error, TypeError | ValueError):
-            checks.check_batch(batch[0])
-
-
 class _NamedStep(FunctionStep):
     """A step with a name, which error messages use."""
 
@@ -264,24 +257,13 @@ class _NamedStep(FunctionStep):
 class _PairStep(_NamedStep):
     """A step whose batch is a pair: the actual batch, which is sharded, and the broadcasts, which are replicated."""
 
-    _runner_class = _PairRunner
-
     def preprocess_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
         return super().preprocess_batch(own), data.numpy_batch(broadcasts)
 
     def shard_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
-        return super().shard_batch(own), _unbound(broadcasts, self.partitioner.mesh)
-
-
-def _unbound(broadcasts: Any, mesh: Any) -> Any:
-    """Copies leaves to the host if they are committed to devices other than the mesh's."""
-    if mesh is None:
-        return broadcasts
-    devices = set(mesh.devices.flat)
-    is_bound = lambda leaf: isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices
-    return jax.tree.map(lambda leaf: metrics.fetch(leaf) if is_bound(leaf) else leaf, broadcasts)
+        return super().shard_batch(own), broadcasts
 
 
 def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
