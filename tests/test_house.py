@@ -60,7 +60,7 @@ BUDGET = {
     "__init__": 127,
     "__main__": 67,
     "action_loop": 61,
-    "actions": 1518,
+    "actions": 1484,
     "base": 825,
     "check": 940,
     "checkpoint": 898,

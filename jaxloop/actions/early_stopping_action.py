@@ -26,57 +26,16 @@ class _Memory:
     Attributes:
       best: The best value.
       best_elapsed: The progress of the run when the best value was measured.
-      patient_since: The progress of the run at the moment from which `patience` is counted.
-      waits: The number of measurements since `patient_since`.
+      waits: The number of measurements since the last improvement; infinity if the metric has failed.
       seen_at: The progress of the run at the most recent call.
       stopped: True if the action has ended the run.
     """
 
     best: float | None = None
     best_elapsed: Elapsed | None = None
-    patient_since: Elapsed | None = None
-    waits: int = 0
+    waits: float = 0
     seen_at: Elapsed | None = None
     stopped: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Patience:
-    """A number of measurements or, with a unit, a period: the unit is a field of `Elapsed`."""
-
-    value: float
-    unit: str = ""
-
-    @classmethod
-    def of(cls, patience: int | Schedule) -> "_Patience":
-        if not isinstance(patience, Schedule):
-            checks.check_positive("EarlyStoppingAction.patience", patience)
-            return cls(patience)
-        unit, value = getattr(patience, "unit", None), getattr(patience, "value", None)
-        if unit is None or value is None:
-            raise TypeError(
-                f"EarlyStoppingAction.patience must be a positive int or a period such as after(steps=1000), got "
-                f"{patience!r}, which has no length."
-            )
-        if value <= 0:
-            raise ValueError(f"EarlyStoppingAction.patience must be positive, got {patience!r}.")
-        return cls(value, unit)
-
-    def __str__(self) -> str:
-        return f"after({self.unit}={self.value})" if self.unit else str(self.value)
-
-    def spent(self, memory: _Memory) -> float:
-        """Returns how much of the patience is spent; infinity if the metric has failed."""
-        if memory.patient_since is None or memory.seen_at is None:
-            return math.inf
-        if not self.unit:
-            return memory.waits
-        return getattr(memory.seen_at, self.unit) - getattr(memory.patient_since, self.unit)
-
-    def describe(self, spent: float) -> str:
-        """Returns a text such as "2 evaluations"."""
-        unit = {"": "evaluations", "time": "seconds"}.get(self.unit, self.unit)
-        return f"{spent:g} {unit}" if spent != 1 else f"1 {unit[:-1]}"
 
 
 class EarlyStoppingAction(Action):
@@ -103,9 +62,7 @@ class EarlyStoppingAction(Action):
     Args:
       monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
         last call.
-      patience: The number of consecutive measurements without an improvement after which the run ends. Alternatively,
-        pass a period, such as `after(steps=1000)` or `after(time=600)`, to end the run once the best value is older
-        than that.
+      patience: The number of consecutive measurements without an improvement after which the run ends.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
       min_delta: A value counts as an improvement only if it beats the best value by more than this amount.
       baseline: An improvement resets the patience only if the metric is also better than this value.
@@ -120,7 +77,7 @@ class EarlyStoppingAction(Action):
     def __init__(
         self,
         monitor: str,
-        patience: int | Schedule,
+        patience: int,
         mode: str = "auto",
         min_delta: float = 0.0,
         baseline: float | None = None,
@@ -129,7 +86,8 @@ class EarlyStoppingAction(Action):
     ):
         super().__init__(interval)
         self.monitor: Monitor = Monitor(monitor, mode)
-        self._patience = _Patience.of(patience)
+        checks.check_positive("EarlyStoppingAction.patience", patience)
+        self._patience = patience
         for name, value in (("min_delta", min_delta), ("baseline", baseline)):
             if value is not None and (not isinstance(value, numbers.Real) or not math.isfinite(value)):
                 raise TypeError(f"EarlyStoppingAction.{name} must be a number, got {value!r}.")
@@ -149,19 +107,19 @@ class EarlyStoppingAction(Action):
             self._forget()
 
     def change(self, name: str, value: Any) -> None:
-        """Changes `patience` (its unit stays the same) or `min_delta`."""
+        """Changes `patience` or `min_delta`."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if name == "patience" and is_number and value > 0 and (self._patience.unit or value == int(value)):
-            self._patience = dataclasses.replace(self._patience, value=value)
+        if name == "patience" and is_number and value > 0 and value == int(value):
+            self._patience = int(value)
         elif name == "min_delta" and is_number and value >= 0:
             self._min_delta = value
         else:
             raise ValueError(f"{self!r} can't set {name} to {value!r}.")
 
     @property
-    def patience(self) -> int | None:
-        """The number of consecutive measurements without an improvement after which the run ends; None for a period."""
-        return None if self._patience.unit else int(self._patience.value)
+    def patience(self) -> int:
+        """The number of consecutive measurements without an improvement after which the run ends."""
+        return self._patience
 
     @property
     def monitors(self) -> Sequence[str]:
@@ -217,28 +175,27 @@ class EarlyStoppingAction(Action):
         """Records a value, and returns a sentence with the reason to stop the run, or None if it should continue."""
         memory = self._memory
         if self.monitor.has_failed(value):
-            memory.patient_since = None  # No patience helps.
+            memory.waits = math.inf  # No patience helps.
             return f"{self.monitor.name} is {value}."
         memory.waits += 1
-        memory.patient_since = memory.patient_since or now
         if self.monitor.improves(value, memory.best, self._min_delta):
             memory.best, memory.best_elapsed = value, now
             if self._restore_best:
                 self.kept_state = None  # Frees the previous copy, so that there are never three states.
                 self.kept_state = jax.tree.map(_copy, state)
             if self._baseline is None or self.monitor.improves(value, self._baseline, self._min_delta):
-                memory.patient_since, memory.waits = now, 0
+                memory.waits = 0
         return self._describe() if self.is_out_of_patience else None
 
     @property
     def is_out_of_patience(self) -> bool:
         """True if there was no improvement for as long as `patience` allows, or if the metric became NaN."""
-        return self._patience.spent(self._memory) >= self._patience.value
+        return self._memory.waits >= self._patience
 
     def _describe(self) -> str:
         best, at = self._memory.best, self._memory.best_elapsed
         assert best is not None and at is not None  # The first value is the best so far, unless it has failed.
-        period = self._patience.describe(self._patience.spent(self._memory))
+        period = f"{self._memory.waits:g} evaluation{'s' if self._memory.waits > 1 else ''}"
         target = f"{best:.6g} (step {at.steps})"
         if self._baseline is not None and not self.monitor.improves(best, self._baseline, self._min_delta):
             target = f"the baseline {self._baseline:g}, with at best {target},"

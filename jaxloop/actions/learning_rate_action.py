@@ -49,15 +49,11 @@ class LearningRateAction(WriterAction):
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         rates = _learning_rates(getattr(state, "opt_state", None))
-        if len(rates) > 1:
+        if len(rates) != 1:
+            found = f"{len(rates)}: {', '.join(rates)}" if rates else "none"
             yield (
-                f"LearningRateAction writes one learning rate, but the optimizer's state has {len(rates)}: "
-                f"{', '.join(rates)}. Inject one of them, or write them in an action of your own."
-            )
-        elif not rates:
-            yield (
-                "LearningRateAction found no learning rate in the optimizer's state. Make the optimizer with "
-                "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
+                f"LearningRateAction writes one learning rate, but the optimizer's state has {found}. Make it "
+                "with optax.inject_hyperparams(optax.adam)(learning_rate=...), or write an action of your own."
             )
 
 

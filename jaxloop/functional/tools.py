@@ -148,7 +148,7 @@ class EarlyStoppingTool(Tool):
 
 def early_stopping(
     monitor: str,
-    patience: int | Schedule,
+    patience: int,
     mode: str = "auto",
     min_delta: float = 0.0,
     baseline: float | None = None,
@@ -157,8 +157,8 @@ def early_stopping(
     """Returns a callback that ends the loop when a logged value stops improving.
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Each call reads the value, and
-    therefore waits for the devices. For the arguments, see `EarlyStoppingAction`. `patience` is how long to wait for an
-    improvement: either a number of calls with a newly logged value, or a period such as `after(steps=1000)`.
+    therefore waits for the devices. For the arguments, see `EarlyStoppingAction`. `patience` counts the calls with a
+    newly logged value.
     """
     return EarlyStoppingTool(EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best))
 

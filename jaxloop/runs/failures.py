@@ -205,12 +205,7 @@ def replay(
             state, outputs = _run_again(step, state, batches[number], eagerly=eagerly and number == failed)
     names = nonfinite.names(state, outputs)
     if names:
-        logging.warning(
-            "Step %d has NaN or infinity, first in %s: %s.",
-            failed,
-            printable(names[0]),
-            ", ".join(map(printable, names)),
-        )
+        logging.warning("Step %d has NaN or infinity in %s.", failed, ", ".join(map(printable, names)))
     return state, outputs
 
 

@@ -3,12 +3,12 @@
 import collections
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any, final
@@ -188,11 +188,9 @@ class _Watching(threading.Thread):
             (folder / _DONE_FILE).unlink(missing_ok=True)
         path = folder / f"process-{number}.txt"
         with files.open_file(path, "w") as file:
-            file.write(f"{place}\nNothing happened for {secs:.0f} s, after step {step}.\n")
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            for ident, frame in sys._current_frames().items():
-                file.write(f"\nThread {names.get(ident, ident)}:\n")
-                file.writelines(traceback.format_stack(frame))
+            file.write(f"{place}\nNothing happened for {secs:.0f} s, after step {step}.\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
         return path
 
     def _collect(self, folder: epath.Path, number: int, place: str) -> str:
