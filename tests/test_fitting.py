@@ -333,7 +333,7 @@ def test_unknown_monitor_raises_and_lists_the_metrics(tmp_path, recorded):
 def test_progress_is_shown_on_request(capsys):
     fit_linear(eval_dataset=DICTS, progress="plain")
     shown = capsys.readouterr().err
-    assert "step 16 of 16" in shown
+    assert "16/16 [" in shown
     assert "eval: loss" in shown
 
 
@@ -343,7 +343,7 @@ def test_progress_is_shown_for_data_of_unknown_length(capsys):
     dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8).filter(lambda batch: True)
     state, _ = fit_linear(dataset, progress="plain")
     assert int(state.step) == 16
-    assert "step 16" in capsys.readouterr().err
+    assert "16/? [" in capsys.readouterr().err
 
 
 def test_best_checkpoint_is_saved_for_any_eval_interval(tmp_path, recorded):

@@ -1053,10 +1053,6 @@ def test_a_failed_write_of_the_event_file_ends_the_run(tmp_path):
         writer.close()
 
 
-def mixed_curves(directory, writer):
-    return {"end_actions": [actions.SummaryAction(writer)]}, {"end_actions": [actions.SummaryAction(writer)]}
-
-
 def summary_at_the_beginning(directory, writer):
     return {"begin_actions": [actions.SummaryAction(writer)]}, {}
 
@@ -1068,7 +1064,6 @@ def checkpoints_of_evaluations(directory, writer):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (mixed_curves, "wrote .*loss twice for step 10. .*prefix='eval/'"),
         (summary_at_the_beginning, "is one of the begin_actions, which receive no outputs. Add it to the end_actions"),
         (
             checkpoints_of_evaluations,
