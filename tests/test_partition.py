@@ -227,6 +227,7 @@ def test_a_function_that_returns_a_state_and_outputs_can_be_compiled(kind, resul
     make = lambda: types.TrainState.create(apply_fn=None, params={"w": jnp.ones([16, 2])}, tx=optimizer)
     make_state, batch = partitioner.shard_init_fn(make), {"x": np.arange(8, dtype=np.float32)}
     expected = RESULTS[result](make(), jax.tree.map(jnp.asarray, batch))
+    make_state()  # From here on, the layout of the state is known.
     compiled = partitioner.partition(RESULTS[result])
     for _ in range(2):
         state = make_state()

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -112,10 +112,7 @@ class Layout:
             for path in [printable(leaf.path)]
         ]
         total = ("", "", "", "", readable(self.bytes_per_device), f"of {readable(self.bytes)} in total")
-        widths = [max(len(row[column]) for row in (head, *rows, total)) for column in range(len(head) - 1)]
-        *left, right = widths
-        form = "  ".join([*(f"{{:<{width}}}" for width in left), f"{{:>{right}}}", "{}"])
-        return "\n".join(form.format(*row).rstrip() for row in (head, *rows, total))
+        return _table([head, *rows, total], "<<<<>")
 
     def summary(self) -> str:
         """Returns a table of the parameters by module. If the state has no `params`, all leaves count as parameters.
@@ -149,13 +146,18 @@ class Layout:
         number, here = sum(math.prod(leaf.shape) for leaf in params), sum(leaf.bytes_per_device for leaf in params)
         whole = f"of {readable(sum(leaf.bytes for leaf in params))}"
         rows.append(("total", "", "", f"{number:,}", readable(here), whole))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        form = "{{:<{}}}  {{:<{}}}  {{:<{}}}  {{:>{}}}  {{:>{}}}  {{}}".format(*widths)
-        return "\n".join(form.format(*row).rstrip() for row in rows)
+        return _table(rows, "<<<>>")
 
     def __repr__(self) -> str:
         per_device = f"{readable(self.bytes_per_device)} of {readable(self.bytes)} per device"
         return f"Layout({len(self.leaves)} leaves, {per_device})"
+
+
+def _table(rows: Sequence[Sequence[str]], alignment: str) -> str:
+    """Returns rows as a table, whose last column is not aligned."""
+    columns = zip(alignment, zip(*rows, strict=True), strict=False)
+    form = "  ".join([*(f"{{:{side}{max(map(len, column))}}}" for side, column in columns), "{}"])
+    return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
