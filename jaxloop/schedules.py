@@ -470,25 +470,29 @@ class _Counted(Schedule):
     def reached(self, now: Elapsed) -> bool:
         return getattr(now, self.unit) >= self.value
 
+    @abc.abstractmethod
+    def _next(self, now: Elapsed) -> Any:
+        """Returns the next value of the unit at which the schedule can fire, or None."""
+
+    def next_step(self, now: Elapsed) -> int | None:
+        found = self._next(now)
+        if self.unit == "samples" and found is not None:
+            return now.steps + 1
+        return found if self.unit == "steps" else None
+
+    def next_time(self, now: Elapsed) -> float | None:
+        return self._next(now) if self.unit == "time" else None
+
+    def next_loop(self, now: Elapsed) -> int | None:
+        return self._next(now) if self.unit == "loops" else None
+
 
 class _Every(_Counted):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return getattr(now, self.unit) // self.value > getattr(before, self.unit) // self.value
 
-    def next_step(self, now: Elapsed) -> int | None:
-        match self.unit:
-            case "steps":
-                return int((now.steps // self.value + 1) * self.value)
-            case "samples":
-                return now.steps + 1
-            case _:
-                return None
-
-    def next_time(self, now: Elapsed) -> float | None:
-        return (now.time // self.value + 1) * self.value if self.unit == "time" else None
-
-    def next_loop(self, now: Elapsed) -> int | None:
-        return int((now.loops // self.value + 1) * self.value) if self.unit == "loops" else None
+    def _next(self, now: Elapsed) -> Any:
+        return (getattr(now, self.unit) // self.value + 1) * self.value
 
     reached = Schedule.reached
 
@@ -496,22 +500,8 @@ class _Every(_Counted):
 class _Point(_Counted):
     """A schedule defined by a point in the run."""
 
-    def next_step(self, now: Elapsed) -> int | None:
-        if self.reached(now):
-            return self._next_step_past_it(now)
-        if self.unit in ("loops", "time"):
-            return None
-        return int(self.value) if self.unit == "steps" else now.steps + 1
-
-    @abc.abstractmethod
-    def _next_step_past_it(self, now: Elapsed) -> int | None:
-        """Returns the result of `next_step` once the point has been reached."""
-
-    def next_time(self, now: Elapsed) -> float | None:
-        return self.value if self.unit == "time" and not self.reached(now) else None
-
-    def next_loop(self, now: Elapsed) -> int | None:
-        return int(self.value) if self.unit == "loops" and not self.reached(now) else None
+    def _next(self, now: Elapsed) -> Any:
+        return None if self.reached(now) else self.value
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.reached(now)
@@ -522,9 +512,6 @@ class _At(_Point):
         return self.reached(now) and (
             not self.reached(before) or getattr(now, self.unit) == 0 or now.steps == now.samples == 0
         )
-
-    def _next_step_past_it(self, now: Elapsed) -> int | None:
-        return None
 
     def as_stop(self) -> Schedule:
         return After(self.unit, self.value)
@@ -547,8 +534,8 @@ class After(_Point):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return self.reached(now) and now.steps > before.steps
 
-    def _next_step_past_it(self, now: Elapsed) -> int | None:
-        return now.steps + 1
+    def next_step(self, now: Elapsed) -> int | None:
+        return now.steps + 1 if self.reached(now) else super().next_step(now)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
