@@ -226,17 +226,6 @@ def test_short_batch_and_second_loop_need_no_explanation(caplog):
     assert step.traces == 2 and "once more" not in caplog.text
 
 
-def test_recompilation_for_a_different_sharding_is_explained(caplog, data_parallel):
-    partitioner = data_parallel(8)
-    step = Traced(
-        jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, partitioner=partitioner, should_shard_batch=False
-    )
-    data = [partitioner.shard_batch(batch) for batch in batches(4)]
-    data[2] = jax.device_put(data[2], partitioner.sharding)
-    jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), data)
-    assert "batch['x'] from float32[8, 3] over P('data',) to float32[8, 3] over P()" in caplog.text
-
-
 # Compilation cache ------------------------------------------------------------------------------------
 
 PROGRAM = """

@@ -439,7 +439,6 @@ class BatchWatch:
         self._leaves: dict[str, str] = {}
         self._arrays: dict[str, Any] = {}  # The dtypes and shapes of the first batch.
         self._wide: list[tuple[int, str, int, int]] = []  # The 64-bit integers; see `_wide_integers`.
-        self._has_device_arrays = False  # Their layouts may change too.
         self._has_warned = False
 
     def expect_differences(self) -> None:
@@ -466,8 +465,6 @@ class BatchWatch:
         except (AttributeError, TypeError):  # Not a dict of arrays.
             leaves, structure = structures.flatten(batch)
             form = [structure, *((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)]
-        if self._has_device_arrays:
-            form += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(batch)]
         if form != self.form:
             self._check_closely(batch, form, step)
         for each in batches if self._wide else ():
@@ -476,8 +473,7 @@ class BatchWatch:
 
     def _check_closely(self, batch: Any, form: list[Any], step: Any) -> None:
         by_path = batch_leaves(batch)
-        leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
-        self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
+        leaves = {path: describe(leaf) for path, leaf in by_path.items()}
         self._wide = _wide_integers(by_path)
         if not self._seen and (warning := _float64_warning(by_path)):
             logging.warning("In %r, %s", step, warning)
@@ -498,11 +494,6 @@ class BatchWatch:
         is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
         if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
             what, remedy = "shape and dtype", "Make each leaf an array of one dtype in all batches."
-        elif self._shapes_by_path(by_path) == self._arrays:
-            what = "layout"
-            remedy = (
-                "Place all batches on the devices in the same way, or leave that to the step (should_shard_batch=True)."
-            )
         text = f"{step!r} compiles again for each {what} of its batches, and this one changed {shown}."
         if len(self._seen) >= step.max_batch_shapes:
             raise ValueError(
@@ -535,11 +526,6 @@ class BatchWatch:
 
 def _dtype(leaf: Any) -> Any:
     return getattr(leaf, "dtype", None)
-
-
-def _describe_sharding(leaf: Any) -> str:
-    spec = getattr(getattr(leaf, "sharding", None), "spec", None)
-    return "" if spec is None else f" over {spec}"
 
 
 def num_examples(batch: Any) -> int | None:
