@@ -153,16 +153,18 @@ class Run:
         self.outputs.begin_loop()
         self.loops, self.batches = self.loops + 1, 0
 
-    def pass_ends(self, loop_steps: int, updates: int, *, also_here: bool) -> None:
+    def pass_ends(self, loop_steps: int | None, updates: int, *, also_here: bool) -> None:
         """Ends the loops that the latest steps completed without a stop.
 
         After steps 7 to 25 with loops of 10 steps, the loops end that contain steps 10 and 20.
 
         Args:
-          loop_steps: The number of updates per loop.
-          updates: The number of updates per batch.
+          loop_steps: The number of updates per loop; None for a single loop.
+          updates: The number of updates per batch; 0 for an evaluation.
           also_here: Whether to end a loop that ends at the last of these steps, too.
         """
+        if not updates or loop_steps is None:
+            return
         now, before, newest = self.now, self.now.steps - self.batches * updates, self.now.steps - (not also_here)
         passed = newest // loop_steps - before // loop_steps
         if passed <= 0:
@@ -231,7 +233,7 @@ class Steps:
 
     def __call__(self, num_batches: int | None) -> None:
         """Runs up to `num_batches` steps. Stops where a loop ends, when the data end, and after a signal."""
-        run, updates = self._run, self._call.updates
+        run, updates, loop_steps = self._run, self._call.updates, self._plan.loop_steps
         left = NEVER[0] if num_batches is None else num_batches
         until, is_bounded = run.now.steps + left * updates, num_batches is not None
         goal = self._next_goal() if left > 0 else None
@@ -240,9 +242,9 @@ class Steps:
             try:
                 left -= self._run_stretch(min(left, self._room(goal)), goal)
             except BaseException:
-                self._pass_ends(also_here=run.now.steps < min(goal.step, until))
+                run.pass_ends(loop_steps, updates, also_here=run.now.steps < min(goal.step, until))
                 raise
-            self._pass_ends(also_here=False)
+            run.pass_ends(loop_steps, updates, also_here=False)
             goal = self._call_what_is_due(goal, left)
             if not is_bounded and not updates and run.batches > _MANY_BATCHES:
                 is_bounded = True
@@ -319,18 +321,8 @@ class Steps:
         run.outputs.cut()
         if run.outputs.may_stop and run.outputs.loop().asks_to_stop:
             return False
-        self._pass_ends(also_here=True)
+        run.pass_ends(self._plan.loop_steps, self._call.updates, also_here=True)
         return True
-
-    def _pass_ends(self, *, also_here: bool) -> None:
-        """Ends the loops that the latest steps completed without a stop.
-
-        Args:
-          also_here: Whether to end a loop that ends at the last of these steps, too.
-        """
-        run, updates, loop_steps = self._run, self._call.updates, self._plan.loop_steps
-        if updates and loop_steps is not None and run.batches * updates > run.now.steps % loop_steps:
-            run.pass_ends(loop_steps, updates, also_here=also_here)
 
     # Stretches ---------------------------------------------------------------------------------------
 
