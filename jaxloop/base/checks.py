@@ -507,7 +507,7 @@ class BatchWatch:
 
     @staticmethod
     def _shapes_by_path(by_path: dict[str, Any]) -> dict[str, Any]:
-        return {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
+        return {path: (getattr(leaf, "dtype", None), np.shape(leaf)) for path, leaf in by_path.items()}
 
     def _differs_in_rows(self, by_path: dict[str, Any]) -> bool:
         """Returns whether a batch differs from the first one only in its number of rows."""
@@ -522,10 +522,6 @@ class BatchWatch:
         return self._differs_in_rows(by_path) and all(
             np.shape(leaf)[:1] <= self._arrays[path][1][:1] for path, leaf in by_path.items()
         )
-
-
-def _dtype(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", None)
 
 
 def num_examples(batch: Any) -> int | None:
@@ -574,24 +570,17 @@ def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
 
 
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Returns a hook's result after checking that it is a pair `(state, outputs)`."""
+    """Returns a hook's result after checking that it is a pair: a state, and None or a dict with string keys."""
     state, outputs = check_pair(result, hook, "(state, outputs)")
-    check_outputs(outputs, hook)
-    return state, outputs
-
-
-def check_outputs(outputs: Any, hook: str) -> None:
-    """Raises an error unless `outputs` is None or a dict with string keys."""
-    if outputs is None:
-        return
-    if not isinstance(outputs, dict):
+    if not isinstance(outputs, dict | None):
         raise TypeError(
             f"{hook} must return its outputs as a dict with string keys or None, got {_describe_result(outputs)}. "
             "Write {'loss': loss}."
         )
-    for name in outputs:
+    for name in outputs or ():
         if not isinstance(name, str):
             raise TypeError(f"{hook} returned an output under the key {name!r}; the keys of outputs must be strings.")
+    return state, outputs
 
 
 def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:

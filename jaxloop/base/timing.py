@@ -115,7 +115,8 @@ class Stopwatch:
     def __init__(self):
         self.clock = clock
         self._seconds = dict.fromkeys(_NAMES, 0.0)
-        self._kind: str | None = None
+        self.kind: str | None = None
+        """The kind of work that is currently being timed; None if nothing is being timed."""
         self._since = 0.0
         self.steps = 0
         self.samples = 0
@@ -126,20 +127,15 @@ class Stopwatch:
         self.secs_reading: float = 0.0
         """In a multi-process job, seconds spent reading this process's data, not counting waits for other processes."""
 
-    @property
-    def kind(self) -> str | None:
-        """The kind of work that is currently being timed; None if nothing is being timed."""
-        return self._kind
-
     def switch(self, kind: str | None) -> str | None:
         """Starts timing a different kind of work, or stops timing if `kind` is None. Returns the previous kind."""
         now = self.clock()
-        before = self._kind
+        before = self.kind
         if before is not None:
             self._seconds[before] += now - self._since
             if before not in _NOT_TRAINING:
                 self.training += now - self._since
-        self._kind, self._since = kind, now
+        self.kind, self._since = kind, now
         return before
 
     def move(self, seconds: float, kind: str) -> None:
@@ -147,8 +143,8 @@ class Stopwatch:
 
         This is cheaper than `switch` if the caller has already measured the time.
         """
-        if self._kind is not None:
-            self._seconds[self._kind] -= seconds
+        if self.kind is not None:
+            self._seconds[self.kind] -= seconds
             self._seconds[kind] += seconds
 
     def reading_at(self, training: float) -> float:
@@ -167,10 +163,10 @@ class Stopwatch:
 
     def spent(self) -> Spent:
         """Returns the time report so far."""
-        self.switch(self._kind)
+        self.switch(self.kind)
         return Spent(**self._seconds, steps=self.steps, samples=self.samples)
 
     def training_secs(self) -> float:
         """Returns `spent().training`, without building the report."""
-        is_training = self._kind is not None and self._kind not in _NOT_TRAINING
+        is_training = self.kind is not None and self.kind not in _NOT_TRAINING
         return self.training + (self.clock() - self._since if is_training else 0.0)

@@ -176,8 +176,8 @@ class LoopData:
         self.source: Source = Source()
         self.is_wrapped: bool = False
 
-    def begin(self, dataset: Iterator[types.Batch], num_batches: int | None, *, evaluates: bool) -> Feed:
-        """Returns an iterator's feed. It is reused for the same iterator, so that batches read ahead aren't lost.
+    def begin(self, dataset: Iterator[types.Batch], num_batches: int | None, *, evaluates: bool) -> None:
+        """Opens a feed for an iterator. It is reused for the same iterator, so that batches read ahead aren't lost.
 
         Args:
           dataset: The iterator.
@@ -190,7 +190,6 @@ class LoopData:
             self.source.mark()  # From here on, batches are read ahead, and some sources lose track of their position.
         self.feed.begin(num_batches)
         self.source.consumed(self.feed.num_ahead)
-        return self.feed
 
     def open(self, dataset: Iterator[types.Batch], *, evaluates: bool = False) -> None:
         """Makes a feed for an iterator."""

@@ -51,7 +51,8 @@ class MeshPartitioner(Partitioner):
     def _set_mesh(self, mesh: Mesh) -> None:
         self._mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(self._axis_type,) * len(mesh.axis_names))
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
-        self._split = NamedSharding(self._mesh, PartitionSpec(self._data_axis))
+        specs = PartitionSpec(self._data_axis), PartitionSpec(None, self._data_axis)  # Of one batch, and of several.
+        self._splits = [NamedSharding(self._mesh, spec) for spec in specs]
         along = np.moveaxis(mesh.devices, mesh.axis_names.index(self._data_axis), 0)
         is_here = lambda device: device.process_index == jax.process_index()
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
@@ -93,16 +94,17 @@ class MeshPartitioner(Partitioner):
         Raises:
           ValueError: If the rows of a leaf can't be divided evenly among the devices of the axis.
         """
-        if self._mesh.size == 1:
-            return batch  # Passing host arrays to the jitted call is faster than device_put.
-        self._check_divides(batch, axis=0)
-        return self._put(batch, jax.tree.map(self._leaf_sharding, batch))
+        return self._shard(batch, axis=0)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
-        self._check_divides(batches, axis=1)
-        split = NamedSharding(self._mesh, PartitionSpec(None, self._data_axis))
-        place = lambda leaf: split if np.ndim(leaf) > 1 else self._replicated
-        return batches if self._mesh.size == 1 else self._put(batches, jax.tree.map(place, batches))
+        return self._shard(batches, axis=1)
+
+    def _shard(self, batch: types.Batch, axis: int) -> types.Batch:
+        if self._mesh.size == 1:
+            return batch  # Passing host arrays to the jitted call is faster than device_put.
+        self._check_divides(batch, axis)
+        place = lambda leaf: self._splits[axis] if np.ndim(leaf) > axis else self._replicated
+        return self._put(batch, jax.tree.map(place, batch))
 
     def _check_axes(self, entry: Any, who: str) -> None:
         """Raises an error if an entry of a `PartitionSpec` contains a name that isn't an axis of the mesh."""
@@ -151,9 +153,6 @@ class MeshPartitioner(Partitioner):
         if any(np.ndim(leaf) and np.shape(leaf)[0] % shards for leaf in jax.tree.leaves(batch)):
             return self._put(batch, jax.tree.map(lambda _: self._replicated, batch))
         return self.shard_batch(batch)
-
-    def _leaf_sharding(self, leaf: Any) -> NamedSharding:
-        return self._split if np.ndim(leaf) else self._replicated
 
     def place_state(self, state: Any) -> Any:
         if not self._mesh.is_multi_process:
