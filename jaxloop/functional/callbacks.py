@@ -150,9 +150,9 @@ class FunctionTask(Task):
         """Checks the callback's first report."""
         self.has_reported = bool(logs)
         if logs:
-            self._reports_weights = any(isinstance(value, types.Weighted) for _, value in entries(logs))
             # Raises an error here, where the callback is known.
             History().commit(self._loop_state.elapsed, metrics.separate_weights(logs))
+            self._reports_weights = any(isinstance(value, types.Weighted) for value in entries(logs).values())
         # A later step may donate the leaves of a state.
         states = (self._loop_state.state, state)
         leaves = {id(leaf) for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)}
@@ -225,8 +225,7 @@ class ActionTask(Task):
         self.action: Action = action
         self.time_category: str | None = action.time_category
         self.snapshot: Callable[[], Mapping[str, Any]] | None = None
-        # The next row of the history to read, and the progress at the row before it.
-        self._next_row, self._before = len(loop_state.history), loop_state.elapsed
+        self._next_row = len(loop_state.history)  # The next row of the history to read.
         if not action.needs_all_outputs:
             loop_state.newest = loop_state.newest or NewestReady()
 
@@ -271,11 +270,12 @@ class ActionTask(Task):
         rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
         if newest:
             rows.append((loop_state.elapsed, metrics.fetch(newest)))
+        before = history[self._next_row - 1].elapsed if self._next_row else Elapsed()
         self._next_row = len(history) + bool(newest)
         for elapsed, logs in rows:
-            if elapsed.steps != self._before.steps:
-                outputs.num_examples.append(num_examples(elapsed, self._before))
-                self._before = elapsed.without_previous()
+            if elapsed.steps != before.steps:
+                outputs.num_examples.append(num_examples(elapsed, before))
+                before = elapsed
             for name, value in named(logs).items():
                 outputs.setdefault(name, []).append(value)
         if not self.action.monitors:
@@ -294,12 +294,11 @@ class ActionTask(Task):
 
     def state_dict(self) -> Mapping[str, Any]:
         self.action.before_checkpoint()
-        own = dict(self.action.state_dict())
-        return {"action": own, "next_row": self._next_row, "before": self._before.to_dict()}
+        return {"action": dict(self.action.state_dict()), "next_row": self._next_row}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.action.load_state_dict(saved["action"])
-        self._next_row, self._before = saved["next_row"], Elapsed(**saved["before"])
+        self._next_row = saved["next_row"]
 
 
 def _copied(leaf: Any) -> Any:

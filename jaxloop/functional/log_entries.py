@@ -1,10 +1,11 @@
 """The values that callbacks report, and functions that aggregate them."""
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, final
 
 import jax
+from flax import traverse_util
 
 from jaxloop import metrics
 from jaxloop.history import find_path
@@ -76,7 +77,7 @@ class Logs(dict[str, Any]):
         Raises:
           ValueError: If there is no value with this name, or more than one.
         """
-        values = dict(entries(self))
+        values = entries(self)
         return values[find_path(name, values)]
 
     def __getattr__(self, name: str) -> Any:
@@ -114,25 +115,9 @@ _unflatten = lambda names, values: Logs(zip(names, values, strict=False))
 jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten, _flatten)
 
 
-def entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each value together with its path, such as `metrics.loss`."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from entries(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def nested(entries: Mapping[str, Any]) -> Logs:
-    """Returns logs with the given entries, which are keyed by path."""
-    logs = Logs()
-    for path, value in entries.items():
-        *collections_, name = path.split(".")
-        inner = logs
-        for collection in collections_:
-            inner = inner.setdefault(collection, Logs())
-        inner[name] = value
-    return logs
+def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of logs, keyed by path, such as `metrics.loss`."""
+    return traverse_util.flatten_dict(logs, sep=".")
 
 
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +128,7 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
     `Weighted`.
     """
     named = {}
-    joined = metrics.join_weights(dict(entries(logs)))
+    joined = metrics.join_weights(entries(logs))
     # A metric with the same name as a loss comes later, and replaces the loss.
     for path, value in sorted(joined.items(), key=lambda entry: not entry[0].startswith("losses.")):
         collection, _, name = path.partition(".")
@@ -170,13 +155,12 @@ def aggregate(rows: Iterable[tuple[Elapsed, Any]], how: str | Callable[[list[Any
     for elapsed, logs in rows:
         if elapsed.steps != before.steps:  # Otherwise it is the rest of a row.
             examples, before = num_examples(elapsed, before), elapsed
-        for path, value in metrics.join_weights(dict(entries(logs))).items():
+        for path, value in metrics.join_weights(entries(logs)).items():
             if not isinstance(value, str):
                 columns[path].append(value if isinstance(value, Weighted) else Weighted.of(value, examples))
-    if not callable(how):
-        return nested(metrics.summarize(columns))
     values = {path: [each.value for each in column if each.weight] for path, column in columns.items()}
-    return nested({path: how(each) for path, each in values.items() if each})
+    found = {path: how(each) for path, each in values.items() if each} if callable(how) else metrics.summarize(columns)
+    return Logs(traverse_util.unflatten_dict(found, sep="."))
 
 
 @final
