@@ -70,7 +70,7 @@ BUDGET = {
     "eval_loop": 49,
     "examples": 163,
     "experiment": 1161,
-    "functional": 919,
+    "functional": 906,
     "history": 375,
     "loop": 76,
     "metrics": 315,
