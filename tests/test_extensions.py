@@ -229,10 +229,11 @@ def test_an_error_names_the_extension(hook, tmp_path):
     def fail(self, *args):
         raise OSError("a full disk")
 
+    fail.__qualname__ = f"Mine.{hook}"
     outer_loop, state, batches = make(tmp_path, type("Mine", (jaxloop.Extension,), {hook: fail})())
     with pytest.raises(OSError, match="a full disk") as caught:
         outer_loop(state, batches, 20)
-    assert any("in the extension Mine" in note for note in caught.value.__notes__)
+    assert any(f"in Mine.{hook}, an extension" in note for note in caught.value.__notes__)
 
 
 class Turns(jaxloop.Action):

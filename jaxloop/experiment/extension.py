@@ -1,6 +1,5 @@
 """Extensions, which watch a run without being part of it, such as its log, its watchdog and the records of failures."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +100,10 @@ class Extensions:
         if len(self._by_name) < len(extensions):
             names = [each.name or type(each).__name__ for each in extensions]
             raise ValueError(f"Two extensions have the same name: {checks.listed(names)}. Give each a different one.")
-        self._observers = [each for each in extensions if type(each).batch is not Extension.batch]
+        self._hooks = {  # The hooks that are overridden, by the name of the extension.
+            hook: {name: getattr(each, hook) for name, each in self._by_name.items() if _overrides(each, hook)}
+            for hook in ("batch", "moment", "state_dict", "load_state_dict")
+        }
         self._begun: list[Extension] = []
         self._step_num = self._updates = 0  # Of the latest batch, and per batch.
 
@@ -111,30 +113,24 @@ class Extensions:
         self._updates = experiment.loops[0].step.updates_per_step
         for each in self._by_name.values():
             self._begun.append(each)
-            with _naming(each):
-                items += each.begin(experiment) or ()
+            items += _call(each.begin, experiment) or ()
         return [*items, _EachMoment(self.moment)]
 
     @property
     def observers(self) -> list[Callable[[types.Batch], None]]:
         """The functions to call with each batch."""
-        return [self._observe] if self._observers else []
+        return [self._observe] if self._hooks["batch"] else []
 
     def _observe(self, batch: types.Batch) -> None:
         self._step_num += self._updates
-        for each in self._observers:
-            try:
-                each.batch(batch, self._step_num)
-            except BaseException as error:  # Without a context manager, which takes longer.
-                _add_name(error, each)
-                raise
+        for observe in self._hooks["batch"].values():
+            _call(observe, batch, self._step_num)
 
     def moment(self, now: Elapsed) -> None:
         """Reports the progress."""
         self._step_num = now.steps
-        for each in self._by_name.values():
-            with _naming(each):
-                each.moment(now)
+        for observe in self._hooks["moment"].values():
+            _call(observe, now)
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None, but: Extension | None = None) -> None:
         """Reports the end of the run to all extensions but one, in reverse order."""
@@ -152,34 +148,26 @@ class Extensions:
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the states of the extensions that have one."""
-        states = {}
-        for name, each in self._by_name.items():
-            with _naming(each):
-                states[name] = encoding.encode(each.state_dict())
-        return {name: state for name, state in states.items() if state != _NOTHING}, {}
+        return {name: encoding.encode(_call(hook)) for name, hook in self._hooks["state_dict"].items()}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Restores a `state_dict`. Extensions without a state start fresh."""
-        for name, state in saved.items():
-            if name in self._by_name:
-                with _naming(self._by_name[name]):
-                    self._by_name[name].load_state_dict(encoding.decode(state))
+        for name, load in self._hooks["load_state_dict"].items():
+            if name in saved:
+                _call(load, encoding.decode(saved[name]))
 
 
-_NOTHING = encoding.encode({})
+def _overrides(extension: Extension, hook: str) -> bool:
+    return checks.is_overridden(extension, hook, Extension)
 
 
-@contextlib.contextmanager
-def _naming(extension: Extension) -> Iterator[None]:
+def _call(hook: Callable[..., Any], *args: Any) -> Any:
+    """Calls a hook of an extension, which an error then names."""
     try:
-        yield
+        return hook(*args)
     except BaseException as error:
-        _add_name(error, extension)
+        error.add_note(f"in {hook.__qualname__}, an extension")
         raise
-
-
-def _add_name(error: BaseException, extension: Extension) -> None:
-    error.add_note(f"in the extension {type(extension).__name__}")
 
 
 @final
