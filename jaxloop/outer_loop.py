@@ -450,7 +450,7 @@ class OuterLoop:
         experiment, data, context = training.experiment, training.data, training.context
         spec, history = experiment.spec, experiment.history
         rows = Recorder(history, "train", self.log_interval)
-        in_loop = training.loop.actions
+        in_loop = [item.action for item in training.loop.engine.run.agenda.items if isinstance(item, ActionItem)]
         savers = [ActionItem(each, context) for each in experiment.savers if each not in in_loop]
         plan = Plan(
             total=spec.total_steps,
@@ -475,12 +475,13 @@ def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]
     In a multi-process job, the first process holds the locks for all processes.
     """
     name = lock.TRAINER if experiment.train_loop is not None else lock.EVALUATOR
-    places = [(directory, name) for directory in experiment.directories]
-    for directory, _ in places:  # Fails now rather than after hours of training.
-        files.prepare_directory(directory)
+    places, is_first = [(directory, name) for directory in experiment.directories], distributed.is_first_process()
     with contextlib.ExitStack() as locks:
-        for place in places if distributed.is_first_process() else ():
-            locks.enter_context(lock.locked(*place))
+        for place in places:  # Fails now rather than after hours of training.
+            if is_first:
+                locks.enter_context(lock.locked(*place))
+            else:
+                files.prepare_directory(place[0])
         yield places
 
 

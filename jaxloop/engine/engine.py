@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
@@ -90,7 +91,7 @@ class Engine:
         lists = self._loop.step._runner.action_lists
         of_step = [ActionItem(action, {}, Rank.ELSEWHERE) for each in lists for action in each.actions]
         items = [*self.plan.items, *self.actions.begin, *self.actions.end, *of_step]
-        agenda.items = sorted(items, key=lambda item: item.rank)
+        agenda.items = sorted(items, key=operator.attrgetter("rank"))
         agenda.begin_call()
 
     def description(self) -> list[str]:

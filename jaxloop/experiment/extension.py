@@ -227,14 +227,14 @@ class Experiment:
         """All actions, each of them once."""
         return list(dict.fromkeys([*(each for loop in self.loops for each in loop.actions), *self.savers]))
 
-    @property
+    @functools.cached_property
     def checkpoint_dirs(self) -> list[epath.Path]:
         """The directories that the run saves checkpoints to or resumes from; none without a train loop."""
         spec = self.checkpoint_spec
         resumes_from = [] if spec is None or self.train_loop is None else [spec.checkpoint_dir]
         return list(dict.fromkeys([*(action.directory for action in self.savers), *resumes_from]))
 
-    @property
+    @functools.cached_property
     def directories(self) -> list[epath.Path]:
         """The directories that the run writes to: those of its checkpoints, and its work directory."""
         return list(dict.fromkeys([*self.checkpoint_dirs, *([] if self.workdir is None else [self.workdir])]))

@@ -1,6 +1,7 @@
 """The training part of an experiment, which starts or resumes and then trains epoch by epoch until the end."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -55,7 +56,7 @@ class Training:
     has_begun: bool = False
     between_loops: Any = None
 
-    @property
+    @functools.cached_property
     def loop(self) -> ActionLoop:
         """The train loop."""
         return self.experiment.loops[0]
@@ -231,15 +232,16 @@ class Training:
         if spec is not None and saved and int(saved[-1].name) >= step_num:
             given = checks.adopt(state)
             opened, state = restore_newest(saved, given, spec, self.run.job)
-            self._begin(opened.elapsed())
-            announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
-            if int(saved[-1].name) > opened.step:  # Those that were damaged have been moved away.
-                check_no_newer_checkpoints(self.experiment.savers, opened.step)
+            elapsed = opened.elapsed()
+            self._begin(elapsed)
+            announce("Resumed at step %d from %s.", elapsed.steps, opened.path.parent)
+            if int(saved[-1].name) > elapsed.steps:  # Those that were damaged have been moved away.
+                check_no_newer_checkpoints(self.experiment.savers, elapsed.steps)
             is_resumed = self.run.load(opened, given)
             for item in loop.engine.run.agenda.items:  # The directory of each saver tells whether it saved this step.
                 if isinstance(item, ActionItem) and isinstance(item.action, CheckpointAction):
-                    path = item.action.directory / str(opened.step)
-                    item.called_at = opened.step if path in saved and path.exists() else None
+                    path = item.action.directory / opened.path.name
+                    item.called_at = elapsed.steps if path in saved and path.exists() else None
             return state, is_resumed
         if saved:
             text = "The run continues at step %d, which is past the newest checkpoint (step %s)."
