@@ -6,7 +6,7 @@ import pytest
 from clu import metrics as clu_metrics
 
 from jaxloop import examples, metrics
-from jaxloop.engine import steps
+from jaxloop.engine import run
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
@@ -70,7 +70,7 @@ def test_return_state_from_step_raises():
 
 
 def test_endless_dataset_warns(warnings_logged, monkeypatch):
-    monkeypatch.setattr(steps, "_MANY_BATCHES", 100)
+    monkeypatch.setattr(run, "_MANY_BATCHES", 100)
     step, state, batches = examples.tiny_regression(train=False)
     endless = itertools.islice(itertools.cycle(batches), 120)  # Finite, so that the test ends.
     EvalLoop(step)(state, endless)
@@ -80,7 +80,7 @@ def test_endless_dataset_warns(warnings_logged, monkeypatch):
 
 
 def test_num_steps_prevents_the_endless_dataset_warning(warnings_logged, monkeypatch):
-    monkeypatch.setattr(steps, "_MANY_BATCHES", 10)
+    monkeypatch.setattr(run, "_MANY_BATCHES", 10)
     step, state, batches = examples.tiny_regression(train=False)
     EvalLoop(step)(state, batches, num_steps=20)
     assert warnings_logged() == []

@@ -289,7 +289,7 @@ def test_auto_measures_on_copies_and_loses_no_step(faster, policy, monkeypatch):
         return faster
 
     tried, found, data = auto.find_steps_per_dispatch, [], [batch_of(number) for number in range(75)]
-    monkeypatch.setattr("jaxloop.engine.steps.find_steps_per_dispatch", find)
+    monkeypatch.setattr("jaxloop.engine.run.find_steps_per_dispatch", find)
     state, outputs, noted, step = train("auto", iter(data), 70, interval=every(steps=40), nan_policy=policy)
     expected, expected_outputs, expected_noted, _ = train(
         faster, iter(data), 70, interval=every(steps=40), nan_policy=policy
@@ -321,7 +321,7 @@ def test_auto_leaves_unfusable_steps_and_short_loops_unfused():
 
 def test_a_resumed_run_keeps_the_choice_of_auto(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("jaxloop.engine.steps.find_steps_per_dispatch", lambda *args, **kwargs: asked.append(1) or 32)
+    monkeypatch.setattr("jaxloop.engine.run.find_steps_per_dispatch", lambda *args, **kwargs: asked.append(1) or 32)
     for total in (80, 160):
         step = make_step()
         save = jaxloop.CheckpointAction(tmp_path, interval=every(steps=80))

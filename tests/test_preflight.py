@@ -21,7 +21,7 @@ from flax import nnx
 import jaxloop
 from jaxloop import after, at, checkpoint, every, examples, first, last
 from jaxloop.check import preflight
-from jaxloop.engine import plan as plans
+from jaxloop.engine import run
 from jaxloop.engine.rehearse import Course
 from jaxloop.partition import create_mesh
 from jaxloop.processes import lock
@@ -1056,7 +1056,7 @@ def test_resumed_runs_match_the_forecast(case, tmp_path):
     ],
 )
 def test_forecasts_describe_unknown_calls(options, interval, text):
-    course = Course(plans.Plan(loop_steps=options.get("loop_steps")), options.get("epochs"))
+    course = Course(run.Plan(loop_steps=options.get("loop_steps")), options.get("epochs"))
     assert str(course.calls(interval)) == text
 
 
