@@ -1,5 +1,6 @@
 """Batches of examples that are read by index, and batches made from the state."""
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -95,19 +96,21 @@ def test_position_is_only_the_number_of_the_next_batch():
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "message"),
     [
-        lambda: data.batched(DATASET, 4, seed=3),
-        lambda: data.batched(DATASET, 8, seed=4),
-        lambda: data.batched({name: leaf[:90] for name, leaf in DATASET.items()}, 8, seed=3),
-        lambda: data.from_index(shuffled().make_batch),
+        (lambda: data.batched(DATASET, 4, seed=3), "number of batches, so their size must stay the same"),
+        (lambda: data.batched(DATASET, 8, seed=4), r"batch\['row'\]: int32\[8\], checksum"),
+        (lambda: data.batched({name: leaf[:90] for name, leaf in DATASET.items()}, 8, seed=3), "build it as it was"),
+        (lambda: data.from_index(shuffled().make_batch), None),  # The same batches.
     ],
 )
-def test_resuming_with_a_different_dataset_raises(other):
+def test_resuming_with_different_batches_raises(other, message):
     iterator = data.batches(shuffled())
     next(iterator)
-    with pytest.raises(ValueError, match="The position in the data was saved from a different dataset"):
-        data.batches(other()).set_state(iterator.get_state())
+    iterator.peek()
+    raises = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=f"(?s){message}")
+    with raises:
+        data.batches(other()).seek(iterator.position(), on_changed="raise")
 
 
 # Epochs ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 import itertools
 import multiprocessing
+import random
 import re
 import sys
+import types
 
 import jax
 import numpy as np
@@ -11,10 +13,27 @@ import pytest
 
 import jaxloop
 from jaxloop import CheckpointAction, CheckpointSpec, OuterLoop, TrainLoop, data, every, examples, functional, last
-from jaxloop.data.position import DatasetPosition, PositionedIterator
+from jaxloop.data import sources
+from jaxloop.data.position import DatasetPosition, PositionedIterator, prove
 
 STEP, STATE, BATCHES = examples.tiny_regression()
 PASSES = 3
+
+
+def resumed(make, again=None, used=2, passes=0):
+    """Returns the rest of a pass, and what a run that was killed in this pass gets after a resume."""
+    dataset, again = make(), again or make
+    for _ in range(passes):
+        list(PositionedIterator(dataset))
+    iterator = PositionedIterator(dataset)
+    values(iterator, used)
+    iterator.mark()
+    next_batch = values(iterator, 1)  # A run reads it before it saves.
+    saved = through_json(iterator.position(used))
+    whole = next_batch + values(iterator)
+    iterator = PositionedIterator(again())
+    iterator.seek(saved)
+    return whole, values(iterator)
 
 
 def values(iterator, number=None):
@@ -68,7 +87,7 @@ def test_a_resumed_tf_data_shuffle_has_the_same_later_passes(name):
     make = SHUFFLED[name]
     passes = assert_later_passes_are_the_same(make, data.batches if name == "prefetch" else PositionedIterator)
     assert (passes[0] == passes[1]) == (name == "the same order")
-    assert PositionedIterator(make()).resume_warning(several_passes=True) is None
+    assert PositionedIterator(make()).resume_warning() is None
 
 
 def test_a_tf_data_generator_can_seek_back_to_the_start_of_a_pass():
@@ -113,33 +132,10 @@ def from_generator():
     return tf.data.Dataset.from_generator(generate, output_signature={"x": tf.TensorSpec((2,), tf.float32)})
 
 
-@pytest.mark.parametrize(
-    ("make", "several_passes", "message"),
-    [
-        (lambda: rows().shuffle(12).batch(3), True, r"without a seed. Write dataset.shuffle\(size, seed=...\)"),
-        (lambda: rows().shuffle(12, reshuffle_each_iteration=False).batch(3), True, "without a seed"),
-        (lambda: rows().shuffle(12).repeat(2).batch(3).as_numpy_iterator(), False, "without a seed"),
-        (lambda: rows().shuffle(12).batch(3), False, None),
-        (
-            lambda: rows().shuffle(9, seed=1).batch(3).shuffle(2, seed=2),
-            True,
-            "more than once.*reshuffle_each_iteration=",
-        ),
-        (lambda: rows().shuffle(9, seed=1).repeat(2).batch(3), True, "before a part such as repeat"),
-        (lambda: rows().shuffle(9, seed=1).cache().batch(3), True, "before a part such as repeat, cache"),
-        (
-            lambda: rows().shuffle(9, seed=1).prefetch(2).repeat(2),
-            False,
-            r"between a shuffle and a repeat. Write dataset.shuffle.*.repeat\(\)",
-        ),
-        (from_generator, False, "PyFunc is stateful.*not continue at the right batch"),
-        (lambda: from_generator().shuffle(2, seed=1), False, "PyFunc is stateful.*not continue at the right batch"),
-        (lambda: rows().batch(3).prefetch(2).repeat(2), True, None),
-    ],
-)
-def test_tf_data_that_cannot_be_resumed_exactly_warns_before_the_first_batch(make, several_passes, message):
-    warning = PositionedIterator(make()).resume_warning(several_passes=several_passes)
-    assert warning is None if message is None else re.search(message, warning)
+@pytest.mark.parametrize("make", [from_generator, lambda: from_generator().shuffle(2, seed=1)])
+def test_tf_data_whose_state_cannot_be_saved_warns_before_the_first_batch(make):
+    warning = PositionedIterator(make()).resume_warning()
+    assert re.search("PyFunc is stateful.*not continue at the right batch", warning)
 
 
 # PyTorch ---------------------------------------------------------------------------------------------
@@ -244,7 +240,7 @@ def test_a_resumed_shuffling_loader_has_the_same_later_passes(torch, kind, has_g
 
     passes = assert_later_passes_are_the_same(make)
     assert passes[0] != passes[1]
-    assert PositionedIterator(make()).resume_warning(several_passes=True) is None
+    assert PositionedIterator(make()).resume_warning() is None
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it.
@@ -266,20 +262,65 @@ def test_resumed_pytorch_loaders_have_the_same_later_passes(stateful, shuffled):
     assert (passes[0] == passes[1]) == (not shuffled["shuffle"])
 
 
-class OwnSampler(Sampler):
-    __module__ = "my_project"
+class Drawing(Loader):
+    """Draws from NumPy's and Python's global generators for each example, as `__getitem__` may."""
+
+    num_workers = 0
+
+    def __iter__(self):
+        rows = super().__iter__()
+        return ({"x": batch["x"] + np.random.random() + random.random()} for batch in rows)
 
 
-def test_a_loader_with_a_custom_sampler_warns_that_resuming_is_not_exact(torch):
-    for kind, message in [
-        (Loader, "can't report its position"),
-        (StatefulLoader, "may change its order after a resu"),
-    ]:
-        loader = kind()
-        loader.sampler = OwnSampler(None)
-        warning = PositionedIterator(loader).resume_warning()
-        assert message in warning and "its sampler, an OwnSampler, is not one of PyTorch's" in warning
-        assert "with a PyTorch sampler" in warning and "state_dict" in warning
+def test_a_loader_that_draws_from_the_generators_of_numpy_and_python_is_resumed_exactly(torch):
+    def make():
+        torch.default.number = 5
+        np.random.seed(3)
+        random.seed(4)
+        return Drawing()
+
+    passes = assert_later_passes_are_the_same(make)
+    assert passes[0] != passes[1]
+
+
+def test_another_number_of_workers_is_not_another_dataset(torch, warnings_logged):
+    def make(num_workers):
+        loader = Loader(Generator(70))
+        loader.num_workers = num_workers
+        return loader
+
+    whole, rest = resumed(lambda: make(0), lambda: make(2))
+    assert rest == whole and warnings_logged() == []
+
+
+class PersistentWorkers(Loader):
+    """Draws from the generator of a worker process, which lives for several passes."""
+
+    def __init__(self):
+        super().__init__(Generator(70))
+        self.worker = np.random.default_rng(9)
+
+    def __iter__(self):
+        rows = super().__iter__()
+        return ({"x": batch["x"] + self.worker.random()} for batch in rows)
+
+
+class OwnOrder(Loader):
+    """Has a sampler that shuffles by the number of its passes."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter([{"x": row} for row in np.random.default_rng(self.passes).permutation(9)].__iter__().__next__, None)
+
+
+@pytest.mark.parametrize(("make", "passes"), [(PersistentWorkers, 1), (OwnOrder, 0)])
+def test_a_loader_with_a_state_that_is_not_saved_is_found_out(torch, make, passes, warnings_logged):
+    assert "won't continue at the right batch" in prove(make())
+    whole, rest = resumed(make, passes=passes)
+    assert whole != rest and len(warnings_logged()) == 1
+    assert re.search(r"number 3, is not the one .*\n  batch\['x'\]: .*checksum", warnings_logged()[0])
 
 
 def test_an_evaluation_does_not_advance_the_pytorch_generator(torch):
@@ -365,19 +406,144 @@ def test_a_resumed_run_over_a_shuffle_matches_an_uninterrupted_one(tmp_path):
     assert train(tmp_path / "longer", shuffled_batches()) == whole
 
 
-def test_a_run_over_a_shuffle_without_a_seed_warns_at_the_start(tmp_path, warnings_logged):
-    tf = pytest.importorskip("tensorflow")
-    train(tmp_path, tf.data.Dataset.from_tensor_slices(BATCHES[0]).shuffle(8).batch(4), epochs=2)
-    assert "without a seed" in str(warnings_logged())
+class Numbered(list):
+    """Batches of consecutive numbers."""
+
+    def __init__(self, first, number=60):
+        super().__init__({"x": np.full([2, 3], first + row, np.float32)} for row in range(number))
 
 
-def test_reshuffled_evaluation_data_warns_at_the_start(tmp_path, warnings_logged):
-    eval_loop = jaxloop.EvalLoop(type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer))
-    train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path)])
-    outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
-    specs = [jaxloop.EvalSpec(data.Passes(shuffled_batches()), num_steps=2, name="test")]
-    outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES[:2], 2, eval_specs=specs)
-    assert "The dataset of the evaluation 'test' is shuffled differently each time" in str(warnings_logged())
+def numbers(directory, dataset, total_steps=None, **options):
+    """Returns the number of each batch of a run that saves at every fifth step and resumes."""
+    run_options = {name: options.pop(name) for name in ("train_epochs", "eval_specs") if name in options}
+    step = Numbers(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+    save = CheckpointAction(directory, every(steps=5))
+    eval_loops = [jaxloop.EvalLoop(Numbers(STEP.base_prng, STEP.model)) for _ in run_options.get("eval_specs", ())]
+    spec = CheckpointSpec(directory, **options)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), eval_loops, spec, log_interval=every(1))
+    outer_loop(jax.tree.map(jax.numpy.copy, STATE), dataset, total_steps, **run_options)
+    return [int(number) for number in outer_loop.history.collect("train.number")]
+
+
+class Numbers(jaxloop.Step):
+    """Reports the number of its batch."""
+
+    def run(self, state, batch):
+        return state.replace(step=state.step + int(self.train)), {"number": batch["x"].mean()}
+
+
+def test_new_data_begin_once_and_are_then_resumed(tmp_path):
+    numbers(tmp_path, Numbered(0), 12)
+    for total_steps in (17, 22, 27):
+        found = numbers(tmp_path, Numbered(1000), total_steps, restore_data=False)
+    assert found == [*range(10), *range(1000, 1017)]
+    assert numbers(tmp_path, Numbered(1000), 29)[25:] == [*range(1015, 1019)]
+    for _ in range(2):  # It is the caller's task to move an iterator.
+        found = numbers(tmp_path, iter(Numbered(2000)), 32, restore_data=False)
+    assert found[30:] == [2000, 2001]
+
+
+def test_changed_data_warn_or_raise(tmp_path, warnings_logged):
+    numbers(tmp_path, Numbered(0), 12)
+    with pytest.raises(ValueError, match=r"(?s)number 11, .*batch\['x'\]: float32\[2, 3\], checksum .* -> float32"):
+        numbers(tmp_path, Numbered(1000), 20, on_changed_data="raise")
+    found = numbers(tmp_path, Numbered(0, 70), 17, on_changed_data="raise")  # The next batch is the same.
+    assert found == [*range(17)] and warnings_logged() == []
+    assert numbers(tmp_path, Numbered(1000), 20)[15:] == [*range(1015, 1020)]
+    assert "number 16, is not the one" in warnings_logged()[0]
+    with pytest.raises(ValueError, match='on_changed_data must be "warn" or "raise"'):
+        CheckpointSpec(tmp_path, on_changed_data="ignore")
+
+
+def test_a_run_whose_evaluation_reads_a_generator_resumes_with_a_warning(tmp_path, warnings_logged):
+    for total_steps in (12, 20):
+        generated = (batch for batch in Numbered(0))
+        spec = jaxloop.EvalSpec(None, dataset_iterator=generated, num_steps=2, interval=every(steps=5))
+        found = numbers(tmp_path, Numbered(0), total_steps, eval_specs=[spec])
+    assert found == [*range(20)]
+    assert "a generator can't report its position" in warnings_logged()[0]
+    assert "The run continues with the next batch that the iterator of the evaluation" in warnings_logged()[1]
+
+
+class Reshuffled:
+    """A stand-in for a Hugging Face `IterableDataset`, whose state doesn't contain its shuffle buffer."""
+
+    buffer_size = 1
+    epoch = 0
+    place = start = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        rng, buffer = np.random.default_rng(self.epoch), []
+        order = [{"x": np.full([2, 3], row)} for row in rng.permutation(12)]
+        start = self.start["place"] if self.start and self.start["epoch"] == self.epoch else 0
+        for self.place in range(start + 1, 13):
+            buffer.append(order[self.place - 1])
+            if len(buffer) == self.buffer_size:
+                yield buffer.pop(0)
+        yield from buffer
+
+    def state_dict(self):
+        return {"place": self.place, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.start = state
+
+
+@pytest.fixture
+def hugging_face(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(IterableDataset=Reshuffled))
+    monkeypatch.setattr(sources, "check_format", lambda data: None)
+
+
+def test_a_hugging_face_dataset_is_reshuffled_in_each_epoch(hugging_face, tmp_path):
+    whole = numbers(tmp_path / "whole", Reshuffled(), train_epochs=3)
+    epochs = [whole[:12], whole[12:24], whole[24:]]
+    assert [sorted(epoch) for epoch in epochs] == [[*range(12)]] * 3 and len(set(map(tuple, epochs))) == 3
+    for stop in (5, 12, 19, 36):
+        numbers(tmp_path / "killed", Reshuffled(), stop, train_epochs=3)
+    assert numbers(tmp_path / "killed", Reshuffled(), train_epochs=3) == whole
+
+
+def test_a_shuffle_buffer_that_is_not_saved_is_found_out(hugging_face, monkeypatch, warnings_logged):
+    monkeypatch.setattr(Reshuffled, "buffer_size", 4)
+    whole, rest = resumed(Reshuffled)
+    assert rest != whole and "number 3, is not the one" in warnings_logged()[0]
+    assert "won't continue at the right batch of a Reshuffled" in prove(Reshuffled())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_real_hugging_face_datasets_are_resumed_or_found_out(warnings_logged):
+    datasets = pytest.importorskip("datasets")
+    generate = lambda parts: ({"x": row} for part in parts for row in range(6 * part, 6 * part + 6))
+    rows = datasets.IterableDataset.from_generator(generate, gen_kwargs={"parts": [0, 1, 2, 3]})
+    whole, rest = resumed(lambda: rows.with_format("numpy").batch(3))
+    assert rest == whole and warnings_logged() == []
+    whole, rest = resumed(lambda: rows.shuffle(seed=3, buffer_size=9).with_format("numpy").batch(3))
+    assert rest != whole and len(warnings_logged()) == 1
+
+
+def test_a_grain_loader_over_a_class_without_a_repr_is_resumed(warnings_logged):
+    grain = pytest.importorskip("grain")
+    kept = []
+
+    class Rows:
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, row):
+            return {"x": row}
+
+    def make():
+        kept.append(Rows())  # So that each one has its own address.
+        sampler = grain.samplers.IndexSampler(24, grain.sharding.NoSharding(), shuffle=True, seed=3, num_epochs=1)
+        operations = [grain.transforms.Batch(3)]
+        return grain.DataLoader(data_source=kept[-1], sampler=sampler, operations=operations, worker_count=0)
+
+    whole, rest = resumed(make)
+    assert rest == whole and len(rest) == 6 and warnings_logged() == []
 
 
 # When a batch is read --------------------------------------------------------------------------------

@@ -54,6 +54,9 @@ def batch_of(rows=8, **leaves):
     return {"x": np.ones([rows, 3], np.float32), "y": np.zeros([rows, 1], np.float32), **leaves}
 
 
+ZEROS = np.zeros([8, 1], np.float32)
+
+
 class Generated:
     """An iterable without a length."""
 
@@ -271,6 +274,16 @@ MISTAKES = {
         {"data": Generated(lambda: itertools.repeat(batch_of(), 400))},
         "the train data",
         "a Generated can't report its position",
+        False,
+    ),
+    "data that don't return to a position": (
+        {
+            "data": jaxloop.skippable(
+                lambda: ({"x": np.full([8, 3], random.random(), np.float32), "y": ZEROS} for _ in range(400))
+            )
+        },
+        "the train data",
+        r"(?s)won't continue at the right batch of a generator: .* batch\['x'\]: float32.*, checksum .* -> float32",
         False,
     ),
     "data that raise": (
@@ -634,7 +647,7 @@ def test_the_plan_starts_at_the_newest_checkpoint(saved, plan):
         ({"model": Network(5)}, "the checkpoint", r"params/Dense_1/kernel: float32\[3, 4\] -> float32\[3, 5\]"),
         ({"optimizer": optax.sgd(0.1)}, "the checkpoint", "opt_state/0/trace/.*: float32.* -> .none."),
         ({"seed": 1}, "the checkpoint", "different PRNG keys"),
-        ({"data": data_of(rows=4, w=np.zeros(4, np.int32))}, "the train data", r"batch\['w'\]: int32"),
+        ({"data": [batch_of()] * 400}, "the train data", "of the kind 'index', and the positions in a list"),
         ({"resumes": False}, "the checkpoints", "has checkpoints up to step 100"),
         ({"options": {"train_total_steps": 100}}, "the train loop", "Nothing is left to train"),
     ],

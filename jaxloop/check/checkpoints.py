@@ -13,7 +13,7 @@ from jaxloop.base import encoding, files
 from jaxloop.check.data import TrainData
 from jaxloop.check.experiment import Checked, State
 from jaxloop.check.report import Findings
-from jaxloop.data import fingerprint
+from jaxloop.data.position import check_kind, prove
 from jaxloop.engine.rehearse import Course
 from jaxloop.experiment import whole_run
 from jaxloop.experiment.specs import CheckpointSpec
@@ -101,9 +101,7 @@ def _check_checkpoint(
         position = run["parts"]["data"]["positions"][0]["data"] if spec.restore_data else None
         if position and data.source is not None:
             with here.at("the train data"):
-                before, source = position["fingerprint"], data.source
-                fingerprint.check_same(before.get("source"), source.fingerprint)
-                fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
+                check_kind(position["kind"], data.source)
         train, batches = run["parts"]["train"], position["count"] if position else 0
         passes, has_stopped = run["parts"]["data"]["passes"], train["has_stopped"]
         return dataclasses.replace(course, start=elapsed, passes=passes, batches=batches, has_stopped=has_stopped)
@@ -134,9 +132,9 @@ def check_saving(checked: Checked, course: Course, size: int, data: TrainData, h
     for directory in {each for each in directories if directories.count(each) > 1}:
         here.warn(f"Two CheckpointActions save to {directory}, but a step is saved once. Join their schedules with |.")
     if savers and spec is not None and spec.restore_data and data.source is not None:
-        warning = data.source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
-        if warning:
-            here.at("the train data").warn(warning)
+        with here.at("the train data"):
+            if warning := data.source.resume_warning() or prove(experiment.spec.data):
+                here.at("the train data").warn(warning)
     for number, action in enumerate(savers, start=1):
         _check_saver("saves" if number == 1 else f"saves {number}", action, course, size, here)
 

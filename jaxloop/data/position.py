@@ -3,10 +3,11 @@
 import bisect
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import numpy as np
@@ -14,14 +15,17 @@ from absl import logging
 
 from jaxloop import types
 from jaxloop.base import checks, encoding
-from jaxloop.data.fingerprint import check_same, describe_batch, describe_source
+from jaxloop.data.fingerprint import END, fingerprint
 from jaxloop.data.read_ahead import ReadAhead
 from jaxloop.data.sources import (
     KINDS,
+    NUMBERS,
+    OR_SKIPPABLE,
     Source,
     check_is_dataset,
     is_endless,
     is_function,
+    keeping_random_state,
     name_of,
     num_batches,
     pass_of,
@@ -55,7 +59,7 @@ class DatasetPosition:
         - "state": `get_state` and `set_state`.
         - "state_dict": `state_dict` and `load_state_dict`.
         - "tf.data": A checkpoint of the iterator.
-        - "torch": The state of PyTorch's random number generators at the start of the epoch.
+        - "torch": The state of the random number generators at the start of the epoch.
         - "sequence" and "index": The index of the next batch.
         - "skip": No state. The order is the same each time, so the consumed batches are read again and skipped.
         - "unknown": No state, and no way to return to the position.
@@ -63,15 +67,14 @@ class DatasetPosition:
       state: The state of the source at the last mark, encoded by `jaxloop.base.encoding` or containing raw bytes; None
         for the start of the epoch.
       skip: The number of batches consumed since that mark.
-      fingerprint: Lines that identify the dataset: "source" describes the parts of the pipeline and, once the first
-        batch has been read, "batch" describes that batch's leaves.
+      next: The `fingerprint` of the next batch, by which a resumed run recognizes it; None if it hasn't been read.
     """
 
     kind: str
     count: int
     state: Any = None
     skip: int = 0
-    fingerprint: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
+    next: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -100,9 +103,10 @@ class DatasetPosition:
         return cls(**{**values, "state": _insert_arrays(values.get("state"), arrays or {})})
 
 
-def _applied(convert: Callable[[types.Batch], types.Batch] | None, read: Callable[[], types.Batch]) -> Any:
-    return read if convert is None else lambda: convert(read())
-
+UNPROVEN = (
+    "the dataset doesn't return exactly to a saved position. Take its randomness from seeds or from generators whose "
+    f"states are saved, {OR_SKIPPABLE}."
+)
 
 _ARRAY_KEY = "jaxloop/beside"
 
@@ -169,7 +173,6 @@ class PositionedIterator(Iterator[types.Batch]):
     _prefetch: int
     _skippable: bool
     _source: Source
-    _fingerprint: dict[str, list[str]]
     _convert: Callable[[types.Batch], types.Batch] | None
     _ahead: ReadAhead | None
     _left_out: Sequence[int]
@@ -195,25 +198,21 @@ class PositionedIterator(Iterator[types.Batch]):
         self = super().__new__(cls)
         self._dataset, self._iterate, self._prefetch, self._skippable = dataset, iterate, prefetch, skippable
         self._source = source_of(dataset, iterator, start)
-        self._fingerprint = {"source": describe_source(dataset)}
         self._convert = None
         self._ahead = None
         self._left_out = ()
         self._number_of_pass = None
-        self._start_reading(iterator, 0, self._source.read_start())
+        self._start_reading(iterator)
         return self
 
-    def _start_reading(self, iterator: Iterator[types.Batch], count: int, state: Any) -> None:
-        """Starts reading from an iterator that has returned `count` batches.
-
-        `state` is the source's state at that point (None if unknown).
-        """
+    def _start_reading(self, iterator: Iterator[types.Batch], count: int = 0, state: Any = None) -> None:
+        """Starts reading from an iterator that has returned `count` batches. `state` is the source's state then."""
         self.close()
         self._iterator, self._count = iterator, count
-        self._read_next: Callable[[], types.Batch] = self._read_first
         self._peeked: list[types.Batch] = []  # At most one batch.
-        self._seek_target: DatasetPosition | None = None  # Set until the next batch is checked.
-        self._marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS)
+        self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches read, including a peeked one.
+        self._has_ended = False
+        self._marks: deque[tuple[int, Any]] = deque([(count, state or self._source.read_start())], _MAX_MARKS)
         self._read_batch: Callable[[], types.Batch] = iterator.__next__
         if self._prefetch:
             self._ahead = ReadAhead(
@@ -232,7 +231,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
     def __next__(self) -> types.Batch:
         while True:
-            batch = self._peeked.pop() if self._peeked else self._read_next()
+            batch = self._peeked.pop() if self._peeked else self._read()
             self._count += 1
             if not self._left_out or self._count not in self._left_out:
                 return batch
@@ -263,11 +262,6 @@ class PositionedIterator(Iterator[types.Batch]):
     def num_read(self) -> int:
         """The number of batches in this epoch up to and including the last one returned, counting those left out."""
         return self._count
-
-    @property
-    def fingerprint(self) -> list[str]:
-        """A description of the pipeline, with one line per part; see `fingerprint.describe_source`."""
-        return self._fingerprint["source"]
 
     @property
     def is_endless(self) -> bool:
@@ -303,28 +297,19 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def problem(self) -> str | None:
-        """A message that explains why a position can't be restored and how to fix it; None if no problem is known.
-
-        Whether a tf.data pipeline's state can be saved is known only after the first `mark`.
-        """
+        """A message that explains why a position can't be restored and how to fix it; None if no problem is known."""
         return (self._source.problem or unknown_reason(self._dataset)) if self.kind == "unknown" else None
 
-    def resume_warning(self, *, several_passes: bool = False) -> str | None:
-        """Returns a message that explains why resuming won't be exact and how to fix that; None if it will be exact.
+    def resume_warning(self) -> str | None:
+        """Returns a message that explains why a resume won't be exact and how to fix that; None if no reason is known.
 
-        Call this method before the first batch is read, because it may peek at that batch and try to save the source's
-        state.
-
-        Args:
-          several_passes: True if the run trains for more than one epoch.
+        Call this method before the first batch is read, because it may peek at that batch.
         """
-        if self._source.kind == "tf.data" and self._ahead is None:
+        if self._source.kind == "tf.data" and self._ahead is None:  # Some states can't be saved after the first batch.
             with contextlib.suppress(StopIteration):
                 self.peek()
             self._source.read()
-        if self.kind == "unknown":
-            return f"{self.problem} Until then, a resumed run will not continue at the right batch."
-        return self._source.doubt(several_passes=several_passes)
+        return self.problem and f"{self.problem} Until then, a resumed run will not continue at the right batch."
 
     # Batches -----------------------------------------------------------------------------------------
 
@@ -335,16 +320,13 @@ class PositionedIterator(Iterator[types.Batch]):
         """
         dataset = pass_of(self._dataset, number)
         if dataset is not self._dataset and number != self._number_of_pass:
-            self._number_of_pass = number
-            self._dataset, self._fingerprint = dataset, {"source": describe_source(dataset)}
-            self._start_reading(self._fresh_iterator(), 0, None)
+            self._number_of_pass, self._dataset = number, dataset
+            self._start_reading(self._fresh_iterator())
 
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":
         """Makes the iterator apply a function to each batch that it returns. Returns the iterator itself."""
         if self._convert is not convert:
             self._convert = convert
-            if self._read_next != self._read_first:
-                self._read_next = _applied(convert, self._read_batch)
             self._peeked = [convert(batch) for batch in self._peeked]
         return self
 
@@ -357,11 +339,11 @@ class PositionedIterator(Iterator[types.Batch]):
         if not self._peeked:
             if self._count > self._marks[-1][0]:
                 self.mark()
-            self._peeked.append(self._read_next())
+            self._peeked.append(self._read())
         return self._peeked[0]
 
     def skip(self, num_batches: int) -> None:
-        """Reads and discards `num_batches` batches, and logs how many there were and how long this took.
+        """Reads and discards `num_batches` batches. If there are any, logs their number and how long this took.
 
         Raises:
           ValueError: If the dataset ends before that many batches have been read.
@@ -375,29 +357,25 @@ class PositionedIterator(Iterator[types.Batch]):
                     f"The dataset, {name_of(self._dataset)}, ended after {self._count} batches, before the position "
                     f"after {target}. Build it as it was when the position was saved."
                 ) from None
-        secs = time.perf_counter() - start
-        logging.info("Skipped %d batches of %s in %.1f s.", num_batches, name_of(self._dataset), secs)
+        if num_batches:
+            secs = time.perf_counter() - start
+            logging.info("Skipped %d batches of %s in %.1f s.", num_batches, name_of(self._dataset), secs)
 
     def close(self) -> None:
         """Stops the prefetch thread, if there is one. Doing so ends the iterator."""
         if self._ahead is not None:
             self._ahead.close()
 
-    def _read_first(self) -> types.Batch:
-        """Reads, checks and converts the first batch since reading started."""
-        if self._marks[-1][1] is None and (self._ahead is None or not self._ahead.has_begun):
-            self._marks[-1] = (self._count, self._source.read())  # Reading ahead may pass this point later.
-        batch = self._read_batch()
-        if self._count == 0:
-            self._fingerprint["batch"] = describe_batch(batch)
-        if self._seek_target is not None:
-            # If the first batch is read again, it must be the same. After a saved state, the next batch is a different
-            # one, and its size may differ.
-            is_reread = self._count == 0 and self._seek_target.count > 0
-            check_same(self._seek_target.fingerprint.get("batch"), describe_batch(batch), sizes=is_reread)
-            self._seek_target = None
-        self._read_next = _applied(self._convert, self._read_batch)
-        return batch if self._convert is None else self._convert(batch)
+    def _read(self) -> types.Batch:
+        try:
+            batch = self._read_batch()
+        except StopIteration:
+            self._has_ended = True
+            raise
+        if self._convert is not None:
+            batch = self._convert(batch)
+        self._recent.append(batch)
+        return batch
 
     # Positions ---------------------------------------------------------------------------------------
 
@@ -437,48 +415,67 @@ class PositionedIterator(Iterator[types.Batch]):
                 f"A position is available after {self._marks[0][0]} to {self._count} batches, from the oldest stored "
                 f"mark to the last batch returned, got count={count}."
             )
-        fingerprint = {name: list(lines) for name, lines in self._fingerprint.items()}
+        following = self._next_fingerprint(count)
         if self._source.start is not None:
-            return DatasetPosition(self.kind, count, self._source.start + count, 0, fingerprint)
+            return DatasetPosition(self.kind, count, self._source.start + count, 0, following)
         if state is not None and not self._source.problem:
-            return DatasetPosition(self._source.kind, count, state, count - marked, fingerprint)
-        return DatasetPosition(self._kind_without_state if count else self.kind, count, None, count, fingerprint)
+            return DatasetPosition(self._source.kind, count, state, count - marked, following)
+        return DatasetPosition(self._kind_without_state if count else self.kind, count, None, count, following)
 
-    def seek(self, saved: DatasetPosition) -> None:
+    def _next_fingerprint(self, count: int) -> dict[str, Any] | None:
+        """Returns the fingerprint of the batch after the first `count`; None if that batch hasn't been read."""
+        ahead = self._count + len(self._peeked) - count
+        if ahead == 0:
+            return END if self._has_ended else None
+        if ahead <= len(self._recent):
+            return fingerprint(self._recent[-ahead])
+        self._recent = deque(self._recent, ahead)  # A job of several processes reads this far ahead.
+        return None
+
+    def seek(self, saved: DatasetPosition, *, on_changed: Literal["warn", "raise"] = "warn") -> None:
         """Moves to a position that was saved by an iterator over the same dataset, in this process or another one.
 
-        If batches have to be skipped, logs how many there were and how long this took.
+        If batches have to be skipped, logs how many there were and how long this took. If it is known which batch came
+        next when the position was saved, compares it with the next batch.
+
+        Args:
+          saved: The position.
+          on_changed: What to do if the next batch differs: log a warning that lists its leaves, or raise an error.
 
         Raises:
           PositionUnknownError: If the source can't return to the position.
-          ValueError: If the position was saved from a different dataset, or the dataset ends before the position.
+          ValueError: If the position was saved by another kind of dataset or one with another batch size, if the
+            dataset ends before the position, or if the next batch differs and `on_changed` is "raise".
         """
-        self._check_same_source(saved)
+        self._go_to(saved)
+        lines, sizes = _changes(saved, self)
+        if not lines:
+            return
+        text = (
+            f"The next batch of {name_of(self._dataset)}, number {saved.count + 1}, is not the one that came next when "
+            "the position was saved. Differences (saved -> now):\n" + "\n".join(lines) + "\n"
+        )
+        if self.kind in NUMBERS and None not in sizes and sizes[0] != sizes[1]:
+            raise ValueError(f"{text}The position is a number of batches, so their size must stay the same.")
+        text += f"If the dataset has changed, build it as it was. Otherwise, {UNPROVEN}"
+        if on_changed == "raise":
+            raise ValueError(text)
+        logging.warning("%s", text)
+
+    def _go_to(self, saved: DatasetPosition) -> None:
+        check_kind(saved.kind, self)
         self._left_out = ()
         if saved.state is None and saved.count and not self._skippable:
-            self.mark()  # For tf.data, this sets `problem`.
             raise PositionUnknownError(
                 f"The position after {saved.count} batches of {name_of(self._dataset)} can't be restored: "
                 + (self.problem or "batches were read ahead of it without a mark. Call mark() before reading ahead.")
             )
-        first = self._source.first()
-        if first is not None:
-            check_same(saved.fingerprint.get("batch"), describe_batch(first))
         if saved.state is not None:
             self.close()  # Stops the thread before the source is changed.
             self._start_reading(self._source.restore(saved.state), saved.count - saved.skip, saved.state)
         elif self._count:
-            self._start_reading(self._fresh_iterator(), 0, None)
-        elif self._peeked and saved.count:
-            check_same(saved.fingerprint.get("batch"), self._fingerprint["batch"])
-        self._seek_target = None if self._peeked else saved
-        if saved.skip:
-            self.skip(saved.skip)
-        else:
-            with contextlib.suppress(StopIteration):
-                self.peek()
-        if "batch" in saved.fingerprint:
-            self._fingerprint["batch"] = list(saved.fingerprint["batch"])
+            self._start_reading(self._fresh_iterator())
+        self.skip(saved.skip)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position as a dict, like the `get_state` method of Grain's iterators."""
@@ -487,13 +484,6 @@ class PositionedIterator(Iterator[types.Batch]):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Moves to a position that `get_state` returned."""
         self.seek(DatasetPosition.from_dict(state))
-
-    def _check_same_source(self, saved: DatasetPosition) -> None:
-        before, now, kind = saved.fingerprint.get("source"), self._fingerprint["source"], self._source.kind or "skip"
-        if saved.kind not in ("skip", "unknown"):
-            check_same([*(before or now), f"kind {saved.kind!r}"], [*now, f"kind {kind!r}"])
-        elif before and before[0].split()[0] == now[0].split()[0]:
-            check_same(before, now)  # Otherwise (say, a list replaced a generator), batches are just skipped.
 
     def _fresh_iterator(self) -> Iterator[types.Batch]:
         start = random_state(self._dataset)
@@ -505,6 +495,28 @@ class PositionedIterator(Iterator[types.Batch]):
         self.close()
         self._source = source_of(self._dataset, iterator, start)
         return iterator
+
+
+def check_kind(saved: str, source: PositionedIterator) -> None:
+    """Raises a `ValueError` if a saved position is of another kind than the positions of an iterator."""
+    if saved not in ("skip", "unknown", source.kind):
+        raise ValueError(
+            f"The position in the data was saved from a different dataset: it is of the kind {saved!r}, and the "
+            f"positions in {name_of(source.inner)} are of the kind {source.kind!r}. Build the same dataset, or start a "
+            "new run in another directory."
+        )
+
+
+def _changes(saved: DatasetPosition, source: PositionedIterator) -> tuple[list[str], tuple[int | None, int | None]]:
+    """Returns a line for each leaf in which the next batch differs from the saved one, and the sizes of both."""
+    if saved.next is None:
+        return [], (None, None)
+    try:
+        now = fingerprint(source.peek())
+    except StopIteration:
+        now = END
+    lines = checks.change_lines(checks.changes(saved.next["leaves"], now["leaves"]))
+    return lines, (saved.next["rows"], now["rows"])
 
 
 def number_of(count: int, left_out: Sequence[int]) -> int:
@@ -608,3 +620,38 @@ def skippable(data: Any) -> Iterable[types.Batch]:
       An iterable of batches; an iterator if `data` is an iterator.
     """
     return with_options(data, skippable=True)
+
+
+def prove(data: Any) -> str | None:
+    """Checks that a fresh iterator over a dataset can return to a position, by reading three batches twice.
+
+    Returns a message that explains how the third batch differs and what to do. Returns None if it is the same, or if
+    the dataset has no positions or is an iterator.
+
+    >>> prove([1, 2, 3, 4]) is None
+    True
+    """
+    if hasattr(data, "__next__"):
+        return None
+    with keeping_random_state(data):
+        first = PositionedIterator(data)
+        for _ in itertools.islice(first, 2):
+            pass
+        with contextlib.suppress(StopIteration):
+            first.peek()
+        saved = first.position()
+        first.close()
+        if saved.kind == "unknown":
+            return None
+        again = PositionedIterator(data)
+        again._go_to(saved)
+        lines, _ = _changes(saved, again)
+        again.close()
+    if not lines:
+        return None
+    return (
+        f"A resumed run won't continue at the right batch of {name_of(first.inner)}: after a return to the position "
+        f"after {saved.count} batches, the next one differs (before -> after):\n"
+        + "\n".join(lines)
+        + f"\nNote that {UNPROVEN}"
+    )

@@ -1,11 +1,13 @@
 """Saves and restores positions in all kinds of datasets: Grain, tf.data, sequences, PyTorch and other iterators."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import multiprocessing
 import operator
 import pathlib
+import random
 import re
 import sys
 import tempfile
@@ -19,12 +21,15 @@ from jaxloop import types
 from jaxloop.base import checks, encoding
 
 KINDS = ("state", "state_dict", "tf.data", "torch", "sequence", "index", "skip", "unknown")
+NUMBERS = ("torch", "sequence", "index", "skip")
+"""The kinds of positions that are numbers of batches."""
 OR_SKIPPABLE = (
     "or, if every epoch has the same batches in the same order, jaxloop.data.skippable(dataset): a resumed run then "
     "reads the batches of the epoch again and skips them"
 )
 _ENDLESS = 2**48
 """A dataset that reports at least this many batches counts as endless."""
+_ADDRESS = re.compile(rb" at 0x[0-9a-f]+")
 _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
@@ -143,12 +148,17 @@ def indexed(data: Any) -> IndexedBatches | None:
 
 
 def pass_of(data: Any, number: int = 0) -> Any:
-    """Returns the batches of one pass over a dataset that `batched` made, with the options of the dataset.
+    """Returns the batches of one pass over a dataset, with the options of the dataset.
 
-    Returns all other datasets unchanged.
+    The passes over the result of `batched` and over a Hugging Face `IterableDataset` differ. Returns all other datasets
+    unchanged.
     """
     if isinstance(data, IndexedBatches):  # The pass knows the other passes.
         return data if data.make_pass is None else dataclasses.replace(data.make_pass(number), make_pass=data.make_pass)
+    if is_hugging_face(data) and hasattr(data, "set_epoch"):
+        data = copy.copy(data)  # Each pass has its own state.
+        data.set_epoch(number)
+        return data
     if not _has_inner(data) or hasattr(data, "__next__"):
         return data
     inner = pass_of(data.inner, number)
@@ -171,8 +181,8 @@ class Source:
 
     Hooks:
       read: Reads the position. Called after each batch if `is_cheap`; otherwise, whenever a checkpoint may be saved.
+      read_start: Reads the position before the first batch.
       restore: Called when a run resumes from a checkpoint.
-      first: Called before `restore` to compare the first batch with that of the interrupted run.
 
     Attributes:
       kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
@@ -191,20 +201,12 @@ class Source:
         return None
 
     def read_start(self) -> Any:
-        """Returns the encoded state before the first batch; None if it isn't needed and would be slow to read."""
-        return self.read() if self.is_cheap else None
+        """Returns the encoded state before the first batch; None if it is unknown."""
+        return self.read()
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
         """Restores a saved state and returns the iterator to continue with."""
         raise NotImplementedError
-
-    def doubt(self, *, several_passes: bool) -> str | None:
-        """Explains why a resumed run may change the order of batches, and how to fix that. None if it won't."""
-        return None
-
-    def first(self) -> types.Batch | None:
-        """Returns the first batch if it can be read without consuming it; otherwise None."""
-        return None
 
 
 class _Sequence(Source):
@@ -219,9 +221,6 @@ class _Sequence(Source):
         iterator.__setstate__(state)
         return iterator
 
-    def first(self) -> types.Batch | None:
-        return self._items[0] if len(self._items) else None
-
 
 class _Index(Source):
     kind = "index"
@@ -232,9 +231,6 @@ class _Index(Source):
     def restore(self, state: int) -> Iterator[types.Batch]:
         self._iterator.next_index = state
         return self._iterator
-
-    def first(self) -> types.Batch | None:
-        return made_by(self._iterator.make_batch, 0)
 
 
 class _Stateful(Source):
@@ -267,51 +263,37 @@ class _TensorFlow(_Stateful):
     The shuffle's seed generator determines the order of the next epoch. All iterators over a dataset share this
     generator, and creating an iterator advances it. Restoring an iterator restores the generator only if the shuffle
     still has elements. Therefore, the state before the first batch is saved too: restoring an iterator from that state
-    resets the generator to where it was at the start of the epoch.
+    resets the generator to where it was at the start of the epoch. This would be wrong for a `repeat` after a shuffle.
     """
 
     def __init__(self, dataset: Any, iterator: Any):
-        super().__init__("tf.data", lambda: _save_tf(self._iterator), self._restored)
+        super().__init__("tf.data", lambda: _save_tf(self._iterator), self.restore)
         self._iterator, self._dataset, self._is_given = iterator, iterator._dataset, dataset is iterator
-        self._start: Any = None
-        if not self._is_given and _has_one_order_per_epoch(self._dataset):
-            self._start = super().read()
-
-    def read_start(self) -> Any:
-        return self._with_start(self._start) if self._start else None
+        has_start = not self._is_given and not _repeats_a_shuffle(self._dataset)
+        self._start: Any = super().read() if has_start else None
 
     def read(self) -> Any:
         state = super().read()
-        return self._with_start(state) if state and self._start else state
-
-    def _with_start(self, state: Any) -> Any:
-        return {"dict": {"start": self._start, "now": state}}
+        return state and {"dict": {"start": self._start, "now": state}}
 
     def _encode(self, state: Any) -> Any:
         return {"dict": state}  # May take megabytes, so it stays as bytes until it is stored.
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
-        items = state["dict"]
-        if not {"start", "now"} <= items.keys():
-            return super().restore(state)
-        iterator, self._start = super().restore(items["now"]), items["start"]
-        _restore_tf(self._new_iterator(), encoding.decode(self._start))
-        return iterator
-
-    def _restored(self, state: dict[str, bytes]) -> Any:
+        self._start, now = state["dict"]["start"], state["dict"]["now"]
         if not self._is_given:  # TensorFlow can't restore some iterators after their first batch.
             self._iterator = self._new_iterator()
-        return _restore_tf(self._iterator, state)
+        _restore_tf(self._iterator, encoding.decode(now))
+        if self._start:
+            _restore_tf(self._new_iterator(), encoding.decode(self._start))
+        return self._iterator
 
     def _new_iterator(self) -> Any:
         return type(self._iterator)(self._dataset)
 
-    def doubt(self, *, several_passes: bool) -> str | None:
-        return _doubt_of_tf(self._dataset, several_passes)
-
 
 class _Torch(_Stateful):
-    """The position in a PyTorch loader, whose batch order depends on PyTorch's random state when the epoch starts.
+    """The position in a PyTorch loader, whose batches depend on the random state when the epoch starts.
 
     Args:
       loader: The loader.
@@ -322,7 +304,6 @@ class _Torch(_Stateful):
     def __init__(self, loader: Any, iterator: Any, start: Any):
         self._loader, self._iterator, self._start = loader, iterator, start
         self._has_state = _has(loader, "state_dict", "load_state_dict")
-        self._has_begun = False
         super().__init__("state_dict" if self._has_state else "torch", self._read_now, self._go_to)
 
     def read(self) -> Any:
@@ -340,9 +321,6 @@ class _Torch(_Stateful):
 
     def _go_to(self, state: Any) -> Iterator[types.Batch]:
         state = _with_tensors(state)
-        if "start" not in state:  # Saved by an earlier version of jaxloop.
-            self._loader.load_state_dict(state)
-            return iter(self._loader)
         self._start = state["start"]
         _set_random_state(self._loader, self._start)
         if "loader" in state:
@@ -351,12 +329,6 @@ class _Torch(_Stateful):
         if "now" in state:
             _set_random_state(self._loader, state["now"])
         return self._iterator
-
-    def doubt(self, *, several_passes: bool) -> str | None:
-        reason = _unknown_order_reason(self._loader)
-        return (
-            reason and f"{name_of(self._loader)} may change its order after a resume, because {reason}. {_TORCH_REMEDY}"
-        )
 
 
 def num_batches(data: Any) -> int | None:
@@ -425,10 +397,11 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
         return _Index(iterator)
     if tensorflow and isinstance(iterator, (tensorflow.data.Iterator, tensorflow.data.NumpyIterator)):
         return _TensorFlow(dataset, iterator)
-    if _is_loader(dataset) and (_has(dataset, "state_dict", "load_state_dict") or not _unknown_order_reason(dataset)):
+    if _is_loader(dataset):
         return _Torch(dataset, iterator, start)
     if _has(iterator, "get_state", "set_state"):
-        return _Stateful("state", iterator.get_state, lambda state: (iterator, iterator.set_state(state))[0])
+        set_state = lambda state: iterator.set_state(_with_current_addresses(state, iterator.get_state()))
+        return _Stateful("state", iterator.get_state, lambda state: (iterator, set_state(state))[0])
     # If the loader has these methods itself, the next iterator that it creates continues from the loaded state.
     owner = dataset if _has(dataset, "state_dict", "load_state_dict") else iterator
     if _has(owner, "state_dict", "load_state_dict"):
@@ -436,6 +409,17 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
         restore = lambda state: (load(state), iterator if owner is iterator else iter(dataset))[1]
         return _Stateful("state_dict", lambda: _without_tensors(owner.state_dict()), restore)
     return Source()
+
+
+def _with_current_addresses(state: Any, now: Any) -> Any:
+    """Replaces the addresses of objects in a saved state by those in this process.
+
+    Grain compares the `repr` of a loader's data source, which contains an address unless its class defines `__repr__`.
+    """
+    if not isinstance(state, bytes) or not isinstance(now, bytes):
+        return state
+    found = iter(_ADDRESS.findall(now))
+    return _ADDRESS.sub(lambda address: next(found, address[0]), state)
 
 
 def _save_tf(iterator: Any) -> dict[str, bytes]:
@@ -454,74 +438,14 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
     return iterator
 
 
-# Parts of a tf.data pipeline that create their input's iterator immediately, and only once per epoch.
-_MADE_AT_ONCE = set("Batch ParallelBatch PaddedBatch Map ParallelMap Prefetch Filter Take Skip Zip Options".split())
-# Parts that may come between a shuffle and a repeat, because their iterators can be saved until the input ends.
-_SAVED_TO_THE_END = {"Batch", "PaddedBatch", "Map", "Shuffle"}
-
-
-def _random_parts(dataset: Any, above: tuple[str, ...] = ()) -> list[tuple[Any, tuple[str, ...]]]:
-    """Returns each seeded part of a tf.data pipeline, together with the kinds of all parts downstream of it."""
-    found = [(dataset, above)] if hasattr(dataset, "_seed2") else []
-    inputs = dataset._inputs() if _has(dataset, "_inputs") else []
-    kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
-    return found + [each for one in inputs for each in _random_parts(one, (*above, kind))]
-
-
-def _reorders(part: Any) -> bool:
-    """Returns True if a part of a tf.data pipeline produces a new order in each epoch."""
-    is_shuffle = "Shuffle" in type(part).__name__
-    return getattr(part, "_reshuffle_each_iteration", is_shuffle) is not False or bool(
-        getattr(part, "_rerandomize", False)
-    )
-
-
-def _orders(parts: list[tuple[Any, tuple[str, ...]]]) -> list[tuple[str, ...]]:
-    """Returns, for each part that produces a new order in each epoch, the kinds of all parts downstream of it."""
-    return [above for part, above in parts if _reorders(part)]
-
-
-def _has_one_order_per_epoch(dataset: Any) -> bool:
-    """Returns True if a single part of a tf.data pipeline determines an epoch's order, at iterator creation."""
-    orders = _orders(_random_parts(dataset))
-    return len(orders) == 1 and _MADE_AT_ONCE.issuperset(orders[0])
-
-
-def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
-    """Explains why a tf.data pipeline may change its order after a resume, and how to fix that. None if it won't."""
-    parts = _random_parts(dataset)
-    orders = _orders(parts)
-    repeats = [above[above.index("Repeat") + 1 :] for above in orders if "Repeat" in above]
-    is_repeated = several_passes or any("Repeat" in above for _, above in parts)
-    because = "this tf.data pipeline may change its order after a resume, because "
-    if is_repeated and any(not int(part._seed) and not int(part._seed2) for part, _ in parts):
-        return f"{because}it shuffles without a seed. Write dataset.shuffle(size, seed=...)."
-    if several_passes and orders and not _has_one_order_per_epoch(dataset):
-        return (
-            f"{because}it reshuffles in each epoch, and shuffles more than once or before a part such as repeat, cache "
-            "or concatenate. Shuffle once and after these parts, or write shuffle(..., "
-            "reshuffle_each_iteration=False)."
-        )
-    if any(not _SAVED_TO_THE_END.issuperset(between) for between in repeats):
-        return (
-            f"{because}there are other parts between a shuffle and a repeat. Write "
-            "dataset.shuffle(size, seed=...).repeat()."
-        )
-    return None
-
-
-def reshuffles(dataset: Any) -> bool:
-    """Returns True if a dataset is a tf.data pipeline that reshuffles each time it is iterated over."""
-    dataset = getattr(dataset, "_data", dataset)
-    return library(dataset) == "tensorflow" and any(_reorders(part) for part, _ in _random_parts(dataset))
+def _repeats_a_shuffle(dataset: Any, is_repeated: bool = False) -> bool:
+    kind = type(dataset).__name__
+    if "Shuffle" in kind:
+        return is_repeated
+    return any(_repeats_a_shuffle(each, is_repeated or "Repeat" in kind) for each in dataset._inputs())
 
 
 # PyTorch's loaders -----------------------------------------------------------------------------------
-
-_TORCH_REMEDY = (
-    "Use a DataLoader with a PyTorch sampler (shuffle=True uses one) over a dataset with __getitem__, or "
-    "torchdata's StatefulDataLoader, whose sampler or IterableDataset must have state_dict and load_state_dict"
-)
 
 
 def _is_loader(dataset: Any) -> bool:
@@ -539,27 +463,15 @@ def _samplers(loader: Any) -> list[Any]:
     return list(found.values())
 
 
-def _unknown_order_reason(loader: Any) -> str | None:
-    """Returns the reason why a loader's order may depend on more than PyTorch's random state; None if it doesn't."""
-    has_state = lambda value: _has(loader, "state_dict") and _has(value, "state_dict", "load_state_dict")
-    is_iterable = any(base.__name__ == "IterableDataset" for base in type(loader.dataset).__mro__)
-    if is_iterable and not has_state(loader.dataset):
-        return f"its dataset, {name_of(loader.dataset)}, decides the order of its examples"
-    for sampler in _samplers(loader)[1:]:
-        if type(sampler).__module__.partition(".")[0] not in ("torch", "torchdata") and not has_state(sampler):
-            return f"its sampler, {name_of(sampler)}, is not one of PyTorch's"
-    if getattr(loader, "in_order", True) is False:
-        return "in_order=False returns batches in the order in which the workers finish them"
-    return None
-
-
 def random_state(dataset: Any) -> Any:
-    """Returns the states of the random number generators that a PyTorch loader uses; None for any other dataset."""
+    """Returns the states of the random number generators that a PyTorch loader may use; None for any other dataset."""
     if not _is_loader(dataset):
         return None
     parts = _samplers(dataset)
     return {
         "torch": sys.modules["torch"].get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
         "generators": [generator.get_state() for generator in _generators(parts)],
         "epochs": [getattr(part, "epoch", None) for part in parts],
     }
@@ -573,6 +485,8 @@ def _generators(parts: list[Any]) -> list[Any]:
 def _set_random_state(loader: Any, state: Any) -> None:
     parts = _samplers(loader)
     sys.modules["torch"].set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
     for generator, each in zip(_generators(parts), state["generators"], strict=True):
         generator.set_state(each)
     for part, epoch in zip(parts, state["epochs"], strict=True):
@@ -583,7 +497,7 @@ def _set_random_state(loader: Any, state: Any) -> None:
 @contextlib.contextmanager
 def keeping_random_state(dataset: Any) -> Iterator[None]:
     """A context manager that restores a PyTorch loader's random state on exit, so that evaluations don't change it."""
-    loader = getattr(dataset, "_data", dataset)
+    loader = _innermost(dataset)
     state = random_state(loader)
     try:
         yield
@@ -613,9 +527,7 @@ def unknown_reason(dataset: Any) -> str:
     if "tensorflow_datasets" in packages:
         give = "the tf.data.Dataset itself, or its as_numpy_iterator()"
     elif "torch" in packages:
-        reason = _unknown_order_reason(dataset) if _is_loader(dataset) else None
-        because = f", because {reason}" if reason else ""
-        return f"{name_of(dataset)} can't report its position{because}. {_TORCH_REMEDY}, {OR_SKIPPABLE}."
+        give = "the DataLoader itself, or torchdata's StatefulDataLoader"
     return f"{name_of(dataset)} can't report its position. Give {give}, {OR_SKIPPABLE}."
 
 

@@ -3,7 +3,7 @@
 import bisect
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from jaxloop import types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks
 from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_of
-from jaxloop.data.sources import fork_warning, num_batches, reshuffles
+from jaxloop.data.sources import fork_warning, num_batches
 from jaxloop.engine.engine import Engine
 from jaxloop.experiment.evaluations import Evaluation
 from jaxloop.experiment.specs import RunSpec
@@ -28,10 +28,12 @@ class Sources:
 
     Attributes:
       passes: The number of completed epochs.
+      is_new: True if the data belong to a run with `restore_data=False`; see `CheckpointSpec`.
     """
 
     def __init__(self):
         self.passes: int = 0
+        self.is_new: bool = False
         self._opened: dict[int, PositionedIterator] = {}  # Keyed by the `id` of each iterator.
 
     def open(self, dataset: Any) -> PositionedIterator:
@@ -73,13 +75,16 @@ class TrainingData:
 
     # Reading ---------------------------------------------------------------------------------------------
 
-    def open(self, *, restores: bool, warns: bool, must_return: bool = False) -> None:
+    def open(
+        self, *, restores: bool, warns: bool, must_return: bool = False, on_changed: Literal["warn", "raise"] = "warn"
+    ) -> None:
         """Opens the training dataset at the restored position, or at its start.
 
         Args:
           restores: Whether to go to the restored position.
           warns: Whether to warn if a resumed run can't return to its position.
           must_return: Whether it is an error if the data can't return to the restored position; after a detour, always.
+          on_changed: What to do if the next batch has changed; see `CheckpointSpec`.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
         self.source = source = self._source_of_epoch()
@@ -88,7 +93,7 @@ class TrainingData:
         if saved is None or (is_epoch and saved[0] is None):
             if warns:
                 self._warn_of_inexact_resume(source)
-        elif restores:
+        elif restores or (self._sources.is_new and not self._spec.has_iterator):
             if is_epoch:  # A run always continues inside an epoch, even if that means skipping batches.
                 self.source = source = PositionedIterator(source, skippable=True)
             self._engine.data.forget()
@@ -97,7 +102,8 @@ class TrainingData:
                 if must_return or self.left_out.detours
                 else warning_of_unknown_position("the training dataset")
             ):
-                go_to(source, *saved)
+                go_to(source, *saved, on_changed=on_changed)
+        self._sources.is_new = not restores
         self.left_out.apply_to(self.source)
         self.note_consumed(self._engine.batches_ahead(self.source))
 
@@ -108,19 +114,12 @@ class TrainingData:
         return source
 
     def _warn_of_inexact_resume(self, source: PositionedIterator) -> None:
-        warnings = [source.resume_warning(several_passes=(self._spec.epochs or 1) > 1)]
+        warnings = [source.resume_warning()]
         for name, each in self._eval_sources.items():
             warning = each.source and each.source.resume_warning()
             warnings.append(warning and f"In the evaluation {name!r}: {warning}")
         for warning in filter(None, warnings):
             logging.warning("%s", warning)
-        for spec in self._spec.eval_specs:
-            if reshuffles(spec.dataset):
-                logging.warning(
-                    "The dataset of the evaluation %r is shuffled differently each time, so a resumed run may measure "
-                    "other values. Write dataset.shuffle(..., seed=..., reshuffle_each_iteration=False).",
-                    spec.name,
-                )
 
     def note_consumed(self, ahead: int) -> None:
         """Notes that all batches of `source` so far have been used, except for the last `ahead` ones."""
@@ -221,7 +220,8 @@ class TrainingData:
             },
         }
         left_out = self.left_out.state_dict(self._newest_batch())
-        return {"positions": job.gather(own), "passes": self._sources.passes, "left_out": left_out}, {"bytes": arrays}
+        progress = {"passes": self._sources.passes, "is_new": self._sources.is_new, "left_out": left_out}
+        return {"positions": job.gather(own), **progress}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Restores a `state_dict`. `open` then goes to the position."""
@@ -234,7 +234,7 @@ class TrainingData:
                 with warning_of_unknown_position(f"the iterator of the evaluation {name!r}"):
                     go_to(each.source, DatasetPosition.from_dict(position), is_own)
         self._saved = own["data"] and DatasetPosition.from_dict(own["data"], trees["bytes"]), is_own
-        self._sources.passes = saved["passes"]
+        self._sources.passes, self._sources.is_new = saved["passes"], saved["is_new"]
         self.left_out.load_state_dict(saved["left_out"], self._engine.run.now.steps)
 
     def begin(self, passes: int) -> None:
@@ -251,12 +251,17 @@ def warning_of_unknown_position(what: str) -> Iterator[None]:
         logging.warning("%s The run continues with the next batch that %s returns.", error, what)
 
 
-def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool) -> None:
+def go_to(
+    source: PositionedIterator,
+    position: DatasetPosition | None,
+    is_own: bool,
+    on_changed: Literal["warn", "raise"] = "warn",
+) -> None:
     """Moves an iterator to a saved position. One of another process, which reads other rows, only counts batches."""
     if position is None:
         return
     if is_own:
-        return source.seek(position)
+        return source.seek(position, on_changed=on_changed)
     if source.kind == "unknown" or source.count > position.count:
         problem = f"is unknown. {source.problem}" if source.kind == "unknown" else "is past it. Give unread data."
         raise PositionUnknownError(

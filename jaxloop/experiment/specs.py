@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 from etils import epath
@@ -135,7 +135,11 @@ class CheckpointSpec:
         default checks whether the directory contains the file `STOPPED`, which a training run writes when it is done.
       transforms: New names for saved leaves; see `Step.restore_model`.
       restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False for a
-        different dataset, or for an iterator that is already at the right position.
+        different dataset, which the run then reads from its start. Later restarts continue at the positions in it. Also
+        pass False for an iterator that is already at the right position.
+      on_changed_data: What a resumed run does if the next batch of its training dataset is not the one that came next
+        when the checkpoint was saved: "warn" logs a warning that lists the differences, and "raise" raises them as an
+        error.
       restore_hyperparams: Whether a resumed run continues with the checkpoint's hyperparameters of
         `optax.inject_hyperparams`, such as the learning rate. Pass False to use those of the given state. If they
         differ, a warning shows both.
@@ -146,6 +150,7 @@ class CheckpointSpec:
     iterate_stop_fn: Callable[[], bool] | None = None
     transforms: Mapping[str, str] | None = None
     restore_data: bool = True
+    on_changed_data: Literal["warn", "raise"] = "warn"
     restore_hyperparams: bool = True
 
     def __post_init__(self) -> None:
@@ -153,6 +158,8 @@ class CheckpointSpec:
             raise ValueError(
                 f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."
             )
+        if self.on_changed_data not in ("warn", "raise"):
+            raise ValueError(f'CheckpointSpec.on_changed_data must be "warn" or "raise", got {self.on_changed_data!r}.')
         if not isinstance(self.checkpoint_dir, str | os.PathLike) or not os.fspath(self.checkpoint_dir):
             raise TypeError(f"CheckpointSpec takes the path of a directory, got {self.checkpoint_dir!r}.")
         object.__setattr__(self, "checkpoint_dir", files.absolute(self.checkpoint_dir))
