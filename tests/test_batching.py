@@ -110,7 +110,7 @@ def test_resuming_with_different_batches_raises(other, message):
     iterator.peek()
     raises = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=f"(?s){message}")
     with raises:
-        data.batches(other()).seek(iterator.position(), on_changed="raise")
+        data.batches(other()).seek(iterator.position(), raises=True)
 
 
 # Epochs ---------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_epochs_of_endless_data_raise():
     "make",
     [
         lambda broken: data.from_index(broken, num_batches=10),
-        lambda broken: data.batched(broken, 1),
+        lambda broken: data.batched(type("Rows", (ByIndex,), {"__getitem__": lambda self, row: broken(row)})(), 1),
     ],
 )
 def test_stop_iteration_in_a_batch_function_does_not_end_the_data(make):
@@ -290,6 +290,25 @@ def test_each_epoch_contains_each_example_once(size, seed, num_epochs):
     assert [len(batch["row"]) for batch in dataset.first_of_each_size()] == list(dataset.batch_sizes)
 
 
+@pytest.mark.parametrize("num_epochs", [None, 1, 2])
+def test_a_short_last_batch_can_be_dropped(num_epochs):
+    dataset = data.batched(DATASET, 30, seed=1, num_epochs=num_epochs, drop_remainder=True)
+    seen = rows_of_epochs(dataset, 2)
+    assert {len(rows) for rows in seen} == {30} and len(seen) == 2 * (ROWS * (num_epochs or 1) // 30)
+    assert dataset.batch_sizes == (30,)
+    kept = rows_of_epochs(data.batched(DATASET, 30, seed=1, num_epochs=num_epochs), 2)
+    assert seen == [rows for rows in kept if len(rows) == 30]
+
+
+def test_examples_are_collated_by_a_function():
+    pad = lambda rows: {"row": np.stack([np.pad(row, (0, 5 - len(row))) for row in rows])}
+    ragged = [np.arange(1, length + 1) for length in (1, 5, 2, 3)]
+    for row in data.batched(ragged, 2, num_epochs=1, collate=pad):
+        assert row["row"].shape == (2, 5)
+    sums = lambda rows: {"row": np.array([row["row"] for row in rows])}
+    assert rows_of(data.batched(DATASET, 6, seed=2, collate=sums), 9) == rows_of(data.batched(DATASET, 6, seed=2), 9)
+
+
 class ByIndex:
     """A sequence that is not a list, like many datasets of examples."""
 
@@ -310,11 +329,9 @@ def grain_rows():
         lambda: [ByIndex()[row] for row in range(ROWS)],
         ByIndex,
         grain_rows,
-        lambda: ByIndex().__getitem__,
-        lambda: data.from_index(ByIndex().__getitem__, ROWS),
         lambda: jax.tree.map(jnp.asarray, DATASET),
     ],
-    ids="list,sequence,grain,function,from_index,jax".split(","),
+    ids="list,sequence,grain,jax".split(","),
 )
 def test_batched_accepts_many_kinds_of_examples(make):
     expected = list(itertools.islice(data.batched(DATASET, 6), 16))
@@ -350,8 +367,8 @@ def test_each_process_reads_its_share_of_each_batch():
         (lambda: data.batched({"x": X, "y": 3}, 4), ValueError, "common leading axis"),
         (lambda: data.batched(iter([1]), 4), TypeError, "read by their index, got list_iterator"),
         (lambda: data.batched("abc", 4), TypeError, "read by their index, got str"),
-        (lambda: data.batched(lambda row: row, 4, seed=1), ValueError, "can't be shuffled"),
-        (lambda: data.batched(lambda row: row, 4, num_epochs=1), ValueError, "known number of examples"),
+        (lambda: data.batched(lambda row: row, 4), TypeError, "For a function of the index, write from_index"),
+        (lambda: data.batched(DATASET, 101, drop_remainder=True, num_epochs=1), ValueError, "leaves no batch: .* 100"),
         (lambda: next(iter(data.batched([1, None], 2))), ValueError, "Don't filter a dataset"),
         (lambda: next(iter(data.batched([np.ones(2), np.ones(3)], 2))), ValueError, "same shape"),
     ],

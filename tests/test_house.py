@@ -69,7 +69,7 @@ BUDGET = {
     "engine": 1796,
     "eval_loop": 49,
     "examples": 163,
-    "experiment": 1167,
+    "experiment": 1160,
     "functional": 906,
     "history": 375,
     "loop": 76,

@@ -409,7 +409,7 @@ def test_a_next_batch_that_has_changed_warns_or_raises(before, now, message, war
     again.seek(saved)
     assert again.count == 3 and re.search(f"(?s){message}.*build it as it was", warnings_logged()[0])
     with pytest.raises(ValueError, match=f"(?s){message}.*build it as it was"):
-        again.seek(saved, on_changed="raise")
+        again.seek(saved, raises=True)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_an_unchanged_dataset_is_recognized(name, warnings_logged):
     make, _ = SOURCES[name]
     saved = saved_before_the_next_batch(make())
     assert saved.next["rows"] is not None or name == "range"
-    PositionedIterator(make()).seek(saved, on_changed="raise")
+    PositionedIterator(make()).seek(saved, raises=True)
     assert warnings_logged() == [] and prove(make()) is None
 
 
@@ -453,7 +453,7 @@ def test_a_short_last_batch_is_not_a_different_dataset():
     batches = [ones(4), ones(4), ones(1)]
     saved = saved_before_the_next_batch(batches, used=2)
     third = PositionedIterator(batches)
-    third.seek(saved, on_changed="raise")
+    third.seek(saved, raises=True)
     assert values(third) == [[1]]
 
 

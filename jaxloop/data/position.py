@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -432,7 +432,7 @@ class PositionedIterator(Iterator[types.Batch]):
         self._recent = deque(self._recent, ahead)  # A job of several processes reads this far ahead.
         return None
 
-    def seek(self, saved: DatasetPosition, *, on_changed: Literal["warn", "raise"] = "warn") -> None:
+    def seek(self, saved: DatasetPosition, *, raises: bool = False) -> None:
         """Moves to a position that was saved by an iterator over the same dataset, in this process or another one.
 
         If batches have to be skipped, logs how many there were and how long this took. If it is known which batch came
@@ -440,12 +440,12 @@ class PositionedIterator(Iterator[types.Batch]):
 
         Args:
           saved: The position.
-          on_changed: What to do if the next batch differs: log a warning that lists its leaves, or raise an error.
+          raises: Whether to raise an error if the next batch differs. Otherwise, logs a warning that lists its leaves.
 
         Raises:
           PositionUnknownError: If the source can't return to the position.
           ValueError: If the position was saved by another kind of dataset or one with another batch size, if the
-            dataset ends before the position, or if the next batch differs and `on_changed` is "raise".
+            dataset ends before the position, or if the next batch differs and `raises` is True.
         """
         self._go_to(saved)
         lines, sizes = _changes(saved, self)
@@ -458,7 +458,7 @@ class PositionedIterator(Iterator[types.Batch]):
         if self.kind in NUMBERS and None not in sizes and sizes[0] != sizes[1]:
             raise ValueError(f"{text}The position is a number of batches, so their size must stay the same.")
         text += f"If the dataset has changed, build it as it was. Otherwise, {UNPROVEN}"
-        if on_changed == "raise":
+        if raises:
             raise ValueError(text)
         logging.warning("%s", text)
 

@@ -99,7 +99,6 @@ class IndexedBatches(Iterable[types.Batch]):
       num_batches: The number of batches in an epoch; None for an endless dataset.
       firsts: A pair `(size, number)` for each batch size that is known in advance, in ascending order. `number` is the
         number of the first batch that has `size` examples.
-      transform_name: A name to include in the fingerprint by which a resumed run recognizes its dataset.
       make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0);
         None if all passes are the same.
     """
@@ -107,7 +106,6 @@ class IndexedBatches(Iterable[types.Batch]):
     make_batch: Callable[[int], types.Batch]
     num_batches: int | None
     firsts: tuple[tuple[int, int], ...] = ()
-    transform_name: str = ""
     make_pass: Callable[[int], "IndexedBatches"] | None = None
 
     def __iter__(self) -> IndexIterator:

@@ -3,7 +3,7 @@
 import bisect
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -75,16 +75,14 @@ class TrainingData:
 
     # Reading ---------------------------------------------------------------------------------------------
 
-    def open(
-        self, *, restores: bool, warns: bool, must_return: bool = False, on_changed: Literal["warn", "raise"] = "warn"
-    ) -> None:
+    def open(self, *, restores: bool, warns: bool, must_return: bool = False, raises: bool = False) -> None:
         """Opens the training dataset at the restored position, or at its start.
 
         Args:
           restores: Whether to go to the restored position.
           warns: Whether to warn if a resumed run can't return to its position.
           must_return: Whether it is an error if the data can't return to the restored position; after a detour, always.
-          on_changed: What to do if the next batch has changed; see `CheckpointSpec`.
+          raises: Whether it is an error if the next batch has changed.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
         self.source = source = self._source_of_epoch()
@@ -102,7 +100,7 @@ class TrainingData:
                 if must_return or self.left_out.detours
                 else warning_of_unknown_position("the training dataset")
             ):
-                go_to(source, *saved, on_changed=on_changed)
+                go_to(source, *saved, raises=raises)
         self._sources.is_new = not restores
         self.left_out.apply_to(self.source)
         self.note_consumed(self._engine.batches_ahead(self.source))
@@ -220,8 +218,8 @@ class TrainingData:
             },
         }
         left_out = self.left_out.state_dict(self._newest_batch())
-        progress = {"passes": self._sources.passes, "is_new": self._sources.is_new, "left_out": left_out}
-        return {"positions": job.gather(own), **progress}, {"bytes": arrays}
+        counts = {"passes": self._sources.passes, "is_new": self._sources.is_new}
+        return {"positions": job.gather(own), "left_out": left_out, **counts}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Restores a `state_dict`. `open` then goes to the position."""
@@ -251,17 +249,12 @@ def warning_of_unknown_position(what: str) -> Iterator[None]:
         logging.warning("%s The run continues with the next batch that %s returns.", error, what)
 
 
-def go_to(
-    source: PositionedIterator,
-    position: DatasetPosition | None,
-    is_own: bool,
-    on_changed: Literal["warn", "raise"] = "warn",
-) -> None:
+def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool, raises: bool = False) -> None:
     """Moves an iterator to a saved position. One of another process, which reads other rows, only counts batches."""
     if position is None:
         return
     if is_own:
-        return source.seek(position, on_changed=on_changed)
+        return source.seek(position, raises=raises)
     if source.kind == "unknown" or source.count > position.count:
         problem = f"is unknown. {source.problem}" if source.kind == "unknown" else "is past it. Give unread data."
         raise PositionUnknownError(

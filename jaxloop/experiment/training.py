@@ -274,9 +274,9 @@ class Training:
 
     def _open_data(self, is_resumed: bool) -> None:
         spec, saves = self.experiment.checkpoint_spec, bool(self.experiment.savers)
-        restores, on_changed = (True, "warn") if spec is None else (spec.restore_data, spec.on_changed_data)
+        restores, raises = spec is None or spec.restore_data, spec is not None and spec.on_changed_data == "raise"
         try:
-            self.data.open(restores=restores, warns=spec is not None and saves, on_changed=on_changed)
+            self.data.open(restores=restores, warns=spec is not None and saves, raises=raises)
         except ValueError as error:
             if spec is not None and is_resumed:
                 error.add_note(
