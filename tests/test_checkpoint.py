@@ -133,6 +133,8 @@ def test_python_and_numpy_leaves_are_restored(tmp_path):
     save(tmp_path, (7, odd))
     restored = step.restore_model(odd.replace(step=0, batch_stats={"scale": 1.0}), tmp_path)
     assert int(restored.step) == 7 and float(restored.batch_stats["scale"]) == 0.5
+    restored = checkpoint.restore(tmp_path, 7, odd.replace(step=0, batch_stats={"scale": 1.0}), transforms={})
+    assert int(restored.step) == 7 and float(restored.batch_stats["scale"]) == 0.5
 
 
 def test_restoring_a_different_model_lists_the_mismatched_leaves(tmp_path):
@@ -1035,6 +1037,19 @@ def test_a_link_named_like_an_unfinished_save_is_not_followed(runs):
     with contextlib.suppress(checkpoint.CheckpointError):
         save_runs(runs, 3)
     assert_is_run(runs, 2, checkpoint.restore(runs, 2, make_run(0)[0]))
+
+
+def test_a_writer_keeps_what_another_has_saved_in_its_directory(tmp_path, warnings_logged):
+    one, two = (contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) for _ in range(2))
+    with one as one, two as two:
+        for step in (1, 2):
+            assert one.save(step, {"w": jnp.ones(2)})
+            one.wait()
+            assert not two.save(step, {"w": jnp.zeros(2)})
+    assert [f"already has a checkpoint of step {step}" in text for step, text in enumerate(warnings_logged(), 1)] == [
+        True
+    ] * 2
+    np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, {"w": jnp.zeros(2)})["w"], np.ones(2))
 
 
 def interrupt(*args, **kwargs):

@@ -102,8 +102,8 @@ class CheckpointWriter:
           state: The train state.
           metrics: The metrics that determine which checkpoint is best. Ignored by a manager that doesn't keep the best
             checkpoint.
-          metadata: Numbers, strings, lists and dicts to store in the checkpoint; see the function `metadata`.
-          run: A JSON dict, which may be several megabytes in size; see the function `run`. Saved only if the writer was
+          metadata: Numbers, strings, lists and dicts to store in the checkpoint; see `Checkpoint.metadata`.
+          run: A JSON dict, which may be several megabytes in size; see `Checkpoint.run`. Saved only if the writer was
             created with a directory.
           trees: Trees of JAX and NumPy arrays, by name; see `Checkpoint.trees`. Saved only if the writer was created
             with a directory.
@@ -166,10 +166,11 @@ class CheckpointWriter:
             self.wait()  # Before checking that the checkpoint of the previous save still exists.
             self._check_directory()  # Before `_open_manager` creates it.
         manager = self._manager or self._open_manager()
-        if not manager.should_save(step):
-            if step in manager.all_steps():
-                text = "%s already has a checkpoint of step %d, which was not overwritten."
-                logging.warning(text, self.directory, step)
+        is_known = step in manager.all_steps()
+        if not is_known and not manager.should_save(step):
+            return False
+        if is_known or (self.directory / str(step)).exists():
+            logging.warning("%s already has a checkpoint of step %d, which was not overwritten.", self.directory, step)
             return False
         if policy is None:
             self.wait()  # Not earlier: the manager might have skipped this step.
