@@ -38,8 +38,7 @@ def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str 
       ImportError: If a topology is given but libtpu is not installed.
       ValueError: If the topology doesn't exist.
     """
-    if topology is not None:
-        step, state = _on_topology(step, state, topology)
+    step, state, _ = on_devices(step, state, topology)
     step.compile(state, batch)
     return step._runner.programs.cost
 
@@ -62,15 +61,11 @@ def largest_batch(step: Step, state: Any, batch: types.BatchSpec, topology: str 
     Raises:
       ValueError: If the memory of the devices is unknown.
     """
-    state = jax.tree.map(checks.shape_of, state)
-    if topology is not None:
-        step, state = _on_topology(step, state, topology)
-    partitioner, mesh = step.partitioner, step.partitioner.mesh
-    device = mesh.devices.flat[0] if mesh is not None else next(iter(partitioner.sharding.device_set))
-    memory = partition.memory_of(device) if topology is None else topologies.memory_of(device)
+    step, state, memory = on_devices(step, jax.tree.map(checks.shape_of, state), topology)
+    partitioner = step.partitioner
     if memory is None:
         raise ValueError(
-            f"The memory of {device.device_kind} is unknown, so the largest batch is, too. Give a topology, "
+            f"The memory of {jax.devices()[0].device_kind} is unknown, so the largest batch is, too. Give a topology, "
             'such as "v5e:2x4".'
         )
     example = forward.example_batch(batch)
@@ -99,7 +94,18 @@ def moved_to(step: Step, devices: Sequence[Any]) -> Step:
     return moved
 
 
-def _on_topology(step: Step, state: Any, topology: str) -> tuple[Step, Any]:
-    """Returns the step for the devices of a topology, and the shapes of its state there."""
-    moved = moved_to(step, topologies.devices_of(topology))
-    return moved, moved.partitioner.layout_of(jax.tree.map(checks.shape_of, state))
+def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any, int | None]:
+    """Returns a step and its state for the devices of a topology, and the memory of a device; None if it is unknown.
+
+    Args:
+      step: The step.
+      state: The state. For a topology, only its shapes are returned.
+      topology: The TPUs; None for the devices of the step's partitioner.
+    """
+    if topology is None:
+        mesh = step.partitioner.mesh
+        device = mesh.local_devices[0] if mesh is not None else next(iter(step.partitioner.sharding.device_set))
+        return step, state, partition.memory_of(device)
+    devices = topologies.devices_of(topology)
+    moved = moved_to(step, devices)
+    return moved, moved.partitioner.layout_of(jax.tree.map(checks.shape_of, state)), topologies.memory_of(devices[0])

@@ -16,8 +16,7 @@ from jax.interpreters import partial_eval
 
 from jaxloop import metrics, partition, types
 from jaxloop.base import checks
-from jaxloop.check import topology as topologies
-from jaxloop.check.costs import moved_to
+from jaxloop.check.costs import on_devices
 from jaxloop.check.experiment import Part, State
 from jaxloop.check.report import Findings
 from jaxloop.partition.layout import Layout, bytes_of, readable
@@ -238,15 +237,9 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
     """
     if state.shapes is None or not first:
         return
-    here, step, shapes, largest = part.here, part.loop.step, state.shapes, first[-1]
+    here, largest = part.here, first[-1]
     with here:
-        if topology is None:
-            memory = partition.memory_of(jax.local_devices()[0])
-        else:
-            devices = topologies.devices_of(topology)
-            step, memory = moved_to(step, devices), topologies.memory_of(devices[0])
-            shapes = step.partitioner.layout_of(shapes)
-            here.plan["devices"] = f"{len(devices)} x {devices[0].device_kind}"
+        step, shapes, memory = on_devices(part.loop.step, state.shapes, topology)
         layout = step.partitioner.report(shapes)
         sizes = _parts_of(layout)
         here.plan["state"] = f"{readable(layout.bytes_per_device)} per device: {_listed(sizes)}"
