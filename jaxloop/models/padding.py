@@ -136,13 +136,13 @@ class PaddingRunner(Runner):
 
     def _divisible(self, rows: int) -> int:
         """Rounds up a number of rows so that this process can divide them among its devices and micro-batches."""
-        parts = self.step.partitioner.local_shards * (self.step._accumulate if self.step.train else 1)
+        parts = self.step._partitioner.local_shards * (self.step._accumulate if self.step.train else 1)
         return -(-rows // parts) * parts
 
     @property
     def _is_shared(self) -> bool:
         """True if other processes hold a part of each batch."""
-        return agreement.is_shared(self.step.partitioner.mesh)
+        return agreement.is_shared(self.step._partitioner.mesh)
 
     def _reason_not_to_fill(self, state: Any, filled: MaskedBatch, *, pads: bool) -> str | None:
         """Returns the reason why masked rows would change the results; None if they don't."""
