@@ -193,12 +193,10 @@ class ActionItem(Item):
 
     Attributes:
       context: Further keyword arguments for the action.
-      next_interval: The interval that takes effect after the next call; None to keep the current one.
     """
 
     def __init__(self, action: Action, context: Mapping[str, Any], rank: Rank | None = None):
         self.action: Action = as_action(action)
-        self.next_interval: Schedule | None = None
         self.context: Mapping[str, Any] = context
         self.time_category: str | None = self.action.time_category
         self.name: str = type(self.action).__qualname__
@@ -227,14 +225,7 @@ class ActionItem(Item):
         except BaseException as error:
             error.add_note(f"in {self.action!r}, after step {now.steps}")
             raise
-        if self.next_interval is not None:
-            self.reschedule(self.next_interval)
         return True
-
-    def reschedule(self, interval: Schedule) -> None:
-        """Replaces the action's interval."""
-        self.action.reschedule(interval)
-        self.next_interval = None
 
     def state_dict(self) -> Mapping[str, Any]:
         try:

@@ -170,11 +170,11 @@ class Tell(Extension):
             self._commands.end()
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {} if self._commands is None else {"executed": self._commands.executed}
+        return {} if self._commands is None else {"changes": self._commands.changes}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         if self._commands is not None:
-            self._commands.repeat(saved["executed"])
+            self._commands.repeat(saved["changes"])
 
 
 @final
@@ -186,7 +186,7 @@ class Commands(Item):
       workdir: Its work directory.
 
     Attributes:
-      executed: The commands that have been executed.
+      changes: The commands that have changed a setting.
     """
 
     name = "commands"
@@ -198,7 +198,7 @@ class Commands(Item):
     def __init__(self, experiment: Experiment, workdir: epath.Path):
         super().__init__(Rank.COMMAND)
         self._experiment, self._actions = experiment, _named(experiment.actions)
-        self.executed: list[str] = []
+        self.changes: list[str] = []
         self._profiles: list[ProfileAction] = []
         self._inbox = _Inbox(workdir)
         if self._job.is_first:
@@ -260,9 +260,8 @@ class Commands(Item):
         Raises:
           ValueError: If the command is unknown or has an invalid value. In that case, nothing is changed.
         """
-        name, value = _target(command)
-        action, _, setting = name.partition(".")
-        items = self._items()
+        name, value = parse(command)
+        requested: list[Item] = [*savers]
         if name == "save" and value is None:
             if not savers:
                 raise ValueError("The train loop has no CheckpointAction.")
@@ -271,29 +270,32 @@ class Commands(Item):
         elif name == "profile" and _is_count(value):
             self._profiles.append(ProfileAction(self._inbox.profile_dir, now.steps + 2, value))
             self._agenda.add(ActionItem(self._profiles[-1], {}))
-        elif setting == "interval" and action in items and _is_count(value):
-            items[action].is_requested, items[action].next_interval = True, _interval(value)
-        elif setting in self._settings(action):
-            self._actions[action].change(setting, value)
         else:
-            raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
-        for item in savers:
+            requested += self._change(name, value)
+            self.changes.append(command)
+        for item in requested:
             item.is_requested = True
         logging.info("Executed the command %r after step %d.", printable(command), now.steps)
-        self.executed.append(command)
         self._experiment.history.commit(now, {"command": command})
 
-    def repeat(self, executed: Sequence[str]) -> None:
+    def _change(self, name: str, value: Any) -> list[Item]:
+        """Changes an interval or another setting. Returns the items to call now."""
+        items, name = self._items(), "history.interval" if name == "log_every" else name
+        action, _, setting = name.partition(".")
+        if setting == "interval" and action in items and _is_count(value):
+            items[action].action.reschedule(every(steps=value) | last())
+            return [items[action]]
+        if setting not in self._settings(action):
+            raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
+        self._actions[action].change(setting, value)
+        return []
+
+    def repeat(self, changes: Sequence[str]) -> None:
         """Changes the settings as commands changed them before a checkpoint."""
-        items, self.executed = self._items(), list(executed)
-        for command in executed:
-            name, value = _target(command)
-            action, _, setting = name.partition(".")
+        self.changes = list(changes)
+        for command in changes:
             try:
-                if setting == "interval" and action in items:
-                    items[action].reschedule(_interval(value))
-                elif setting in self._settings(action):
-                    self._actions[action].change(setting, value)
+                self._change(*parse(command))
             except ValueError as error:  # The program may have different actions now.
                 logging.warning("A command that was given before the run was resumed has been dropped: %s", error)
 
@@ -376,16 +378,6 @@ def _named(actions: Sequence[Action]) -> dict[str, Action]:
             name = f"{first}_{number}"
         named[name] = action
     return named
-
-
-def _target(command: str) -> tuple[str, Any]:
-    """Splits a command into its name and value, like `parse`, but renames `log_every` to `history.interval`."""
-    name, value = parse(command)
-    return ("history.interval" if name == "log_every" else name), value
-
-
-def _interval(steps: int) -> Schedule:
-    return every(steps=steps) | last()
 
 
 def _is_count(value: Any) -> bool:

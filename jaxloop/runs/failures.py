@@ -40,25 +40,26 @@ class Failures(Extension):
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
     If it doesn't, the path of the latest earlier checkpoint and the batches since then are stored instead, provided
     that they are from the last 64 steps and fit in 64 MiB. The five newest records are kept. Errors that occur while
-    recording are logged, not raised.
+    recording are logged, not raised. A job of several processes records nothing, because no process has all batches.
     """
 
     name = "failures"
 
     def __init__(self):
         self._experiment: Experiment | None = None  # None if no failure can be recorded.
-        self._is_shared = False
         # The newest batches with the numbers of their steps, oldest first.
         self._batches: collections.deque[tuple[int, types.Batch]] = collections.deque()
 
     def begin(self, experiment: Experiment) -> None:
         self._batches.clear()
-        can_record = isinstance(experiment.train_loop, TrainLoop) and experiment.reports_dir is not None
+        loop = experiment.train_loop
+        can_record = (
+            isinstance(loop, TrainLoop) and not loop.engine.job.is_shared and experiment.reports_dir is not None
+        )
         self._experiment = experiment if can_record else None
-        self._is_shared = experiment.loops[0].engine.job.is_shared
 
     def batch(self, batch: types.Batch, step_num: int) -> None:
-        if self._experiment is None or self._is_shared:
+        if self._experiment is None:
             return
         if not self._batches:
             size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
@@ -73,11 +74,7 @@ class Failures(Extension):
         loop, folder = experiment.train_loop, experiment.reports_dir
         assert isinstance(loop, TrainLoop) and folder is not None
         failed = loop.engine.outcome.failure.step_num
-        if failed is None:
-            return
-        if self._is_shared:
-            logging.info("The failure is not recorded in %s: that would need the batches of all processes.", folder)
-        elif loop.spent.steps:  # The very first step is easy to repeat.
+        if failed is not None and loop.spent.steps:  # The very first step is easy to repeat.
             folder = folder / FOLDER / str(failed)
             try:
                 by_step = {number: batch for number, batch in batches if number <= failed}
