@@ -221,6 +221,7 @@ def test_hostile_commands_change_nothing(tmp_path):
     assert leaves(state) == leaves(whole) and rows(outer_loop) == rows(plain)
     found = commands.answers(tmp_path / "run")
     assert len(found) >= 150 and all(answer.error for answer in found)
+    assert len({answer.id for answer in found}) == len(found)  # Some of the files can't be removed.
 
 
 def test_symlink_in_place_of_the_command_directory_is_not_followed(tmp_path):
@@ -239,6 +240,14 @@ def test_finished_run_rejects_commands(tmp_path, capsys):
         jaxloop.tell(tmp_path / "nothing", "save")
     with pytest.raises(ValueError, match="A command is a name"):
         jaxloop.tell(tmp_path, "save now")
+
+
+def test_command_from_before_the_run_is_rejected(tmp_path):
+    (tmp_path / "commands").mkdir()
+    (tmp_path / "commands" / f"1-{0:016x}.json").write_text('{"command": "stop"}')
+    state, _, _ = train(tmp_path)
+    (answer,) = commands.answers(tmp_path)
+    assert int(state.step) == 60 and answer.error == "It was not given during the run."
 
 
 def test_new_run_in_the_directory_does_not_repeat_commands(tmp_path):

@@ -75,8 +75,9 @@ def test_best_value_is_available():
     ],
 )
 def test_reason_for_stopping_is_logged(options, values, sentence, logs):
-    stop = stops_at(EarlyStoppingAction("accuracy", **options), values)
-    assert stop == 100 * len(values)
+    action = EarlyStoppingAction("accuracy", **options)
+    stop = stops_at(action, values)
+    assert stop == 100 * len(values) and action.is_out_of_patience
     assert logs.messages == [f"Stopped at step {stop}: {sentence}"]
 
 

@@ -60,7 +60,7 @@ BUDGET = {
     "__init__": 127,
     "__main__": 67,
     "action_loop": 61,
-    "actions": 1484,
+    "actions": 1482,
     "base": 804,
     "check": 931,
     "checkpoint": 899,

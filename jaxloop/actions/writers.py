@@ -33,7 +33,7 @@ class LogWriter:
     Hooks:
       write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: Called by the actions that
         use this writer, in their background thread.
-      write_summaries, write_hparams: Never called by actions, but you may call them yourself.
+      write_hparams: Never called by actions, but you may call it yourself.
       flush: Called by the actions before a checkpoint is saved and when a run ends.
       close: Called by the owner of the writer, which is `fit` if `fit` created it.
     """
@@ -59,9 +59,6 @@ class LogWriter:
         self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
     ) -> None:
         self._log_shapes(step, "histograms", arrays)
-
-    def write_summaries(self, step: int, values: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
-        self._log_shapes(step, "summaries", values)
 
     def write_hparams(self, hparams: Mapping[str, Any]) -> None:
         logging.info("Hyperparameters: %s", dict(hparams))
