@@ -669,9 +669,8 @@ class _And(_Pair):
         )
 
     def next_time(self, now: Elapsed) -> float | None:
-        # Earlier than it can fire if only one of them is by time, so that the time one step before is known.
-        one, other = self.one.next_time(now), self.other.next_time(now)
-        return earliest([one, other]) if one is None or other is None else max(one, other)
+        # Earlier than it can fire, so that the time one step before is known.
+        return earliest([self.one.next_time(now), self.other.next_time(now)])
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.one.stops(before, now) and self.other.stops(before, now)

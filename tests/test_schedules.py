@@ -194,6 +194,10 @@ half_second_within_step_2 = Plan(
     every(steps=2) & every(time=0.5),
     lambda before, now: now.steps % 2 == 0 and now.time // 0.5 > before.time // 0.5,
 )
+half_second_then_second = Plan(
+    at(time=0.5) & every(time=1.0),
+    lambda before, now: before.time < 0.5 <= now.time and now.time // 1 > before.time // 1,
+)
 plans = st.recursive(leaves, joined, max_leaves=4)
 
 
@@ -257,6 +261,7 @@ def whole_run(total, loop_steps, samples, half_seconds):
     log_interval=st.sampled_from([1, 5, never()]),  # Unless it is 1, loops are joined.
 )
 @example(half_second_within_step_2, 4, 4, 0, [1], [0, 1], never())  # The time passes in steps 1 and 3.
+@example(half_second_then_second, 2, 2, 0, [1], [1], never())  # Each of the two fires in another step.
 def test_actions_and_evaluations_match_the_reference(
     plan, total, loop_steps, resumed_at, samples, half_seconds, log_interval
 ):
