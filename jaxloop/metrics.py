@@ -25,7 +25,7 @@ _CLU_MODULE = "clu.metrics"
 def fetch(tree: Any) -> Any:
     """Blocks until a pytree has been computed, and copies it to the host. Scalar arrays become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
-    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # If False, JAX isn't initialized.
+    has_arrays = any([isinstance(leaf, jax.Array) for leaf in leaves])  # If False, JAX isn't initialized.
     if has_arrays and jax.default_backend() != "cpu":
         leaves = jax.device_get(leaves)  # This starts all copies before it waits for the first one.
     return jax.tree.unflatten(structure, _viewed(leaves))

@@ -305,8 +305,8 @@ class InFlight:
 
     def add(self, outputs: types.Output, num_steps: int, state: Any) -> None:
         """Adds a dispatch, and waits if the host is too far ahead. `state` is the state after it."""
-        marker = next((leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)), None)
-        self._markers.append((marker, num_steps))
+        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        self._markers.append((arrays[0] if arrays else None, num_steps))
         self._num_steps += num_steps
         while self._num_steps > self.limit - self.chunk and self._markers:
             marker, number = self._markers.popleft()

@@ -142,9 +142,9 @@ class Run:
 
     def at_moment(self, loops: int, *, is_last: bool = False) -> Elapsed:
         """Returns the progress at a moment, where items may be called."""
-        now, before = self.now, self.now.previous or self.now
+        now, before = self.now, self.now.previous or self.now.without_previous()
         self.clock.moment = time = self.clock.time()
-        self.now = Elapsed(now.steps, now.samples, time, loops, is_last, before.without_previous())
+        self.now = Elapsed(now.steps, now.samples, time, loops, is_last, before)
         return self.now
 
     def end_loop(self) -> None:
