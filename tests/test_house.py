@@ -79,7 +79,7 @@ BUDGET = {
     "partition": 728,
     "processes": 523,
     "runs": 1190,
-    "schedules": 362,
+    "schedules": 361,
     "stat_loop": 143,
     "step": 1390,
     "testing": 210,
