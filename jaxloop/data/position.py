@@ -103,6 +103,10 @@ class DatasetPosition:
         return cls(**{**values, "state": _insert_arrays(values.get("state"), arrays or {})})
 
 
+def _applied(convert: Callable[[types.Batch], types.Batch] | None, read: Callable[[], types.Batch]) -> Any:
+    return read if convert is None else lambda: convert(read())
+
+
 UNPROVEN = (
     "the dataset doesn't return exactly to a saved position. Take its randomness from seeds or from generators whose "
     f"states are saved, {OR_SKIPPABLE}."
@@ -210,15 +214,16 @@ class PositionedIterator(Iterator[types.Batch]):
         self.close()
         self._iterator, self._count = iterator, count
         self._peeked: list[types.Batch] = []  # At most one batch.
-        self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches read, including a peeked one.
+        self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches returned.
         self._has_ended = False
         self._marks: deque[tuple[int, Any]] = deque([(count, state or self._source.read_start())], _MAX_MARKS)
-        self._read_batch: Callable[[], types.Batch] = iterator.__next__
+        self._reader: Callable[[], types.Batch] = iterator.__next__
         if self._prefetch:
             self._ahead = ReadAhead(
                 iterator, self._prefetch, self._source.read, always_reads_state=self._source.is_cheap
             )
-            self._read_batch = _make_reader(self._ahead, self._marks, count)
+            self._reader = _make_reader(self._ahead, self._marks, count)
+        self._read_batch: Callable[[], types.Batch] = _applied(self._convert, self._reader)
 
     def _read_ahead_of(self, prefetch: int) -> None:
         if self._count or self._peeked or self._prefetch:
@@ -231,8 +236,13 @@ class PositionedIterator(Iterator[types.Batch]):
 
     def __next__(self) -> types.Batch:
         while True:
-            batch = self._peeked.pop() if self._peeked else self._read()
+            try:
+                batch = self._peeked.pop() if self._peeked else self._read_batch()
+            except StopIteration:
+                self._has_ended = True
+                raise
             self._count += 1
+            self._recent.append(batch)
             if not self._left_out or self._count not in self._left_out:
                 return batch
 
@@ -326,7 +336,7 @@ class PositionedIterator(Iterator[types.Batch]):
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":
         """Makes the iterator apply a function to each batch that it returns. Returns the iterator itself."""
         if self._convert is not convert:
-            self._convert = convert
+            self._convert, self._read_batch = convert, _applied(convert, self._reader)
             self._peeked = [convert(batch) for batch in self._peeked]
         return self
 
@@ -339,7 +349,11 @@ class PositionedIterator(Iterator[types.Batch]):
         if not self._peeked:
             if self._count > self._marks[-1][0]:
                 self.mark()
-            self._peeked.append(self._read())
+            try:
+                self._peeked.append(self._read_batch())
+            except StopIteration:
+                self._has_ended = True
+                raise
         return self._peeked[0]
 
     def skip(self, num_batches: int) -> None:
@@ -365,17 +379,6 @@ class PositionedIterator(Iterator[types.Batch]):
         """Stops the prefetch thread, if there is one. Doing so ends the iterator."""
         if self._ahead is not None:
             self._ahead.close()
-
-    def _read(self) -> types.Batch:
-        try:
-            batch = self._read_batch()
-        except StopIteration:
-            self._has_ended = True
-            raise
-        if self._convert is not None:
-            batch = self._convert(batch)
-        self._recent.append(batch)
-        return batch
 
     # Positions ---------------------------------------------------------------------------------------
 
@@ -424,11 +427,12 @@ class PositionedIterator(Iterator[types.Batch]):
 
     def _next_fingerprint(self, count: int) -> dict[str, Any] | None:
         """Returns the fingerprint of the batch after the first `count`; None if that batch hasn't been read."""
+        recent = [*self._recent, *self._peeked]
         ahead = self._count + len(self._peeked) - count
         if ahead == 0:
             return END if self._has_ended else None
-        if ahead <= len(self._recent):
-            return fingerprint(self._recent[-ahead])
+        if ahead <= len(recent):
+            return fingerprint(recent[-ahead])
         self._recent = deque(self._recent, ahead)  # A job of several processes reads this far ahead.
         return None
 

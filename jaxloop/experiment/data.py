@@ -275,13 +275,14 @@ def position_of(source: PositionedIterator | None, count: int, arrays: dict[str,
 
 def check_not_empty(source: PositionedIterator | None, dataset: Any, loop: ActionLoop, job: Job) -> None:
     """Raises an error if a train loop's dataset is empty. The first batch remains to be read."""
-    if source is None or source.num_read or job.is_shared:  # They read their first batches together.
+    if source is None or job.is_shared:  # The processes of a job read their first batches together.
         return
     try:
         with loop.engine.run.stopwatch.counting("data"):
             source.peek()
     except StopIteration:
-        raise checks.empty_dataset(dataset) from None
+        if not source.num_read:
+            raise checks.empty_dataset(dataset) from None
     except Exception as error:
         if not job.requests.supersedes(error):
             error.add_note(f"in the dataset, after step {loop.step_num}, in {loop!r}")
