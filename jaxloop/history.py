@@ -180,7 +180,7 @@ class History:
         A run calls this before it saves a checkpoint, because a checkpoint covers the rows up to its step. No file
         stays open between writes, so a history doesn't have to be closed.
         """
-        self._write(len(self))
+        self._write(len(self._rows))
 
     def checksum(self) -> dict[str, Any] | None:
         """Writes all rows so far, and returns the file's length and SHA-256 checksum, or None if there is no file."""
@@ -226,13 +226,13 @@ class History:
         """Removes everything but the rows of this history from its file. Warns if that may surprise the user."""
         if not is_intact:
             text = "%s has changed since the checkpoint of step %d was saved. The run keeps %d of %s rows. %s"
-            logging.warning(text, file.path, steps, len(self), num_rows, file.move_aside("damaged"))
+            logging.warning(text, file.path, steps, len(self._rows), num_rows, file.move_aside("damaged"))
         elif file.length() and not self._rows:
             # The run that wrote these rows was probably expected to resume.
             text = "%s has no rows up to step %d. %s"
             logging.warning(text, file.path, steps, file.move_aside("before"))
-        if not is_intact or file.num_lines > len(self) or file.length() != file.size:
-            file.replace(map(self._row, range(len(self))))
+        if not is_intact or file.num_lines > len(self._rows) or file.length() != file.size:
+            file.replace(map(self._row, range(len(self._rows))))
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class History:
     def rows(self) -> list[Row]:
         """All rows, in the order in which they were committed."""
         self.flush()
-        return list(map(self._row, range(len(self))))
+        return list(map(self._row, range(len(self._rows))))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -255,7 +255,7 @@ class History:
     def __repr__(self) -> str:
         if not self._rows:
             return "History(no rows)"
-        count = "1 row" if len(self) == 1 else f"{len(self)} rows"
+        count = "1 row" if len(self._rows) == 1 else f"{len(self._rows)} rows"
         return f"History({count} up to step {self._rows[-1][0]}: {checks.listed(self._newest)})"
 
     def paths(self) -> list[str]:
@@ -424,7 +424,7 @@ class History:
             self._rows[number] = tuple(map(_plain, stored, self._forms[number].places))
         del self._pending[: len(numbers)]
         if self._file is not None:
-            self._file.append(self._row, self._pending[0] if self._pending else len(self))
+            self._file.append(self._row, self._pending[0] if self._pending else len(self._rows))
         if lost:
             raise ValueError(
                 "A value was committed to the history, and then donated to a step before it arrived: "
