@@ -244,8 +244,8 @@ class OuterLoop:
           stop: A schedule that ends the training when it fires, such as `at(time=3600)` or `at(samples=1_000_000)`.
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
             loop, so `train_loop_steps` must be None. If `train_total_steps` is given too, the run ends at whichever
-            comes first. A checkpoint stores the epoch and the position within it. If the order of later epochs can't be
-            reproduced, a warning is logged at the start of the run.
+            comes first. A checkpoint stores the epoch and the position within it. A resumed run is exact if a new
+            iterator over the dataset returns each epoch in the same order as before.
 
         Returns:
           `(state, outputs)`. The outputs are those of the last train loop or, without a train loop, those of the last

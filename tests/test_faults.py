@@ -140,7 +140,7 @@ def without_position(monkeypatch):
 
 
 def with_other_keys(monkeypatch):
-    monkeypatch.setattr(wholes.WholeRun, "_check_is_this_run", lambda *args: None)
+    monkeypatch.setattr(wholes, "check_keys", lambda *args: None)
     other = dataclasses.replace(whole_run.make_program(seed=4), state=PROGRAM().state)
     monkeypatch.setattr(sys.modules[__name__], "PROGRAM", lambda: other)
 

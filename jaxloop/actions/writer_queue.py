@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import copy
 import dataclasses
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar, final
@@ -91,6 +92,10 @@ class WriterQueue:
         self._needs_flush = False
         self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once anything was written.
 
+    @functools.cached_property
+    def _writes(self) -> bool:  # Not asked before a run begins, because JAX may not have started.
+        return distributed.is_first_process()
+
     def put(self, *calls: Call) -> None:
         """Appends either all or none of the calls to the queue. If the queue is full, first waits until it is empty.
 
@@ -100,7 +105,7 @@ class WriterQueue:
         Raises:
           BaseException: If an earlier call raised it.
         """
-        if not calls or not distributed.is_first_process():
+        if not calls or not self._writes:
             return
         for call in calls:
             if call.method != "write_scalars":  # Numbers are immutable.
@@ -130,7 +135,7 @@ class WriterQueue:
 
         Errors are raised later, not here, so that the checkpoint can be saved.
         """
-        if not distributed.is_first_process():
+        if not self._writes:
             return {}
         self._wait()
         try:
@@ -145,7 +150,7 @@ class WriterQueue:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces the queue's failed calls with those from a checkpoint, which the next run makes."""
-        calls = state_dict.get("unwritten", ()) if distributed.is_first_process() else ()
+        calls = state_dict.get("unwritten", ()) if self._writes else ()
         self._wait()
         self._calls = collections.deque(Call(**call) for call in calls)  # All actions of a writer store the same calls.
         self._begins_from = state_dict
@@ -162,7 +167,7 @@ class WriterQueue:
           step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
         state_dict, self._begins_from = self._begins_from, None
-        if state_dict is not None and hasattr(self._writer, "resume") and distributed.is_first_process():
+        if state_dict is not None and hasattr(self._writer, "resume") and self._writes:
             position = {"position": state_dict.get("position")}
             self._calls.appendleft(Call(action, step, "resume", options=position))
             self._thread.submit(self._make_calls)

@@ -114,7 +114,7 @@ class Extensions:
         for each in self._by_name.values():
             self._begun.append(each)
             items += _call(each.begin, experiment) or ()
-        return [*items, _EachMoment(self.moment)]
+        return [*items, *([_EachMoment(self.moment)] if self._hooks["moment"] else [])]
 
     @property
     def observers(self) -> list[Callable[[types.Batch], None]]:

@@ -14,5 +14,7 @@ def default_extensions(notes: Mapping[str, Any] | None, watchdog: Any, *, has_di
     """Returns the extensions that each `OuterLoop` has; see there for the arguments."""
     if watchdog is not None and not isinstance(watchdog, Watchdog):
         raise TypeError(f"watchdog must be a Watchdog such as Watchdog(step_secs=600), got {watchdog!r}.")
-    failures = [Failures()] if has_directory else []  # Without it, nobody looks at the batches.
-    return [*([] if watchdog is None else [watchdog]), RunLog(notes), Tell(), *failures]
+    found: list[Extension] = [] if watchdog is None else [watchdog]
+    if has_directory or notes:
+        found.append(RunLog(notes))
+    return [*found, Tell(), Failures()] if has_directory else found
