@@ -100,13 +100,6 @@ class Action(abc.ABC):
           TurnBack: To return to the newest checkpoint before some steps, and continue without their batches.
         """
 
-    def reschedule(self, interval: Schedule) -> None:
-        """Replaces the interval during a run.
-
-        Called in response to `jaxloop.tell(workdir, "<action>.interval=100")`.
-        """
-        self.interval = interval
-
     def change(self, name: str, value: Any) -> None:
         """Changes a setting during a run. Called in response to `jaxloop.tell(workdir, "<action>.<name>=<value>")`.
 
@@ -181,16 +174,7 @@ class Action(abc.ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the data that `state_dict` returned for an action with the same arguments."""
-        self._check_state_dict_names((), state_dict)
-
-    def _check_state_dict_names(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` if the names in a `state_dict` differ from those that this action saves."""
-        if sorted(names) != sorted(state_dict):
-            remembered = sorted(names) or "nothing"
-            raise ValueError(
-                f"{self!r} expects {remembered} in its state_dict, got {sorted(state_dict)}. Was it saved by a "
-                "different action?"
-            )
+        check_state_dict(self, (), state_dict)
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
         """Finishes all pending writes. Called at the end of a loop that runs without an `OuterLoop`."""
@@ -201,3 +185,13 @@ class Action(abc.ABC):
         Called when an `OuterLoop`'s run ends, even after an error.
         """
         self.flush()
+
+
+def check_state_dict(action: Action, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` if the names in a `state_dict` differ from those that the action saves."""
+    if sorted(names) != sorted(state_dict):
+        remembered = sorted(names) or "nothing"
+        raise ValueError(
+            f"{action!r} expects {remembered} in its state_dict, got {sorted(state_dict)}. Was it saved by a different "
+            "action?"
+        )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from jaxloop import types
-from jaxloop.actions.action import Action
+from jaxloop.actions.action import Action, check_state_dict
 from jaxloop.actions.monitor import Monitor
 from jaxloop.base import checks
 from jaxloop.base.text import announce, printable
@@ -222,7 +222,7 @@ class EarlyStoppingAction(Action):
         return {name: value.to_dict() if isinstance(value, Elapsed) else value for name, value in kept.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._check_state_dict_names(vars(_Memory()), state_dict)
+        check_state_dict(self, vars(_Memory()), state_dict)
         self._forget()
         for name, kept in state_dict.items():
             setattr(self._memory, name, Elapsed(**kept) if isinstance(kept, Mapping) else kept)

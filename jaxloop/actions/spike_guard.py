@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxloop import metrics, types
-from jaxloop.actions.action import Action
+from jaxloop.actions.action import Action, check_state_dict
 from jaxloop.actions.monitor import Monitor
 from jaxloop.base import checks
 from jaxloop.schedules import Schedule, every
@@ -139,6 +139,6 @@ class SpikeGuard(Action):
         return {"values": list(self._values), "seen_at": self._seen_at}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._check_state_dict_names(("values", "seen_at"), state_dict)
+        check_state_dict(self, ("values", "seen_at"), state_dict)
         self._values = collections.deque(state_dict["values"], maxlen=self._window)
         self._seen_at = state_dict["seen_at"]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, final
 from absl import logging
 
 from jaxloop import distributed
-from jaxloop.actions.action import Action
+from jaxloop.actions.action import Action, check_state_dict
 from jaxloop.base.text import printable
 from jaxloop.schedules import Schedule
 
@@ -241,7 +241,7 @@ class WriterAction(Action):
         return self._queue.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._check_state_dict_names({"unwritten", "position"} & state_dict.keys(), state_dict)
+        check_state_dict(self, {"unwritten", "position"} & state_dict.keys(), state_dict)
         self._queue.load_state_dict(state_dict)
 
     def flush(self) -> None:

@@ -283,7 +283,7 @@ class Commands(Item):
         items, name = self._items(), "history.interval" if name == "log_every" else name
         action, _, setting = name.partition(".")
         if setting == "interval" and action in items and _is_count(value):
-            items[action].action.reschedule(every(steps=value) | last())
+            items[action].action.interval = every(steps=value) | last()
             return [items[action]]
         if setting not in self._settings(action):
             raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
