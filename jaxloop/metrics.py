@@ -385,7 +385,7 @@ def _weighted_mean(name: str, values: Sequence[Any], weights: Sequence[Any]) -> 
     numbers, counts = np.array(values, np.float64), np.array(weights, np.float64)
     if counts.min() < 0:
         raise ValueError(f"The weights of {name!r} must not be negative, got {counts.min():g}.")
-    numbers, counts = numbers[counts > 0], counts[counts > 0]
+    numbers, counts = numbers[counts != 0], counts[counts != 0]
     return float((numbers * counts).sum() / counts.sum())  # `np.average` takes three times as long.
 
 
