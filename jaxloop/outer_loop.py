@@ -478,10 +478,10 @@ def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]
     places, is_first = [(directory, name) for directory in experiment.directories], distributed.is_first_process()
     with contextlib.ExitStack() as locks:
         for place in places:  # Fails now rather than after hours of training.
+            if not is_first or files.is_remote(place[0]):
+                files.prepare_directory(place[0])
             if is_first:
                 locks.enter_context(lock.locked(*place))
-            else:
-                files.prepare_directory(place[0])
         yield places
 
 

@@ -26,10 +26,11 @@ rouge1 psnr PSNR ssim ndcg ndcg@10 mrr MRR@10 eval/mean_reward reward returns
 SMALLER = """
 loss Loss val_loss test/loss accuracy/loss log_loss cross_entropy CrossEntropy nll NLL bce perplexity ppl mse MSE rmse
 RMSE mae error error_rate test_error err top1_err top1_error brier brier_score wer WER cer FID fid FID@50k regret cost
+dice_loss kl_loss b_loss reconstruction_loss
 """
 UNCERTAIN = """
 score vqa_score inception_score top1 top5 correct elbo log_likelihood cider chrf exact_match EM win_rate success_rate
-pass@1 spearman neg_mean_squared_error loss_improvement error_detection_accuracy dice_loss valAcc
+pass@1 spearman neg_mean_squared_error loss_improvement error_detection_accuracy neg_loss valAcc
 loss_iou kl entropy distance edit_distance ece eer bpd bits_per_dim kid xent negative_accuracy inaccuracy accuracy_gap
 1-accuracy -loss negloss errors_fixed error_free_rate error_correction_rate val_accuracy_degradation
 accuracy_std loss_scale account_balance feature_map_size

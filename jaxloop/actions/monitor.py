@@ -22,6 +22,7 @@ _WORDS = {
     "rewards return returns",
     "min": "loss error err perplexity ppl crossentropy nll bce mse rmse mae wer cer fid brier regret cost",
 }
+_OF_A_LOSS = re.compile("(?!.*(?:neg|minus|inverse|non_|not_)).+_loss")
 _NEUTRAL = "val valid test train eval mean avg average macro micro weighted balanced top at k score rate log"
 
 
@@ -164,6 +165,8 @@ def _mode_of(name: str) -> str:
     """
     last = _parts(name)[-1].lower()
     words = {*re.findall("[a-z]+", last.replace("cross_entropy", "crossentropy"))} - {*_NEUTRAL.split()}
+    if _OF_A_LOSS.fullmatch(last):
+        return "min"
     for mode, known in _WORDS.items():
         if words and words <= {*known.split()} and last[0].isalpha():
             return mode

@@ -44,6 +44,7 @@ _OWN_PREFIX = "jaxloop/"
 FORMAT = 4
 # In a state: the optimizer's state, and in it the average in an `EMAState`.
 _OPTIMIZER, AVERAGE = "opt_state/", "params_ema"
+_OF_SCHEDULE_FREE = "/weight_sum"  # The end of a path in the state of `optax.contrib.schedule_free` alone.
 
 
 class CheckpointError(Exception):
@@ -520,13 +521,18 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
     """Logs that a state is restored without its optimizer state, except for the leaves in `kept`."""
     lines = "\n".join(checks.compare(dict(opened.leaves), dict(ours)))
+    is_schedule_free = any(path.endswith(_OF_SCHEDULE_FREE) for path in opened.leaves.keys() - ours.keys())
     logging.log(
-        logging.WARNING if len(kept) < len(ours) else logging.INFO,  # INFO if the state has no optimizer.
+        logging.WARNING if len(kept) < len(ours) or is_schedule_free else logging.INFO,  # INFO without an optimizer.
         "The state was restored from %s without its opt_state, because the optimizers differ (but with the average of "
         "the parameters, if both have one). The optimizer starts with the given opt_state. Leaves that differ "
-        "(checkpoint -> state):\n%s",
+        "(checkpoint -> state):\n%s%s",
         opened.path,
         lines,
+        "\nThat of a schedule-free optimizer determines the parameters to evaluate. Give the evaluation's step the "
+        "same optimizer, or it uses the training parameters, which are worse."
+        if is_schedule_free
+        else "",
     )
 
 

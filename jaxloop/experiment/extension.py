@@ -148,7 +148,8 @@ class Extensions:
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the states of the extensions that have one."""
-        return {name: encoding.encode(_call(hook)) for name, hook in self._hooks["state_dict"].items()}, {}
+        states = {name: _call(hook) for name, hook in self._hooks["state_dict"].items()}
+        return {name: encoding.encode(state) for name, state in states.items() if state}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Restores a `state_dict`. Extensions without a state start fresh."""

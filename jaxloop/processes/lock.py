@@ -60,7 +60,6 @@ def locked(directory: epath.PathLike, name: str = TRAINER) -> Iterator[None]:
     path = _path(directory, name)
     if files.is_remote(path):
         logging.warning("%s can't be locked: make sure that no other run writes there at the same time.", directory)
-        files.prepare_directory(directory)
         yield
         return
     directory, lock = os.path.dirname(path), filelock.FileLock(path)
