@@ -337,11 +337,11 @@ class OuterLoop:
             reason, failure = f"error: {type(error).__name__}: {error}", error
             raise
         finally:
-            if training is not None:
-                training.data.close()
             for loop in experiment.loops:
                 loop.engine.set_plan(None)
             experiment.extensions.end(experiment.loops[0].elapsed, reason, failure)
+            if training is not None:
+                training.data.close()
             if self._job.is_shared and isinstance(failure, SystemExit):
                 distributed.exit_without_waiting(failure)
 

@@ -490,3 +490,13 @@ def test_a_step_without_data_makes_each_batch_from_the_newest_state(tmp_path):
     resumed, rows_again = run(6, tmp_path / "broken")
     assert_same(state, resumed)
     assert rows_again == rows and len(set(rows)) > 1
+
+
+@pytest.mark.parametrize("kind", ["tf.data", "grain"])
+def test_sharding_data_that_were_batched_before_another_stage_raises(kind):
+    if kind == "tf.data":
+        dataset = pytest.importorskip("tensorflow").data.Dataset.range(8).batch(2).prefetch(1)
+    else:
+        dataset = pytest.importorskip("grain").MapDataset.range(8).batch(2).map(lambda batch: batch)
+    with pytest.raises(ValueError, match="this one is batched already"):
+        data.shard_for_process(dataset, process_index=0, process_count=2)

@@ -254,7 +254,7 @@ def test_debugging_explains_recompilations():
 
 def test_debugging_finds_the_step_and_operation_that_produced_nan():
     assert "NonFiniteError: Step 14 is the first" in in_cell("debugging", "nan")
-    assert "runs/1/failures/14/batches.npz" in in_cell("debugging", "nan")
+    assert "runs/1/failures/14/failure.json" in in_cell("debugging", "nan")
     text = in_cell("debugging", "replay")
     assert re.search(r"\nin same_contrast: return .* / contrast\n", text) and text.endswith("contrast: [5]\n")
     assert re.search(r"with the fix: loss \d\.\d+\n", in_cell("debugging", "skip"))

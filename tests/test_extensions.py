@@ -271,3 +271,27 @@ def test_all_extensions_end_although_one_is_interrupted():
     with pytest.raises(KeyboardInterrupt):
         outer_loop(state, batches)
     assert ended == ["third", "second", "first"]
+
+
+def test_a_full_disk_in_an_extension_keeps_the_state_of_fused_steps(tmp_path):
+    class Fails(jaxloop.Extension):
+        def batch(self, batch, step_num):
+            if step_num == 14:
+                raise OSError("a full disk")
+
+    outer_loop, state, batches = make(tmp_path, Fails(), steps_per_dispatch=4)
+    with pytest.raises(OSError, match="a full disk"):
+        outer_loop(state, batches, 40)
+    assert checkpoint.all_steps(tmp_path / "checkpoints") == [14] and int(outer_loop.rescued_state.step) == 14
+
+
+def test_an_extension_without_a_state_yet_can_be_resumed_with_one(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    save = jaxloop.CheckpointAction(tmp_path, every(steps=10))
+    jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[save]), checkpoint_spec=None)(state, batches, 10)
+    step, state, batches = examples.tiny_regression()
+    save = jaxloop.CheckpointAction(tmp_path, every(steps=10))
+    resumed = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=[save]), checkpoint_spec=jaxloop.CheckpointSpec(tmp_path)
+    )
+    assert int(resumed(state, batches, 20)[0].step) == 20

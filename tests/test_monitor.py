@@ -29,7 +29,7 @@ RMSE mae error error_rate test_error err top1_err top1_error brier brier_score w
 dice_loss kl_loss b_loss reconstruction_loss
 """
 UNCERTAIN = """
-score vqa_score inception_score top1 top5 correct elbo log_likelihood cider chrf exact_match EM win_rate success_rate
+f score vqa_score inception_score top1 top5 correct elbo log_likelihood cider chrf exact_match EM win_rate success_rate
 pass@1 spearman neg_mean_squared_error loss_improvement error_detection_accuracy neg_loss valAcc
 loss_iou kl entropy distance edit_distance ece eer bpd bits_per_dim kid xent negative_accuracy inaccuracy accuracy_gap
 1-accuracy -loss negloss errors_fixed error_free_rate error_correction_rate val_accuracy_degradation

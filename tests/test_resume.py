@@ -517,3 +517,29 @@ def test_a_stop_within_a_loop_ends_the_loop_even_if_a_signal_comes_at_that_step(
         train()
     assert train() == whole and [step for step, *_ in whole] == [5, 7, 7]
     assert [each for each in called if each[0] == "broken"] == [("broken", 5, 5), ("broken", 7, 2)]
+
+
+def test_a_batch_that_a_failed_step_has_changed_is_not_compared_after_a_resume(tmp_path, warnings_logged):
+    class Spoils(type(STEP)):
+        def begin(self, state, batch):
+            if fails and batch["number"][0] == 7:
+                batch["x"] *= 0.5
+                raise OSError("The disk is gone.")
+            return state, batch
+
+    def batch_of(number):
+        return {**{name: leaf.copy() for name, leaf in BATCHES[number % 100].items()}, "number": np.full([8], number)}
+
+    for fails in (True, False):
+        step = Spoils(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+        outer_loop = OuterLoop(
+            TrainLoop(step, end_actions=[CheckpointAction(tmp_path, every(steps=5))]),
+            checkpoint_spec=CheckpointSpec(tmp_path, on_changed_data="raise"),
+        )
+        state = jax.tree.map(jax.numpy.copy, STATE)
+        if fails:
+            with pytest.raises(OSError, match="The disk is gone"):
+                outer_loop(state, data.from_index(batch_of), 20)
+        else:
+            assert int(outer_loop(state, data.from_index(batch_of), 20)[0].step) == 20
+    assert not any("is not the one that came next" in text for text in warnings_logged())

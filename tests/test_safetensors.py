@@ -116,3 +116,11 @@ def test_a_leaf_with_the_name_of_nnx_values_is_kept(tmp_path, assert_same):
     params = {"critic": {"value": np.float32([1])}, "actor": np.float32([2])}
     checkpoint.save_params(params, path)
     assert_same(checkpoint.load_params(path), params)
+
+
+@pytest.mark.parametrize("names", [("a.b", "a/b"), ("a", "a.b")])
+def test_tensors_whose_paths_collide_raise(names, tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy")
+    numpy.save_file({name: np.ones(2, np.float32) for name in names}, tmp_path / "odd.safetensors")
+    with pytest.raises(ValueError, match="differ only in dots and slashes, or extend another"):
+        checkpoint.load_params(tmp_path / "odd.safetensors")

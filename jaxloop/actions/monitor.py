@@ -18,8 +18,8 @@ _MODES = ("auto", "min", "max")
 
 # The words of a name from which its direction is certain, and those that don't matter.
 _WORDS = {
-    "max": "accuracy acc auc auroc auprc ap map iou miou f dice precision recall bleu rouge ndcg mrr psnr ssim reward "
-    "rewards return returns",
+    "max": "accuracy acc auc auroc auprc ap map iou miou fmeasure dice precision recall bleu rouge ndcg mrr psnr ssim "
+    "reward rewards return returns",
     "min": "loss error err perplexity ppl crossentropy nll bce mse rmse mae wer cer fid brier regret cost",
 }
 _OF_A_LOSS = re.compile("(?!.*(?:neg|minus|inverse|non_|not_)).+_loss")
@@ -164,7 +164,8 @@ def _mode_of(name: str) -> str:
       ValueError: If the name doesn't determine it.
     """
     last = _parts(name)[-1].lower()
-    words = {*re.findall("[a-z]+", last.replace("cross_entropy", "crossentropy"))} - {*_NEUTRAL.split()}
+    joined = last.replace("cross_entropy", "crossentropy").replace("f1", "fmeasure")
+    words = {*re.findall("[a-z]+", joined)} - {*_NEUTRAL.split()}
     if _OF_A_LOSS.fullmatch(last):
         return "min"
     for mode, known in _WORDS.items():

@@ -4,6 +4,7 @@ Files in the safetensors format contain only parameters. Many other libraries su
 """
 
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -225,9 +226,13 @@ class SafetensorsFile:
         files.open_file(self.path, "rb").close()  # Rejects directories and pipes.
         try:
             with safe_open(os.fspath(self.path), framework="np") as file:
-                self.leaves = {name.replace(".", "/"): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{self.path} is damaged, or not a safetensors file: {error}") from error
+                names = {name: name.replace(".", "/") for name in file.keys()}  # noqa: SIM118
+                self.leaves = {path: file.get_tensor(name) for name, path in names.items()}
+        except (SafetensorError, AttributeError) as error:  # The latter for a dtype that NumPy doesn't have.
+            raise ValueError(f"{self.path} is damaged, or can't be read as NumPy arrays: {error}") from error
+        inner = {str(parent) for path in self.leaves for parent in pathlib.PurePosixPath(path).parents}
+        if len(self.leaves) < len(names) or not inner.isdisjoint(self.leaves):
+            raise ValueError(f"{self.path} has tensors whose names differ only in dots and slashes, or extend another.")
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the leaves at the given paths, with the shardings given there. The others are NumPy arrays."""

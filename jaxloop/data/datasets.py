@@ -10,7 +10,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.data.position import PositionedIterator, with_options
-from jaxloop.data.sources import IndexedBatches, is_endless, is_function, library, num_batches
+from jaxloop.data.sources import IndexedBatches, is_endless, is_function, library, num_batches, stages
 
 _NUMPY_ALONE = {np.ndarray}
 
@@ -262,7 +262,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
             "Grain DataLoader, give its sampler shard_options=grain.sharding.ShardByJaxProcess(). For files, read "
             "files[jax.process_index()::jax.process_count()]."
         )
-    if "Batch" in type(data).__name__:
+    if any("Batch" in type(stage).__name__ for stage in stages(data)):
         raise ValueError(
             f"shard_for_process takes a {type(data).__name__} of examples, but this one is batched already, so its "
             "batches would differ from those of one process. Shard first, and then batch by the rows of one process."

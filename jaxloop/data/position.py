@@ -23,6 +23,7 @@ from jaxloop.data.sources import (
     OR_SKIPPABLE,
     Source,
     check_is_dataset,
+    doubt_of_order,
     is_endless,
     is_function,
     keeping_random_state,
@@ -310,15 +311,20 @@ class PositionedIterator(Iterator[types.Batch]):
         """A message that explains why a position can't be restored and how to fix it; None if no problem is known."""
         return (self._source.problem or unknown_reason(self._dataset)) if self.kind == "unknown" else None
 
-    def resume_warning(self) -> str | None:
+    def resume_warning(self, *, several_passes: bool = False) -> str | None:
         """Returns a message that explains why a resume won't be exact and how to fix that; None if no reason is known.
 
         Call this method before the first batch is read, because it may peek at that batch.
+
+        Args:
+          several_passes: True if the run trains for more than one epoch.
         """
         if self._source.kind == "tf.data" and self._ahead is None:  # Some states can't be saved after the first batch.
             with contextlib.suppress(StopIteration):
                 self.peek()
             self._source.read()
+        if self._source.kind == "tf.data" and not self.problem:
+            return doubt_of_order(self._dataset, several_passes)
         return self.problem and f"{self.problem} Until then, a resumed run will not continue at the right batch."
 
     # Batches -----------------------------------------------------------------------------------------

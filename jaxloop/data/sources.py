@@ -436,11 +436,34 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
     return iterator
 
 
+def stages(dataset: Any) -> Iterator[Any]:
+    """Yields a pipeline of tf.data or Grain, and all datasets that it reads."""
+    yield dataset
+    for each in dataset._inputs() if hasattr(dataset, "_inputs") else getattr(dataset, "_parents", ()):
+        yield from stages(each)
+
+
+def doubt_of_order(dataset: Any, several_passes: bool) -> str | None:
+    """Explains why a tf.data pipeline may change its order after a resume; None if it is not known to."""
+    parts = list(stages(dataset))
+    shuffles = [each for each in parts if "Shuffle" in type(each).__name__ and hasattr(each, "_seed")]
+    is_repeated = several_passes or any("Repeat" in type(each).__name__ for each in parts)
+    has_seeds = all(int(each._seed) or int(each._seed2) for each in shuffles)
+    is_mixed = several_passes and (len(shuffles) > 1 or _repeats_a_shuffle(dataset))
+    if (has_seeds or not is_repeated) and not is_mixed:
+        return None
+    return (
+        "A resumed run may read later epochs in another order, because this tf.data pipeline shuffles without a seed, "
+        "more than once, or before repeat or cache. Shuffle once, after them: dataset.shuffle(size, seed=...)."
+    )
+
+
 def _repeats_a_shuffle(dataset: Any, is_repeated: bool = False) -> bool:
     kind = type(dataset).__name__
     if "Shuffle" in kind:
         return is_repeated
-    return any(_repeats_a_shuffle(each, is_repeated or "Repeat" in kind) for each in dataset._inputs())
+    is_repeated |= "Repeat" in kind or "Cache" in kind
+    return any(_repeats_a_shuffle(each, is_repeated) for each in dataset._inputs())
 
 
 # PyTorch's loaders -----------------------------------------------------------------------------------

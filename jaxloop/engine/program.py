@@ -234,12 +234,12 @@ class Program:
         if result is None:
             feed.put_back(batches)
             return False
-        for observe in self.observers:
-            for batch in batches:
-                observe(batch)
         ran.state, block, examples = result
         ran.outputs.append(block)
         ran.examples += examples
+        for observe in self.observers:
+            for batch in batches:
+                observe(batch)
         return True
 
     def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:

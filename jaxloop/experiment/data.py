@@ -112,7 +112,7 @@ class TrainingData:
         return source
 
     def _warn_of_inexact_resume(self, source: PositionedIterator) -> None:
-        warnings = [source.resume_warning()]
+        warnings = [source.resume_warning(several_passes=(self._spec.epochs or 1) > 1)]
         for name, each in self._eval_sources.items():
             warning = each.source and each.source.resume_warning()
             warnings.append(warning and f"In the evaluation {name!r}: {warning}")
@@ -209,8 +209,11 @@ class TrainingData:
         """Returns all processes' positions, the epochs and the batches to leave out. Long byte strings are arrays."""
         arrays: dict[str, np.ndarray] = {}
         job, ahead = self._engine.job, lambda each: each.loop.engine.batches_ahead(each.source)
+        position = position_of(self.source, self.consumed, None if job.is_shared else arrays)
+        if position and in_moment:  # A step that failed may have changed the next batch.
+            position["next"] = None
         own = {
-            "data": position_of(self.source, self.consumed, None if job.is_shared else arrays),
+            "data": position,
             "eval_data": {
                 name: position_of(each.source, each.source.count - ahead(each))
                 for name, each in self._eval_sources.items()

@@ -53,7 +53,7 @@ class Extension:
         """
 
     def batch(self, batch: types.Batch, step_num: int) -> None:
-        """Observes a training batch as the dataset returns it, before the step or the dispatch of several steps.
+        """Observes a training batch as the dataset returns it, before the step or after the dispatch of several steps.
 
         An error that this raises ends the run.
 
@@ -167,7 +167,7 @@ def _call(hook: Callable[..., Any], *args: Any) -> Any:
     try:
         return hook(*args)
     except BaseException as error:
-        error.add_note(f"in {hook.__qualname__}, an extension")
+        error.add_note(f"in {getattr(hook, '__qualname__', hook)}, an extension")
         raise
 
 

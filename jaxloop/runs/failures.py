@@ -242,7 +242,11 @@ def _state_before(
         return jax.tree.map(jnp.copy, state), given
     if base is not None and leads(base):
         directory = noted["checkpoint_dir"]
-        return checkpoint.restore(folder / _STATE if directory is None else directory, base, state), base
+        try:
+            return checkpoint.restore(folder / _STATE if directory is None else directory, base, state), base
+        except FileNotFoundError as error:
+            error.add_note("The record refers to this checkpoint. Pass replay(..., state=...), or call rewind.")
+            raise
     first = min(batches, default=failed)
     start = "its start" if base is None else f"{noted['checkpoint_dir']}, step {base},"
     raise ValueError(
