@@ -1385,6 +1385,18 @@ def test_restart_before_the_first_checkpoint_does_not_repeat_the_row_of_step_0(t
     assert [json.loads(line)["elapsed"]["steps"] for line in lines] == history.collect("steps", "test")[0] == [0, 3, 6]
 
 
+def test_a_run_resumes_with_the_rows_that_are_left_of_a_damaged_history(tmp_path):
+    def run(stop):
+        each = [jf.early_stopping("state", 100, "min"), jf.checkpoint(tmp_path, resume=True)]
+        return jf.loop(jnp.int32(0), BATCHES, {jf.every(1): [log_state, count], jf.every(4): each}, stop=stop)
+
+    run(12)
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    _, history, elapsed = run(16)
+    assert elapsed.steps == 16 and history.collect("steps") == [1, 2, 13, 14, 15, 16]
+
+
 class Stuck(jaxloop.Schedule):
     def fires(self, before, now):
         return False

@@ -270,7 +270,8 @@ class ActionTask(Task):
         rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
         if newest:
             rows.append((loop_state.elapsed, metrics.fetch(newest)))
-        before = history[self._next_row - 1].elapsed if self._next_row else Elapsed()
+        seen = min(self._next_row, len(history))  # The history may have been damaged.
+        before = history[seen - 1].elapsed if seen else Elapsed()
         self._next_row = len(history) + bool(newest)
         for elapsed, logs in rows:
             if elapsed.steps != before.steps:
