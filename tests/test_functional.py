@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clu import metrics as clu_metrics
 from clu import periodic_actions
 from programs.clock import Clock
 
@@ -849,13 +850,17 @@ def test_arrays_returned_by_a_step_are_outputs():
     class Reporting(jaxloop.Step):
         def run(self, state, batch):
             value = jaxloop.MetricWithMetadata(jnp.float32(2))
-            return state, {"scalar": value, "nested": {"a": jnp.float32(1)}, "array": batch["x"]}
+            return state, {"scalar": value, "nested": {"a": jnp.float32(1)}, "array": batch["x"], **others}
 
+    mixed = {"mean": jnp.float32(1), "array": jnp.ones(2), "average": clu_metrics.Average.empty()}
+    image = jaxloop.MetricWithMetadata(jnp.ones([1, 2, 2, 3]), jaxloop.MetricType.IMAGE)
+    others = {"mixed": mixed, "image": image, "key": jax.random.key(0)}
     step, state, batches = examples.tiny_regression()
     reporting = Reporting(jax.random.key(0), step.model)
     _, history, _ = jf.loop(state, batches, {jf.every(1): reporting}, stop=2)
     assert history.collect("metrics.scalar", "nested.a") == ([2.0, 2.0], [1.0, 1.0])
     assert [outputs["array"].shape for _, outputs in history.outputs] == [(8, 3), (8, 3)]
+    assert [outputs.keys() for _, outputs in history.outputs] == [{"array", *others}] * 2
 
 
 class Note(actions.Action):

@@ -70,7 +70,7 @@ BUDGET = {
     "eval_loop": 49,
     "examples": 163,
     "experiment": 1156,
-    "functional": 907,
+    "functional": 914,
     "history": 375,
     "loop": 76,
     "metrics": 315,

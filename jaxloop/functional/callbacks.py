@@ -8,6 +8,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
@@ -191,14 +192,23 @@ def _report_compiled(program: Program, loop_state: LoopState) -> tuple[Any, Any,
 
 
 def _report_of_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
-    """Calls a `Step`. Its scalars are logged as metrics, and its other values are outputs."""
+    """Calls a `Step`. Its numbers are logged as metrics, and its other values are outputs."""
     now = loop_state.elapsed
     state, found = step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
-    scalars = metrics.scalars_in(found or {})
-    outputs = {name: value for name, value in (found or {}).items() if name not in scalars}
-    has_metadata = lambda value: isinstance(value, types.MetricWithMetadata)
-    plain = {name: value.value if has_metadata(value) else value for name, value in scalars.items()}
-    return outputs or None, Logs(metrics=Logs(plain)), state
+    is_scalar = lambda value: isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR
+    plain = {name: value.value if is_scalar(value) else value for name, value in (found or {}).items()}
+    numbers = {name: value for name, value in plain.items() if _holds_numbers(value)}
+    outputs = {name: value for name, value in plain.items() if name not in numbers}
+    return outputs or None, Logs(metrics=Logs(numbers)), state
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Returns whether a value is a number, or a dict in which all values are."""
+    if isinstance(value, Mapping):
+        return all(map(_holds_numbers, value.values()))
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.number))
+    return isinstance(value, bool | int | float | types.Weighted)
 
 
 @final
