@@ -506,6 +506,17 @@ def test_evaluation_interrupted_by_ctrl_c_reports_nothing(interrupted):
     assert elapsed.steps == 3 and history.paths() == ["state"]
 
 
+def test_evaluation_interrupted_by_ctrl_c_is_not_called_again(interrupted, tmp_path):
+    calls, data = [], interrupted(BATCHES, 2)
+
+    def evaluate(state):
+        calls.append(state)
+        return jf.loop(state, data, {jf.every(1): log_state})
+
+    tasks = {jf.every(1): count, jf.every(3): jf.inner_loop("test", evaluate), jf.every(4): jf.checkpoint(tmp_path)}
+    assert jf.loop(0, BATCHES, tasks, stop=50)[2].steps == 3 and calls == [3]
+
+
 def test_resumed_loop_repeats_an_evaluation_interrupted_by_ctrl_c(interrupted, tmp_path):
     def run(test_data):
         test = jf.inner_loop("test", lambda state: jf.loop(state, test_data, {jf.every(1): log_state}))

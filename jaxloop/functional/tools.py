@@ -206,7 +206,7 @@ class _InnerLoop:
 
     def __loop_callback__(self, loop_state: LoopState) -> tuple[Logs | None, None]:
         with interrupt.Interruptible() as interruptible:
-            result = self._run(*arguments(loop_state, self._num_arguments))
+            result = None if interruptible.requested else self._run(*arguments(loop_state, self._num_arguments))
             self.was_interrupted = interruptible.requested
         if self.was_interrupted:  # It has no result. A resumed loop calls it again.
             return None, None
