@@ -52,20 +52,25 @@ def test_unclosed_writer_closes_its_file_when_garbage_collected(tmp_path):
         gc.collect()  # A file that is still open causes a warning here, which fails the test.
 
 
-def test_failed_write_raises_and_no_point_is_lost(tmp_path):
-    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
-        writer.write_scalars(1, {"loss": 0.5})
-        writer.flush()
-        (path,) = tmp_path.iterdir()
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
-        try:
-            writer.write_scalars(2, {"loss": 0.5})
-            with pytest.raises(OSError, match="File too large"):
-                writer.flush()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        writer.write_scalars(3, {"loss": 0.25})
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_no_point_is_lost_on_a_full_disk_and_a_checkpoint_contains_the_unwritten_ones(size, tmp_path):
+    writer = actions.default_writer(tmp_path)
+    action = actions.SummaryAction(writer)
+    action(None, {"loss": 0.5}, step_num=1)
+    action.flush()
+    (path,) = tmp_path.iterdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    try:
+        action(None, {"x" * size: 0.5, "loss": 0.5}, step_num=2)
+        assert [call["step"] for call in action.state_dict()["unwritten"]] == [2]
+        with pytest.raises(OSError, match=f"File too large: '{path}'"):
+            action.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    action(None, {"loss": 0.25}, step_num=3)
+    assert action.state_dict() == {}
+    writer.close()
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.5"], [3, "0.25"]]
 
 

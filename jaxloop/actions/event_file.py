@@ -1,21 +1,23 @@
 """TensorBoard event files."""
 
 import os
+import socket
 import threading
 import time
 from typing import Any, final
 
-_FLUSH_SECS = 10.0
+from jaxloop.base import files
 
 
 @final
 class EventFile:
-    """An event file, which tensorboardX writes in the thread that adds an event.
+    """An event file. When `add_event` returns, the event is in the file (in a remote store: after the next `flush`).
 
     It takes the place of tensorboardX's `FileWriter`, whose `flush` doesn't wait for its queue, and whose thread ends
-    silently if the disk is full. This class is thread-safe. Events are on disk after `flush`, or after ten seconds.
+    silently if the disk is full. This class is thread-safe.
 
     The file is created when the first event is added, and closed by `close` or when this object is garbage-collected.
+    After an error, the next event is written to a new file, because an incomplete event ends the old one.
     TensorBoard reads the files of a directory in the order of their names, which begin with the time.
 
     Args:
@@ -23,13 +25,12 @@ class EventFile:
     """
 
     def __init__(self, directory: str):
-        from tensorboardX import event_file_writer
+        from tensorboardX import record_writer
         from tensorboardX.proto import event_pb2
 
-        self._writers, self._new_event = event_file_writer, event_pb2.Event  # pyright: ignore
+        self._tensorboard, self._new_event = record_writer, event_pb2.Event  # pyright: ignore
         self._directory, self._lock = directory, threading.RLock()
         self._file: Any = None
-        self._flushed_at = 0.0
 
     def get_logdir(self) -> str:
         """Returns the directory. tensorboardX requires this method."""
@@ -43,26 +44,35 @@ class EventFile:
         """Adds an event.
 
         Raises:
-          OSError: If events could not be written.
+          OSError: If the event could not be written. The error contains the path of the file.
         """
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
             event.step = int(step)
         with self._lock:
             if self._file is None:
-                self._writers.directory_check(self._directory)
-                suffix = f".{time.time_ns()}.{os.getpid()}"  # Two files of one second need different names.
-                self._file = self._writers.EventsWriter(f"{self._directory}/events", suffix)
-            self._file.write_event(event)
-            if time.time() - self._flushed_at > _FLUSH_SECS:
-                self.flush()
+                self._tensorboard.directory_check(self._directory)
+                name = f"{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+                self._file = self._tensorboard.RecordWriter(f"{self._directory}/events.out.tfevents.{name}")
+                self._write(self._new_event(wall_time=event.wall_time, file_version="brain.Event:2"))
+            self._write(event)
+
+    def _write(self, event: Any) -> None:
+        stream = self._file._writer  # `RecordWriter.flush` would also wait for the disk.
+        try:
+            self._file.write(event.SerializeToString())
+            if not files.is_remote(self._directory):
+                stream.flush()
+        except OSError as error:
+            error.filename, self._file = self._file.path, None
+            stream.raw.close()  # Otherwise, Python would try to write the rest when it closes the file.
+            raise
 
     def flush(self) -> None:
         """Waits until all events are on disk."""
         with self._lock:
             if self._file is not None:
                 self._file.flush()
-                self._flushed_at = time.time()
 
     def close(self) -> None:
         """Closes the file. The next event is written to a new one."""
