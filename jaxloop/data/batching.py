@@ -11,7 +11,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.base.text import suggests
-from jaxloop.data.sources import IndexedBatches, is_hugging_face, made_by
+from jaxloop.data.sources import IndexedBatches, is_endless, is_hugging_face, made_by
 
 
 @suggests(batch_size="size", shuffle="seed", epochs="num_epochs", drop_last="drop_remainder", collate_fn="collate")
@@ -96,6 +96,8 @@ class _Source:
         self.length, self._take = _access(rows, collate)
         if self.length == 0:
             raise ValueError("batched(rows) has no examples.")
+        if seed is not None and is_endless(rows):
+            raise ValueError("batched(rows, seed=...) needs rows that end. Don't repeat them: epochs follow each other.")
         # Two epochs, because a batch may contain examples of both.
         self._order = None if seed is None else functools.lru_cache(maxsize=2)(self._shuffled(int(seed)))
 
