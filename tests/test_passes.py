@@ -139,7 +139,10 @@ def test_tf_data_whose_later_passes_change_warns_at_the_start(name):
     make, several_passes = UNCERTAIN[name]
     warning = PositionedIterator(make()).resume_warning(several_passes=several_passes)
     assert warning is not None and "shuffles without a seed, more than once" in warning
-    assert PositionedIterator(rows().shuffle(12, seed=1).batch(3)).resume_warning(several_passes=several_passes) is None
+    for seed, reshuffles in ((1, None), (2, False)):
+        exact = rows().shuffle(12, seed=seed, reshuffle_each_iteration=reshuffles).batch(3)
+        exact = exact if reshuffles is None else exact.shuffle(4, seed=1, reshuffle_each_iteration=False).cache()
+        assert PositionedIterator(exact).resume_warning(several_passes=several_passes) is None
 
 
 def from_generator():

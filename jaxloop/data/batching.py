@@ -97,7 +97,9 @@ class _Source:
         if self.length == 0:
             raise ValueError("batched(rows) has no examples.")
         if seed is not None and is_endless(rows):
-            raise ValueError("batched(rows, seed=...) needs rows that end. Don't repeat them: epochs follow each other.")
+            raise ValueError(
+                "batched(rows, seed=...) needs rows that end. Don't repeat them: epochs follow each other."
+            )
         # Two epochs, because a batch may contain examples of both.
         self._order = None if seed is None else functools.lru_cache(maxsize=2)(self._shuffled(int(seed)))
 

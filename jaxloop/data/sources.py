@@ -449,7 +449,8 @@ def doubt_of_order(dataset: Any, several_passes: bool) -> str | None:
     shuffles = [each for each in parts if "Shuffle" in type(each).__name__ and hasattr(each, "_seed")]
     is_repeated = several_passes or any("Repeat" in type(each).__name__ for each in parts)
     has_seeds = all(int(each._seed) or int(each._seed2) for each in shuffles)
-    is_mixed = several_passes and (len(shuffles) > 1 or _repeats_a_shuffle(dataset))
+    changing = [each for each in shuffles if getattr(each, "_reshuffle_each_iteration", None) is not False]
+    is_mixed = several_passes and bool(changing) and (len(changing) > 1 or _repeats_a_shuffle(dataset))
     if (has_seeds or not is_repeated) and not is_mixed:
         return None
     return (
