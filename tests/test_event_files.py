@@ -43,6 +43,22 @@ def test_files_of_one_second_are_read_in_order(tmp_path):
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.25"]]
 
 
+def test_a_run_that_resumes_at_step_0_keeps_the_points_of_step_0_but_a_new_run_hides_them(tmp_path):
+    def run(state_dict=None):
+        with contextlib.closing(actions.default_writer(tmp_path)) as writer:
+            action = actions.SummaryAction(writer)
+            if state_dict is not None:
+                action.load_state_dict(state_dict)
+            action.begin_run(0, can_resume=True)
+            for step in (0, 1) if state_dict is None else (1,):
+                action(None, {"loss": 0.5}, step_num=step)
+            return action.state_dict()
+
+    for state_dict in (None, run()):
+        run(state_dict)
+        assert summaries.points_in(tmp_path)[0]["loss"] == [[0, "0.5"], [1, "0.5"]]
+
+
 def test_unclosed_writer_closes_its_file_when_garbage_collected(tmp_path):
     for is_in_a_cycle in (False, True):
         writer = actions.default_writer(tmp_path)

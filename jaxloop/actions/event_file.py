@@ -83,7 +83,7 @@ class EventFile:
 
     __del__ = close  # Callers might not close the writer.
 
-    def resume(self, step: int) -> None:
-        """Makes TensorBoard hide all earlier points after a step, or all of them if a run starts at step 0."""
+    def resume(self, first_hidden: int) -> None:
+        """Makes TensorBoard hide all earlier points from a step on."""
         for _ in range(2):  # TensorBoard attributes the first one in a directory to the first process.
-            self.add_event(self._new_event(session_log={"status": "START"}), step + 1 if step else 0)
+            self.add_event(self._new_event(session_log={"status": "START"}), first_hidden)

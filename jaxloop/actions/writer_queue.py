@@ -90,7 +90,8 @@ class WriterQueue:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxloop-writer")
         self._error: BaseException | None = None  # Still to be raised.
         self._needs_flush = False
-        self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once anything was written.
+        # The state to resume from; None once anything was written.
+        self._begins_from: Mapping[str, Any] | None = {"position": None}
 
     @functools.cached_property
     def _writes(self) -> bool:  # Not asked before a run begins, because JAX may not have started.
@@ -168,7 +169,7 @@ class WriterQueue:
         """
         state_dict, self._begins_from = self._begins_from, None
         if state_dict is not None and hasattr(self._writer, "resume") and self._writes:
-            position = {"position": state_dict.get("position")}
+            position = {"position": state_dict.get("position", {})}  # None only if there is no checkpoint.
             self._calls.appendleft(Call(action, step, "resume", options=position))
             self._thread.submit(self._make_calls)
 

@@ -147,9 +147,9 @@ class TensorBoardWriter(LogWriter):
 
         Args:
           step: The step at which the run starts or resumes.
-          position: Not used.
+          position: None if there is no checkpoint. All earlier points are then hidden if the run starts at step 0.
         """
-        self._file.resume(step)
+        self._file.resume(0 if step == 0 and position is None else step + 1)
 
     def _add(self, add: Callable[..., None], name: str, value: Any, step: int, **options: Any) -> None:
         try:
