@@ -205,6 +205,8 @@ def test_functional_loop_weights_means_by_tokens(wrap, writer):
     found = [writer.scalars("loss")[0][1], means[0].metrics.loss, history.collect("test.loss")[-1]]
     np.testing.assert_allclose(found, [expected] * 3, rtol=1e-6)
     assert history.collect("metrics.loss (weight)") == [batch["counts"].sum() for batch in BATCHES]
+    total = sum(batch["counts"].sum() for batch in BATCHES)
+    assert means[0].metrics["loss (weight)"] == total and history.collect("test.loss (weight)") == [total]
     least = jf.inner_loop("least", lambda state: jf.loop(state, BATCHES, {jf.every(1): log}), min)
     _, again, _ = jf.loop(state, BATCHES[:1], {jf.every(1): least})
     assert again.paths() == ["least.loss"] and again.collect("loss") == [min(history.collect("metrics.loss"))]

@@ -149,18 +149,28 @@ def aggregate(rows: Iterable[tuple[Elapsed, Any]], how: str | Callable[[list[Any
 
     Args:
       rows: The rows, in their order.
-      how: "mean" (weighted by the number of examples), or a function of the list of values.
+      how: "mean" (weighted by the number of examples, or by the logged weights, whose sum is returned too), or a
+        function of the list of values.
     """
     columns, before, examples = collections.defaultdict[str, list[Weighted]](list), Elapsed(), 1
+    weighted: set[str] = set()  # The paths of values that were logged with their weights.
     for elapsed, logs in rows:
         if elapsed.steps != before.steps:  # Otherwise it is the rest of a row.
             examples, before = num_examples(elapsed, before), elapsed
         for path, value in metrics.join_weights(entries(logs)).items():
-            if not isinstance(value, str):
-                columns[path].append(value if isinstance(value, Weighted) else Weighted.of(value, examples))
-    values = {path: [each.value for each in column if each.weight] for path, column in columns.items()}
-    found = {path: how(each) for path, each in values.items() if each} if callable(how) else metrics.summarize(columns)
-    return Logs(traverse_util.unflatten_dict(found, sep="."))
+            if isinstance(value, Weighted):
+                weighted.add(path)
+                columns[path].append(value)
+            elif not isinstance(value, str):
+                columns[path].append(Weighted.of(value, examples))
+    if callable(how):
+        values = {path: [each.value for each in column if each.weight] for path, column in columns.items()}
+        found = {path: how(each) for path, each in values.items() if each}
+    else:
+        found: dict[str, Any] = metrics.summarize(columns)
+        for path in weighted & found.keys():
+            found[path] = Weighted.of(found[path], sum(float(each.weight) for each in columns[path]))
+    return metrics.separate_weights(Logs(traverse_util.unflatten_dict(found, sep=".")))
 
 
 @final
