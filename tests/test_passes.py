@@ -1,7 +1,6 @@
 """The order of the batches in each pass over a dataset, including after a resume."""
 
 import itertools
-import multiprocessing
 import random
 import re
 import sys
@@ -351,39 +350,6 @@ def test_an_evaluation_does_not_advance_the_pytorch_generator(torch):
     outer_loop = OuterLoop(eval_loops=[jaxloop.EvalLoop(step)])
     outer_loop(jax.tree.map(jax.numpy.copy, STATE), eval_specs=[jaxloop.EvalSpec(eval_data, num_steps=2)])
     assert torch.default.number == 5
-
-
-class LoaderWithWorkers(Loader):
-    """A stand-in for a DataLoader with worker processes."""
-
-    def __init__(self, num_workers, method):
-        super().__init__(Generator(5))
-        self.num_workers = num_workers
-        self.multiprocessing_context = method and multiprocessing.get_context(method)
-
-    def __iter__(self):
-        return iter(BATCHES[:3])
-
-
-@pytest.mark.parametrize("wrap", [lambda loader: loader, data.skippable, data.Passes])
-@pytest.mark.parametrize(
-    ("num_workers", "method", "forks"),
-    [
-        (2, "fork", True),
-        (2, "forkserver", False),
-        (2, "spawn", False),
-        (0, None, False),
-        (2, None, multiprocessing.get_all_start_methods()[0] == "fork"),  # Until Python 3.14.
-    ],
-)
-def test_a_loader_that_forks_its_workers_is_reported(torch, num_workers, method, forks, wrap, warnings_logged):
-    step, state, _ = examples.tiny_regression()
-    outer_loop, loader = OuterLoop(TrainLoop(step)), wrap(LoaderWithWorkers(num_workers, method))
-    problems = [problem.text for problem in outer_loop.check(state, loader, 3, 1).problems]
-    outer_loop(state, loader, 3, 1)
-    for texts in (problems, warnings_logged()):
-        assert len(texts) == forks, texts
-        assert all("forks its 2 workers" in text and 'context="forkserver"' in text for text in texts)
 
 
 # Whole runs ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from jaxloop.check.experiment import Checked, Part
 from jaxloop.check.report import Findings
 from jaxloop.data import is_endless, is_one_pass, num_batches
 from jaxloop.data.position import PositionedIterator
-from jaxloop.data.sources import NO_DATA, fork_warning, indexed
+from jaxloop.data.sources import NO_DATA, indexed
 from jaxloop.engine.feed import as_iterator
 from jaxloop.engine.rehearse import END, Course
 from jaxloop.engine.run import Plan
@@ -59,8 +59,6 @@ def open_train_data(checked: Checked, found: Findings) -> TrainData:
         if experiment.spec.epochs is not None:
             source.begin_pass(0)
         opened = TrainData(source)
-        if warning := fork_warning(source):
-            found.at("the train data").warn(warning)
         try:
             batch = source.peek()
         except StopIteration:

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import multiprocessing
 import operator
 import pathlib
 import random
@@ -557,22 +556,6 @@ def name_of(dataset: Any) -> str:
     """Returns the name of a dataset's class, preceded by "a" or "an", for use in messages."""
     name = type(dataset).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
-
-
-def fork_warning(data: Any) -> str | None:
-    """Returns a warning that suggests a fix if a PyTorch loader forks its worker processes; otherwise None."""
-    loader = _innermost(data)
-    if not _is_loader(loader) or not getattr(loader, "num_workers", 0):
-        return None
-    context = getattr(loader, "multiprocessing_context", None)
-    # The first method is the default.
-    set_globally = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if (set_globally if context is None else context.get_start_method()) != "fork":
-        return None
-    return (
-        f"{name_of(loader)} forks its {loader.num_workers} workers, which may hang, because JAX has threads that hold "
-        'locks. Write DataLoader(..., multiprocessing_context="forkserver", persistent_workers=True).'
-    )
 
 
 # Checks ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from jaxloop import types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks
 from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_of
-from jaxloop.data.sources import fork_warning, num_batches
+from jaxloop.data.sources import num_batches
 from jaxloop.engine.engine import Engine
 from jaxloop.experiment.evaluations import Evaluation
 from jaxloop.experiment.specs import RunSpec
@@ -86,8 +86,6 @@ class TrainingData:
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
         self.source = source = self._source_of_epoch()
-        if warning := fork_warning(source):
-            logging.warning("%s", warning)
         if saved is None or (is_epoch and saved[0] is None):
             if warns:
                 self._warn_of_inexact_resume(source)
