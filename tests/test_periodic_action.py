@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import threading
 import warnings
 
+import jax
 import numpy as np
 import pytest
 
@@ -73,6 +75,30 @@ def test_another_run_may_start_at_any_step(first_step, periodic_actions):
     run(action, first_step, first_step + 19)
     np.testing.assert_array_equal(np.mod(steps, 10), 0)
     assert len(steps) == 2
+
+
+def test_close_writes_a_profile_that_is_still_being_recorded(tmp_path, periodic_actions):
+    action = PeriodicAction(periodic_actions.Profile(logdir=tmp_path, first_profile=5))
+    run(action, 1, 6)
+    action.close()
+    assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
+    jax.profiler.start_trace(str(tmp_path))  # No other trace is running.
+    jax.profiler.stop_trace()
+
+
+def test_close_waits_for_an_asynchronous_callback_and_raises_its_error(periodic_actions):
+    may_end = threading.Event()
+
+    def fails(step, t):
+        assert may_end.wait(10)
+        raise IndexError("out of range")
+
+    action = PeriodicAction(periodic_actions.PeriodicCallback(every_steps=5, callback_fn=fails, execute_async=True))
+    action.close()  # Before the first call.
+    run(action, 1, 5)
+    may_end.set()
+    with pytest.raises(IndexError, match="out of range"):
+        action.close()
 
 
 def test_other_objects_are_rejected(periodic_actions):

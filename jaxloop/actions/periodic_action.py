@@ -1,5 +1,6 @@
 """An action that wraps clu's periodic actions."""
 
+import concurrent.futures
 from typing import Any, final
 
 from jaxloop import types
@@ -26,6 +27,9 @@ class PeriodicAction(Action):
     completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need the state,
     write an `Action`. The periodic action's clock starts at the first step of each run.
 
+    At the end of a run, the action waits for the result of any asynchronous callback, and writes any profile that is
+    still being recorded.
+
     Args:
       periodic: The periodic action to call.
     """
@@ -50,3 +54,12 @@ class PeriodicAction(Action):
             self._periodic._previous_step = None
         self._last_step = step_num
         self._periodic(step_num)
+
+    def close(self) -> None:
+        if getattr(self._periodic, "_session_running", False):  # A Profile has no public method for this.
+            from clu import profiler
+
+            self._periodic._end_session(profiler.stop())
+        for result in getattr(self._periodic, "_cb_results", ()):
+            if isinstance(result, concurrent.futures.Future):
+                result.result()
