@@ -74,7 +74,7 @@ BUDGET = {
     "history": 375,
     "loop": 76,
     "metrics": 315,
-    "models": 1076,
+    "models": 1078,
     "outer_loop": 359,
     "partition": 728,
     "processes": 522,

@@ -733,6 +733,15 @@ def test_padding_never_becomes_a_negative_of_an_in_batch_loss(train, warnings_lo
     assert "several examples: 'loss', so short batches aren't padded" in warnings_logged()[0]
 
 
+def test_padding_is_checked_again_after_a_batch_whose_loss_is_nan():
+    short = rows(3)
+    damaged = {**short, "x": np.full_like(short["x"], np.nan)}
+    params = {"w": np.ones([3, 1], np.float32)}
+    step = LossStep(KEY, params, loss=contrastive)
+    outputs = jaxloop.EvalLoop(step)(step.initialize_model(), [rows(8), damaged, short])[1]
+    np.testing.assert_allclose(outputs["loss"][-1], contrastive(params, short).mean(), rtol=1e-5)
+
+
 def test_padding_of_boolean_inputs_is_found_too(warnings_logged):
     share = lambda seen: seen.astype(np.float32).mean() * jnp.ones(len(seen))
     loss = lambda params, batch: params["w"][0, 0] * share(batch["seen"])

@@ -159,8 +159,11 @@ class PaddingRunner(Runner):
         names = names or self._depending
         return f"these values depend on several examples: {quoted(names)}" if names else None
 
-    def _names_that_depend_on_masked_rows(self, state: Any, filled: MaskedBatch) -> Sequence[str]:
-        """Runs the step with two different contents of the masked rows, and compares the values."""
+    def _names_that_depend_on_masked_rows(self, state: Any, filled: MaskedBatch) -> Sequence[str] | None:
+        """Runs the step with two different contents of the masked rows, and compares the values.
+
+        Returns None if that shows nothing, because the loss is NaN.
+        """
         batch, mask = filled
 
         def change(leaf: Any) -> Any:
@@ -178,7 +181,9 @@ class PaddingRunner(Runner):
         is_image = lambda value: isinstance(value_of(value), types.MetricWithMetadata)
         is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0, equal_nan=True)
         same = lambda name: all(jax.tree.leaves(jax.tree.map(is_same, one[name], other[name])))
-        return [name for name in one if not is_image(one[name]) and not same(name)]
+        differing = [name for name in one if not is_image(one[name]) and not same(name)]
+        is_nan = any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one.get("loss")))
+        return None if is_nan and not differing else differing
 
     # Predictions ---------------------------------------------------------------------------------
 
