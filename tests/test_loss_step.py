@@ -733,6 +733,31 @@ def test_padding_never_becomes_a_negative_of_an_in_batch_loss(train, warnings_lo
     assert "several examples: 'loss', so short batches aren't padded" in warnings_logged()[0]
 
 
+class Distribution:
+    """An output that is no pytree."""
+
+    def __init__(self, mean):
+        self.mean = mean
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_metrics_receive_outputs_that_are_not_arrays(train):
+    model = (
+        lambda key, x: {"w": jnp.ones([3])},
+        lambda params, x: {"found": Distribution(x @ params["w"]), "kind": "x"},
+    )
+    step = LossStep(
+        KEY,
+        model,
+        optax.sgd(0.1),
+        train=train,
+        loss=lambda outputs, batch: outputs["found"].mean,
+        metrics={"mean": lambda outputs, batch: outputs["found"].mean},
+    )
+    _, values = step(step.initialize_model([1, 3]), {"x": np.ones([4, 3], np.float32)})
+    assert values["loss"] == values["mean"] == 3
+
+
 def test_padding_is_checked_again_after_a_batch_whose_loss_is_nan():
     short = rows(3)
     damaged = {**short, "x": np.full_like(short["x"], np.nan)}

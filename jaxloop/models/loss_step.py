@@ -390,7 +390,8 @@ class LossStep(NumpyStep):
                 f"{quoted(list(more)) or 'none'}, and metrics= holds {quoted(list(self._metrics)) or 'none'}. Rename "
                 "one of them."
             )
-        fixed = jax.lax.stop_gradient(outputs)  # Metrics may have no derivative.
+        # Metrics may have no derivative. An output may be of any class, such as a distribution.
+        fixed = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, outputs)
         given = {name: metric(fixed, batch) for name, metric in self._metrics.items()}
         return {"loss": result, **types.nnx_metrics_as_weighted({**more, **given})}
 
