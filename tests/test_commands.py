@@ -151,6 +151,21 @@ def test_invalid_command_is_rejected_with_a_list_of_valid_ones(tmp_path, command
             assert known in answer.error
 
 
+def test_the_interval_of_an_action_that_is_read_only_is_rejected(tmp_path):
+    class Fixed(jaxloop.Action):
+        interval = property(lambda self: every(steps=7))
+
+        def __init__(self):
+            pass
+
+        def __call__(self, state, outputs, **kwargs):
+            pass
+
+    state, _, _ = train(tmp_path, {11: ["fixed.interval=9"]}, more=[Fixed()], total=30)
+    (answer,) = commands.answers(tmp_path)
+    assert "The interval of fixed can't be set" in answer.error and int(state.step) == 30
+
+
 def test_profile_command_profiles_the_next_steps(tmp_path):
     train(tmp_path, {11: ["profile=3"]}, saves_every=10)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))

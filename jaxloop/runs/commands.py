@@ -283,7 +283,10 @@ class Commands(Item):
         items, name = self._items(), "history.interval" if name == "log_every" else name
         action, _, setting = name.partition(".")
         if setting == "interval" and action in items and _is_count(value):
-            items[action].action.interval = every(steps=value) | last()
+            try:
+                items[action].action.interval = every(steps=value) | last()
+            except AttributeError as error:  # A property of the user's action.
+                raise ValueError(f"The interval of {action} can't be set: {error}.") from error
             return [items[action]]
         if setting not in self._settings(action):
             raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
