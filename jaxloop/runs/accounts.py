@@ -8,22 +8,19 @@ from etils import epath
 from jaxloop.base.timing import duration
 from jaxloop.runs import run_log
 
-# The parts, each with its name in the table and advice on how to reduce it.
+# The parts, each with its name in the table.
 _PARTS = {
-    "productive": ("productive steps", ""),
-    "repeated": ("repeated steps", "Save checkpoints more often, so that a killed run repeats fewer steps."),
-    "compiling": ("compiling", "Call jaxloop.enable_compilation_cache, so that a restart does not compile again."),
-    "data": ("waiting for data", "Read batches ahead with jaxloop.prefetch, or make the dataset faster."),
-    "actions": ("actions", "Call actions less often."),
-    "evals": ("evaluations", "Evaluate less often, or on fewer batches."),
-    "checkpoints": ("checkpoints", "Save checkpoints less often."),
-    "restores": ("restores", "Restores take long: keep checkpoints on a faster disk."),
-    "startup": ("start-up", "Import and build less before the run starts."),
-    "downtime": (
-        "between processes",
-        "Restart the program sooner after it ends. If it is often killed, lower log_interval.",
-    ),
-    "unknown": ("unknown", ""),
+    "productive": "productive steps",
+    "repeated": "repeated steps",
+    "compiling": "compiling",
+    "data": "waiting for data",
+    "actions": "actions",
+    "evals": "evaluations",
+    "checkpoints": "checkpoints",
+    "restores": "restores",
+    "startup": "start-up",
+    "downtime": "between processes",
+    "unknown": "unknown",
 }
 
 
@@ -33,14 +30,13 @@ class Goodput:
     """A breakdown of the wall time of one or more runs.
 
     The parts add up to the time between the first start of a run and its last recorded activity. `str` formats them as
-    a table, followed by advice on how to reduce the largest unproductive part.
+    a table.
 
     >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
     productive steps   90.0%  1 min 30 s  1,000 steps
     waiting for data    9.0%       9.0 s
     start-up            1.0%       1.0 s
     total             100.0%  1 min 40 s  1 start
-    Read batches ahead with jaxloop.prefetch, or make the dataset faster.
 
     Attributes:
       productive: Seconds spent dispatching new steps and waiting for the devices to run them.
@@ -83,13 +79,7 @@ class Goodput:
     @property
     def parts(self) -> dict[str, float]:
         """The seconds spent on each part, keyed by the part's name in the table."""
-        return {name: getattr(self, part) for part, (name, _) in _PARTS.items()}
-
-    @property
-    def advice(self) -> str:
-        """Advice on how to reduce the largest unproductive part; empty if at least 95% of the time was productive."""
-        part = max(_PARTS, key=lambda part: getattr(self, part) if part != "productive" else 0.0)
-        return "" if self.productive >= 0.95 * self.total else _PARTS[part][1]
+        return {name: getattr(self, part) for part, name in _PARTS.items()}
 
     def __add__(self, other: "Goodput") -> "Goodput":
         names = [field.name for field in dataclasses.fields(self)]
@@ -97,7 +87,7 @@ class Goodput:
 
     def __str__(self) -> str:
         counts = {"productive": f"{self.steps:,} steps", "repeated": f"{self.repeated_steps:,} steps"}
-        rows = [(name, getattr(self, part), counts.get(part, "")) for part, (name, _) in _PARTS.items()]
+        rows = [(name, getattr(self, part), counts.get(part, "")) for part, name in _PARTS.items()]
         rows = [row for row in rows if abs(row[1]) >= 0.0005 * self.total]
         rows.append(("total", self.total, "1 start" if self.starts == 1 else f"{self.starts:,} starts"))
         times = [duration(max(seconds, 0.0)) for _, seconds, _ in rows]
@@ -107,7 +97,7 @@ class Goodput:
             f"{name:<17} {seconds / total:6.1%}  {time:>{width}}  {count}".rstrip()
             for (name, seconds, count), time in zip(rows, times, strict=True)
         ]
-        return "\n".join([*lines, self.advice] if self.advice else lines)
+        return "\n".join(lines)
 
 
 def goodput(*workdirs: epath.PathLike) -> Goodput:
