@@ -1053,6 +1053,10 @@ def test_a_failed_write_of_the_event_file_ends_the_run(tmp_path):
         writer.close()
 
 
+def mixed_curves(directory, writer):
+    return {"end_actions": [actions.SummaryAction(writer)]}, {"end_actions": [actions.SummaryAction(writer)]}
+
+
 def summary_at_the_beginning(directory, writer):
     return {"begin_actions": [actions.SummaryAction(writer)]}, {}
 
@@ -1064,6 +1068,7 @@ def checkpoints_of_evaluations(directory, writer):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (mixed_curves, "any output of the same name to the same writer as that of the train loop.*prefix='eval/'"),
         (summary_at_the_beginning, "is one of the begin_actions, which receive no outputs. Add it to the end_actions"),
         (
             checkpoints_of_evaluations,

@@ -183,9 +183,10 @@ def _check_curves(all_called: Sequence[CalledAction]) -> None:
     written: dict[tuple[int, str, str], str] = {}  # Where each curve is first written, by writer, prefix, and name.
     for called in all_called:
         action, where, outputs = called.action, called.part.here.where, called.part.outputs
-        if called.at == "end" and isinstance(action, SummaryAction) and outputs is not None:
+        if called.at == "end" and isinstance(action, SummaryAction):
             curves = (id(action.summary_writer), action.prefix)
-            names = sorted(set().union(*metrics.scalars_and_media(outputs)))
+            known = None if outputs is None else sorted(set().union(*metrics.scalars_and_media(outputs)))
+            names = ["any output of the same name"] if known is None else known
             first = {name: written.setdefault((*curves, name), where) for name in names}
             if others := {name: other for name, other in first.items() if other != where}:
                 called.here.warn(
