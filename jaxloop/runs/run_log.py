@@ -210,6 +210,7 @@ def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Raises:
       TypeError: If the notes are not a dict of strings, numbers and booleans.
+      ValueError: If a number is not finite.
     """
     checked = {}
     for name, value in (notes or {}).items():
@@ -219,6 +220,8 @@ def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"OuterLoop.notes takes strings, numbers and booleans by name, got {value!r} for {name!r}. Write "
                 f"str(...), or several notes."
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"OuterLoop.notes takes finite numbers, got {name}={value!r}.")
         checked[name] = value
     return checked
 
