@@ -330,8 +330,9 @@ def test_unknown_monitor_raises_and_lists_the_metrics(tmp_path, recorded):
     assert not (tmp_path / "new").exists()
 
 
-def test_progress_is_shown_on_request(capsys):
-    fit_linear(eval_dataset=DICTS, progress="plain")
+@pytest.mark.parametrize("progress", ["plain", True])
+def test_progress_is_shown_on_request(progress, capsys):
+    fit_linear(eval_dataset=DICTS, progress=progress)
     shown = capsys.readouterr().err
     assert "16/16 [" in shown
     assert "eval: loss" in shown

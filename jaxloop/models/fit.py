@@ -65,7 +65,7 @@ def fit(
     hparams: Mapping[str, Any] | None = None,
     monitor: str | tuple[str, str] | None = None,
     partitioner: partition.Partitioner | Literal["auto"] | None = None,
-    progress: str | None = "auto",
+    progress: str | bool | None = "auto",
     seed: int = 0,
     steps_per_dispatch: int | Literal["auto"] = 1,
     actions: Sequence[Action] = (),
@@ -136,7 +136,7 @@ def fit(
       partitioner: Decides where the state and the batches are placed. If None, a single device is used. If "auto", all
         devices are used, and the state is replicated if it fits on each device, or sharded otherwise
         (`FSDPPartitioner`). The choice is logged.
-      progress: "auto", "tqdm" or "plain" (see `ProgressAction`). If None, no progress is shown.
+      progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for initializing the parameters and for dropout.
       steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
@@ -194,7 +194,7 @@ def fit(
     if progress:
         batches = data.num_batches(pass_of(train_dataset))
         total = train_total_steps if train_epochs is None else batches and train_epochs * batches
-        train_actions.append(ProgressAction(total, bar=progress))
+        train_actions.append(ProgressAction(total, bar="auto" if progress is True else progress))
     with contextlib.ExitStack() as files:
         if workdir is not None:
             workdir = absolute(workdir)
