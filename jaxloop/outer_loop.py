@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, final
 
-import numpy as np
 from absl import logging
 from etils import epath
 
@@ -487,15 +487,9 @@ def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]
 
 def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
     """Warns about train metrics with NaN in the last loop of a run."""
-    lists = {name: values for name, values in (outputs or {}).items() if isinstance(values, list)}
-    if names := [name for name, values in lists.items() if any(map(_is_nan, values))]:
+    if names := [name for name, mean in metrics.summarize(outputs).items() if math.isnan(mean)]:
         text = "The run ended at step %d with NaN in its last loop: %s. TrainLoop(nan_policy='raise') finds the first."
         logging.warning(text, step_num, ", ".join(names))
-
-
-def _is_nan(value: Any) -> bool:
-    number = None if metrics.is_empty(value) else metrics.value_of(value)
-    return isinstance(number, float | np.generic) and bool(number != number)
 
 
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:

@@ -229,9 +229,9 @@ def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (lambda: lambda: iter([]), "yielded no batches.*A function must return a new iterator each time"),
-        (lambda: [], "yielded no batches. Check that its pipeline does not filter out"),
-        (lambda: iter([]), "It is an exhausted iterator. Give an iterable"),
+        (lambda: lambda: iter([]), "yielded no batches.*function that returns a new iterator each time"),
+        (lambda: [], "yielded no batches.*its pipeline may filter out"),
+        (lambda: iter([]), "If it is an exhausted iterator, give an iterable"),
     ],
 )
 def test_an_empty_eval_dataset_raises(dataset, message, tmp_path):

@@ -106,16 +106,11 @@ class EvalSpec:
 
     def empty(self) -> ValueError:
         """Returns the error to raise if the evaluation's dataset is empty."""
-        used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
-            "An eval dataset yielded no batches. "
-            + (
-                "It is an exhausted iterator. Give an iterable that can be read again for each evaluation (a list, a "
-                "tf.data.Dataset, tfds.as_numpy(...))."
-                if used_up
-                else "Check that its pipeline does not filter out every example, or drop a remainder that is the only "
-                "batch. A function must return a new iterator each time."
-            )
+            f"The eval dataset of EvalSpec {self.name!r} yielded no batches. If it is an exhausted iterator, give an "
+            "iterable that can be read again for each evaluation (a list, a tf.data.Dataset, tfds.as_numpy(...)), or a "
+            "function that returns a new iterator each time. Otherwise, its pipeline may filter out every example, or "
+            "drop a remainder that is the only batch."
         )
 
 
