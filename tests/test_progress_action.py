@@ -10,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+import tqdm
 from programs.clock import Clock
 
 from jaxloop.actions import ProgressAction
@@ -189,6 +190,19 @@ def test_reading_results_does_not_wait_for_train_metrics(monkeypatch):
     run.history.commit(run.elapsed, {"train": {"loss": jax.numpy.ones(())}})
     monkeypatch.setattr(History, "flush", lambda self: pytest.fail("It waits."))
     run.steps(5)
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "plain"])
+def test_a_run_inside_another_bar_keeps_that_bar(bar):
+    stream = Terminal()
+    for _ in tqdm.tqdm(range(1), file=stream, desc="outer"):
+        run = Run(stream=stream if bar == "tqdm" else None, bar=bar, total=20, min_seconds=0).steps(10)
+        run.evaluation(test={"loss": 0.5}).steps(10).close()
+    before, _, after = run.text.partition("step 10  test: loss 0.5000\n")
+    if bar == "tqdm":
+        assert before.endswith("\r\x1b[A") and after.startswith("\router:")  # The line takes the outer bar's place.
+    else:
+        assert after and "\x1b" not in run.text
 
 
 # Metrics ----------------------------------------------------------------------------------------------

@@ -158,8 +158,7 @@ class _Bar:
 
     def write(self, line: str) -> None:
         """Writes a permanent line above the bar."""
-        self._make_way(None)
-        print(line, file=self._tqdm.fp)
+        self._tqdm.write(line, file=self._tqdm.fp)
 
     def close(self) -> None:
         for handler in _log_handlers():
@@ -174,11 +173,14 @@ class _Lines(_Bar):
 
     def __init__(self, stream: TextIO, **options: Any):
         self._min_seconds = options["mininterval"]
-        super().__init__(_LineStream(stream), **options, bar_format=_LINE, dynamic_ncols=False)
+        super().__init__(_LineStream(stream), **options, bar_format=_LINE, dynamic_ncols=False, position=0)
 
     def draw(self, step: int, total: int | None, values: Mapping[str, float]) -> None:
         self._tqdm.mininterval = max(self._min_seconds, self._tqdm.format_dict["elapsed"] / 50)
         super().draw(step, total, values)
+
+    def write(self, line: str) -> None:
+        self._tqdm.fp.write(line)
 
 
 class _LineStream:
