@@ -227,7 +227,7 @@ class SafetensorsFile:
         try:
             with safe_open(os.fspath(self.path), framework="np") as file:
                 names = {name: name.replace(".", "/") for name in file.keys()}  # noqa: SIM118
-                self.leaves = {path: file.get_tensor(name) for name, path in names.items()}
+                self.leaves: dict[str, np.ndarray] = {path: file.get_tensor(name) for name, path in names.items()}
         except (SafetensorError, AttributeError) as error:  # The latter for a dtype that NumPy doesn't have.
             raise ValueError(f"{self.path} is damaged, or can't be read as NumPy arrays: {error}") from error
         inner = {str(parent) for path in self.leaves for parent in pathlib.PurePosixPath(path).parents}
