@@ -21,6 +21,7 @@ Steps and train loops donate the state that you pass them, so always continue wi
 counter is `state.step`, which counts completed optimizer updates.
 """
 
+from jaxloop import check as check
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions import (
     Action,

@@ -1,17 +1,20 @@
 """The action that shows progress, as a bar or as lines in a file."""
 
 import importlib
+import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, final
+
+from flax import traverse_util
 
 from jaxloop import distributed, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks
 from jaxloop.base.text import printable
-from jaxloop.history import History
+from jaxloop.history import History, Row
 from jaxloop.schedules import Schedule, every, first, last
 
 _BARS = ("auto", "tqdm", "plain")
@@ -205,7 +208,7 @@ def _log_handlers() -> list[logging.Handler]:
 
 
 class _Results:
-    """The latest results of a run's evaluations, as far as they have not been shown."""
+    """The results of the evaluations of a run, as far as they have not been shown."""
 
     def __init__(self, step: int):
         self._shown_until = step or -1  # Results of step 0 belong to a run that begins there.
@@ -218,15 +221,30 @@ class _Results:
 
     def new_lines(self) -> list[str]:
         """Returns a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each evaluation to be shown."""
-        results: dict[tuple[int, str], list[str]] = {}
-        for path in sorted(self._history.paths()):
-            group, _, name = path.partition(".")
-            is_result = name and group not in ("train", "jaxloop") and not name.startswith("jaxloop.")
-            last = self._history.last(path) if is_result else None
-            if last is not None and last[0].steps > self._shown_until and not isinstance(last[1], str):
-                results.setdefault((last[0].steps, group), []).append(f"{printable(name)} {_number(last[1])}")
-        self._shown_until = max([self._shown_until, *(step for step, _ in results)])
-        return [f"step {step:,}  {printable(group)}: {'  '.join(values)}" for (step, group), values in results.items()]
+        history, since = self._history, self._shown_until
+        found = [history.last(path) for path in history.paths() if _is_result(*path.split(".", 1))]
+        self._shown_until = max([since, *(last[0].steps for last in found if last)])
+        if self._shown_until == since:  # Reading other rows would wait for values still on the devices.
+            return []
+        newest_first = (history[index] for index in reversed(range(len(history))))
+        rows = list(itertools.takewhile(lambda row: row.elapsed.steps > since, newest_first))
+        return [line for row in reversed(rows) for line in _lines_of(row)]
+
+
+def _is_result(group: str, name: str = "", value: Any = 0.0) -> bool:
+    is_own = group in ("train", "jaxloop") or name.startswith("jaxloop")
+    return bool(name) and not is_own and not isinstance(value, str)
+
+
+def _lines_of(row: Row) -> Iterator[str]:
+    groups: dict[str, list[str]] = {}
+    values: dict[str, Any] = traverse_util.flatten_dict(row.logs, sep="/")
+    for path, value in sorted(values.items()):
+        group, _, name = path.partition("/")
+        if _is_result(group, name, value):
+            groups.setdefault(group, []).append(f"{printable(name)} {_number(value)}")
+    for group, numbers in groups.items():
+        yield f"step {row.elapsed.steps:,}  {printable(group)}: {'  '.join(numbers)}"
 
 
 # Values ------------------------------------------------------------------------------------------

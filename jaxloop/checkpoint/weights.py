@@ -174,7 +174,6 @@ def save_params(params: Any, path: epath.PathLike) -> None:
 
     Raises:
       ValueError: If the file name or the name of a leaf is not supported.
-      SafetensorError: If the dtype of a leaf is not supported.
       ImportError: If the `safetensors` package is not installed.
       OSError: If the file can't be written.
     """
