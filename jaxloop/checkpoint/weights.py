@@ -228,9 +228,7 @@ class SafetensorsFile:
                 names = {name: name.replace(".", "/") for name in file.keys()}  # noqa: SIM118
                 self.leaves: dict[str, np.ndarray] = {path: file.get_tensor(name) for name, path in names.items()}
         except (SafetensorError, AttributeError) as error:  # The latter for a dtype that NumPy doesn't have.
-            raise ValueError(
-                f"{self.path} is damaged, or not a safetensors file that NumPy can read: {error}"
-            ) from error
+            raise ValueError(f"{self.path} is damaged, or not a safetensors file: {error}") from error
         inner = {str(parent) for path in self.leaves for parent in pathlib.PurePosixPath(path).parents}
         if len(self.leaves) < len(names) or not inner.isdisjoint(self.leaves):
             raise ValueError(f"{self.path} has tensors whose names differ only in dots and slashes, or extend another.")
