@@ -450,7 +450,7 @@ class OuterLoop:
         experiment, data, context = training.experiment, training.data, training.context
         spec, history = experiment.spec, experiment.history
         rows = Recorder(history, "train", self.log_interval)
-        in_loop = [item.action for item in training.loop.engine.run.agenda.items if isinstance(item, ActionItem)]
+        in_loop = training.loop.actions
         savers = [ActionItem(each, context) for each in experiment.savers if each not in in_loop]
         plan = Plan(
             total=spec.total_steps,

@@ -290,7 +290,7 @@ class Agenda:
 
     def goal(self, now: Elapsed, stop: Schedule | None) -> Goal:
         """Returns the next step, time and loop at which something may be due, or the schedule may end the run."""
-        intervals = [item.interval for item in self.items if item.rank > Rank.ELSEWHERE]
+        intervals = [item.interval for item in self.called_here]
         return goal_of(intervals if stop is None else [*intervals, stop], now)
 
     def hold(
