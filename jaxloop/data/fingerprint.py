@@ -28,4 +28,4 @@ def _describe(leaf: Any) -> str:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     except Exception:  # NumPy can't read every leaf, for example, not an array that is spread over several processes.
         return checks.describe(leaf)
-    return f"{checks.describe(array)}, checksum {zlib.crc32(data):08x}"
+    return f"{checks.describe(array)}, checksum {zlib.crc32(data.data):08x}"
