@@ -129,11 +129,28 @@ class TrainState(train_state.TrainState):
         """The variables of a Linen model, in the form `apply_fn` expects: a dict of `params` and all collections."""
         if is_nnx(self.params, "State"):
             raise TypeError(
-                "TrainState.variables is for Linen models, but this state holds an NNX model. "
-                "Call state.apply_fn(state.params, state.batch_stats, state.collections, train=self.train)(inputs)."
+                "TrainState.variables is for Linen models. For NNX, self.call_model(state, params, inputs)."
             )
         batch_stats = {"batch_stats": self.batch_stats} if self.batch_stats else {}
         return {"params": self.params, **batch_stats, **self.collections}
+
+    def module(self) -> Any:
+        """Returns the trained NNX module, in evaluation mode. It has copies of the state's variables.
+
+        >>> import jaxloop
+        >>> from flax import nnx
+        >>> step = jaxloop.Step(jax.random.key(0), nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), train=True)
+        >>> state = step.initialize_model([1, 3])
+        >>> state.module()(jnp.ones([5, 3])).shape
+        (5, 1)
+
+        Raises:
+          TypeError: If the state doesn't hold an NNX model.
+        """
+        build = getattr(self.apply_fn, "module", None)
+        if build is None:
+            raise TypeError("TrainState.module() is for NNX models. For Linen, module.apply(state.variables, inputs).")
+        return build(jax.tree.map(jnp.copy, (self.params, self.batch_stats, self.collections)), train=False)
 
     def update_variables(self, updates: Any) -> Self:
         """Returns a state with new values for the variables that a forward pass changed. The parameters stay the same.
@@ -308,8 +325,7 @@ class Weighted:
             weight = jnp.broadcast_to(weight, value.shape)
         except ValueError:
             raise ValueError(
-                f"Weighted needs a weight that can be broadcast to the shape of the value, {value.shape}, got "
-                f"{weight.shape}."
+                f"Weighted needs a weight that can be broadcast to the value's shape {value.shape}, got {weight.shape}."
             ) from None
         is_wide = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize >= 4
         dtype = value.dtype if is_wide else jnp.float32
@@ -335,9 +351,6 @@ class Weighted:
     def _set(self, value: Any, weight: Any) -> None:
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "weight", weight)
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
-        return (self.value, self.weight), None
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, Any], None]:
         key = jax.tree_util.GetAttrKey

@@ -84,7 +84,7 @@ BUDGET = {
     "step": 1390,
     "testing": 210,
     "train_loop": 39,
-    "types": 194,
+    "types": 195,
 }
 # The attributes and methods of the classes with more than the limits.
 LARGE_CLASSES = {

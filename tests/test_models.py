@@ -205,6 +205,22 @@ def test_batch_statistics_change_only_in_training(model):
         assert call(after, train=False)[1] is None
 
 
+@pytest.mark.parametrize("model", [NNXNet, NNXNorm])
+def test_a_state_returns_its_nnx_module_with_variables_of_its_own(model):
+    state = make(model(rngs=nnx.Rngs(0)))
+    state = state.update_variables(call(state, train=True)[1]).apply_gradients(grads=state.params)
+    expected, _ = call(state, train=False)
+    module = state.module()
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # As donation would.
+    assert isinstance(module, model)
+    np.testing.assert_array_equal(module(X), expected)
+
+
+def test_only_the_state_of_an_nnx_model_returns_a_module():
+    with pytest.raises(TypeError, match=r"module\(\) is for NNX models. .*module.apply\(state.variables, inputs\)"):
+        make(LinenNet()).module()
+
+
 def test_models_without_statistics_do_not_mix_examples():
     assert not forward.mixes_examples(make({"w": np.ones(3)}), train=True)
     assert not forward.mixes_examples(make(NNXNet(rngs=nnx.Rngs(0))), train=True)  # Its counters aren't statistics.

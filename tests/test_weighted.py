@@ -75,7 +75,7 @@ def test_value_is_the_weighted_mean(value, weight, mean, total):
 
 
 def test_weights_with_a_different_shape_raise():
-    with pytest.raises(ValueError, match=r"broadcast to the shape of the value, \(3, 5\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"broadcast to the value's shape \(3, 5\), got \(3,\)"):
         Weighted(jnp.zeros([3, 5]), jnp.ones([3]))
 
 

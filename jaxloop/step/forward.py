@@ -413,11 +413,11 @@ class NNXApply(Forward):
     def __call__(self, *states: Any, train: bool | None = None) -> Callable[..., Any]:
         if train is None:
             return self.graphdef.apply(*self._new_variables(states))
-        graphdef, state = nnx.split(self._merge(states, train))
+        graphdef, state = nnx.split(self.module(states, train=train))
         return _Noting(graphdef.apply(state), states) if train else graphdef.apply(state)
 
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
-        model = self._merge((params, state.batch_stats, state.collections), train)
+        model = self.module((params, state.batch_stats, state.collections), train=train)
         options: dict[str, Any] = dict(_mode_flags(type(model).__call__, train))
         if rngs is not None and "rngs" in _parameters(type(model).__call__):
             options["rngs"] = nnx.Rngs(**rngs) if isinstance(rngs, Mapping) else nnx.Rngs(rngs)
@@ -428,7 +428,8 @@ class NNXApply(Forward):
         # Older versions of Flax store what a model sows in the model.
         return model(*args, **kwargs, **options), nnx.state(model)
 
-    def _merge(self, states: Sequence[Any], train: bool) -> Any:
+    def module(self, states: Sequence[Any], *, train: bool) -> Any:
+        """Returns a module with these variables, in the given mode."""
         model = nnx.merge(self.graphdef, *self._new_variables(states))
         model.train() if train else model.eval()
         return model
