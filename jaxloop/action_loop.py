@@ -77,8 +77,8 @@ class ActionLoop(StatLoop):
     @property
     def actions(self) -> Sequence[Action]:
         """All actions of the loop and its step, without duplicates."""
-        own = [*self.begin_actions, *self.end_actions, *self.step.begin_actions, *self.step.end_actions]
-        return list({id(action): action for action in own}.values())
+        in_loop, step = [item.action for items in self.engine.actions for item in items], self.step
+        return list({id(each): each for each in [*in_loop, *step.begin_actions, *step.end_actions]}.values())
 
     @property
     def loop_count(self) -> int:

@@ -16,7 +16,7 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, files
 from jaxloop.base.text import quiet_orbax, suggests
 from jaxloop.base.timing import Spent
-from jaxloop.engine.agenda import ActionItem, Item, Rank
+from jaxloop.engine.agenda import ActionItem, Item
 from jaxloop.engine.feed import Source
 from jaxloop.engine.run import Plan
 from jaxloop.eval_loop import EvalLoop
@@ -48,16 +48,6 @@ STOP_LOOP = types.STOP_LOOP
 _suggests_lengths = suggests(
     epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps", total_steps="train_total_steps"
 )
-
-
-def default_extensions(notes: Mapping[str, Any] | None, watchdog: Any, *, has_directory: bool) -> list[Extension]:
-    """Returns the extensions that each `OuterLoop` has, which operate runs: their log, commands, failures and watchdog.
-
-    See `OuterLoop` for the arguments. `has_directory` tells whether there is a directory for failures.
-    """
-    from jaxloop import runs
-
-    return runs.default_extensions(notes, watchdog, has_directory=has_directory)
 
 
 @final
@@ -123,31 +113,25 @@ class OuterLoop:
         extensions: Sequence[Extension] = (),
         skip: Sequence[int] = (),
     ):
-        if isinstance(eval_loops, ActionLoop):
-            raise TypeError("eval_loops must be a list of loops, got a loop. Write eval_loops=[eval_loop].")
+        from jaxloop import runs  # They operate runs, and nothing else needs them.
+
         if not (checkpoint_spec is None or checkpoint_spec == "auto" or isinstance(checkpoint_spec, CheckpointSpec)):
             raise TypeError(f'checkpoint_spec must be a CheckpointSpec, "auto" or None, got {checkpoint_spec!r}.')
-        loops = [*(() if train_loop is None else (train_loop,)), *(eval_loops or ())]
+        is_loop = lambda loop, other: isinstance(loop, ActionLoop) and not isinstance(loop, other)
+        fits = (train_loop is None or is_loop(train_loop, EvalLoop)) and not isinstance(eval_loops, ActionLoop)
+        if not (fits and all(is_loop(each, TrainLoop) for each in eval_loops or ())):
+            raise TypeError(
+                f"OuterLoop takes a TrainLoop and a list of EvalLoops, got train_loop={train_loop!r} and "
+                f"eval_loops={eval_loops!r}. Write OuterLoop(train_loop, [eval_loop])."
+            )
+        loops = [loop for loop in (train_loop, *(eval_loops or ())) if loop is not None]
         if not loops:
             raise ValueError("OuterLoop needs a train_loop, eval_loops, or both; it got neither.")
-        for loop in loops:
-            if not isinstance(loop, ActionLoop):
-                raise TypeError(f"OuterLoop takes a TrainLoop and a list of EvalLoops, got {loop!r} among them.")
-        if isinstance(train_loop, EvalLoop) or any(isinstance(loop, TrainLoop) for loop in eval_loops or ()):
-            raise TypeError(
-                f"OuterLoop takes a TrainLoop as train_loop and EvalLoops as eval_loops, got train_loop={train_loop!r} "
-                f"and eval_loops={list(eval_loops or ())!r}. Write OuterLoop(train_loop, [eval_loop])."
-            )
         if len({id(loop) for loop in loops}) < len(loops):
-            raise ValueError(
-                "OuterLoop got the same loop twice. Make a loop for each EvalSpec; they may share their step."
-            )
+            raise ValueError("OuterLoop got the same loop twice. Make one for each EvalSpec; they may share a step.")
         shared = [agreement.is_shared(loop.step.partitioner.mesh) for loop in loops]
         if len(set(shared)) > 1:
-            raise ValueError(
-                "Either all loops of an OuterLoop use the devices of all processes, or none does. Give their steps the "
-                "same partitioner."
-            )
+            raise ValueError("Some loops use the devices of all processes, others don't. Give them one partitioner.")
         if not isinstance(log_interval, Schedule):
             checks.check_positive("OuterLoop.log_interval", log_interval)
         for number in skip:
@@ -162,6 +146,7 @@ class OuterLoop:
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
             workdir = checkpoint_spec.checkpoint_dir
         workdir = None if workdir is None else files.absolute(workdir)
+        operated = runs.default_extensions(notes, watchdog, has_directory=bool(workdir or savers))
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
         self._job = agreement.Job(shared[0])
         self._experiment = Experiment(
@@ -171,7 +156,7 @@ class OuterLoop:
             workdir,
             savers,
             History(None if workdir is None else workdir / file, writes=self._job.is_first),
-            Extensions([*default_extensions(notes, watchdog, has_directory=bool(workdir or savers)), *extensions]),
+            Extensions([*operated, *extensions]),
         )
         self.log_interval: int | Schedule = log_interval
         self.skip: Sequence[int] = tuple(skip)
@@ -252,13 +237,13 @@ class OuterLoop:
           eval loop. They are None if no loop ran.
         """
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, named(eval_specs), stop, train_epochs)
-        experiment = dataclasses.replace(self._experiment, spec=spec)
-        for error in experiment.errors():
+        spec = dataclasses.replace(spec, logs_total_steps=log_train_total_steps)
+        for error in spec.errors(self.train_loop, len(self._experiment.eval_loops)):
             raise error
         checks.check_alive(state, "OuterLoop(...)")
         spec = dataclasses.replace(spec, stop=None if spec.stop is None else spec.stop.as_stop())
-        experiment = dataclasses.replace(experiment, spec=spec)
-        described = [spec, *(loop.engine for loop in experiment.loops)]
+        experiment = dataclasses.replace(self._experiment, spec=spec)
+        described = [spec, *[loop.engine for loop in experiment.loops]]
         self._job.check_same("The run", lambda: [line for each in described for line in each.description()])
         loop, left_out = experiment.loops[0], LeftOut(self.skip)
         spent_before, self._rescued_state = loop.spent, None
@@ -266,7 +251,7 @@ class OuterLoop:
         with self._job.requests, quiet_orbax(), _locked(experiment) as places:
             while True:  # Once, and again whenever the run turns back.
                 evaluations, training = self._parts(experiment, left_out)
-                state, found = self._attempt(state, experiment, evaluations, training, log_train_total_steps)
+                state, found = self._attempt(state, experiment, evaluations, training)
                 if found is not None:
                     break
             self._spent = loop.spent - spent_before
@@ -287,12 +272,7 @@ class OuterLoop:
         return state, outputs
 
     def _attempt(
-        self,
-        state: Any,
-        experiment: Experiment,
-        evaluations: Sequence[Evaluation],
-        training: Training | None,
-        logs_total_steps: bool,
+        self, state: Any, experiment: Experiment, evaluations: Sequence[Evaluation], training: Training | None
     ) -> tuple[Any, tuple[metrics.LoopOutputs | None, bool] | None]:
         """Runs to the end, or until the run turns back. Then all actions are closed, and the extensions have ended.
 
@@ -311,7 +291,7 @@ class OuterLoop:
                         check_start(state, None)
                         outputs = evaluate(state, evaluations, self.checkpoint_spec, self.history, self._job)
                     else:
-                        state, outputs = training(state, check_start, logs_total_steps=logs_total_steps)
+                        state, outputs = training(state, check_start)
                     self._job.any_stops()  # Detects a signal that arrived after the last batch.
                     is_over = not requests.requested  # A signal after this point no longer changes that.
                     if is_over:
@@ -393,25 +373,20 @@ class OuterLoop:
           errors. The check doesn't write any files, but creates missing directories for checkpoints and the history.
         """
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, named(eval_specs), stop, train_epochs)
-        return self._check(dataclasses.replace(self._experiment, spec=spec), state, topology, is_starting=False)
+        return self._check(dataclasses.replace(self._experiment, spec=spec), state, topology, None, is_starting=False)
 
     def _check(
-        self,
-        experiment: Experiment,
-        state: Any,
-        topology: str | None = None,
-        *,
-        is_starting: bool,
-        num_batches: int | None = None,
+        self, experiment: Experiment, state: Any, topology: str | None, num_batches: int | None, *, is_starting: bool
     ) -> "preflight.Report":
         from jaxloop.check import preflight
 
         checked = preflight.Checked(experiment, self.log_interval, self.sources, topology, is_starting)
-        return preflight.check(checked, state, () if is_starting else experiment.errors(), num_batches)
+        errors = experiment.spec.errors(experiment.train_loop, len(experiment.eval_loops))
+        return preflight.check(checked, state, () if is_starting else errors, num_batches)
 
     def _check_start(self, experiment: Experiment, state: Any, num_batches: int | None) -> None:
         """Warns about each problem of a run that can be found without delaying its start, unless it did so before."""
-        report = self._check(experiment, state, is_starting=True, num_batches=num_batches)
+        report = self._check(experiment, state, None, num_batches, is_starting=True)
         texts = [f"In {problem.where}: {problem.text}" for problem in report.problems] if self._job.is_first else []
         for text in dict.fromkeys(texts):
             if text not in self._warned:
@@ -448,15 +423,13 @@ class OuterLoop:
     def _plan(self, training: Training, items: Sequence[Item]) -> None:
         """Adds everything that is due between steps to the train loop."""
         experiment, data, context = training.experiment, training.data, training.context
-        spec, history = experiment.spec, experiment.history
-        rows = Recorder(history, "train", self.log_interval)
-        in_loop = training.loop.actions
-        savers = [ActionItem(each, context) for each in experiment.savers if each not in in_loop]
+        spec, in_loops = experiment.spec, experiment.in_loops
+        savers = [ActionItem(each, context) for each in experiment.savers if each not in in_loops]
         plan = Plan(
             total=spec.total_steps,
             loop_steps=spec.loop_steps,
             stop=spec.stop,
-            items=[ActionItem(rows, context, Rank.ROW), *items, *savers],
+            items=[Recorder(experiment.history, "train", self.log_interval), *items, *savers],
             context=context,
             source=Source(
                 next_pass=lambda: data.next_epoch(saves=bool(experiment.savers)),

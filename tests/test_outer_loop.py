@@ -866,7 +866,7 @@ def test_a_dataset_without_a_train_loop_is_rejected():
         OuterLoop(eval_loops=[EvalLoop(step)])(state, batches, eval_specs=[EvalSpec(batches)])
     with pytest.raises(ValueError, match="it got neither"):
         OuterLoop()
-    with pytest.raises(TypeError, match=r"Write eval_loops=\[eval_loop\]"):
+    with pytest.raises(TypeError, match=r"Write OuterLoop\(train_loop, \[eval_loop\]\)"):
         OuterLoop(TrainLoop(step), EvalLoop(step))
     with pytest.raises(TypeError, match="checkpoint_spec must be a CheckpointSpec, .* got 'runs'"):
         OuterLoop(TrainLoop(step), checkpoint_spec="runs")

@@ -16,6 +16,8 @@ from jaxloop import types
 from jaxloop.base import structures
 from jaxloop.base.text import printable
 
+_ARRAYS = jax.Array | jax.ShapeDtypeStruct
+
 path_name: Callable[[Any], str] = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 """Returns a leaf's path, separated by slashes: `params/Dense_0/kernel`."""
 
@@ -208,22 +210,18 @@ def adopt(state: Any) -> Any:
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
     check_counter(getattr(state, "step", None))
-    first: dict[Any, Any] = {}
-    copied: list[str] = []
-
-    def own(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _on_device(path, leaf)
-        known = first.setdefault(_buffer(leaf), path)
-        if known is path:
-            return leaf
-        copied.append(f"{path_name(path)} (from {path_name(known)})")
-        return jnp.copy(leaf)
-
-    state = jax.tree_util.tree_map_with_path(own, state)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    first, copied, owned = dict[Any, Any](), list[str](), []
+    for path, leaf in leaves:
+        if not isinstance(leaf, _ARRAYS):
+            leaf = _on_device(path, leaf)
+        elif isinstance(leaf, jax.Array) and (known := first.setdefault(_buffer(leaf), path)) is not path:
+            copied.append(f"{path_name(path)} (from {path_name(known)})")
+            leaf = jnp.copy(leaf)
+        owned.append(leaf)
     if copied:
         logging.info("Copied arrays that appear twice in the state, which a step donates: %s.", listed(copied, show=3))
-    return state
+    return jax.tree.unflatten(structure, owned)
 
 
 def _buffer(leaf: jax.Array) -> Any:
@@ -244,12 +242,12 @@ def as_arrays(tree: Any) -> Any:
 
     Raises a `TypeError` if no array can hold a leaf.
     """
-    return jax.tree_util.tree_map_with_path(_as_array, tree)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    arrays = [leaf if isinstance(leaf, _ARRAYS) else _as_array(path, leaf) for path, leaf in leaves]
+    return jax.tree.unflatten(structure, arrays)
 
 
-def _as_array(path: Any, leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return leaf
+def _as_array(path: Any, leaf: Any) -> np.ndarray:
     array = np.asarray(leaf)
     if array.dtype.kind in "OSUMm":
         raise TypeError(f"{_state_leaf_name(path)} is {_problem_of_leaf(leaf, 'Keep it out of the state.')}")

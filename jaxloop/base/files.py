@@ -85,7 +85,7 @@ def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
       OSError: If the path is not a regular file, or can't be read.
       ValueError: If the file is larger than `max_bytes`.
     """
-    with open_file(path, "rb") as file:
+    with opener(path)(path, "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"{path} has more than {max_bytes:,} bytes, the size limit of such a file")

@@ -44,7 +44,6 @@ _OWN_PREFIX = "jaxloop/"
 FORMAT = 4
 # In a state: the optimizer's state, and in it the average in an `EMAState`.
 _OPTIMIZER, AVERAGE = "opt_state/", "params_ema"
-_OF_SCHEDULE_FREE = "/weight_sum"  # The end of a path in the state of `optax.contrib.schedule_free` alone.
 
 
 class CheckpointError(Exception):
@@ -285,7 +284,7 @@ class Checkpoint:
                 raise _damage_error(path, problems)
         return cls(path, is_sealed, custom_metadata)
 
-    @property
+    @functools.cached_property
     def step(self) -> int:
         """The step after which the checkpoint was saved."""
         return int(self.path.name)
@@ -407,14 +406,17 @@ class Checkpoint:
 
     def _read(self, item: str, template: Any) -> dict[str, Any]:
         """Reads an item's arrays, except where the template has a placeholder, and returns them by path."""
-        args = ocp.args.PyTreeRestore(item=template, restore_args=jax.tree.map(_restore_args, template))
-        handler = ocp.PyTreeCheckpointHandler()
-        with _reading(self, item), ocp.Checkpointer(handler) as checkpointer:
-            restored = checkpointer.restore(self.path / item, args=args)
-        wanted = {path: leaf for path, leaf in checks.leaves_by_path(template).items() if leaf is not ocp.PLACEHOLDER}
-        values = {path: leaf for path, leaf in checks.leaves_by_path(restored).items() if path in wanted}
-        stored.check_fits(self.path, values, wanted, "template" if item == TREES else "state")
-        return values
+        leaves, structure = jax.tree.flatten(template)
+        # Without dtypes and shapes, with which Orbax would cast and pad the arrays. Any difference is an error.
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+        restore_args = [
+            ocp.RestoreArgs(restore_type=np.ndarray) if each is None else ocp.ArrayRestoreArgs(sharding=each)
+            for each in shardings
+        ]
+        args = ocp.args.PyTreeRestore(template, restore_args=jax.tree.unflatten(structure, restore_args))
+        with _reading(self, item), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            restored = checks.leaves_by_path(checkpointer.restore(self.path / item, args=args))
+        return {path: leaf for path, leaf in restored.items() if leaf is not ocp.PLACEHOLDER}
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
@@ -426,13 +428,13 @@ class Checkpoint:
           CheckpointError: If the checkpoint has a different format, or if the body of the `with` statement raises a
             `KeyError` or a similar error.
         """
-        saved_by, version = self.custom_metadata.get(VERSION_KEY, "an unknown version"), own_version()
         saved_format = self.custom_metadata.get(FORMAT_KEY, FORMAT)
         try:
             if saved_format != FORMAT:
                 raise LookupError(f"the format {FORMAT} rather than {saved_format}")
             yield
         except (LookupError, TypeError, AttributeError) as error:
+            saved_by, version = self.custom_metadata.get(VERSION_KEY, "an unknown version"), own_version()
             raise CheckpointError(
                 f"The checkpoint {self.path}, saved by jaxloop {saved_by}, does not contain what jaxloop {version} "
                 f"expects ({type(error).__name__}: {error}). Resume it with the version and the program that saved it, "
@@ -451,11 +453,8 @@ def elapsed_of(custom_metadata: Mapping[str, Any], step: int) -> Elapsed:
 
 def _damage_error(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
     shown = checks.first_lines([f"  {problem}" for problem in problems])
-    return CheckpointError(
-        f"The checkpoint {path} is damaged:\n" + "\n".join(shown),
-        path.parent,
-        [int(path.name)],
-    )
+    text = "\n".join([f"The checkpoint {path} is damaged:", *shown])
+    return CheckpointError(text, path.parent, [int(path.name)])
 
 
 def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
@@ -521,7 +520,8 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
     """Logs that a state is restored without its optimizer state, except for the leaves in `kept`."""
     lines = "\n".join(checks.compare(dict(opened.leaves), dict(ours)))
-    is_schedule_free = any(path.endswith(_OF_SCHEDULE_FREE) for path in opened.leaves.keys() - ours.keys())
+    # Only the state of `optax.contrib.schedule_free` has such a leaf.
+    is_schedule_free = any(path.endswith("/weight_sum") for path in opened.leaves.keys() - ours.keys())
     logging.log(
         logging.WARNING if len(kept) < len(ours) or is_schedule_free else logging.INFO,  # INFO without an optimizer.
         "The state was restored from %s without its opt_state, because the optimizers differ (but with the average of "
@@ -534,12 +534,3 @@ def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mappin
         if is_schedule_free
         else "",
     )
-
-
-def _restore_args(leaf: Any) -> ocp.RestoreArgs:
-    """Returns restore arguments without a dtype or shape.
-
-    Given a dtype and shape, Orbax would cast and pad the arrays, but jaxloop treats any difference as an error.
-    """
-    sharding = getattr(leaf, "sharding", None)
-    return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)

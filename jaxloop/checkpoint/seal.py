@@ -6,8 +6,8 @@ accidental changes, but not forgery. This module doesn't depend on Orbax or JAX.
 
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import IO, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -17,7 +17,6 @@ from jaxloop.base import files
 NAME = "SEAL"
 
 _CHUNK = 1 << 22  # Bytes.
-_SEAL = f"{NAME}, the file with the checksums,"
 
 
 def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, leave_out: Collection[str] = ()) -> None:
@@ -40,10 +39,11 @@ def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, lea
       OSError: If a file can't be read or the seal can't be written.
     """
     directory = epath.Path(directory)
-    names = [name for name in _files_in(directory) if name not in (NAME, *leave_out)]
-    open_file = files.opener(directory)
-    sealed = {name: _size_and_crc(directory / name, open_file) for name in names}
-    with open_file(directory / NAME, "w", encoding="utf-8") as file:
+    sealed = _sizes_and_crcs(directory, [name for name in _files_in(directory) if name not in (NAME, *leave_out)])
+    for error in sealed.values():
+        if isinstance(error, OSError):
+            raise error
+    with files.open_file(directory / NAME, "w") as file:
         file.write(_serialize(sealed, about or {}))
 
 
@@ -69,24 +69,20 @@ def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], 
     Raises:
       PermissionError: If this user may not read one of the files.
     """
-    directory, open_file = epath.Path(directory), files.opener(directory)
-    start, problems = f"{below}/" if below else "", []
+    directory, start, problems = epath.Path(directory), f"{below}/" if below else "", []
     try:
         sealed, about = _parse(files.read_bytes(directory / NAME))
     except (OSError, ValueError) as error:
-        return {}, [_problem_of(_SEAL, error)]
-    for name, (size, crc) in sealed.items():
-        if not f"{name}/".startswith(start):
-            continue
-        try:
-            found_size, found_crc = _size_and_crc(directory / name, open_file, size)
-        except OSError as error:
-            problems.append(_problem_of(name, error))
-            continue
-        if found_size != size:
-            problems.append(f"{name} has {found_size} bytes, but the seal says {size}")
-        elif found_crc != crc:
-            problems.append(f"{name} has changed: its CRC-32 is {found_crc:08x}, but the seal says {crc:08x}")
+        return {}, [_problem_of(f"{NAME}, the file with the checksums,", error)]
+    names = [name for name in sealed if f"{name}/".startswith(start)]
+    for name, found in _sizes_and_crcs(directory, names).items():
+        size, crc = sealed[name]
+        if isinstance(found, OSError):
+            problems.append(_problem_of(name, found))
+        elif found[0] != size:
+            problems.append(f"{name} has {found[0]} bytes, but the seal says {size}")
+        elif found[1] != crc:
+            problems.append(f"{name} has changed: its CRC-32 is {found[1]:08x}, but the seal says {crc:08x}")
     return about, problems
 
 
@@ -109,16 +105,19 @@ def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{path.name}"
 
 
-def _size_and_crc(
-    path: epath.Path, open_file: Callable[..., IO[Any]], expected_size: int | None = None
-) -> tuple[int, int]:
-    """Returns the size and the checksum of a file, which is not read if it doesn't have the expected size."""
-    size, crc = path.stat().length, 0
-    if expected_size in (None, size):
-        with open_file(path, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                crc = zlib.crc32(chunk, crc)
-    return size, crc
+def _sizes_and_crcs(directory: epath.Path, names: Iterable[str]) -> dict[str, tuple[int, int] | OSError]:
+    """Returns the size and the checksum of each of these files, or the error raised while reading it."""
+    open_file, found = files.opener(directory), dict[str, tuple[int, int] | OSError]()
+    for name in names:
+        size = crc = 0
+        try:
+            with open_file(directory / name, "rb") as file:
+                while chunk := file.read(_CHUNK):
+                    size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+            found[name] = size, crc
+        except OSError as error:
+            found[name] = error
+    return found
 
 
 def _serialize(sealed: Mapping[str, Any], about: Mapping[str, Any]) -> str:

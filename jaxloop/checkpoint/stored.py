@@ -10,6 +10,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxloop.base import checks, path_patterns
@@ -58,10 +59,11 @@ def fingerprint(tree: Any) -> str:
     If a saved tree and a template have the same hash, Orbax can restore the tree without reading its saved structure
     first.
     """
-    is_empty = lambda node: node is None or (isinstance(node, dict | list | tuple) and not node)
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
-    lines = sorted([f"{checks.path_name(path)}: {checks.describe(node)}" for path, node in nodes])
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    nodes = ocp.tree.to_flat_dict(tree, sep="/", keep_empty_nodes=True)
+    forms = [
+        (path, str(getattr(node, "dtype", type(node))), getattr(node, "shape", ())) for path, node in nodes.items()
+    ]
+    return hashlib.sha256(repr(sorted(forms)).encode()).hexdigest()
 
 
 def check_names(tree: Any, what: str) -> None:
@@ -159,18 +161,12 @@ def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, 
       wanted: Likewise, the leaves to be restored.
       what: What they belong to: a "state", a "template" or a "tree".
     """
-    if _forms(saved) == _forms(wanted):
-        return
     if differences := checks.compare(dict(saved), dict(wanted)):
         lines = "\n".join(differences)
         raise ValueError(
             f"The checkpoint {path} does not fit this {what}. Leaves that differ (checkpoint -> {what}):\n{lines}\n"
             f"{_REMEDIES[what]}"
         )
-
-
-def _forms(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for path, leaf in leaves.items()}
 
 
 def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str, Any]:

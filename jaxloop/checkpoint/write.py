@@ -72,8 +72,7 @@ class CheckpointWriter:
             return
         if best is not None or keep_every is not None:
             raise ValueError(
-                "`best` and `keep_every` need a directory, got a CheckpointManager, whose own options decide which "
-                "checkpoints it keeps."
+                "`best` and `keep_every` need a directory, got a CheckpointManager, which has its own options."
             )
         self._manager, self.directory = manager_or_directory, epath.Path(manager_or_directory.directory)
 
@@ -177,10 +176,9 @@ class CheckpointWriter:
         else:
             metrics = policy.marked(metrics or {}, custom_metadata, step)
         self._saving = step, custom_metadata
-        metrics = None if metrics is None else dict(metrics)
         with _save_start_lock:
             noted = custom_metadata if policy is None else {read.SEALED_KEY: True}
-            return manager.save(step, args=args, metrics=metrics, custom_metadata=noted or None)
+            return manager.save(step, args=args, metrics=metrics and dict(metrics), custom_metadata=noted or None)
 
     def _check_directory(self) -> None:
         """Raises an error in all processes if no save can succeed.

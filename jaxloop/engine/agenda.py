@@ -76,7 +76,7 @@ class Item:
     Hooks:
       name: The name under which a checkpoint stores its state.
       time_category: The kind of work as which its calls are timed (see `Spent`); None for none of its own.
-      interval: A schedule, or a number of loops.
+      interval: A schedule, or a number of loops; None if only `is_due` decides, at each moment.
       call: Called when the item is due. Returns False if it was interrupted, and must be called again after a resume.
       state_dict, load_state_dict, kept_state: See `Action`.
 
@@ -96,11 +96,11 @@ class Item:
     name = ""
     time_category = None
     kept_state = None
+    cursor, unread, called_at, is_requested, spent = 0, None, None, False, Spent()  # Before the first `reset`.
 
     def __init__(self, rank: Rank, reads: Literal["all", "newest", "nothing"] = "nothing"):
         self.rank: Rank = rank
         self.reads: Literal["all", "newest", "nothing"] = reads
-        self.reset(Spent())
 
     def reset(self, spent: Spent, cursor: int = 0) -> None:
         """Forgets all calls."""
@@ -116,9 +116,9 @@ class Item:
         self.cursor, self.unread = cursor, None
 
     @property
-    def interval(self) -> int | Schedule:
-        """A schedule, or a number of loops."""
-        raise NotImplementedError
+    def interval(self) -> int | Schedule | None:
+        """A schedule, or a number of loops; None if only `is_due` decides."""
+        return None
 
     def call(self, moment: Moment) -> bool:
         """Does what is due. Returns False if it was interrupted."""
@@ -132,7 +132,7 @@ class Item:
         if isinstance(interval, Schedule):
             assert now.previous is not None
             return interval.fires(now.previous, now)
-        return loop is not None and loop % interval == 0
+        return loop is not None and interval is not None and loop % interval == 0
 
     def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
         """Returns the outputs since the last call. An int interval gets what the `end` hook returned."""
@@ -290,7 +290,7 @@ class Agenda:
 
     def goal(self, now: Elapsed, stop: Schedule | None) -> Goal:
         """Returns the next step, time and loop at which something may be due, or the schedule may end the run."""
-        intervals = [item.interval for item in self.called_here]
+        intervals = [interval for item in self.called_here if (interval := item.interval) is not None]
         return goal_of(intervals if stop is None else [*intervals, stop], now)
 
     def hold(
@@ -410,17 +410,17 @@ class Agenda:
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any], step_num: int) -> None:
         """Restores a `state_dict` and the kept states. Items that it doesn't contain are not called at this step."""
+        self.reset()
         self.owes_trim = saved["owes_trim"]
         self.ended = saved["ended"] and Ended(LoopOutputs.decode(saved["ended"][0]), *saved["ended"][1:])
         left = dict(enumerate(saved["items"]))
         for item in self.items:
-            index = next((index for index, each in left.items() if each["name"] == item.name), None)
-            if index is not None:
-                item.load(left.pop(index))
-                if str(index) in kept:
-                    item.kept_state = kept[str(index)]
+            if found := [index for index, each in left.items() if each["name"] == item.name]:
+                item.load(left.pop(found[0]))
+                if str(found[0]) in kept:
+                    item.kept_state = kept[str(found[0])]
                 continue
-            item.cursor, item.called_at = self._outputs.position, step_num
+            item.called_at = step_num
             if item.state_dict():
                 text = "%r was not part of the run when the checkpoint was saved, so it starts fresh."
                 logging.warning(text, getattr(item, "action", item.name))

@@ -1,6 +1,7 @@
 """The engine: the loop over loops."""
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +63,7 @@ class Engine:
         self.actions: LoopActions = LoopActions()
         self.call: Call = Call()
 
-    @property
+    @functools.cached_property
     def job(self) -> agreement.Job:
         """The processes that train together."""
         return self.run.agenda.job

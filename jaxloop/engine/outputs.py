@@ -59,15 +59,20 @@ class Pending:
         self.in_flight: InFlight = InFlight(stopwatch)
         self.clear()
 
-    def clear(self) -> None:
-        """Forgets all outputs."""
+    def clear(self, sums: Mapping[str, Any] | None = None, names: set[str] | None = None) -> None:
+        """Forgets all outputs.
+
+        Args:
+          sums: The merged states since the last cut, in a resumed run.
+          names: The names that the steps of a resumed run have reported.
+        """
         self.newest: list[types.Output | Block] = []
-        self.names: set[str] | None = None
+        self.names: set[str] | None = names
         self.are_plain: bool = False
         self.num_steps: int = 0
         self._examples: list[int] = []  # Of the steps in `newest`.
         self._queue: list[Chunk | Cut] = []
-        self._sums: dict[str, Any] = {}  # Of the steps since the last cut.
+        self._sums: dict[str, Any] = {**(sums or {})}  # Of the steps since the last cut.
         self.in_flight.clear()
 
     @property
@@ -162,10 +167,6 @@ class Pending:
     def sums(self) -> dict[str, Any]:
         """Returns the merged `clu.metrics` states since the last cut, on the host."""
         return metrics.fetch(self._sums)
-
-    def resume(self, sums: dict[str, Any], names: set[str] | None) -> None:
-        """Sets the merged states since the last cut, and the names that steps have reported, before the first step."""
-        self._sums, self.names = sums, names
 
     def newest_scalars(self) -> dict[str, Any]:
         """Returns the scalars of the latest computed step that was not taken yet. Never waits."""
@@ -404,7 +405,7 @@ class Outputs:
         self.loop_start, self._updated = saved["loop_start"], LoopOutputs.decode(saved["updated"])
         self._segments = [Segment(first, LoopOutputs.decode(outputs)) for first, outputs in saved["segments"]]
         sums = {name: states[0] for name, states in LoopOutputs.decode(saved["sums"]).items()}
-        self.pending.resume(sums, {types.STOP_LOOP} if saved["may_stop"] else None)
+        self.pending.clear(sums, {types.STOP_LOOP} if saved["may_stop"] else None)
 
 
 def _append(outputs: LoopOutputs, later: LoopOutputs) -> None:

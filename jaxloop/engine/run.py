@@ -205,7 +205,7 @@ class Run:
         return saved, kept
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`, after `begin`."""
+        """Restores a `state_dict`."""
         self.now = Elapsed(**saved["elapsed"], previous=Elapsed(**saved["previous"]))
         self.loops, self.batches, self.began_at = saved["loops"], saved["steps_in_loop"], Elapsed(**saved["began_at"])
         self.clock.begin(self.now.time)

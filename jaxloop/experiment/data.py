@@ -142,7 +142,7 @@ class TrainingData:
         if spec.epochs is None:
             return False
         self._sources.passes += 1
-        self.left_out.end_epoch(ended)
+        self.left_out.epoch_start += 0 if ended is None else ended.num_read
         self.source = None
         if spec.has_iterator:
             return False
@@ -194,9 +194,7 @@ class TrainingData:
         """
         newest = self._engine.run.now.steps
         if not 0 < turn.first <= turn.last <= newest:
-            raise ValueError(
-                f"A detour can leave out only batches of steps 1 to {newest}, got {turn.first} to {turn.last}."
-            )
+            raise ValueError(f"A detour leaves out batches of steps 1 to {newest}, got {turn.first} to {turn.last}.")
         first, last = (self._newest_batch(before=(newest - step) // updates) for step in (turn.first, turn.last))
         detour = {"step": newest, "first_batch": first, "last_batch": last, "first_step": turn.first}
         self.left_out.detours.append({**detour, "reason": turn.reason})
@@ -323,11 +321,7 @@ class LeftOut:
     def apply_to(self, source: PositionedIterator | None) -> None:
         """Makes the iterator over the current epoch skip these batches."""
         if source is not None:
-            source.leave_out(number - self.epoch_start for number in self.numbers if number > self.epoch_start)
-
-    def end_epoch(self, source: PositionedIterator | None) -> None:
-        """Advances `epoch_start` by the number of batches in the epoch that just ended."""
-        self.epoch_start += 0 if source is None else source.num_read
+            source.leave_out([number - self.epoch_start for number in self.numbers if number > self.epoch_start])
 
     def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
         """Returns the number of the `count`-th batch returned in this epoch, or of the batch `before` batches earlier.
@@ -372,8 +366,8 @@ class LeftOut:
                 step_num,
             )
         self.detours, self._num_saved = [*detours, *self.detours[len(detours) :]], len(detours)
-        planned = {*self._given, *batches_of(self.detours)}
-        self.numbers = sorted({*before, *(each for each in planned if each > newest)})
+        planned = [*self._given, *batches_of(self.detours)]
+        self.numbers = sorted({*before, *[each for each in planned if each > newest]})
         self.epoch_start = state_dict["epoch_start"]
 
 

@@ -9,11 +9,10 @@ from absl import logging
 
 from jaxloop import checkpoint, metrics, types
 from jaxloop.action_loop import ActionLoop
-from jaxloop.actions.action import Action
 from jaxloop.base import checks
 from jaxloop.data.position import PositionedIterator
 from jaxloop.data.sources import keeping_random_state
-from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
+from jaxloop.engine.agenda import Item, Moment, Rank
 from jaxloop.engine.feed import as_iterator
 from jaxloop.engine.run import Plan
 from jaxloop.experiment.specs import CheckpointSpec, EvalContext, EvalSpec
@@ -26,27 +25,32 @@ _POLL_SECS = 0.2
 
 
 @final
-class Recorder(Action):
+class Recorder(Item):
     """Adds rows to the history, and then calls a function with the progress."""
+
+    name = "Recorder"
+    interval: Any = 1  # Each recorder has its own. Commands can change it.
 
     def __init__(
         self,
         history: History,
-        name: str,
+        part: str,
         interval: int | Schedule,
         observe: Callable[[Elapsed], None] = lambda now: None,
     ):
-        super().__init__(interval)
-        self._history, self._name, self._observe = history, name, observe
+        super().__init__(Rank.ROW, "all")
+        self.interval = interval
+        self._history, self._part, self._observe = history, part, observe
 
-    def __call__(self, state: Any, outputs: types.Output, *, elapsed: Elapsed, **kwargs: Any) -> None:
+    def call(self, moment: Moment) -> bool:
+        outputs = moment.outputs
         assert outputs is not None
         for name in [name for name in outputs if name.startswith("jaxloop/")]:
             del outputs[name]
-        measured = metrics.summarize(outputs)
-        if measured:
-            self._history.commit(elapsed, {self._name: measured})
-        self._observe(elapsed)
+        if measured := metrics.summarize(outputs):
+            self._history.commit(moment.now, {self._part: measured})
+        self._observe(moment.now)
+        return True
 
 
 @final
@@ -78,7 +82,7 @@ class Evaluation(Item):
         self.source: PositionedIterator | None = source
         self.name: str = f"evaluation {spec.name}"
         self._context = context
-        self._row = ActionItem(Recorder(history, spec.name, 1, self._note), context, Rank.ROW)
+        self._row = Recorder(history, spec.name, 1, self._note)
         self._measured_at: int | None = None
         self._was_short = False
         self._plan_at(Elapsed())

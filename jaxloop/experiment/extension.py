@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from absl import logging
@@ -16,7 +16,7 @@ from jaxloop.base import checks, encoding, files
 from jaxloop.engine.agenda import Item, Moment, Rank
 from jaxloop.experiment.specs import CheckpointSpec, RunSpec
 from jaxloop.history import History
-from jaxloop.schedules import Elapsed, Schedule, never
+from jaxloop.schedules import Elapsed
 
 
 class Extension:
@@ -96,12 +96,13 @@ class Extensions:
         for each in extensions:
             if not isinstance(each, Extension):
                 raise TypeError(f"OuterLoop.extensions must contain Extensions, got {each!r}.")
-        self._by_name = {each.name or type(each).__name__: each for each in extensions}
-        if len(self._by_name) < len(extensions):
-            names = [each.name or type(each).__name__ for each in extensions]
+        names = [each.name or type(each).__name__ for each in extensions]
+        self._by_name = dict(zip(names, extensions, strict=True))
+        if len(self._by_name) < len(names):
             raise ValueError(f"Two extensions have the same name: {checks.listed(names)}. Give each a different one.")
+        overrides = functools.partial(checks.is_overridden, base=Extension)
         self._hooks = {  # The hooks that are overridden, by the name of the extension.
-            hook: {name: getattr(each, hook) for name, each in self._by_name.items() if _overrides(each, hook)}
+            hook: {name: getattr(each, hook) for name, each in self._by_name.items() if overrides(each, hook)}
             for hook in ("batch", "moment", "state_dict", "load_state_dict")
         }
         self._begun: list[Extension] = []
@@ -158,10 +159,6 @@ class Extensions:
                 _call(load, encoding.decode(saved[name]))
 
 
-def _overrides(extension: Extension, hook: str) -> bool:
-    return checks.is_overridden(extension, hook, Extension)
-
-
 def _call(hook: Callable[..., Any], *args: Any) -> Any:
     """Calls a hook of an extension, which an error then names."""
     try:
@@ -180,10 +177,6 @@ class _EachMoment(Item):
     def __init__(self, observe: Callable[[Elapsed], None]):
         super().__init__(Rank.AFTER_EVALUATIONS)
         self._observe = observe
-
-    @property
-    def interval(self) -> Schedule:
-        return never()
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
         return True
@@ -221,36 +214,36 @@ class Experiment:
     @functools.cached_property
     def loops(self) -> list[ActionLoop]:
         """The train loop, if there is one, and the eval loops."""
-        return [*(() if self.train_loop is None else (self.train_loop,)), *self.eval_loops]
+        return [loop for loop in (self.train_loop, *self.eval_loops) if loop is not None]
+
+    @functools.cached_property
+    def in_loops(self) -> list[Action]:
+        """The actions of the loops and their steps."""
+        return [each for loop in self.loops for each in loop.actions]
 
     @functools.cached_property
     def actions(self) -> list[Action]:
         """All actions, each of them once."""
-        return list(dict.fromkeys([*(each for loop in self.loops for each in loop.actions), *self.savers]))
+        return list(dict.fromkeys([*self.in_loops, *self.savers]))
 
     @functools.cached_property
     def checkpoint_dirs(self) -> list[epath.Path]:
         """The directories that the run saves checkpoints to or resumes from; none without a train loop."""
-        spec = self.checkpoint_spec
-        resumes_from = [] if spec is None or self.train_loop is None else [spec.checkpoint_dir]
-        return list(dict.fromkeys([*(action.directory for action in self.savers), *resumes_from]))
+        found, spec = [action.directory for action in self.savers], self.checkpoint_spec
+        found += [] if spec is None or self.train_loop is None else [spec.checkpoint_dir]
+        return list(dict.fromkeys(found))
 
     @functools.cached_property
     def directories(self) -> list[epath.Path]:
         """The directories that the run writes to: those of its checkpoints, and its work directory."""
         return list(dict.fromkeys([*self.checkpoint_dirs, *([] if self.workdir is None else [self.workdir])]))
 
-    def errors(self) -> Iterator[Exception]:
-        """Yields the errors in the arguments of the call."""
-        step = None if self.train_loop is None else self.train_loop.step
-        return self.spec.errors(step, num_eval_loops=len(self.eval_loops))
-
-    @property
+    @functools.cached_property
     def reports_dir(self) -> epath.Path | None:
         """The directory for reports about failures and hangs; None for none."""
         return self.workdir or next((action.directory for action in self.savers), None)
 
-    @property
+    @functools.cached_property
     def local_workdir(self) -> epath.Path | None:
         """The work directory, if it is not remote; otherwise None."""
         return None if self.workdir is None or files.is_remote(self.workdir) else self.workdir

@@ -72,19 +72,14 @@ class EvalSpec:
         if not isinstance(self.interval, Schedule):
             checks.check_positive("EvalSpec.interval", self.interval, optional=True)
         if self.interval is not None and self.eval_loop_interval is not None:
-            raise ValueError(
-                f"EvalSpec got both interval={self.interval!r} and eval_loop_interval={self.eval_loop_interval}. Give "
-                "one of them: as an interval, an int counts train loops, and every(steps=500) is exact to the step."
-            )
+            got = f"interval={self.interval!r} and eval_loop_interval={self.eval_loop_interval}"
+            raise ValueError(f"EvalSpec got {got}. Give one of them, such as interval=every(steps=500).")
         if not isinstance(self.name, str) or self.name in ("", "train") or "/" in self.name or "." in self.name:
             raise ValueError(f"EvalSpec.name must be a name without / and ., other than 'train', got {self.name!r}.")
         if self.dataset is None and self.dataset_iterator is None:
             raise ValueError("EvalSpec needs a dataset, or a dataset_iterator with num_steps; both are None.")
         if self.dataset_iterator is not None and self.num_steps is None:
-            raise ValueError(
-                "EvalSpec.dataset_iterator continues at each evaluation where the last one stopped, so it needs "
-                "num_steps, got None."
-            )
+            raise ValueError("EvalSpec.dataset_iterator needs num_steps, got None. Give the number of batches.")
 
     @property
     def data(self) -> Any:
@@ -150,9 +145,7 @@ class CheckpointSpec:
 
     def __post_init__(self) -> None:
         if self.iterate_interval_secs < 0:
-            raise ValueError(
-                f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."
-            )
+            raise ValueError(f"iterate_interval_secs must not be negative, got {self.iterate_interval_secs}.")
         if self.on_changed_data not in ("warn", "raise"):
             raise ValueError(f'CheckpointSpec.on_changed_data must be "warn" or "raise", got {self.on_changed_data!r}.')
         if not isinstance(self.checkpoint_dir, str | os.PathLike) or not os.fspath(self.checkpoint_dir):
@@ -191,51 +184,46 @@ class RunSpec:
     eval_specs: Sequence[EvalSpec] = ()
     stop: Schedule | None = None
     epochs: int | None = None
+    logs_total_steps: bool = True
 
-    def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
-        """Yields the errors in these arguments, given the `OuterLoop`'s train step and its number of eval loops."""
+    def errors(self, train_loop: Any, num_eval_loops: int) -> Iterator[Exception]:
+        """Yields the errors in these arguments, given the `OuterLoop`'s train loop and its number of eval loops."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
             checks.check_positive("train_epochs", self.epochs, optional=True)
-            if train_step is not None:
-                checks.check_multiple("train_total_steps", self.total_steps, train_step)
-                checks.check_multiple("train_loop_steps", self.loop_steps, train_step)
+            if train_loop is not None:
+                checks.check_multiple("train_total_steps", self.total_steps, train_loop.step)
+                checks.check_multiple("train_loop_steps", self.loop_steps, train_loop.step)
         except (TypeError, ValueError) as error:
             yield error
             return
-        has_no_data = self.train_dataset is None and train_step is not None
+        has_no_data = self.train_dataset is None and train_loop is not None
         if self.total_steps is not None and self.total_steps > np.iinfo(np.int32).max:
             yield ValueError(f"train_total_steps={self.total_steps} exceeds the range of state.step, an int32.")
         if self.epochs is not None and has_no_data:
-            yield ValueError(
-                f"OuterLoop got train_epochs={self.epochs} without a train_dataset, so there are no epochs. "
-                "Give train_total_steps or stop."
-            )
+            got = f"train_epochs={self.epochs} without a train_dataset"
+            yield ValueError(f"OuterLoop got {got}. Give the dataset, or only train_total_steps or stop.")
         if self.epochs is not None and self.loop_steps is not None:
             yield ValueError(
                 f"OuterLoop got train_epochs={self.epochs} and train_loop_steps={self.loop_steps}, and each epoch is "
-                "one loop: give one of them. For an action or evaluation within an epoch, use a schedule such as "
-                "every(steps=100)."
+                "one loop: give one of them. For actions and evaluations within an epoch, use every(steps=...)."
             )
         if self.epochs is not None and self.epochs > 1 and self.has_iterator:
             yield ValueError(
-                f"train_epochs={self.epochs} needs a train_dataset that can be read more than once (a list, a "
-                f"tf.data.Dataset, a DataLoader), got the iterator {self.train_dataset!r}."
+                f"train_epochs={self.epochs} needs data that can be read more than once, got {self.train_dataset!r}."
             )
         has_end = self.total_steps is not None or self.stop is not None
         has_end |= self.loop_steps is not None  # Then, there is another error.
         if self.epochs is not None and not has_end and is_endless(pass_of(self.train_dataset)):
             yield ValueError(
                 f"train_epochs={self.epochs} needs a train_dataset that ends, got {name_of(self.train_dataset)}, which "
-                "is endless, so an epoch would never end. Give train_total_steps instead."
+                "is endless. Give train_total_steps instead."
             )
         if self.stop is not None and not isinstance(self.stop, Schedule):
             yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")
-        if self.train_dataset is not None and train_step is None:
-            yield ValueError(
-                "OuterLoop got a train_dataset without a train_loop: give both to train, neither to evaluate only."
-            )
+        if self.train_dataset is not None and train_loop is None:
+            yield ValueError("OuterLoop got a train_dataset without a train_loop: give both, neither to evaluate only.")
         if has_no_data and self.total_steps is None and self.stop is None:
             yield ValueError(
                 "OuterLoop got a train_loop without a train_dataset. Give the dataset. If the step needs no data, "
@@ -247,10 +235,8 @@ class RunSpec:
         specs = self.eval_specs
         names = [spec.name for spec in specs if isinstance(spec, EvalSpec)]
         if len(specs) != num_eval_loops:
-            yield ValueError(
-                f"OuterLoop has {num_eval_loops} eval_loops and was called with {len(specs)} eval_specs. "
-                "Give one EvalSpec for each eval loop, in their order."
-            )
+            got = f"has {num_eval_loops} eval_loops and was called with {len(specs)} eval_specs"
+            yield ValueError(f"OuterLoop {got}. Give one EvalSpec for each eval loop, in their order.")
         if strangers := [spec for spec in specs if not isinstance(spec, EvalSpec)]:
             yield TypeError(f"eval_specs must contain EvalSpecs, got {strangers[0]!r}.")
         elif twice := {name for name in names if names.count(name) > 1}:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from absl import logging
@@ -67,7 +67,7 @@ class Training:
         return self.loop.rescued_state if self.between_loops is None else self.between_loops
 
     def __call__(
-        self, state: Any, check_start: Callable[[Any, int | None], None], *, logs_total_steps: bool
+        self, state: Any, check_start: Callable[[Any, int | None], None]
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         """Trains to the end. Returns the state and the outputs of the last train loop (None if no loop ran).
 
@@ -75,13 +75,12 @@ class Training:
           state: The state to start from if there is no checkpoint.
           check_start: A function that logs the problems of a run with a given state and number of batches per epoch
             (None if unknown), before the first step.
-          logs_total_steps: Whether to log the first and the last step of the training.
         """
         experiment, loop, engine = self.experiment, self.loop, self.loop.engine
         spec, checkpoints, savers = experiment.spec, experiment.checkpoint_spec, experiment.savers
         with engine.run.stopwatch.counting("restores"):
             state, is_resumed = self._resume(state)
-            step_num = loop.step_num
+            step_num = engine.step_num
             if spec.total_steps is not None or spec.loop_steps is not None:
                 checks.check_multiple("state.step", step_num, loop.step)
             self._open_data(is_resumed)
@@ -110,7 +109,7 @@ class Training:
             check_start(state, self.data.batches_per_epoch(step_num // loop.step.updates_per_step))
             if savers and not is_resumed:
                 announce("The run saves checkpoints in %s.", " and ".join(str(each.directory) for each in savers))
-            if logs_total_steps:
+            if spec.logs_total_steps:
                 logging.info("Training from step %d to %s.", step_num, spec.end)
         # Calls what is due before the first step, or was not called when the checkpoint was saved.
         holds, now = is_resumed or (step_num == 0 and not end), loop.elapsed
@@ -192,8 +191,7 @@ class Training:
         if experiment.checkpoint_spec is None or not any(map(checkpoint.all_steps, experiment.checkpoint_dirs)):
             raise RuntimeError(
                 f"The run must return to a checkpoint before step {turn.first}, and there is none: {turn.reason} Give "
-                "the run a CheckpointSpec, and save from the first step on: "
-                "CheckpointAction(directory, interval=at(0) | every(steps=...))."
+                "it a CheckpointSpec, and save from the start: CheckpointAction(directory, at(0) | every(steps=...))."
             )
         text = "The run turned back at step %d, and leaves out the batches from %d to %d: %s"
         logging.warning(text, self.loop.step_num, detours[-1]["first_batch"], detours[-1]["last_batch"], turn.reason)
@@ -233,16 +231,16 @@ class Training:
             given = checks.adopt(state)
             opened, state = restore_newest(saved, given, spec, self.run.job)
             elapsed = opened.elapsed()
-            self._begin(elapsed)
             announce("Resumed at step %d from %s.", elapsed.steps, opened.path.parent)
             if int(saved[-1].name) > elapsed.steps:  # Those that were damaged have been moved away.
                 check_no_newer_checkpoints(self.experiment.savers, elapsed.steps)
-            is_resumed = self.run.load(opened, given)
+            restored = self.run.load(opened, given)
+            self._begin(elapsed, restored)
             for item in loop.engine.run.agenda.items:  # The directory of each saver tells whether it saved this step.
                 if isinstance(item, ActionItem) and isinstance(item.action, CheckpointAction):
                     path = item.action.directory / opened.path.name
                     item.called_at = elapsed.steps if path in saved and path.exists() else None
-            return state, is_resumed
+            return state, bool(restored)
         if saved:
             text = "The run continues at step %d, which is past the newest checkpoint (step %s)."
             logging.info(text, step_num, saved[-1].name)
@@ -254,16 +252,18 @@ class Training:
         check_no_newer_checkpoints(self.experiment.savers, step_num)
         return state, False
 
-    def _begin(self, elapsed: Elapsed) -> None:
-        """Begins at a progress of which nothing else is known."""
+    def _begin(self, elapsed: Elapsed, restored: Collection[str] = ()) -> None:
+        """Begins the parts that were not restored at a progress of which nothing else is known."""
         loop_steps = self.experiment.spec.loop_steps
         loops = elapsed.loops if loop_steps is None else elapsed.steps // loop_steps
-        self.data.begin(elapsed.loops)
-        self.run.rows.begin(elapsed.steps)
         for each in self.evaluations:
-            interval = each.interval
-            each.loop.resume(Elapsed(loops=loops // interval if isinstance(interval, int) else 0))
-        self.loop.resume(dataclasses.replace(elapsed, loops=loops))
+            if f"eval {each.spec.name}" not in restored:
+                interval = each.interval
+                each.loop.resume(Elapsed(loops=loops // interval if isinstance(interval, int) else 0))
+        if not restored:
+            self.data.begin(elapsed.loops)
+            self.run.rows.begin(elapsed.steps)
+            self.loop.resume(dataclasses.replace(elapsed, loops=loops))
 
     def _tell_fresh_start(self, spec: CheckpointSpec, step_num: int) -> None:
         where = "from scratch" if step_num == 0 else f"at step {step_num}, from the given state"
@@ -295,10 +295,11 @@ class Training:
             "the end of a run that an evaluation or an action stopped (to train further, give it more patience, or "
             "start a new run from its state)": run.agenda.wants_stop,
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
-            f"train_total_steps={spec.total_steps}": spec.total_steps is not None and loop.step_num >= spec.total_steps,
+            f"train_total_steps={spec.total_steps}": spec.total_steps is not None and run.now.steps >= spec.total_steps,
             f"train_epochs={spec.epochs}": self.data.has_ended_all_epochs,
         }
-        return next((end for end, is_reached in ends.items() if is_reached), None)
+        reached = [end for end, is_reached in ends.items() if is_reached]
+        return reached[0] if reached else None
 
 
 def steps_of_next_loop(loop: ActionLoop, spec: RunSpec) -> int | None:

@@ -96,8 +96,8 @@ class WholeRun:
             "trees": trees,
         }
 
-    def load(self, opened: checkpoint.Checkpoint, state: Any) -> bool:
-        """Restores all parts that a checkpoint contains. Returns False if it contains only a train state.
+    def load(self, opened: checkpoint.Checkpoint, state: Any) -> list[str]:
+        """Restores all parts that a checkpoint contains. Returns their names: none if it contains only a train state.
 
         Args:
           opened: The checkpoint.
@@ -118,7 +118,7 @@ class WholeRun:
                     opened.step,
                     opened.path.parent,
                 )
-                return False
+                return []
             saved_after = run["parts"]["train"]["elapsed"]["steps"]
             if saved_after != opened.step:
                 raise ValueError(
@@ -128,11 +128,12 @@ class WholeRun:
             check_keys(run, self._keys, opened.path.parent)
             arrays = {name: np.zeros(size, np.uint8) for name, size in run["sizes"].items()}
             trees = opened.trees({**dict.fromkeys(run["kept_states"], state), _BYTES: arrays})
-            for name in [name for name in self._parts if name in run["parts"]]:
+            names = [name for name in self._parts if name in run["parts"]]
+            for name in names:
                 prefix = f"{name}."
                 own = {key.removeprefix(prefix): tree for key, tree in trees.items() if key.startswith(prefix)}
                 self._parts[name].load_state_dict(run["parts"][name], own)
-            return True
+            return names
 
 
 @final
@@ -200,9 +201,8 @@ def restore_newest(
     if hasattr(found, "step") and (count := step_num_of(found)) != opened.step:
         raise ValueError(
             f"No run can resume from checkpoint {opened.step} in {opened.path.parent}, because its state.step is "
-            f"{count}. It was saved by a step whose updates_per_step was wrong, or by a program that counts something "
-            "else. Remove the checkpoint, or give another checkpoint_dir. To begin with its parameters, call "
-            "step.restore_model(state, directory)."
+            f"{count}. Was updates_per_step wrong? Remove the checkpoint, or give another checkpoint_dir. To begin "
+            "with its parameters, call step.restore_model(state, directory)."
         )
     restores = spec.restore_hyperparams
     remedy = "CheckpointSpec(..., restore_hyperparams=False) takes the program's value." if restores else ""

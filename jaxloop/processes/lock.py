@@ -66,9 +66,10 @@ def locked(directory: epath.PathLike, name: str = TRAINER) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             os.makedirs(directory, exist_ok=True)
-            os.close(files.open_descriptor(path, os.O_RDWR | os.O_CREAT))  # Raises if it isn't a regular file.
-            stack.enter_context(lock.acquire(timeout=0))
-            with files.open_file(path, "w") as file:
+            # Raises if it isn't a regular file.
+            with open(files.open_descriptor(path, os.O_RDWR | os.O_CREAT), "w", encoding="utf-8") as file:
+                stack.enter_context(lock.acquire(timeout=0))
+                file.truncate()
                 file.write(_this_process())
         except filelock.Timeout:
             raise DirectoryInUseError(

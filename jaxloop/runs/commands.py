@@ -20,9 +20,9 @@ from jaxloop.base import files
 from jaxloop.base.text import printable
 from jaxloop.engine.agenda import ActionItem, Agenda, Item, Moment, Rank
 from jaxloop.experiment.extension import Experiment, Extension
-from jaxloop.processes import agreement, interrupt
+from jaxloop.processes import interrupt
 from jaxloop.runs import run_log
-from jaxloop.schedules import Elapsed, Schedule, every, last, never
+from jaxloop.schedules import Elapsed, every, last
 
 DIRECTORY = "commands"
 """The name of the subdirectory in a work directory that contains pending commands."""
@@ -191,13 +191,10 @@ class Commands(Item):
 
     name = "commands"
 
-    @property
-    def interval(self) -> Schedule:
-        return never()
-
     def __init__(self, experiment: Experiment, workdir: epath.Path):
         super().__init__(Rank.COMMAND)
         self._experiment, self._actions = experiment, _named(experiment.actions)
+        self._job = experiment.loops[0].engine.job
         self.changes: list[str] = []
         self._profiles: list[ProfileAction] = []
         self._inbox = _Inbox(workdir)
@@ -228,10 +225,6 @@ class Commands(Item):
             self._inbox.reject_pending()
         for each in self._profiles:
             each.close()
-
-    @property
-    def _job(self) -> agreement.Job:
-        return self._experiment.loops[0].engine.job
 
     # Executing -------------------------------------------------------------------------------------------
 
@@ -284,7 +277,8 @@ class Commands(Item):
         action, _, setting = name.partition(".")
         if setting == "interval" and action in items and _is_count(value):
             try:
-                items[action].action.interval = every(steps=value) | last()
+                owner: Any = getattr(items[action], "action", items[action])
+                owner.interval = every(steps=value) | last()
             except AttributeError as error:  # A property of the user's action.
                 raise ValueError(f"The interval of {action} can't be set: {error}.") from error
             return [items[action]]
@@ -309,15 +303,14 @@ class Commands(Item):
     def _settings(self, action: str) -> Sequence[str]:
         return self._actions[action].settings if action in self._actions else ()
 
-    def _items(self) -> dict[str, ActionItem]:
+    def _items(self) -> dict[str, Item]:
         """Returns the items of the train loop's end actions by name. "history" is the one that adds history rows."""
-        items = self._agenda.items
-        items = [item for item in items if isinstance(item, ActionItem) and item.rank > Rank.ELSEWHERE]
-        names = {id(action): name for name, action in self._actions.items()}
-        named = {"history" if item.rank == Rank.ROW else names.get(id(item.action)): item for item in items}
+        names, items = {id(action): name for name, action in self._actions.items()}, self._agenda.called_here
+        own = lambda item: "history" if item.rank == Rank.ROW else names.get(id(getattr(item, "action", None)))
+        named = {own(item): item for item in items}
         return {name: item for name, item in named.items() if name is not None}
 
-    def _known(self, items: Mapping[str, ActionItem]) -> list[str]:
+    def _known(self, items: Mapping[str, Item]) -> list[str]:
         intervals = [f"{name}.interval=N" for name in items if name != "history"]
         settings = [f"{name}.{each}=X" for name in self._actions for each in self._settings(name)]
         return ["save", "stop", "profile=N", "log_every=N", *intervals, *settings]

@@ -9,7 +9,6 @@ from etils import epath
 from jaxloop import checkpoint, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks, files
-from jaxloop.engine.agenda import ActionItem, Rank
 from jaxloop.engine.engine import LoopActions
 from jaxloop.engine.feed import Source
 from jaxloop.engine.run import Plan
@@ -110,11 +109,10 @@ def rewind(
     engine, sources, passes = loop.engine, outer_loop.sources, outer_loop.sources.passes
     data = TrainingData(spec, sources, engine, [], LeftOut({*outer_loop.skip, *detours}))
     run = WholeRun({"train": engine, "data": data}, history, engine.job, keys=loop.step.base_prng)
-    context = {"history": history, "total_steps": before, "snapshot": None}
     plan = Plan(
         total=before,
         loop_steps=train_loop_steps,
-        items=[row := ActionItem(Recorder(history, "train", outer_loop.log_interval), context, Rank.ROW)],
+        items=[row := Recorder(history, "train", outer_loop.log_interval)],
         source=Source(lambda: data.next_epoch(saves=False), data.mark, data.note_consumed),
     )
     engine.set_plan(plan)
@@ -182,7 +180,7 @@ def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
 
 
 @contextlib.contextmanager
-def _muted(loop: Any, row: ActionItem) -> Iterator[None]:
+def _muted(loop: Any, row: Recorder) -> Iterator[None]:
     """Disables all actions of a loop and its step, except the one that adds rows, while the context is open."""
     engine, lists = loop.engine, loop.step._runner.action_lists
     own, actions = engine.actions, [each.actions for each in lists]
