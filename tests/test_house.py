@@ -69,7 +69,7 @@ BUDGET = {
     "engine": 1790,
     "eval_loop": 49,
     "examples": 163,
-    "experiment": 1132,
+    "experiment": 1125,
     "functional": 923,
     "history": 375,
     "loop": 76,

@@ -80,7 +80,7 @@ def course_of(checked: Checked, data: TrainData) -> Course:
     plan = Plan(total=spec.total_steps, loop_steps=spec.loop_steps, stop=stop, at=at)
     rows, most = checks.num_examples(data.first[0]) or 1 if data.first else 1, 5_000
     if checked.is_starting:  # The batch size is unknown, so assume that any number of examples is reached at once.
-        plan, rows, most = dataclasses.replace(plan, total=spec.ends[0], stop=None), 2**30, 100
+        plan, rows, most = dataclasses.replace(plan, total=spec.last_step, stop=None), 2**30, 100
     return Course(plan, spec.epochs, data.num_batches, rows, updates, most_moments=most)
 
 

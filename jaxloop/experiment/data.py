@@ -66,7 +66,9 @@ class TrainingData:
         self, spec: RunSpec, sources: Sources, engine: Engine, evaluations: Sequence[Evaluation], left_out: "LeftOut"
     ):
         self._spec, self._sources, self._engine = spec, sources, engine
-        self._eval_sources = {each.spec.name: each for each in evaluations if each.source is not None}
+        self._evals = {
+            each.spec.name: (each.source, each.loop.engine) for each in evaluations if each.source is not None
+        }
         self.left_out: LeftOut = left_out
         self.source: PositionedIterator | None = None
         self.consumed: int = 0
@@ -110,12 +112,11 @@ class TrainingData:
         return source
 
     def _warn_of_inexact_resume(self, source: PositionedIterator) -> None:
-        warnings = [source.resume_warning(several_passes=(self._spec.epochs or 1) > 1)]
-        for name, each in self._eval_sources.items():
-            warning = each.source and each.source.resume_warning()
-            warnings.append(warning and f"In the evaluation {name!r}: {warning}")
-        for warning in filter(None, warnings):
+        if warning := source.resume_warning(several_passes=(self._spec.epochs or 1) > 1):
             logging.warning("%s", warning)
+        for name, (each, _) in self._evals.items():
+            if warning := each.resume_warning():
+                logging.warning("In the evaluation %r: %s", name, warning)
 
     def note_consumed(self, ahead: int) -> None:
         """Notes that all batches of `source` so far have been used, except for the last `ahead` ones."""
@@ -204,20 +205,14 @@ class TrainingData:
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns all processes' positions, the epochs and the batches to leave out. Long byte strings are arrays."""
         arrays: dict[str, np.ndarray] = {}
-        job, ahead = self._engine.job, lambda each: each.loop.engine.batches_ahead(each.source)
+        job, evals = self._engine.job, self._evals.items()
         position = position_of(self.source, self.consumed, None if job.is_shared else arrays)
         if position and in_moment:  # A step that failed may have changed the next batch.
             position["next"] = None
-        own = {
-            "data": position,
-            "eval_data": {
-                name: position_of(each.source, each.source.count - ahead(each))
-                for name, each in self._eval_sources.items()
-                if each.source is not None
-            },
-        }
+        eval_data = {name: position_of(each, each.count - engine.batches_ahead(each)) for name, (each, engine) in evals}
         left_out = self.left_out.state_dict(self._newest_batch())
         counts = {"passes": self._sources.passes, "is_new": self._sources.is_new}
+        own = {"data": position, "eval_data": eval_data}
         return {"positions": job.gather(own), "left_out": left_out, **counts}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
@@ -226,10 +221,10 @@ class TrainingData:
         place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         is_own = len(positions) == count  # Otherwise, only the number of batches of the first process is used.
         own = positions[place if is_own else 0]
-        for name, each in self._eval_sources.items():
-            if each.source is not None and (position := own["eval_data"].get(name)):
+        for name, (each, _) in self._evals.items():
+            if position := own["eval_data"].get(name):
                 with warning_of_unknown_position(f"the iterator of the evaluation {name!r}"):
-                    go_to(each.source, DatasetPosition.from_dict(position), is_own)
+                    go_to(each, DatasetPosition.from_dict(position), is_own)
         self._saved = own["data"] and DatasetPosition.from_dict(own["data"], trees["bytes"]), is_own
         self._sources.passes, self._sources.is_new = saved["passes"], saved["is_new"]
         self.left_out.load_state_dict(saved["left_out"], self._engine.run.now.steps)

@@ -159,14 +159,12 @@ class Evaluation(Item):
 class LastActions(Item):
     """At the end of a training, calls the actions of an eval loop that are due there."""
 
+    interval: Any = last()
+
     def __init__(self, evaluation: Evaluation):
         super().__init__(Rank.AFTER_EVALUATIONS)
         self.name: str = f"last actions of {evaluation.name}"
         self._evaluation = evaluation
-
-    @property
-    def interval(self) -> Schedule:
-        return last()
 
     def call(self, moment: Moment) -> bool:
         if self._evaluation.was_measured:

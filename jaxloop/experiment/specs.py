@@ -259,9 +259,9 @@ class RunSpec:
         return "the end of the dataset" if end is None else end
 
     @property
-    def ends(self) -> tuple[int | None, int | None]:
-        """The numbers of steps and of epochs after which the training ends; None where there is no such limit."""
-        return earliest([self.total_steps, planned_steps(self.stop, Elapsed())]), self.epochs
+    def last_step(self) -> int | None:
+        """The step at which the training ends at the latest; None if there is no such limit."""
+        return earliest([self.total_steps, planned_steps(self.stop, Elapsed())])
 
     def ends_loop(self, step_num: int) -> bool:
         """Returns whether a loop is certain to end after this step."""
