@@ -118,7 +118,7 @@ class Item:
     @property
     def interval(self) -> int | Schedule | None:
         """A schedule, or a number of loops; None if only `is_due` decides."""
-        return None
+        raise NotImplementedError
 
     def call(self, moment: Moment) -> bool:
         """Does what is due. Returns False if it was interrupted."""

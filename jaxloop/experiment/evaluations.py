@@ -147,12 +147,8 @@ class Evaluation(Item):
             raise self.spec.empty()
         if number < (wanted or 0) and not self._was_short:
             self._was_short = True
-            logging.warning(
-                "An eval dataset ended after %d of num_steps=%s batches. Its metrics are means over these %d batches.",
-                number,
-                wanted,
-                number,
-            )
+            text = "An eval dataset ended after %d of num_steps=%s batches. Its metrics are means over those it has."
+            logging.warning(text, number, wanted)
 
 
 @final

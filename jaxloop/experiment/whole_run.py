@@ -112,11 +112,9 @@ class WholeRun:
             run = opened.run()
             if not run:
                 logging.warning(
-                    "The checkpoint of step %d in %s contains only a train state, as an Orbax CheckpointManager saves "
-                    "it: the data, the actions and unfinished means start from scratch, and damage to it can't be "
-                    "detected.",
-                    opened.step,
-                    opened.path.parent,
+                    "%s contains only a train state, as an Orbax CheckpointManager saves it. The data, the actions and "
+                    "unfinished means start from scratch, and damage to it can't be detected.",
+                    opened.path,
                 )
                 return []
             saved_after = run["parts"]["train"]["elapsed"]["steps"]
