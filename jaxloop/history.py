@@ -156,14 +156,23 @@ class History:
             time or loops), if a device value was donated, or if the file has rows from an earlier run and `resume` was
             not called.
         """
+        self.extend([elapsed], _columns_of(logs))
+
+    def extend(self, elapsed: Sequence[Elapsed], columns: Mapping[tuple[str, ...], Sequence[Any]]) -> None:
+        """Appends several rows at once, like `commit`. If a value is invalid, none of them is added.
+
+        >>> history = History()
+        >>> history.extend([Elapsed(100), Elapsed(200)], {("train", "loss"): [0.5, 0.25]})
+        >>> history.rows[-1]
+        Row(elapsed=Elapsed(steps=200, samples=0, time=0.0, loops=0), logs={'train': {'loss': 0.25}})
+
+        Args:
+          elapsed: The progress of the run at each row.
+          columns: The values of the rows by key. The keys of nested dicts are joined to a tuple.
+        """
         if self._file is not None:
             self._file.begin()
-        self._add(elapsed, logs)
-        on_device = [value for value in self._rows[-1] if type(value) not in _PLAIN]
-        if on_device:
-            self._pending.append(len(self._rows) - 1)
-        for value in on_device if jax.default_backend() != "cpu" else ():  # A CPU shares the host's memory.
-            value.copy_to_host_async()
+        self._add(elapsed, columns)
         if not self._pending or len(self._rows) - self._pending[0] >= _MAX_PENDING_ROWS:
             self._write(len(self._rows) - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
 
@@ -274,9 +283,11 @@ class History:
         if not _matching(name, self._newest):
             return None
         path = find_path(name, self._newest)
-        if type(self._newest_value(path)) not in _PLAIN:
+        number = self._newest[path]
+        place = self._forms[number].places[path]
+        if type(self._rows[number][place]) not in _PLAIN:
             self.flush()
-        return self._row(self._newest[path]).elapsed, self._newest_value(path)
+        return self._row(number).elapsed, self._rows[number][place]
 
     def collect(self, *names: str) -> Any:
         """Returns one list of values per name, from the rows that have a value for every name.
@@ -380,29 +391,23 @@ class History:
 
     # Inside ----------------------------------------------------------------------------------------
 
-    def _add(self, elapsed: Elapsed, logs: Any) -> None:
-        """Appends a row to the table. Raises the same errors as `commit`."""
-        if not isinstance(logs, (dict, Mapping)):  # The first check is cheaper.
-            raise TypeError(
-                f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
-            )
-        values = traverse_util.flatten_dict({**logs})
-        keys = tuple(values)
-        form = self._known_forms.get(keys)
+    def _add(self, elapsed: Sequence[Elapsed], columns: Mapping[tuple[str, ...], Sequence[Any]]) -> None:
+        """Appends rows to the table. Raises the same errors as `commit`."""
+        form = self._known_forms.get(keys := tuple(columns))
         if form is None:
             form = self._known_forms[keys] = _Form(keys)
-        stored = [
-            value if type(value) in _PLAIN else _checked(value, path)
-            for path, value in zip(form.places, (*_numbers_of(elapsed), *values.values()), strict=True)
+        counts, number = zip(*map(_counts_of, elapsed), strict=True), len(self._rows)
+        checked = [
+            [value if type(value) in _PLAIN else _checked(value, path) for value in column]
+            for path, column in zip(form.places, (*counts, *columns.values()), strict=True)
         ]
-        for path in form.paths:
-            self._newest[path] = len(self._rows)
-        self._forms.append(form)
-        self._rows.append(tuple(stored))
-
-    def _newest_value(self, path: str) -> Any:
-        number = self._newest[path]
-        return self._rows[number][self._forms[number].places[path]]
+        on_device = [value for column in checked for value in column if type(value) not in _PLAIN]
+        for value in on_device if jax.default_backend() != "cpu" else ():  # A CPU shares the host's memory.
+            value.copy_to_host_async()
+        self._rows += zip(*checked, strict=True)
+        self._forms += [form] * len(elapsed)
+        self._pending += range(number, len(self._rows)) if on_device else ()
+        self._newest.update(dict.fromkeys(form.paths, len(self._rows) - 1))
 
     def _row(self, index: int) -> Row:
         return self._forms[index].to_row(self._rows[index])
@@ -410,18 +415,17 @@ class History:
     def _write(self, end: int) -> None:
         """Reads the device values of the rows up to a number, and writes the rows before the first pending one."""
         numbers = [number for number in self._pending if number < end]
-        rows = [self._rows[number] for number in numbers]
-        lost = [
-            f"{printable(path)} at step {stored[0]}"
-            for number, stored in zip(numbers, rows, strict=True)
-            for path, value in zip(self._forms[number].places, stored, strict=True)
-            if _is_donated(value)
+        values = [
+            (number, path, value)
+            for number in numbers
+            for path, value in zip(self._forms[number].places, self._rows[number], strict=True)
+            if type(value) not in _PLAIN
         ]
-        if lost:
-            rows = [[math.nan if _is_donated(value) else value for value in stored] for stored in rows]
-        fetched = metrics.fetch(rows) if rows else []
-        for number, stored in zip(numbers, fetched, strict=True):
-            self._rows[number] = tuple(map(_plain, stored, self._forms[number].places))
+        lost = [f"{printable(path)} at step {self._rows[number][0]}" for number, path, v in values if v.is_deleted()]
+        arrived = metrics.fetch([math.nan if value.is_deleted() else value for *_, value in values])
+        plain = iter([_plain(value, path) for value, (_, path, _) in zip(arrived, values, strict=True)])
+        for number in numbers:
+            self._rows[number] = tuple([v if type(v) in _PLAIN else next(plain) for v in self._rows[number]])
         del self._pending[: len(numbers)]
         if self._file is not None:
             self._file.append(self._row, self._pending[0] if self._pending else len(self._rows))
@@ -434,7 +438,8 @@ class History:
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Returns the paths to plot, keyed by the name of the plot that shows them."""
-        numbers = [path for path in self._newest if not isinstance(self._newest_value(path), str)]
+        newest = {path: self._rows[number][self._forms[number].places[path]] for path, number in self._newest.items()}
+        numbers = [path for path, value in newest.items() if not isinstance(value, str)]
         if not names:
             names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
         if not names:
@@ -461,7 +466,16 @@ class History:
                     ) from error
 
 
-_numbers_of = operator.attrgetter(*_UNITS)
+_counts_of = operator.attrgetter(*_UNITS)
+
+
+def _columns_of(logs: Any) -> dict[tuple[str, ...], list[Any]]:
+    """Returns the columns of a single row."""
+    if not isinstance(logs, (dict, Mapping)):  # The first check is cheaper.
+        raise TypeError(
+            f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
+        )
+    return {key: [value] for key, value in traverse_util.flatten_dict({**logs}).items()}
 
 
 def _absolute(path: epath.PathLike) -> epath.Path:
@@ -516,10 +530,6 @@ def _checked(value: Any, path: str) -> Any:
     return value
 
 
-def _is_donated(value: Any) -> bool:
-    return type(value) not in _PLAIN and value.is_deleted()
-
-
 @functools.cache
 def _is_number(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.integer, np.floating))
@@ -555,13 +565,13 @@ def _to_line(row: Row) -> bytes:
     return f"{json.dumps({'elapsed': row.elapsed.to_dict(), 'logs': row.logs})}\n".encode()
 
 
-def _parsed(line: bytes) -> tuple[Elapsed, Any]:
-    """Returns the progress and the logs in a line."""
+def _parsed(line: bytes) -> tuple[list[Elapsed], Any]:
+    """Returns the progress and the columns of the row in a line."""
     fields = files.parse_json(line)
     elapsed = fields["elapsed"]
     if not (set(elapsed) <= set(_UNITS) and all([type(value) in (int, float) for value in elapsed.values()])):
         raise ValueError(f"elapsed has {elapsed}, expected numbers under {', '.join(_UNITS)}")
-    return Elapsed(**elapsed), fields["logs"]
+    return [Elapsed(**elapsed)], _columns_of(fields["logs"])
 
 
 class _File:

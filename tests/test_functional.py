@@ -334,7 +334,7 @@ def by_name_only(state, *, needed):
     ("callback", "message"),
     [
         (lambda a, b, c, d, e: None, r"The callback <lambda> takes \(a, b, c, d, e\), .* receive up to four"),
-        (lambda elapsed: None, r"takes \(elapsed\), .* Write \(state, batch, elapsed\)"),
+        (lambda elapsed: None, r"takes \(elapsed\), .* \(state, batch, elapsed, loop_state\). Take them in this order"),
         (by_name_only, "by_name_only has keyword-only arguments .needed."),
         (jaxloop.Elapsed, "A callback is a function .* got <class"),
         ("train", "A callback is a function .* got 'train'"),

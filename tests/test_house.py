@@ -71,7 +71,7 @@ BUDGET = {
     "examples": 163,
     "experiment": 1120,
     "functional": 923,
-    "history": 375,
+    "history": 373,
     "loop": 76,
     "metrics": 315,
     "models": 1078,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 from jaxloop import metrics
-from jaxloop.functional.log_entries import Logs, aggregate
+from jaxloop.functional.log_entries import Logs, NewestReady, aggregate
 from jaxloop.history import History
 from jaxloop.models.function_step import name_of, positional_arguments
 from jaxloop.schedules import Elapsed
@@ -56,7 +56,7 @@ class LoopState:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
-    newest: Any = dataclasses.field(default=None, init=False, repr=False)
+    newest: NewestReady = dataclasses.field(default_factory=NewestReady, init=False, repr=False)
 
     @property
     def accumulated_logs(self) -> Logs:
@@ -81,8 +81,7 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 def end_row(loop_state: LoopState) -> None:
     """Adds a row with the logs of this step to the history, and begins the next one."""
     ended, loop_state.logs = loop_state.logs, Logs()
-    if loop_state.newest is not None:
-        loop_state.newest.push(loop_state.logs)
+    loop_state.newest.push(loop_state.logs)
     try:
         if ended:
             loop_state.history.commit(loop_state.elapsed, ended)
@@ -97,24 +96,23 @@ def end_row(loop_state: LoopState) -> None:
 ARGUMENTS = ("state", "batch", "elapsed", "loop_state")
 
 
-def arguments(loop_state: LoopState, count: int) -> tuple[Any, ...]:
-    """Returns the first `count` arguments for a callback."""
-    return (loop_state.state, loop_state.batch, loop_state.elapsed, loop_state)[:count]
-
-
 def num_arguments(callback: Callable[..., Any]) -> int:
     """Returns the number of arguments that a callback takes.
 
     Raises a `TypeError` that names the callback if it can't be called with the loop's arguments.
     """
     names, _ = positional_arguments(callback)
-    takes = (
-        f"The callback {name_of(callback)} takes ({', '.join(names)}), but callbacks receive up to four arguments by "
-    )
-    takes += f"position, ({', '.join(ARGUMENTS)})."
-    if len(names) > len(ARGUMENTS):
-        raise TypeError(f"{takes} Bind the others: functools.partial(...), or a default value.")
-    if any(name in ARGUMENTS and name != ARGUMENTS[index] for index, name in enumerate(names)):
-        count = max(ARGUMENTS.index(name) for name in names if name in ARGUMENTS) + 1
-        raise TypeError(f"{takes} Write ({', '.join(ARGUMENTS[:count])}).")
+    misplaced = [name for index, name in enumerate(names) if name in {*ARGUMENTS} - {*ARGUMENTS[index : index + 1]}]
+    if misplaced or len(names) > len(ARGUMENTS):
+        raise TypeError(
+            f"The callback {name_of(callback)} takes ({', '.join(names)}), but callbacks receive up to four arguments "
+            f"by position, ({', '.join(ARGUMENTS)}). Take them in this order, and bind others: functools.partial(...), "
+            "or a default value."
+        )
     return len(names)
+
+
+def with_arguments(callback: Callable[..., Any]) -> Callable[[LoopState], Any]:
+    """Returns a function that calls a callback with the arguments that it takes."""
+    number = num_arguments(callback)
+    return lambda it: callback(*(it.state, it.batch, it.elapsed, it)[:number])
