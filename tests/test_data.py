@@ -97,7 +97,7 @@ def test_batches_accepts_any_iterable(make):
 
 
 def test_function_that_returns_a_function_raises():
-    with pytest.raises(TypeError, match="The dataset function <lambda> must return batches, got function"):
+    with pytest.raises(TypeError, match="an iterable of batches, got function. Give an iterable"):
         data.batches(lambda: lambda: BATCHES)
 
 
@@ -118,7 +118,7 @@ def test_batches_accepts_tensorflow_datasets():
         assert_equal(list(data.batches(make())), expected)
     assert not data.is_one_pass(dataset) and data.is_one_pass(iter(dataset))
     assert data.numpy_batch(tf.constant([1], tf.bfloat16)).dtype == jnp.bfloat16
-    with pytest.raises(TypeError, match=r"got a tensor of shape \[3\].*write \[batch\]"):
+    with pytest.raises(TypeError, match=r"got float32\[3\].*write \[batch\]"):
         data.batches(tf.ones(3))
 
 

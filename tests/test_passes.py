@@ -496,7 +496,7 @@ def test_a_shuffle_buffer_that_is_not_saved_is_found_out(hugging_face, monkeypat
     monkeypatch.setattr(Reshuffled, "buffer_size", 4)
     whole, rest = resumed(Reshuffled)
     assert rest != whole and "number 3, is not the one" in warnings_logged()[0]
-    assert "won't continue at the right batch of a Reshuffled" in prove(Reshuffled())
+    assert "won't continue at the right batch. The next batch of a Reshuffled" in prove(Reshuffled())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,10 +12,9 @@ import pytest
 
 import jaxloop
 from jaxloop import data, examples
-from jaxloop.data import position
+from jaxloop.data import position, sources
 from jaxloop.data.fingerprint import fingerprint
 from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, prove, skippable
-from jaxloop.data.read_ahead import ReadAhead
 
 LENGTH = 12
 BATCHES = [{"x": np.full((2, 3), number, np.float32)} for number in range(LENGTH)]
@@ -308,7 +307,10 @@ class WithClass(WithState):
     ("make", "message"),
     [
         (generate, "a generator can't report its position. Give a list, .*from_index.*, or, .*skippable"),
-        (tfds_numpy, r"a _IterableDataset can't report its position. Give the tf.data.Dataset itself.*skippable"),
+        (
+            tfds_numpy,
+            r"a _IterableDataset can't report its position. .*tf.data.Dataset \(not tfds.as_numpy\).*skippable",
+        ),
         (tf_generator, r"its state can't be saved \(FailedPreconditionError: PyFunc is stateful.\).*skippable"),
         (WithClass, r"its state can't be saved \(TypeError: value\['class'\].*skippable"),
     ],
@@ -561,14 +563,14 @@ def test_a_value_that_is_not_a_dataset_is_rejected(take, given):
         (lambda: data.prefetch(BATCHES, 1.5), TypeError, "0 for none.*got 1.5"),
         (lambda: data.prefetch(BATCHES, True), TypeError, "0 for none.*got True"),
         (lambda: data.peek(data.prefetch([], 2)), ValueError, "The dataset yielded no batches"),
-        (lambda: DatasetPosition("here", 1), ValueError, "must be one of state, .*got 'here'"),
+        (lambda: PositionedIterator(BATCHES).seek(DatasetPosition("here", 1)), ValueError, "is of the kind 'here'"),
         (lambda: DatasetPosition("skip", 1, None, 2), ValueError, "0 <= skip <= count, got skip=2, count=1"),
         (
             lambda: DatasetPosition.from_dict({"next_index": 1}),
             ValueError,
-            r"a result of to_dict.*got \['next_index'\]",
+            r"a result of to_dict.*got {'next_index': 1}",
         ),
-        (lambda: DatasetPosition.from_dict([]), ValueError, "a result of to_dict.*got list"),
+        (lambda: DatasetPosition.from_dict([]), ValueError, r"a result of to_dict.*got \[\]"),
     ],
 )
 def test_bad_arguments_are_rejected(call, error, message):
@@ -596,8 +598,18 @@ def test_a_peeked_batch_is_converted_too():
     assert list(iterator.converted_by(lambda number: 10 * number)) == [10, 20, 30]
 
 
-def test_a_state_is_read_once_per_request():
-    ahead = ReadAhead(iter(range(9)), size=1, read_state=lambda: "here")
-    assert ahead.take().state is None
-    ahead.request_state()
-    assert [ahead.take().state for _ in range(4)].count("here") == 1
+def test_a_thread_reads_a_state_once_per_request(monkeypatch):
+    saves, save = [], sources._save_tf
+    monkeypatch.setattr(sources, "_save_tf", lambda iterator: saves.append(1) or save(iterator))
+    iterator = PositionedIterator(tf_data(), prefetch=1)
+    everything = values(iterator, 1)
+    saves.clear()
+    for _ in range(2):
+        iterator.mark()
+        everything += values(iterator, 4)
+    assert len(saves) == 2
+    saved, rest = through_json(iterator.position()), values(iterator)
+    assert saved.count == 9 and saved.skip <= 4
+    again = PositionedIterator(tf_data(), prefetch=1)
+    again.seek(saved)
+    assert values(again) == rest

@@ -283,7 +283,7 @@ MISTAKES = {
             )
         },
         "the train data",
-        r"(?s)won't continue at the right batch of a generator: .* batch\['x'\]: float32.*, checksum .* -> float32",
+        r"(?s)right batch. The next batch of a generator, .* batch\['x'\]: float32.*, checksum .* -> float32",
         False,
     ),
     "data that raise": (

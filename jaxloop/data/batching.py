@@ -1,6 +1,5 @@
 """Builds batches from examples that are read by index."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -56,18 +55,17 @@ def batched(
         raise ValueError(
             f"batched(..., drop_remainder=True) leaves no batch: there are {source.length} examples, and size={size}."
         )
-    batches_of = functools.partial(_batches, source, int(size), drop_remainder)
-    return dataclasses.replace(batches_of(num_epochs), make_pass=lambda number: batches_of(num_epochs or 1, number))
+    return _batches(source, int(size), drop_remainder, num_epochs)
 
 
 def _batches(
     source: "_Source", size: int, drop_remainder: bool, num_epochs: int | None, number_of_pass: int = 0
 ) -> IndexedBatches:
     """Returns the batches of a pass: `num_epochs` epochs, after those of the earlier passes."""
+    make_pass = functools.partial(_batches, source, size, drop_remainder, num_epochs or 1)
     if num_epochs is None:
-        return IndexedBatches(
-            lambda number: source.take(np.arange(number * size, (number + 1) * size)), None, ((size, 0),)
-        )
+        endless = lambda number: source.take(np.arange(number * size, (number + 1) * size))
+        return IndexedBatches(endless, None, ((size, 0),), make_pass)
     total = num_epochs * source.length
     offset = number_of_pass * total
     num_batches = total // size if drop_remainder else -(-total // size)
@@ -77,7 +75,7 @@ def _batches(
 
     last = num_batches - 1  # It may be short.
     firsts = {min(total - last * size, size): last, **({size: 0} if last else {})}
-    return IndexedBatches(make_batch, num_batches, tuple(sorted(firsts.items())))
+    return IndexedBatches(make_batch, num_batches, tuple(sorted(firsts.items())), make_pass)
 
 
 # The sources -----------------------------------------------------------------------------------------------

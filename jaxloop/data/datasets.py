@@ -1,6 +1,7 @@
 """Conversion of any kind of dataset to a position-tracking iterator over NumPy batches."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -10,7 +11,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.data.position import PositionedIterator, with_options
-from jaxloop.data.sources import IndexedBatches, is_endless, is_function, library, num_batches, stages
+from jaxloop.data.sources import IndexedBatches, Wrapper, is_function, library, num_batches, pass_of, stages
 
 _NUMPY_ALONE = {np.ndarray}
 
@@ -58,12 +59,7 @@ def batches(data: Any) -> PositionedIterator:
     Raises:
       TypeError: If the argument is a single batch, or isn't iterable.
     """
-    if is_function(data):
-        returned = data()
-        if callable(returned) and not hasattr(returned, "__iter__"):
-            name = getattr(data, "__name__", type(data).__name__)
-            raise TypeError(f"The dataset function {name} must return batches, got {checks.describe(returned)}.")
-        return batches(returned)
+    data = data() if is_function(data) else data
     return PositionedIterator(data, _iterate).converted_by(numpy_batch)
 
 
@@ -72,7 +68,8 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 
 
 @final
-class Passes:
+@dataclasses.dataclass(eq=False, repr=False)
+class Passes(Wrapper):
     """A dataset that can be iterated over several times.
 
     Each call to `iter(...)` uses `batches` to create a new iterator over one epoch.
@@ -80,33 +77,21 @@ class Passes:
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
     ((1,), [2, 2])
+
+    Attributes:
+      inner: The dataset that was given.
     """
 
-    def __init__(self, data: Any):
-        self._data = data
-        self._next_pass: PositionedIterator | None = None
+    inner: Any
+    _next_pass: PositionedIterator | None = dataclasses.field(default=None, init=False)
 
     def __iter__(self) -> PositionedIterator:
         ahead, self._next_pass = self._next_pass, None
-        return batches(self._data) if ahead is None else ahead
+        return batches(self.inner) if ahead is None else ahead
 
     def __length_hint__(self) -> int:
-        found = num_batches(self._data)
+        found = num_batches(self.inner)
         return NotImplemented if found is None else found
-
-    @property
-    def is_endless(self) -> bool:
-        """True if the dataset is known to be endless."""
-        return is_endless(self._data)
-
-    @property
-    def inner(self) -> Any:
-        """The dataset that was given."""
-        return self._data
-
-    def with_inner(self, data: Any) -> "Passes":
-        """Returns the passes over another dataset."""
-        return Passes(data)
 
     def first(self) -> types.Batch:
         """Returns the first batch of the next epoch without consuming it.
@@ -242,15 +227,11 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     if count == 1:
         return data
     if isinstance(data, IndexedBatches):
+        share = functools.partial(shard_for_process, process_index=place, process_count=count)
         make_batch = lambda index: _rows_of_process(data.make_batch(index), place, count)
+        make_pass = lambda number: share(pass_of(data, number))
         firsts = tuple((size // count, number) for size, number in data.firsts)
-        whole = data.make_pass
-        make_pass = (
-            None
-            if whole is None
-            else lambda number: shard_for_process(whole(number), process_index=place, process_count=count)
-        )
-        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, make_pass=make_pass)
+        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, make_pass=data.make_pass and make_pass)
     if isinstance(data, list | tuple):
         return type(data)(_rows_of_process(batch, place, count) for batch in data)
     kinds = {base.__name__ for base in type(data).__mro__}

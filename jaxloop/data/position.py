@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections import deque
@@ -18,13 +19,12 @@ from jaxloop.base import checks, encoding
 from jaxloop.data.fingerprint import END, fingerprint
 from jaxloop.data.read_ahead import ReadAhead
 from jaxloop.data.sources import (
-    KINDS,
     NUMBERS,
     OR_SKIPPABLE,
     Source,
+    Wrapper,
     check_is_dataset,
     doubt_of_order,
-    is_endless,
     is_function,
     keeping_random_state,
     name_of,
@@ -78,8 +78,6 @@ class DatasetPosition:
     next: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"DatasetPosition.kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
         if not 0 <= self.skip <= self.count:
             raise ValueError(f"A DatasetPosition needs 0 <= skip <= count, got skip={self.skip}, count={self.count}.")
 
@@ -95,23 +93,11 @@ class DatasetPosition:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None) -> "DatasetPosition":
         """Restores a position from the result of `to_dict` and the arrays that it extracted."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(values, Mapping) or not {"kind", "count"} <= set(values) <= names:
-            got = sorted(values) if isinstance(values, Mapping) else checks.describe(values)
-            raise ValueError(
-                f"DatasetPosition.from_dict needs a result of to_dict, with keys {sorted(names)}, got {got}."
-            )
-        return cls(**{**values, "state": _insert_arrays(values.get("state"), arrays or {})})
+        try:
+            return cls(**{**values, "state": _insert_arrays(values.get("state"), arrays or {})})
+        except TypeError as error:
+            raise ValueError(f"DatasetPosition.from_dict needs a result of to_dict, got {values!r}.") from error
 
-
-def _applied(convert: Callable[[types.Batch], types.Batch] | None, read: Callable[[], types.Batch]) -> Any:
-    return read if convert is None else lambda: convert(read())
-
-
-UNPROVEN = (
-    "the dataset doesn't return exactly to a saved position. Take its randomness from seeds or from generators whose "
-    f"states are saved, {OR_SKIPPABLE}."
-)
 
 _ARRAY_KEY = "jaxloop/beside"
 
@@ -144,7 +130,7 @@ def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 @final
-class PositionedIterator(Iterator[types.Batch]):
+class PositionedIterator(Wrapper, Iterator[types.Batch]):
     """A batch iterator that tracks the position after the last batch it returned, even if it reads ahead.
 
     >>> batches = [{"x": number} for number in range(5)]
@@ -173,16 +159,6 @@ class PositionedIterator(Iterator[types.Batch]):
       TypeError: If the dataset is a single batch, or is not iterable.
     """
 
-    _dataset: Any
-    _iterate: Callable[[Any], Any]
-    _prefetch: int
-    _skippable: bool
-    _source: Source
-    _convert: Callable[[types.Batch], types.Batch] | None
-    _ahead: ReadAhead | None
-    _left_out: Sequence[int]
-    _number_of_pass: int | None
-
     def __new__(
         cls,
         dataset: Any,
@@ -201,14 +177,23 @@ class PositionedIterator(Iterator[types.Batch]):
                 iterator._read_ahead_of(prefetch)
             return iterator
         self = super().__new__(cls)
-        self._dataset, self._iterate, self._prefetch, self._skippable = dataset, iterate, prefetch, skippable
-        self._source = source_of(dataset, iterator, start)
-        self._convert = None
-        self._ahead = None
-        self._left_out = ()
-        self._number_of_pass = None
-        self._start_reading(iterator)
+        self._set_up(dataset, iterate, prefetch, skippable)
+        self._open(iterator, start)
         return self
+
+    def _set_up(self, dataset: Any, iterate: Callable[[Any], Any], prefetch: int, skippable: bool) -> None:
+        self.inner: Any = dataset
+        self._iterate, self._prefetch, self._skippable = iterate, prefetch, skippable
+        self._convert: Callable[[types.Batch], types.Batch] | None = None
+        self._ahead: ReadAhead | None = None
+        self._left_out: Sequence[int] = ()
+        self._number_of_pass: int | None = None
+
+    def _open(self, iterator: Iterator[types.Batch], start: Any) -> None:
+        """Begins with a new iterator over the dataset. `start` is the dataset's random state before it was created."""
+        self._source: Source = source_of(self.inner, iterator, start)
+        self._length = num_batches(self.inner)
+        self._start_reading(iterator)
 
     def _start_reading(self, iterator: Iterator[types.Batch], count: int = 0, state: Any = None) -> None:
         """Starts reading from an iterator that has returned `count` batches. `state` is the source's state then."""
@@ -218,13 +203,10 @@ class PositionedIterator(Iterator[types.Batch]):
         self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches returned.
         self._has_ended = False
         self._marks: deque[tuple[int, Any]] = deque([(count, state or self._source.read_start())], _MAX_MARKS)
-        self._reader: Callable[[], types.Batch] = iterator.__next__
         if self._prefetch:
-            self._ahead = ReadAhead(
-                iterator, self._prefetch, self._source.read, always_reads_state=self._source.is_cheap
-            )
-            self._reader = _make_reader(self._ahead, self._marks, count)
-        self._read_batch: Callable[[], types.Batch] = _applied(self._convert, self._reader)
+            # Neither function may refer to this iterator: a reference cycle would keep the thread alive for too long.
+            self._ahead = ReadAhead(map(functools.partial(_with_state, self._source), iterator), self._prefetch)
+            self._iterator = map(functools.partial(_noted, self._marks), self._ahead, itertools.count(count + 1))
 
     def _read_ahead_of(self, prefetch: int) -> None:
         if self._count or self._peeked or self._prefetch:
@@ -235,13 +217,17 @@ class PositionedIterator(Iterator[types.Batch]):
         self._prefetch = prefetch
         self._start_reading(self._iterator, *self._marks[-1])
 
+    def _read(self) -> types.Batch:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._has_ended = True
+            raise
+        return batch if self._convert is None else self._convert(batch)
+
     def __next__(self) -> types.Batch:
         while True:
-            try:
-                batch = self._peeked.pop() if self._peeked else self._read_batch()
-            except StopIteration:
-                self._has_ended = True
-                raise
+            batch = self._peeked.pop() if self._peeked else self._read()
             self._count += 1
             self._recent.append(batch)
             if not self._left_out or self._count not in self._left_out:
@@ -262,7 +248,7 @@ class PositionedIterator(Iterator[types.Batch]):
         self._left_out = tuple(sorted(set(numbers)))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({name_of(self._dataset)}, after {self._count} batches)"
+        return f"{type(self).__name__}({name_of(self.inner)}, after {self._count} batches)"
 
     @property
     def count(self) -> int:
@@ -274,42 +260,23 @@ class PositionedIterator(Iterator[types.Batch]):
         """The number of batches in this epoch up to and including the last one returned, counting those left out."""
         return self._count
 
-    @property
-    def is_endless(self) -> bool:
-        """True if the dataset is known to be endless."""
-        return is_endless(self._dataset)
-
-    @property
-    def inner(self) -> Any:
-        """The dataset or iterator from which the batches are read."""
-        return self._dataset
-
     def __length_hint__(self) -> int:
-        if self._iterator is self._dataset:
-            if self._prefetch:  # The thread has read an unknown number of batches ahead.
-                return NotImplemented
-            left = num_batches(self._iterator)
-            left = None if left is None else left + len(self._peeked)
-        else:
-            whole = num_batches(self._dataset)
-            left = None if whole is None else max(whole - self._count, 0)
-        if left is None:
+        if self._length is None:
             return NotImplemented
-        return left - sum(self._count < number <= self._count + left for number in self._left_out)
+        left_out = sum(self._count < number <= self._length for number in self._left_out)
+        return max(self._length - self._count, 0) - left_out
 
     @property
     def kind(self) -> str:
         """The form in which the source saves its position; see `DatasetPosition`."""
-        return self._source.kind if self._source.kind and not self._source.problem else self._kind_without_state
-
-    @property
-    def _kind_without_state(self) -> str:
+        if self._source.kind and not self._source.problem:
+            return self._source.kind
         return "skip" if self._skippable else "unknown"
 
     @property
     def problem(self) -> str | None:
         """A message that explains why a position can't be restored and how to fix it; None if no problem is known."""
-        return (self._source.problem or unknown_reason(self._dataset)) if self.kind == "unknown" else None
+        return (self._source.problem or unknown_reason(self.inner)) if self.kind == "unknown" else None
 
     def resume_warning(self, *, several_passes: bool = False) -> str | None:
         """Returns a message that explains why a resume won't be exact and how to fix that; None if no reason is known.
@@ -324,7 +291,7 @@ class PositionedIterator(Iterator[types.Batch]):
                 self.peek()
             self._source.read()
         if self._source.kind == "tf.data" and not self.problem:
-            return doubt_of_order(self._dataset, several_passes)
+            return doubt_of_order(self.inner, several_passes)
         return self.problem and f"{self.problem} Until then, a resumed run will not continue at the right batch."
 
     # Batches -----------------------------------------------------------------------------------------
@@ -334,16 +301,15 @@ class PositionedIterator(Iterator[types.Batch]):
 
         See `sources.pass_of`. Passes are numbered from 0.
         """
-        dataset = pass_of(self._dataset, number)
-        if dataset is not self._dataset and number != self._number_of_pass:
-            self._number_of_pass, self._dataset = number, dataset
-            self._start_reading(self._fresh_iterator())
+        dataset = pass_of(self.inner, number)
+        if dataset is not self.inner and number != self._number_of_pass:
+            self._number_of_pass, self.inner = number, dataset
+            self._restart()
 
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":
         """Makes the iterator apply a function to each batch that it returns. Returns the iterator itself."""
         if self._convert is not convert:
-            self._convert, self._read_batch = convert, _applied(convert, self._reader)
-            self._peeked = [convert(batch) for batch in self._peeked]
+            self._convert, self._peeked = convert, [convert(batch) for batch in self._peeked]
         return self
 
     def peek(self) -> types.Batch:
@@ -355,11 +321,7 @@ class PositionedIterator(Iterator[types.Batch]):
         if not self._peeked:
             if self._count > self._marks[-1][0]:
                 self.mark()
-            try:
-                self._peeked.append(self._read_batch())
-            except StopIteration:
-                self._has_ended = True
-                raise
+            self._peeked.append(self._read())
         return self._peeked[0]
 
     def skip(self, num_batches: int) -> None:
@@ -374,12 +336,12 @@ class PositionedIterator(Iterator[types.Batch]):
                 next(self)
             except StopIteration:
                 raise ValueError(
-                    f"The dataset, {name_of(self._dataset)}, ended after {self._count} batches, before the position "
+                    f"The dataset, {name_of(self.inner)}, ended after {self._count} batches, before the position "
                     f"after {target}. Build it as it was when the position was saved."
                 ) from None
         if num_batches:
             secs = time.perf_counter() - start
-            logging.info("Skipped %d batches of %s in %.1f s.", num_batches, name_of(self._dataset), secs)
+            logging.info("Skipped %d batches of %s in %.1f s.", num_batches, name_of(self.inner), secs)
 
     def close(self) -> None:
         """Stops the prefetch thread, if there is one. Doing so ends the iterator."""
@@ -402,7 +364,7 @@ class PositionedIterator(Iterator[types.Batch]):
             return
         marked, state = self._marks[-1]
         if self._ahead is not None and self._ahead.has_begun:
-            self._ahead.request_state()
+            self._source.is_requested = True
         elif not self._peeked and (marked < self._count or state is None):
             state = self._source.read()
             if state is not None:
@@ -428,8 +390,8 @@ class PositionedIterator(Iterator[types.Batch]):
         if self._source.start is not None:
             return DatasetPosition(self.kind, count, self._source.start + count, 0, following)
         if state is not None and not self._source.problem:
-            return DatasetPosition(self._source.kind, count, state, count - marked, following)
-        return DatasetPosition(self._kind_without_state if count else self.kind, count, None, count, following)
+            return DatasetPosition(self.kind, count, state, count - marked, following)
+        return DatasetPosition("skip" if self._skippable else "unknown", count, None, count, following)
 
     def _next_fingerprint(self, count: int) -> dict[str, Any] | None:
         """Returns the fingerprint of the batch after the first `count`; None if that batch hasn't been read."""
@@ -457,35 +419,44 @@ class PositionedIterator(Iterator[types.Batch]):
           ValueError: If the position was saved by another kind of dataset or one with another batch size, if the
             dataset ends before the position, or if the next batch differs and `raises` is True.
         """
-        self._go_to(saved)
-        lines, sizes = _changes(saved, self)
-        if not lines:
-            return
-        text = (
-            f"The next batch of {name_of(self._dataset)}, number {saved.count + 1}, is not the one that came next when "
-            "the position was saved. Differences (saved -> now):\n" + "\n".join(lines) + "\n"
-        )
-        if self.kind in NUMBERS and None not in sizes and sizes[0] != sizes[1]:
-            raise ValueError(f"{text}The position is a number of batches, so their size must stay the same.")
-        text += f"If the dataset has changed, build it as it was. Otherwise, {UNPROVEN}"
-        if raises:
-            raise ValueError(text)
-        logging.warning("%s", text)
-
-    def _go_to(self, saved: DatasetPosition) -> None:
         check_kind(saved.kind, self)
         self._left_out = ()
         if saved.state is None and saved.count and not self._skippable:
             raise PositionUnknownError(
-                f"The position after {saved.count} batches of {name_of(self._dataset)} can't be restored: "
+                f"The position after {saved.count} batches of {name_of(self.inner)} can't be restored: "
                 + (self.problem or "batches were read ahead of it without a mark. Call mark() before reading ahead.")
             )
         if saved.state is not None:
             self.close()  # Stops the thread before the source is changed.
             self._start_reading(self._source.restore(saved.state), saved.count - saved.skip, saved.state)
         elif self._count:
-            self._start_reading(self._fresh_iterator())
+            self._restart()
         self.skip(saved.skip)
+        if saved.next is not None:
+            self._compare_next(saved.next, raises)
+
+    def _compare_next(self, saved: Mapping[str, Any], raises: bool) -> None:
+        """Compares the next batch with the fingerprint of the one that came next when a position was saved."""
+        try:
+            now = fingerprint(self.peek())
+        except StopIteration:
+            now = END
+        lines = checks.change_lines(checks.changes(saved["leaves"], now["leaves"]))
+        if not lines:
+            return
+        text = (
+            f"The next batch of {name_of(self.inner)}, number {self._count + 1}, is not the one that came next when "
+            "the position was saved. Differences (saved -> now):\n" + "\n".join(lines) + "\n"
+        )
+        if self.kind in NUMBERS and None not in (saved["rows"], now["rows"]) and saved["rows"] != now["rows"]:
+            raise ValueError(f"{text}The position is a number of batches, so their size must stay the same.")
+        text += (
+            "If the dataset has changed, build it as it was. Otherwise, the dataset doesn't return exactly to a saved "
+            f"position. Take its randomness from seeds or from generators whose states are saved, {OR_SKIPPABLE}."
+        )
+        if raises:
+            raise ValueError(text)
+        logging.warning("%s", text)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position as a dict, like the `get_state` method of Grain's iterators."""
@@ -495,16 +466,35 @@ class PositionedIterator(Iterator[types.Batch]):
         """Moves to a position that `get_state` returned."""
         self.seek(DatasetPosition.from_dict(state))
 
-    def _fresh_iterator(self) -> Iterator[types.Batch]:
-        start = random_state(self._dataset)
-        iterator = self._iterate(self._dataset)
-        if iterator is self._dataset:
+    def _restart(self) -> None:
+        """Goes to the start of the dataset."""
+        start = random_state(self.inner)
+        iterator = self._iterate(self.inner)
+        if iterator is self.inner:
             raise PositionUnknownError(
                 f"{self!r} has already been read from, and can't go back. Make a new iterator to go to a position."
             )
-        self.close()
-        self._source = source_of(self._dataset, iterator, start)
-        return iterator
+        self._open(iterator, start)
+
+
+def _iterate(dataset: Any) -> Iterator[types.Batch]:
+    return dataset if hasattr(dataset, "__next__") else iter(dataset)
+
+
+def _with_state(source: Source, batch: types.Batch) -> tuple[types.Batch, Any]:
+    """Returns a batch and the source's state after it, or None if it isn't needed. The prefetch thread calls this."""
+    if not source.is_cheap and not source.is_requested:
+        return batch, None
+    source.is_requested = False
+    return batch, source.read()
+
+
+def _noted(marks: deque[tuple[int, Any]], read: tuple[types.Batch, Any], count: int) -> types.Batch:
+    """Returns the batch of a pair made by `_with_state`, and adds the state, if there is one, to the marks."""
+    batch, state = read
+    if state is not None:
+        marks.append((count, state))
+    return batch
 
 
 def check_kind(saved: str, source: PositionedIterator) -> None:
@@ -515,18 +505,6 @@ def check_kind(saved: str, source: PositionedIterator) -> None:
             f"positions in {name_of(source.inner)} are of the kind {source.kind!r}. Build the same dataset, or start a "
             "new run in another directory."
         )
-
-
-def _changes(saved: DatasetPosition, source: PositionedIterator) -> tuple[list[str], tuple[int | None, int | None]]:
-    """Returns a line for each leaf in which the next batch differs from the saved one, and the sizes of both."""
-    if saved.next is None:
-        return [], (None, None)
-    try:
-        now = fingerprint(source.peek())
-    except StopIteration:
-        now = END
-    lines = checks.change_lines(checks.changes(saved.next["leaves"], now["leaves"]))
-    return lines, (saved.next["rows"], now["rows"])
 
 
 def number_of(count: int, left_out: Sequence[int]) -> int:
@@ -544,57 +522,21 @@ def number_of(count: int, left_out: Sequence[int]) -> int:
     return count
 
 
-def _iterate(dataset: Any) -> Iterator[types.Batch]:
-    return dataset if hasattr(dataset, "__next__") else iter(dataset)
-
-
-def _make_reader(ahead: ReadAhead, marks: deque[tuple[int, Any]], start: int) -> Callable[[], types.Batch]:
-    """Returns a function that takes batches from a prefetch thread.
-
-    The function is not a method, because a reference cycle would then keep the iterator and its thread alive for too
-    long.
-    """
-
-    def read() -> types.Batch:
-        taken = ahead.take()
-        if taken.error is not None:
-            raise taken.error
-        if taken.state is not None:
-            marks.append((start + taken.number, taken.state))
-        return taken.batch
-
-    return read
-
-
 @final
 @dataclasses.dataclass(frozen=True)
-class DataWithOptions(Iterable[types.Batch]):
+class DataWithOptions(Wrapper, Iterable[types.Batch]):
     """A dataset with options for the iterators over it. Each iteration starts a new epoch."""
 
-    data: Any
+    inner: Any
     prefetch: int = 0
     skippable: bool = False
 
     def __iter__(self) -> PositionedIterator:
-        data = self.data() if is_function(self.data) else self.data
+        data = self.inner() if is_function(self.inner) else self.inner
         return PositionedIterator(data, prefetch=self.prefetch, skippable=self.skippable)
 
-    @property
-    def is_endless(self) -> bool:
-        """True if an epoch is known to be endless."""
-        return is_endless(self.data)
-
-    @property
-    def inner(self) -> Any:
-        """The dataset without the options."""
-        return self.data
-
-    def with_inner(self, data: Any) -> "DataWithOptions":
-        """Returns another dataset with the same options."""
-        return dataclasses.replace(self, data=data)
-
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self.inner)
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
@@ -644,24 +586,17 @@ def prove(data: Any) -> str | None:
     if hasattr(data, "__next__"):
         return None
     with keeping_random_state(data):
-        first = PositionedIterator(data)
-        for _ in itertools.islice(first, 2):
-            pass
-        with contextlib.suppress(StopIteration):
-            first.peek()
-        saved = first.position()
-        first.close()
+        with contextlib.closing(PositionedIterator(data)) as first:
+            for _ in itertools.islice(first, 2):
+                pass
+            with contextlib.suppress(StopIteration):
+                first.peek()
+            saved = first.position()
         if saved.kind == "unknown":
             return None
-        again = PositionedIterator(data)
-        again._go_to(saved)
-        lines, _ = _changes(saved, again)
-        again.close()
-    if not lines:
-        return None
-    return (
-        f"A resumed run won't continue at the right batch of {name_of(first.inner)}: after a return to the position "
-        f"after {saved.count} batches, the next one differs (before -> after):\n"
-        + "\n".join(lines)
-        + f"\nNote that {UNPROVEN}"
-    )
+        with contextlib.closing(PositionedIterator(data)) as again:
+            try:
+                again.seek(saved, raises=True)
+            except ValueError as error:
+                return f"A resumed run won't continue at the right batch. {error}"
+    return None

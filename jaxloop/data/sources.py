@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import operator
 import pathlib
@@ -11,7 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from typing import Any, cast, final
 
 import jax
 import numpy as np
@@ -19,7 +20,6 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks, encoding
 
-KINDS = ("state", "state_dict", "tf.data", "torch", "sequence", "index", "skip", "unknown")
 NUMBERS = ("torch", "sequence", "index", "skip")
 """The kinds of positions that are numbers of batches."""
 OR_SKIPPABLE = (
@@ -56,36 +56,43 @@ def made_by(function: Callable[..., Any], *arguments: Any) -> Any:
         ) from error
 
 
+class Wrapper:
+    """The base class of jaxloop's datasets and iterators that read their batches from another one.
+
+    Hooks:
+      is_endless: True if the dataset is known to be endless.
+
+    Attributes:
+      inner: The dataset or iterator from which the batches are read.
+    """
+
+    inner: Any
+
+    @property
+    def is_endless(self) -> bool:
+        """True if the dataset is known to be endless."""
+        return is_endless(self.inner)
+
+
 @final
-class IndexIterator(Iterator[types.Batch]):
+class IndexIterator(Wrapper, Iterator[types.Batch]):
     """An iterator over the batches of an `IndexedBatches`, in order."""
 
     def __init__(self, dataset: "IndexedBatches"):
         self.inner: IndexedBatches = dataset
-        self.make_batch: Callable[[int], types.Batch] = dataset.make_batch
-        self.num_batches: int | None = dataset.num_batches
         self.next_index: int = 0
 
     def __next__(self) -> types.Batch:
-        if self.num_batches is not None and self.next_index >= self.num_batches:
+        number = self.inner.num_batches
+        if number is not None and self.next_index >= number:
             raise StopIteration
-        batch = made_by(self.make_batch, self.next_index)
+        batch = made_by(self.inner.make_batch, self.next_index)
         self.next_index += 1
         return batch
 
-    @property
-    def is_endless(self) -> bool:
-        """True if the iterator never ends."""
-        return self.num_batches is None
-
     def __length_hint__(self) -> int:
-        return NotImplemented if self.num_batches is None else max(self.num_batches - self.next_index, 0)
-
-    def get_state(self) -> dict[str, int]:
-        return {"next_index": self.next_index}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.next_index = state["next_index"]
+        number = self.inner.num_batches
+        return NotImplemented if number is None else max(number - self.next_index, 0)
 
 
 @final
@@ -99,7 +106,7 @@ class IndexedBatches(Iterable[types.Batch]):
       firsts: A pair `(size, number)` for each batch size that is known in advance, in ascending order. `number` is the
         number of the first batch that has `size` examples.
       make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0);
-        None if all passes are the same.
+        None if all passes are the same. The returned dataset has the same function.
     """
 
     make_batch: Callable[[int], types.Batch]
@@ -150,27 +157,23 @@ def pass_of(data: Any, number: int = 0) -> Any:
     The passes over the result of `batched` and over a Hugging Face `IterableDataset` differ. Returns all other datasets
     unchanged.
     """
-    if isinstance(data, IndexedBatches):  # The pass knows the other passes.
-        return data if data.make_pass is None else dataclasses.replace(data.make_pass(number), make_pass=data.make_pass)
+    if isinstance(data, IndexedBatches):
+        return data if data.make_pass is None else data.make_pass(number)
     if is_hugging_face(data) and hasattr(data, "set_epoch"):
         data = copy.copy(data)  # Each pass has its own state.
         data.set_epoch(number)
         return data
-    if not _has_inner(data) or hasattr(data, "__next__"):
+    if not isinstance(data, Wrapper) or hasattr(data, "__next__"):
         return data
     inner = pass_of(data.inner, number)
-    return data if inner is data.inner else data.with_inner(inner)
+    return data if inner is data.inner else dataclasses.replace(cast(Any, data), inner=inner)
 
 
 def _innermost(data: Any) -> Any:
     """Returns the innermost dataset or iterator that a jaxloop dataset reads from. Returns other datasets unchanged."""
-    while _has_inner(data):
+    while isinstance(data, Wrapper):
         data = data.inner
     return data
-
-
-def _has_inner(data: Any) -> bool:
-    return type(data).__module__.startswith("jaxloop.") and hasattr(data, "inner")
 
 
 class Source:
@@ -185,12 +188,14 @@ class Source:
       kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
       start: The number of the first batch if positions are batch numbers; otherwise None.
       is_cheap: True if reading the state is fast enough to be done after each batch.
+      is_requested: True if the prefetch thread must read the state after the next batch.
       problem: A message that explains why the state couldn't be read and how to fix that; None if there is no problem.
     """
 
     kind: str = ""
     start: int | None = None
     is_cheap: bool = False
+    is_requested: bool = False
     problem: str | None = None
 
     def read(self) -> Any:
@@ -231,9 +236,18 @@ class _Index(Source):
 
 
 class _Stateful(Source):
-    def __init__(self, kind: str, get: Callable[[], Any], restore: Callable[[Any], Iterator[types.Batch]]):
-        self.kind, self._get, self._restore = kind, get, restore
-        self.is_cheap = kind != "tf.data"
+    """The position of an iterator that can save and restore a state.
+
+    Args:
+      kind: The kind of position.
+      get: Returns the state.
+      go_to: Restores a state, and returns the iterator to continue with.
+    """
+
+    is_cheap = True
+
+    def __init__(self, kind: str, get: Callable[[], Any], go_to: Callable[[Any], Iterator[types.Batch]]):
+        self.kind, self._get, self._go_to = kind, get, go_to
 
     def read(self) -> Any:
         self.problem = None
@@ -248,10 +262,10 @@ class _Stateful(Source):
         return None
 
     def _encode(self, state: Any) -> Any:
-        return encoding.encode(state)
+        return encoding.encode(_without_tensors(state))
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
-        return self._restore(encoding.decode(state))
+        return self._go_to(_with_tensors(encoding.decode(state)))
 
 
 class _TensorFlow(_Stateful):
@@ -262,6 +276,8 @@ class _TensorFlow(_Stateful):
     still has elements. Therefore, the state before the first batch is saved too: restoring an iterator from that state
     resets the generator to where it was at the start of the epoch. This would be wrong for a `repeat` after a shuffle.
     """
+
+    is_cheap = False
 
     def __init__(self, dataset: Any, iterator: Any):
         super().__init__("tf.data", lambda: _save_tf(self._iterator), self.restore)
@@ -294,14 +310,13 @@ class _Torch(_Stateful):
 
     Args:
       loader: The loader.
-      iterator: The iterator over the current epoch.
       start: The result of `random_state(loader)`, called before the iterator was created.
     """
 
-    def __init__(self, loader: Any, iterator: Any, start: Any):
-        self._loader, self._iterator, self._start = loader, iterator, start
+    def __init__(self, loader: Any, start: Any):
+        self._loader, self._start = loader, start
         self._has_state = _has(loader, "state_dict", "load_state_dict")
-        super().__init__("state_dict" if self._has_state else "torch", self._read_now, self._go_to)
+        super().__init__("state_dict" if self._has_state else "torch", self._read_now, self._restart)
 
     def read(self) -> Any:
         # If the loader has no state, a resumed run reads the epoch again from the start.
@@ -314,18 +329,17 @@ class _Torch(_Stateful):
         state = {"start": self._start}
         if self._has_state:
             state |= {"now": random_state(self._loader), "loader": self._loader.state_dict()}
-        return _without_tensors(state)
+        return state
 
-    def _go_to(self, state: Any) -> Iterator[types.Batch]:
-        state = _with_tensors(state)
+    def _restart(self, state: Any) -> Iterator[types.Batch]:
         self._start = state["start"]
         _set_random_state(self._loader, self._start)
         if "loader" in state:
             self._loader.load_state_dict(state["loader"])
-        self._iterator = iter(self._loader)
+        iterator = iter(self._loader)
         if "now" in state:
             _set_random_state(self._loader, state["now"])
-        return self._iterator
+        return iterator
 
 
 def num_batches(data: Any) -> int | None:
@@ -349,10 +363,8 @@ def is_endless(data: Any) -> bool:
     """
     if isinstance(reported := getattr(data, "is_endless", None), bool):
         return reported
-    if isinstance(data, itertools.cycle | itertools.count):
-        return True
-    if isinstance(data, itertools.repeat):
-        return operator.length_hint(data, -1) == -1  # Has a length only with a number of repetitions.
+    if isinstance(data, itertools.cycle | itertools.count | itertools.repeat):
+        return operator.length_hint(data, -1) == -1  # `repeat` with a number of repetitions has a length.
     if library(data) == "tensorflow" and hasattr(data, "cardinality"):
         return int(data.cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
     try:
@@ -395,16 +407,15 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
     if tensorflow and isinstance(iterator, (tensorflow.data.Iterator, tensorflow.data.NumpyIterator)):
         return _TensorFlow(dataset, iterator)
     if _is_loader(dataset):
-        return _Torch(dataset, iterator, start)
+        return _Torch(dataset, start)
     if _has(iterator, "get_state", "set_state"):
         set_state = lambda state: iterator.set_state(_with_current_addresses(state, iterator.get_state()))
         return _Stateful("state", iterator.get_state, lambda state: (iterator, set_state(state))[0])
     # If the loader has these methods itself, the next iterator that it creates continues from the loaded state.
     owner = dataset if _has(dataset, "state_dict", "load_state_dict") else iterator
     if _has(owner, "state_dict", "load_state_dict"):
-        load = lambda state: owner.load_state_dict(_with_tensors(state))
-        restore = lambda state: (load(state), iterator if owner is iterator else iter(dataset))[1]
-        return _Stateful("state_dict", lambda: _without_tensors(owner.state_dict()), restore)
+        go_to = lambda state: (owner.load_state_dict(state), iterator if owner is iterator else iter(dataset))[1]
+        return _Stateful("state_dict", owner.state_dict, go_to)
     return Source()
 
 
@@ -473,46 +484,39 @@ def _is_loader(dataset: Any) -> bool:
     return library(dataset) == "torch" and hasattr(dataset, "batch_sampler")
 
 
-def _samplers(loader: Any) -> list[Any]:
-    """Returns a loader and all samplers in it, without duplicates."""
-    found, more = {}, [loader]
-    while more:
-        part = more.pop(0)
-        if part is not None and id(part) not in found:
-            found[id(part)] = part
-            more += [getattr(part, "sampler", None), getattr(part, "batch_sampler", None)]
-    return list(found.values())
+def _samplers(part: Any) -> Iterator[Any]:
+    """Yields a loader and all samplers in it, some of them twice."""
+    if part is not None:
+        yield part
+        yield from _samplers(getattr(part, "sampler", None))
+        yield from _samplers(getattr(part, "batch_sampler", None))
+
+
+def _random_states(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Returns functions that get and set each random state on which the batches of a PyTorch loader may depend."""
+    torch = sys.modules["torch"]
+    found = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (np.random.get_state, np.random.set_state),
+        (random.getstate, random.setstate),
+    ]
+    for part in _samplers(loader):
+        generator: Any = getattr(part, "generator", None)
+        if _has(generator, "get_state", "set_state"):
+            found.append((generator.get_state, generator.set_state))
+        if getattr(part, "epoch", None) is not None:
+            found.append((functools.partial(getattr, part, "epoch"), functools.partial(setattr, part, "epoch")))
+    return found
 
 
 def random_state(dataset: Any) -> Any:
     """Returns the states of the random number generators that a PyTorch loader may use; None for any other dataset."""
-    if not _is_loader(dataset):
-        return None
-    parts = _samplers(dataset)
-    return {
-        "torch": sys.modules["torch"].get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-        "generators": [generator.get_state() for generator in _generators(parts)],
-        "epochs": [getattr(part, "epoch", None) for part in parts],
-    }
-
-
-def _generators(parts: list[Any]) -> list[Any]:
-    found = [getattr(part, "generator", None) for part in parts]
-    return list({id(each): each for each in found if _has(each, "get_state", "set_state")}.values())
+    return [get() for get, _ in _random_states(dataset)] if _is_loader(dataset) else None
 
 
 def _set_random_state(loader: Any, state: Any) -> None:
-    parts = _samplers(loader)
-    sys.modules["torch"].set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-    for generator, each in zip(_generators(parts), state["generators"], strict=True):
-        generator.set_state(each)
-    for part, epoch in zip(parts, state["epochs"], strict=True):
-        if epoch is not None:
-            part.epoch = epoch
+    for (_, set_state), each in zip(_random_states(loader), state, strict=True):
+        set_state(each)
 
 
 @contextlib.contextmanager
@@ -543,13 +547,10 @@ def _with_tensors(state: Any) -> Any:
 
 def unknown_reason(dataset: Any) -> str:
     """Returns a message that explains why the position in a dataset can't be saved and how to fix it."""
-    give = "a list, a Grain dataset, a tf.data.Dataset, or jaxloop.data.from_index(function)"
-    packages = {base.__module__.partition(".")[0] for base in type(dataset).__mro__}
-    if "tensorflow_datasets" in packages:
-        give = "the tf.data.Dataset itself, or its as_numpy_iterator()"
-    elif "torch" in packages:
-        give = "the DataLoader itself, or torchdata's StatefulDataLoader"
-    return f"{name_of(dataset)} can't report its position. Give {give}, {OR_SKIPPABLE}."
+    return (
+        f"{name_of(dataset)} can't report its position. Give a list, a Grain dataset, a DataLoader, a tf.data.Dataset "
+        f"(not tfds.as_numpy), or jaxloop.data.from_index(function), {OR_SKIPPABLE}."
+    )
 
 
 def name_of(dataset: Any) -> str:
@@ -581,14 +582,16 @@ def check_is_dataset(data: Any) -> None:
     >>> check_is_dataset([{"x": np.ones(2)}])
     """
     check_format(data)
-    is_array = lambda leaf: isinstance(leaf, np.ndarray | jax.Array) or _is_tensor(leaf)
+    is_array = lambda leaf: (
+        isinstance(leaf, np.ndarray | jax.Array) or (library(leaf) is not None and hasattr(leaf, "shape"))
+    )
     is_batch = isinstance(data, dict) or is_array(data)
     # A list of arrays is probably a list of batches, but a tuple of arrays is probably one batch.
     is_batch |= isinstance(data, tuple) and len(data) > 0 and all(map(is_array, data))
     if is_batch or isinstance(data, str | bytes) or not (hasattr(data, "__iter__") or hasattr(data, "__next__")):
-        what = _describe(data)
+        what = checks.describe(data)
         if isinstance(data, tuple):
-            what = f"a {what} of arrays, ({', '.join(map(_describe, data))})"
+            what = f"a {what} of arrays, ({', '.join(map(checks.describe, data))})"
         remedy = "For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a single batch, write [batch]."
         remedy = remedy if is_batch else _REMEDY
         raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {remedy}")
@@ -606,11 +609,3 @@ def check_format(data: Any) -> None:
             'Write dataset.with_format("numpy").batch(32), without .batch(32) if its rows are batches already. For a '
             "Dataset of examples in any format, write jaxloop.data.batched(dataset, 32)."
         )
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if _is_tensor(value) else checks.describe(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return library(value) is not None and hasattr(value, "shape") and hasattr(value, "numpy")
