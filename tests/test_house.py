@@ -64,7 +64,7 @@ BUDGET = {
     "base": 803,
     "check": 932,
     "checkpoint": 900,
-    "data": 992,
+    "data": 970,
     "distributed": 72,
     "engine": 1789,
     "eval_loop": 49,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.base.text import suggests
-from jaxloop.data.sources import IndexedBatches, is_endless, is_hugging_face, made_by
+from jaxloop.data.sources import IndexedBatches, is_endless, is_hugging_face
 
 
 @suggests(batch_size="size", shuffle="seed", epochs="num_epochs", drop_last="drop_remainder", collate_fn="collate")
@@ -86,11 +86,8 @@ class _Source:
     """The endless stream of a source's examples, epoch after epoch. See `batched` for the arguments."""
 
     def __init__(self, rows: Any, seed: int | None, collate: Callable[[list[Any]], types.Batch] | None):
-        if seed is not None:
-            if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-                raise TypeError(f"seed must be a non-negative int or None, got {seed!r}.")
-            if seed < 0:
-                raise ValueError(f"seed must be a non-negative int or None, got {seed}.")
+        if seed is False or seed not in (None, 0):
+            checks.check_positive("batched(..., seed)", seed, instead="0 or None")
         self.length, self._take = _access(rows, collate)
         if self.length == 0:
             raise ValueError("batched(rows) has no examples.")
@@ -140,7 +137,7 @@ def _access(
         as_array = lambda column: np.stack([np.asarray(each) for each in column]) if type(column) is list else column
         return len(rows), lambda indices: {name: as_array(column) for name, column in rows[indices.tolist()].items()}
     make_batch = collate or _stacked
-    return len(rows), lambda indices: make_batch([made_by(rows.__getitem__, index) for index in indices.tolist()])
+    return len(rows), lambda indices: make_batch([rows[index] for index in indices.tolist()])
 
 
 def _stacked(examples: Sequence[Any]) -> types.Batch:

@@ -162,10 +162,8 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     Returns:
       An iterator if `data` is an iterator; otherwise an iterable.
     """
-    if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise TypeError(f"prefetch takes a number of batches as its size (0 for none), got {size!r}.")
-    if size < 0:
-        raise ValueError(f"prefetch takes a number of batches as its size (0 for none), got {size}.")
+    if size != 0:
+        checks.check_positive("prefetch(..., size)", size, instead="0 for none")
     return with_options(data, prefetch=int(size))
 
 

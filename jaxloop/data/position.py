@@ -32,7 +32,6 @@ from jaxloop.data.sources import (
     pass_of,
     random_state,
     source_of,
-    unknown_reason,
 )
 
 # The number of marks to keep. A consumer that reads ahead asks for a position at most a few marks back.
@@ -96,7 +95,7 @@ class DatasetPosition:
         try:
             return cls(**{**values, "state": _insert_arrays(values.get("state"), arrays or {})})
         except TypeError as error:
-            raise ValueError(f"DatasetPosition.from_dict needs a result of to_dict, got {values!r}.") from error
+            raise ValueError(f"DatasetPosition.from_dict needs a result of to_dict, got {values!r:.200}.") from error
 
 
 _ARRAY_KEY = "jaxloop/beside"
@@ -269,14 +268,12 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     @property
     def kind(self) -> str:
         """The form in which the source saves its position; see `DatasetPosition`."""
-        if self._source.kind and not self._source.problem:
-            return self._source.kind
-        return "skip" if self._skippable else "unknown"
+        return self._source.kind if not self._source.problem else "skip" if self._skippable else "unknown"
 
     @property
     def problem(self) -> str | None:
         """A message that explains why a position can't be restored and how to fix it; None if no problem is known."""
-        return (self._source.problem or unknown_reason(self.inner)) if self.kind == "unknown" else None
+        return self._source.problem if self.kind == "unknown" else None
 
     def resume_warning(self, *, several_passes: bool = False) -> str | None:
         """Returns a message that explains why a resume won't be exact and how to fix that; None if no reason is known.

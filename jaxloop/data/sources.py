@@ -44,18 +44,6 @@ def library(value: Any) -> str | None:
     return next((name for name in ("tensorflow", "torch") if name in packages), None)
 
 
-def made_by(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that makes a batch. A `StopIteration`, which would end the data early, becomes an error."""
-    try:
-        return function(*arguments)
-    except StopIteration as error:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        raise RuntimeError(
-            f"{name}, which makes batches or examples, raised StopIteration for the index {arguments[-1]}. Only the "
-            "number of batches can end the data. Does the function read from an iterator that has ended?"
-        ) from error
-
-
 class Wrapper:
     """The base class of jaxloop's datasets and iterators that read their batches from another one.
 
@@ -86,9 +74,22 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
         number = self.inner.num_batches
         if number is not None and self.next_index >= number:
             raise StopIteration
-        batch = made_by(self.inner.make_batch, self.next_index)
+        make_batch = self.inner.make_batch
+        try:
+            batch = make_batch(self.next_index)
+        except StopIteration as error:
+            raise RuntimeError(
+                f"{getattr(make_batch, '__qualname__', make_batch)}, which makes batches, raised StopIteration for the "
+                f"index {self.next_index}. Only the number of batches can end the data. Does it read from an iterator "
+                "that has ended?"
+            ) from error
         self.next_index += 1
         return batch
+
+    def go_to(self, index: int) -> "IndexIterator":
+        """Continues with the batch of this index. Returns the iterator itself."""
+        self.next_index = index
+        return self
 
     def __length_hint__(self) -> int:
         number = self.inner.num_batches
@@ -124,7 +125,7 @@ class IndexedBatches(Iterable[types.Batch]):
 
     def first_of_each_size(self) -> list[types.Batch]:
         """Returns the first batch of each size, in ascending order; only the first batch if no sizes are known."""
-        return [made_by(self.make_batch, number) for _, number in self.firsts or ((0, 0),)]
+        return [self.make_batch(number) for _, number in self.firsts or ((0, 0),)]
 
     @property
     def is_endless(self) -> bool:
@@ -176,83 +177,43 @@ def _innermost(data: Any) -> Any:
     return data
 
 
+@dataclasses.dataclass(eq=False)
 class Source:
-    """Saves and restores the position of an iterator. Use the base class for iterators whose position is unknown.
+    """Saves and restores the position of an iterator.
+
+    Attributes:
+      kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
+      get: Returns the state of the iterator; None if there is none to read.
+      go_to: Restores a state, and returns the iterator to continue with.
+      start: The number of the next batch if positions are batch numbers; otherwise None.
+      problem: A message that explains why the state can't be saved and how to fix that; None if there is no problem.
+      is_requested: True if the prefetch thread must read the state after the next batch.
 
     Hooks:
       read: Reads the position. Called after each batch if `is_cheap`; otherwise, whenever a checkpoint may be saved.
       read_start: Reads the position before the first batch.
       restore: Called when a run resumes from a checkpoint.
-
-    Attributes:
-      kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
-      start: The number of the first batch if positions are batch numbers; otherwise None.
-      is_cheap: True if reading the state is fast enough to be done after each batch.
-      is_requested: True if the prefetch thread must read the state after the next batch.
-      problem: A message that explains why the state couldn't be read and how to fix that; None if there is no problem.
     """
 
-    kind: str = ""
+    kind: str
+    get: Callable[[], Any] | None = None
+    go_to: Callable[[Any], Any] = lambda state: None
     start: int | None = None
-    is_cheap: bool = False
-    is_requested: bool = False
     problem: str | None = None
+    is_requested: bool = False
+
+    @property
+    def is_cheap(self) -> bool:
+        """True if reading the state is fast enough to be done after each batch."""
+        return self.kind in ("state", "state_dict")
 
     def read(self) -> Any:
         """Returns the current state in encoded form; None if it is unknown."""
-        return None
-
-    def read_start(self) -> Any:
-        """Returns the encoded state before the first batch; None if it is unknown."""
-        return self.read()
-
-    def restore(self, state: Any) -> Iterator[types.Batch]:
-        """Restores a saved state and returns the iterator to continue with."""
-        raise NotImplementedError
-
-
-class _Sequence(Source):
-    kind = "sequence"
-
-    def __init__(self, iterator: Any):
-        _, (self._items,), *index = iterator.__reduce__()
-        self.start = (index[0] if index else 0) or 0  # An exhausted iterator no longer has its list.
-
-    def restore(self, state: int) -> Iterator[types.Batch]:
-        iterator: Any = iter(self._items)
-        iterator.__setstate__(state)
-        return iterator
-
-
-class _Index(Source):
-    kind = "index"
-
-    def __init__(self, iterator: IndexIterator):
-        self._iterator, self.start = iterator, iterator.next_index
-
-    def restore(self, state: int) -> Iterator[types.Batch]:
-        self._iterator.next_index = state
-        return self._iterator
-
-
-class _Stateful(Source):
-    """The position of an iterator that can save and restore a state.
-
-    Args:
-      kind: The kind of position.
-      get: Returns the state.
-      go_to: Restores a state, and returns the iterator to continue with.
-    """
-
-    is_cheap = True
-
-    def __init__(self, kind: str, get: Callable[[], Any], go_to: Callable[[Any], Iterator[types.Batch]]):
-        self.kind, self._get, self._go_to = kind, get, go_to
-
-    def read(self) -> Any:
+        if self.get is None:
+            return None
         self.problem = None
         try:
-            return self._encode(self._get())
+            return self._encode(self.get())
         except Exception as error:
             reason = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", str(error).partition("\n")[0])
             self.problem = (
@@ -264,11 +225,16 @@ class _Stateful(Source):
     def _encode(self, state: Any) -> Any:
         return encoding.encode(_without_tensors(state))
 
+    def read_start(self) -> Any:
+        """Returns the encoded state before the first batch; None if it is unknown."""
+        return self.read()
+
     def restore(self, state: Any) -> Iterator[types.Batch]:
-        return self._go_to(_with_tensors(encoding.decode(state)))
+        """Restores a saved state and returns the iterator to continue with."""
+        return self.go_to(_with_tensors(encoding.decode(state)))
 
 
-class _TensorFlow(_Stateful):
+class _TensorFlow(Source):
     """The position of a tf.data iterator, saved as a checkpoint of the iterator.
 
     The shuffle's seed generator determines the order of the next epoch. All iterators over a dataset share this
@@ -277,10 +243,8 @@ class _TensorFlow(_Stateful):
     resets the generator to where it was at the start of the epoch. This would be wrong for a `repeat` after a shuffle.
     """
 
-    is_cheap = False
-
     def __init__(self, dataset: Any, iterator: Any):
-        super().__init__("tf.data", lambda: _save_tf(self._iterator), self.restore)
+        super().__init__("tf.data", lambda: _save_tf(self._iterator))
         self._iterator, self._dataset, self._is_given = iterator, iterator._dataset, dataset is iterator
         has_start = not self._is_given and not _repeats_a_shuffle(self._dataset)
         self._start: Any = super().read() if has_start else None
@@ -305,7 +269,7 @@ class _TensorFlow(_Stateful):
         return type(self._iterator)(self._dataset)
 
 
-class _Torch(_Stateful):
+class _Torch(Source):
     """The position in a PyTorch loader, whose batches depend on the random state when the epoch starts.
 
     Args:
@@ -348,11 +312,15 @@ def num_batches(data: Any) -> int | None:
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)
     """
-    try:
-        found = operator.length_hint(data, -1)
-    except Exception:  # A tf.data pipeline of unknown length raises an error.
-        return None
+    found = _length(data)
     return found if 0 <= found < _ENDLESS else None
+
+
+def _length(data: Any) -> int:
+    try:
+        return operator.length_hint(data, -1)
+    except Exception:  # A tf.data pipeline of unknown length raises an error.
+        return -1
 
 
 def is_endless(data: Any) -> bool:
@@ -367,10 +335,7 @@ def is_endless(data: Any) -> bool:
         return operator.length_hint(data, -1) == -1  # `repeat` with a number of repetitions has a length.
     if library(data) == "tensorflow" and hasattr(data, "cardinality"):
         return int(data.cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
-    try:
-        return len(data) >= _ENDLESS  # Grain reports such a length for `.repeat()`.
-    except Exception:
-        return False
+    return _length(data) >= _ENDLESS  # Grain reports such a length for `.repeat()`.
 
 
 def is_hugging_face(data: Any) -> bool:
@@ -401,22 +366,32 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
     """
     tensorflow = sys.modules.get("tensorflow")
     if isinstance(iterator, _SEQUENCE_ITERATORS):
-        return _Sequence(iterator)
+        reduced: Any = iterator.__reduce__()
+        _, (items,), *index = reduced  # An exhausted iterator has no index.
+        return Source("sequence", None, functools.partial(_iterator_at, items), (*index, 0)[0] or 0)
     if isinstance(iterator, IndexIterator):
-        return _Index(iterator)
+        return Source("index", None, iterator.go_to, iterator.next_index)
     if tensorflow and isinstance(iterator, (tensorflow.data.Iterator, tensorflow.data.NumpyIterator)):
         return _TensorFlow(dataset, iterator)
     if _is_loader(dataset):
         return _Torch(dataset, start)
     if _has(iterator, "get_state", "set_state"):
         set_state = lambda state: iterator.set_state(_with_current_addresses(state, iterator.get_state()))
-        return _Stateful("state", iterator.get_state, lambda state: (iterator, set_state(state))[0])
+        return Source("state", iterator.get_state, lambda state: (iterator, set_state(state))[0])
     # If the loader has these methods itself, the next iterator that it creates continues from the loaded state.
     owner = dataset if _has(dataset, "state_dict", "load_state_dict") else iterator
     if _has(owner, "state_dict", "load_state_dict"):
         go_to = lambda state: (owner.load_state_dict(state), iterator if owner is iterator else iter(dataset))[1]
-        return _Stateful("state_dict", owner.state_dict, go_to)
-    return Source()
+        return Source("state_dict", owner.state_dict, go_to)
+    give = "a list, a Grain dataset, a DataLoader, a tf.data.Dataset (not tfds.as_numpy)"
+    remedy = f"Give {give}, or jaxloop.data.from_index(function), {OR_SKIPPABLE}."
+    return Source("", problem=f"{name_of(dataset)} can't report its position. {remedy}")
+
+
+def _iterator_at(items: Any, index: int) -> Iterator[types.Batch]:
+    iterator: Any = iter(items)
+    iterator.__setstate__(index)
+    return iterator
 
 
 def _with_current_addresses(state: Any, now: Any) -> Any:
@@ -543,14 +518,6 @@ def _with_tensors(state: Any) -> Any:
     is_tensor = lambda node: isinstance(node, dict) and set(node) == {_TENSOR}
     back = lambda leaf: sys.modules["torch"].from_numpy(leaf[_TENSOR]) if is_tensor(leaf) else leaf
     return jax.tree.map(back, state, is_leaf=is_tensor)
-
-
-def unknown_reason(dataset: Any) -> str:
-    """Returns a message that explains why the position in a dataset can't be saved and how to fix it."""
-    return (
-        f"{name_of(dataset)} can't report its position. Give a list, a Grain dataset, a DataLoader, a tf.data.Dataset "
-        f"(not tfds.as_numpy), or jaxloop.data.from_index(function), {OR_SKIPPABLE}."
-    )
 
 
 def name_of(dataset: Any) -> str:
