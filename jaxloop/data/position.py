@@ -206,6 +206,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             # Neither function may refer to this iterator: a reference cycle would keep the thread alive for too long.
             self._ahead = ReadAhead(map(functools.partial(_with_state, self._source), iterator), self._prefetch)
             self._iterator = map(functools.partial(_noted, self._marks), self._ahead, itertools.count(count + 1))
+        self._read = (self._iterator if self._convert is None else map(self._convert, self._iterator)).__next__
 
     def _read_ahead_of(self, prefetch: int) -> None:
         if self._count or self._peeked or self._prefetch:
@@ -216,17 +217,13 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         self._prefetch = prefetch
         self._start_reading(self._iterator, *self._marks[-1])
 
-    def _read(self) -> types.Batch:
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            self._has_ended = True
-            raise
-        return batch if self._convert is None else self._convert(batch)
-
     def __next__(self) -> types.Batch:
         while True:
-            batch = self._peeked.pop() if self._peeked else self._read()
+            try:
+                batch = self._peeked.pop() if self._peeked else self._read()
+            except StopIteration:
+                self._has_ended = True
+                raise
             self._count += 1
             self._recent.append(batch)
             if not self._left_out or self._count not in self._left_out:
@@ -307,6 +304,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         """Makes the iterator apply a function to each batch that it returns. Returns the iterator itself."""
         if self._convert is not convert:
             self._convert, self._peeked = convert, [convert(batch) for batch in self._peeked]
+            self._read = map(convert, self._iterator).__next__
         return self
 
     def peek(self) -> types.Batch:
