@@ -124,8 +124,7 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
     Raises:
       ValueError: If the dataset has no batches.
     """
-    ahead = iterator if isinstance(iterator, PositionedIterator) else PositionedIterator(iterator)
-    ahead.converted_by(numpy_batch)
+    ahead = PositionedIterator(iterator).converted_by(numpy_batch)
     try:
         return ahead.peek(), ahead
     except StopIteration:

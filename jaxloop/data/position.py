@@ -172,8 +172,14 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         iterator = iterate(dataset)
         if isinstance(iterator, PositionedIterator):  # Two iterators would have two positions.
             iterator._skippable |= skippable
+            if prefetch and (iterator._count or iterator._peeked or iterator._prefetch):
+                raise ValueError(
+                    f"prefetch={prefetch} needs data from which no batch was read or prefetched yet, got {iterator!r}. "
+                    "Give the dataset itself."
+                )
             if prefetch:
-                iterator._read_ahead_of(prefetch)
+                iterator._prefetch = prefetch
+                iterator._start_reading(iterator._iterator, *iterator._marks[-1])
             return iterator
         self = super().__new__(cls)
         self._set_up(dataset, iterate, prefetch, skippable)
@@ -207,15 +213,6 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             self._ahead = ReadAhead(map(functools.partial(_with_state, self._source), iterator), self._prefetch)
             self._iterator = map(functools.partial(_noted, self._marks), self._ahead, itertools.count(count + 1))
         self._read = (self._iterator if self._convert is None else map(self._convert, self._iterator)).__next__
-
-    def _read_ahead_of(self, prefetch: int) -> None:
-        if self._count or self._peeked or self._prefetch:
-            raise ValueError(
-                f"prefetch={prefetch} needs data from which no batch was read or prefetched yet, got {self!r}. Give "
-                "the dataset itself."
-            )
-        self._prefetch = prefetch
-        self._start_reading(self._iterator, *self._marks[-1])
 
     def __next__(self) -> types.Batch:
         while True:
