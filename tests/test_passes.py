@@ -428,6 +428,22 @@ def test_new_data_begin_once_and_are_then_resumed(tmp_path):
     assert found[30:] == [2000, 2001]
 
 
+class OneBuffer:
+    """Overwrites each batch with the next one."""
+
+    def __iter__(self):
+        buffer = np.zeros([8, 3], np.float32)
+        for number in range(5):
+            buffer[:] = number
+            yield {"x": buffer, "y": buffer[:, :1]}
+
+
+def test_check_finds_a_dataset_that_overwrites_its_batches(tmp_path):
+    report = OuterLoop(TrainLoop(STEP), workdir=tmp_path).check(STATE, data.skippable(OneBuffer()), 3)
+    assert any("changes each batch when it returns the next one" in problem.text for problem in report.problems)
+    assert prove([BATCHES[0]] * 3) is None
+
+
 def test_changed_data_warn_or_raise(tmp_path, warnings_logged):
     numbers(tmp_path, Numbered(0), 12)
     with pytest.raises(ValueError, match=r"(?s)number 11, .*batch\['x'\]: float32\[2, 3\], checksum .* -> float32"):
@@ -438,6 +454,63 @@ def test_changed_data_warn_or_raise(tmp_path, warnings_logged):
     assert "number 16, is not the one" in warnings_logged()[0]
     with pytest.raises(ValueError, match='on_changed_data must be "warn" or "raise"'):
         CheckpointSpec(tmp_path, on_changed_data="ignore")
+
+
+def test_changed_data_raise_after_an_epoch_too(tmp_path):
+    numbers(tmp_path, Numbered(0, 5), train_epochs=3, total_steps=12)
+    with pytest.raises(ValueError, match=r"(?s)number 1, .*batch\['x'\]: float32\[2, 3\], checksum .* -> float32"):
+        numbers(tmp_path, Numbered(1000, 5), train_epochs=3, on_changed_data="raise")
+    found = numbers(tmp_path, Numbered(0, 5), train_epochs=3, on_changed_data="raise")
+    assert found == [*range(5)] * 3
+
+
+def test_changed_data_raise_after_a_failed_action_too(tmp_path):
+    class Fails(jaxloop.Action):
+        def __call__(self, state, outputs, **kwargs):
+            raise OSError("The network is gone.")
+
+    def run(first, *actions):
+        train_loop = TrainLoop(STEP, end_actions=[*actions, CheckpointAction(tmp_path, every(steps=2))])
+        spec = CheckpointSpec(tmp_path, on_changed_data="raise")
+        return OuterLoop(train_loop, checkpoint_spec=spec)(jax.tree.map(jax.numpy.copy, STATE), BATCHES[first:], 9)
+
+    with pytest.raises(OSError, match="The network is gone"):
+        run(0, Fails(jaxloop.at(steps=5)))
+    with pytest.raises(ValueError, match=r"(?s)number 6, .*batch\['x'\]: float32\[8, 3\], checksum"):
+        run(1)
+    assert int(run(0)[0].step) == 9
+
+
+class FailsLater:
+    """Two passes over two batches each. The first batch of the second pass fails."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        if self.passes > 1:
+            raise OSError("The disk is gone.")
+        yield from BATCHES[:2]
+
+
+class Seen(jaxloop.Action):
+    """Notes the steps at which it is called."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.steps = []
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.steps.append(step_num)
+
+
+def test_an_epoch_that_cannot_begin_ends_the_run_after_the_actions_of_the_one_before(tmp_path):
+    seen = Seen()
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[seen, CheckpointAction(tmp_path, interval=1)]))
+    with pytest.raises(OSError, match="The disk is gone"):
+        outer_loop(jax.tree.map(jax.numpy.copy, STATE), FailsLater(), train_epochs=2)
+    assert seen.steps == outer_loop.history.collect("steps") == jaxloop.checkpoint.all_steps(tmp_path) == [2]
 
 
 def test_a_run_whose_evaluation_reads_a_generator_resumes_with_a_warning(tmp_path, warnings_logged):

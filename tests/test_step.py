@@ -655,6 +655,12 @@ def test_unsupported_batch_leaves_raise_and_are_named(devices, leaf, message, da
     step(state, batches[0])  # The state was not donated.
 
 
+def test_numbers_in_another_byte_order_raise_and_are_named():
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(TypeError, match=r"batch\['x'\] is >f4\[8, 3\], .* Write array.astype\('float32'\)"):
+        step(state, {**batches[0], "x": batches[0]["x"].astype(">f4")})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -294,8 +294,7 @@ def check_batch(batch: Any) -> None:
 def problems_of_batch(batch: Any) -> Iterator[str]:
     """Yields a sentence for each batch leaf that JAX can't handle."""
     for name, leaf in batch_leaves(batch).items():
-        problem = _problem_of_leaf(leaf, "Drop it, or convert it to numbers, in Step.preprocess_batch or Step.begin.")
-        if problem:
+        if problem := _problem_of_leaf(leaf, "Drop it, or make it numbers, in Step.preprocess_batch or Step.begin."):
             yield f"{name} is {problem}"
 
 
@@ -347,6 +346,8 @@ def _problem_of_leaf(leaf: Any, remedy: str) -> str | None:
     if isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.hasobject):
         what = {"O": "Python objects", "S": "strings", "U": "strings"}.get(dtype.kind, "dates")
         return f"{describe(leaf)}, which holds {what}: no device can hold them. {remedy}"
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        return f"{describe(leaf)}, in the byte order of other machines. Write array.astype({dtype.name!r})."
     if dtype is None and not isinstance(leaf, int | float | complex):
         return f"of type {type(leaf).__name__}, which JAX can't turn into an array. {remedy}"
     return None

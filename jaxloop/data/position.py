@@ -316,6 +316,13 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             self._peeked.append(self._read())
         return self._peeked[0]
 
+    def read_ahead(self) -> None:
+        """Reads the next batch without consuming it. If that fails, the next read raises the error."""
+        try:
+            self.peek()
+        except Exception as error:  # A generator, for example, would just end.
+            self._read = itertools.chain(map(_raise, [error]), iter(self._read, object())).__next__
+
     def skip(self, num_batches: int) -> None:
         """Reads and discards `num_batches` batches. If there are any, logs their number and how long this took.
 
@@ -473,6 +480,10 @@ def _iterate(dataset: Any) -> Iterator[types.Batch]:
     return dataset if hasattr(dataset, "__next__") else iter(dataset)
 
 
+def _raise(error: Exception) -> types.Batch:
+    raise error
+
+
 def _with_state(source: Source, batch: types.Batch) -> tuple[types.Batch, Any]:
     """Returns a batch and the source's state after it, or None if it isn't needed. The prefetch thread calls this."""
     if not source.is_cheap and not source.is_requested:
@@ -569,8 +580,8 @@ def skippable(data: Any) -> Iterable[types.Batch]:
 def prove(data: Any) -> str | None:
     """Checks that a fresh iterator over a dataset can return to a position, by reading three batches twice.
 
-    Returns a message that explains how the third batch differs and what to do. Returns None if it is the same, or if
-    the dataset has no positions or is an iterator.
+    Returns a message that explains how the third batch differs and what to do, or that the second batch has overwritten
+    the first one. Returns None if neither is the case, or if the dataset has no positions or is an iterator.
 
     >>> prove([1, 2, 3, 4]) is None
     True
@@ -579,8 +590,14 @@ def prove(data: Any) -> str | None:
         return None
     with keeping_random_state(data):
         with contextlib.closing(PositionedIterator(data)) as first:
-            for _ in itertools.islice(first, 2):
-                pass
+            kept = list(itertools.islice(first, 1))
+            found = list(map(fingerprint, kept))
+            for _ in itertools.islice(first, 1):
+                if list(map(fingerprint, kept)) != found:
+                    return (
+                        "It changes each batch when it returns the next one, so a run that reads ahead, or several "
+                        "steps in one dispatch, would use a wrong batch. Yield new arrays."
+                    )
             with contextlib.suppress(StopIteration):
                 first.peek()
             saved = first.position()

@@ -153,6 +153,9 @@ class TrainingData:
         if saves or not self.has_ended_all_epochs:
             self.source = self._source_of_epoch()
             self.left_out.apply_to(self.source)
+        if saves and self.source is not None and not (self.has_ended_all_epochs or self._engine.job.is_shared):
+            with self._engine.run.stopwatch.counting("data"):
+                self.source.read_ahead()  # A checkpoint of this step tells which batch comes next.
         self.note_consumed(0)
         return not self.has_ended_all_epochs
 
@@ -205,9 +208,9 @@ class TrainingData:
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns all processes' positions, the epochs and the batches to leave out. Long byte strings are arrays."""
         arrays: dict[str, np.ndarray] = {}
-        job, evals = self._engine.job, self._evals.items()
+        job, evals, failure = self._engine.job, self._evals.items(), self._engine.outcome.failure
         position = position_of(self.source, self.consumed, None if job.is_shared else arrays)
-        if position and in_moment:  # A step that failed may have changed the next batch.
+        if position and failure.step_num is not None:  # A step that failed may have changed the next batch.
             position["next"] = None
         eval_data = {name: position_of(each, each.count - engine.batches_ahead(each)) for name, (each, engine) in evals}
         left_out = self.left_out.state_dict(self._newest_batch())
