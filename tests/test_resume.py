@@ -543,3 +543,26 @@ def test_a_batch_that_a_failed_step_has_changed_is_not_compared_after_a_resume(t
         else:
             assert int(outer_loop(state, data.from_index(batch_of), 20)[0].step) == 20
     assert not any("is not the one that came next" in text for text in warnings_logged())
+
+
+class Lengths(Action):
+    """Records each call's step and number of outputs."""
+
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.seen = []
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.seen.append((step_num, len(outputs["loss"])))
+
+
+def test_what_a_checkpoint_does_not_contain_begins_at_its_step(tmp_path):
+    run(tmp_path, 30, BY_INDEX, save=10)
+    of_train, of_eval = Lengths(every(steps=8)), Lengths(2)
+    train_loop, eval_loop = TrainLoop(STEP, end_actions=[of_train]), EvalLoop(EVAL_STEP, end_actions=[of_eval])
+    train_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 60)  # A call without a checkpoint, which is past it.
+    of_train.seen.clear()
+    outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
+    outer_loop(jax.tree.map(jax.numpy.copy, STATE), BY_INDEX, 60, 10, [EvalSpec(BATCHES[:3])])
+    assert of_train.seen == [(32, 2), (40, 8), (48, 8), (56, 8)]
+    assert of_eval.seen == [(40, 3), (60, 6)]  # After the fourth and the sixth loop.

@@ -263,11 +263,6 @@ class RunSpec:
         """The step at which the training ends at the latest; None if there is no such limit."""
         return earliest([self.total_steps, planned_steps(self.stop, Elapsed())])
 
-    def ends_loop(self, step_num: int) -> bool:
-        """Returns whether a loop is certain to end after this step."""
-        is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
-        return is_multiple or step_num == self.total_steps
-
     def description(self) -> list[str]:
         """Returns lines of text that describe the run. They must be identical in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop")

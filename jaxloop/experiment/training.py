@@ -20,7 +20,7 @@ from jaxloop.engine.call import Failure
 from jaxloop.experiment.data import TrainingData, check_not_empty
 from jaxloop.experiment.evaluations import Evaluation
 from jaxloop.experiment.extension import Experiment
-from jaxloop.experiment.specs import CheckpointSpec, RunSpec
+from jaxloop.experiment.specs import CheckpointSpec
 from jaxloop.experiment.whole_run import (
     WholeRun,
     check_no_newer_checkpoints,
@@ -126,10 +126,10 @@ class Training:
 
     def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None]:
         """Trains to the end. Returns the state, and the outputs of the last loop that ended."""
-        engine, loops, spec = self.loop.engine, self.loop.engine.run.loops, self.experiment.spec
+        engine, loops = self.loop.engine, self.loop.engine.run.loops
         self.between_loops = None
         data = lambda: iter(()) if self.data.source is None else self.data.source
-        state, outputs = engine.loops(state, data, lambda: steps_of_next_loop(self.loop, spec))
+        state, outputs = engine.loops(state, data, lambda: steps_of_next_loop(self.loop))
         self.between_loops = state
         self._tell_end()
         for error in self.save_now(state) if self.run.job.requests.requested else ():
@@ -289,7 +289,7 @@ class Training:
         """Describes the end that the run has already reached. Returns None if there are steps left to train."""
         spec, loop, run = self.experiment.spec, self.loop, self.loop.engine.run
         withdraw_stop(run.agenda, self.experiment.actions)
-        if ends_now(loop, spec):
+        if ends_now(loop):
             return None
         ends = {
             "the end of a run that an evaluation or an action stopped (to train further, give it more patience, or "
@@ -302,15 +302,15 @@ class Training:
         return reached[0] if reached else None
 
 
-def steps_of_next_loop(loop: ActionLoop, spec: RunSpec) -> int | None:
+def steps_of_next_loop(loop: ActionLoop) -> int | None:
     """Returns the number of steps of the next train loop; None if it runs to the end of the data."""
-    return 0 if ends_now(loop, spec) else loop.engine.loop_end(loop.step_num)
+    return 0 if ends_now(loop) else loop.engine.loop_end(loop.step_num)
 
 
-def ends_now(loop: ActionLoop, spec: RunSpec) -> bool:
+def ends_now(loop: ActionLoop) -> bool:
     """Returns True if a run was interrupted between the last step of a loop and its end."""
-    run = loop.engine.run
-    return run.batches > 0 and (spec.ends_loop(loop.step_num) or run.agenda.wants_stop)
+    run, plan, step_num = loop.engine.run, loop.engine.plan, loop.step_num
+    return run.batches > 0 and (plan.ends_loop(step_num) or step_num == plan.total or run.agenda.wants_stop)
 
 
 def end_of(loops: Sequence[ActionLoop]) -> str:

@@ -124,7 +124,7 @@ def rewind(
             kept = history.rows
             if loop.step_num != before:
                 dataset = lambda: iter(()) if data.source is None else data.source
-                state, _ = engine.loops(state, dataset, lambda: steps_of_next_loop(loop, spec))
+                state, _ = engine.loops(state, dataset, lambda: steps_of_next_loop(loop))
             batch = _next_batch(loop, data)
     finally:
         engine.set_plan(None)
