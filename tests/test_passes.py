@@ -341,15 +341,22 @@ def test_a_loader_with_a_state_that_is_not_saved_is_found_out(torch, make, passe
     assert re.search(r"number 3, is not the one .*\n  batch\['x'\]: .*checksum", warnings_logged()[0])
 
 
-def test_an_evaluation_does_not_advance_the_pytorch_generator(torch):
-    step = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer)
-    eval_data = Loader()
-    eval_data.__class__ = type(
-        "EvalLoader", (Loader,), {"__iter__": lambda self: (torch.default.draw(), iter(BATCHES))[1]}
-    )
+class DrawingInEvaluation(Loader):
+    """Draws from all generators when it is iterated over."""
+
+    def __iter__(self):
+        for draw in (sys.modules["torch"].default.draw, self.sampler.generator.draw, np.random.random, random.random):
+            draw()
+        return iter(BATCHES)
+
+
+def test_an_evaluation_does_not_advance_any_generator(torch):
+    step, eval_data = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer), DrawingInEvaluation(Generator(70))
+    before = np.random.get_state()[1:3], random.getstate()
     outer_loop = OuterLoop(eval_loops=[jaxloop.EvalLoop(step)])
     outer_loop(jax.tree.map(jax.numpy.copy, STATE), eval_specs=[jaxloop.EvalSpec(eval_data, num_steps=2)])
-    assert torch.default.number == 5
+    assert torch.default.number == 5 and eval_data.sampler.generator.number == 70
+    np.testing.assert_equal((np.random.get_state()[1:3], random.getstate()), before)
 
 
 # Whole runs ------------------------------------------------------------------------------------------
@@ -557,7 +564,9 @@ def hugging_face(monkeypatch):
 
 
 def test_a_hugging_face_dataset_is_reshuffled_in_each_epoch(hugging_face, tmp_path):
-    whole = numbers(tmp_path / "whole", Reshuffled(), train_epochs=3)
+    dataset = Reshuffled()
+    whole = numbers(tmp_path / "whole", dataset, train_epochs=3)
+    assert dataset.epoch == 0  # Each epoch reads a copy.
     epochs = [whole[:12], whole[12:24], whole[24:]]
     assert [sorted(epoch) for epoch in epochs] == [[*range(12)]] * 3 and len(set(map(tuple, epochs))) == 3
     for stop in (5, 12, 19, 36):

@@ -199,6 +199,20 @@ def test_a_run_can_be_resumed_repeatedly(name, prefetch):
     assert found == everything
 
 
+@pytest.mark.parametrize("name", ["list", "tuple iterator", "index"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_number_of_remaining_batches_is_known(name, prefetch):
+    iterator = opened(name, prefetch)
+    iterator.leave_out([4, 12])
+    assert data.num_batches(iterator) == LENGTH - 2
+    values(iterator, 5)
+    saved = iterator.position()
+    assert iterator.num_read == 6 and data.num_batches(iterator) == LENGTH - 7
+    again = opened(name, prefetch)
+    again.seek(saved)
+    assert data.num_batches(again) == LENGTH - 6
+
+
 def test_batches_since_a_mark_are_read_again():
     iterator = PositionedIterator(WithState())
     values(iterator, 3)
