@@ -69,7 +69,7 @@ BUDGET = {
     "engine": 1789,
     "eval_loop": 49,
     "examples": 163,
-    "experiment": 1120,
+    "experiment": 1126,
     "functional": 923,
     "history": 373,
     "loop": 76,

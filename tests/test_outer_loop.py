@@ -18,6 +18,7 @@ import jaxloop
 from jaxloop import STOP_LOOP, actions, checkpoint, examples, metrics
 from jaxloop.checkpoint import seal
 from jaxloop.eval_loop import EvalLoop
+from jaxloop.history import History
 from jaxloop.outer_loop import CheckpointSpec, EvalContext, EvalSpec, OuterLoop
 from jaxloop.processes import lock
 from jaxloop.schedules import every, last
@@ -99,6 +100,27 @@ def test_without_a_total_the_dataset_ends_the_run(warnings_logged):
     state, outputs = OuterLoop(TrainLoop(step), log_interval=last())(state, batches[:50])
     assert (int(state.step), len(outputs["loss"])) == (50, 50)
     assert warnings_logged() == []
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5, "x", None])
+def test_a_log_interval_that_is_set_later_is_checked(interval):
+    step, state, batches = examples.tiny_regression()
+    outer_loop = OuterLoop(TrainLoop(step))
+    outer_loop.log_interval = interval
+    with pytest.raises((TypeError, ValueError), match="log_interval must be a positive int"):
+        outer_loop(state, batches, 20, 10)
+
+
+def test_an_error_in_a_row_says_where_it_happened(tmp_path, monkeypatch):
+    def fail(self, *args):
+        raise OSError("The disk is full.")
+
+    step, state, batches = examples.tiny_regression()
+    outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step)], None)
+    monkeypatch.setattr(History, "commit", fail)
+    with pytest.raises(OSError) as caught:
+        outer_loop(state, batches, 20, 10, [EvalSpec(batches[:3])])
+    assert "in the history's row of 'train', after step 10" in caught.value.__notes__
 
 
 def test_results_are_bit_identical_for_any_loop_length(assert_same):

@@ -39,6 +39,8 @@ class Recorder(Item):
         observe: Callable[[Elapsed], None] = lambda now: None,
     ):
         super().__init__(Rank.ROW, "all")
+        if not isinstance(interval, Schedule):
+            checks.check_positive("log_interval", interval)
         self.interval = interval
         self._history, self._part, self._observe = history, part, observe
 
@@ -47,8 +49,12 @@ class Recorder(Item):
         assert outputs is not None
         for name in [name for name in outputs if name.startswith("jaxloop/")]:
             del outputs[name]
-        if measured := metrics.summarize(outputs):
-            self._history.commit(moment.now, {self._part: measured})
+        try:
+            if measured := metrics.summarize(outputs):
+                self._history.commit(moment.now, {self._part: measured})
+        except Exception as error:
+            error.add_note(f"in the history's row of {self._part!r}, after step {moment.now.steps}")
+            raise
         self._observe(moment.now)
         return True
 
