@@ -156,23 +156,26 @@ class History:
             time or loops), if a device value was donated, or if the file has rows from an earlier run and `resume` was
             not called.
         """
-        self.extend([elapsed], _columns_of(logs))
+        self.extend([elapsed], *_flat(logs))
 
-    def extend(self, elapsed: Sequence[Elapsed], columns: Mapping[tuple[str, ...], Sequence[Any]]) -> None:
+    def extend(
+        self, elapsed: Sequence[Elapsed], keys: Sequence[tuple[str, ...]], values: Sequence[Sequence[Any]]
+    ) -> None:
         """Appends several rows at once, like `commit`. If a value is invalid, none of them is added.
 
         >>> history = History()
-        >>> history.extend([Elapsed(100), Elapsed(200)], {("train", "loss"): [0.5, 0.25]})
+        >>> history.extend([Elapsed(100), Elapsed(200)], [("train", "loss")], [(0.5,), (0.25,)])
         >>> history.rows[-1]
         Row(elapsed=Elapsed(steps=200, samples=0, time=0.0, loops=0), logs={'train': {'loss': 0.25}})
 
         Args:
           elapsed: The progress of the run at each row.
-          columns: The values of the rows by key. The keys of nested dicts are joined to a tuple.
+          keys: The keys of the values. Those of nested dicts are joined to a tuple.
+          values: The values of each row, in the order of the keys.
         """
         if self._file is not None:
             self._file.begin()
-        self._add(elapsed, columns)
+        self._add(elapsed, keys, values)
         if not self._pending or len(self._rows) - self._pending[0] >= _MAX_PENDING_ROWS:
             self._write(len(self._rows) - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
 
@@ -331,8 +334,7 @@ class History:
 
     def save(self, path: epath.PathLike) -> None:
         """Atomically writes all rows to a file, in the format that `load` reads. Outputs are not written."""
-        rows = self.rows
-        _File(path).replace(rows)
+        _File(path).replace(self.rows)
 
     @classmethod
     def load(cls, path: epath.PathLike) -> "History":
@@ -391,21 +393,19 @@ class History:
 
     # Inside ----------------------------------------------------------------------------------------
 
-    def _add(self, elapsed: Sequence[Elapsed], columns: Mapping[tuple[str, ...], Sequence[Any]]) -> None:
+    def _add(self, elapsed: Sequence[Elapsed], keys: Sequence[tuple[str, ...]], values: Sequence[Any]) -> None:
         """Appends rows to the table. Raises the same errors as `commit`."""
-        form = self._known_forms.get(keys := tuple(columns))
+        form, number = self._known_forms.get(tuple(keys)), len(self._rows)
         if form is None:
-            form = self._known_forms[keys] = _Form(keys)
-        counts, number = zip(*map(_counts_of, elapsed), strict=True), len(self._rows)
-        checked = [
-            [value if type(value) in _PLAIN else _checked(value, path) for value in column]
-            for path, column in zip(form.places, (*counts, *columns.values()), strict=True)
-        ]
-        on_device = [value for column in checked for value in column if type(value) not in _PLAIN]
+            form = self._known_forms[tuple(keys)] = _Form(tuple(keys))
+        rows = [(*_counts_of(each), *own) for each, own in zip(elapsed, values, strict=True)]
+        pairs = [zip(form.places, row, strict=True) for row in rows]
+        rows = [tuple([each if type(each) in _PLAIN else _checked(each, path) for path, each in row]) for row in pairs]
+        on_device = [value for row in rows for value in row if type(value) not in _PLAIN]
         for value in on_device if jax.default_backend() != "cpu" else ():  # A CPU shares the host's memory.
             value.copy_to_host_async()
-        self._rows += zip(*checked, strict=True)
-        self._forms += [form] * len(elapsed)
+        self._rows += rows
+        self._forms += [form] * len(rows)
         self._pending += range(number, len(self._rows)) if on_device else ()
         self._newest.update(dict.fromkeys(form.paths, len(self._rows) - 1))
 
@@ -469,13 +469,14 @@ class History:
 _counts_of = operator.attrgetter(*_UNITS)
 
 
-def _columns_of(logs: Any) -> dict[tuple[str, ...], list[Any]]:
-    """Returns the columns of a single row."""
+def _flat(logs: Any) -> tuple[tuple[tuple[str, ...], ...], list[tuple[Any, ...]]]:
+    """Returns the keys and the values of a single row, for `History.extend`."""
     if not isinstance(logs, (dict, Mapping)):  # The first check is cheaper.
         raise TypeError(
             f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
         )
-    return {key: [value] for key, value in traverse_util.flatten_dict({**logs}).items()}
+    flat = traverse_util.flatten_dict({**logs})
+    return tuple(flat), [tuple(flat.values())]
 
 
 def _absolute(path: epath.PathLike) -> epath.Path:
@@ -565,13 +566,13 @@ def _to_line(row: Row) -> bytes:
     return f"{json.dumps({'elapsed': row.elapsed.to_dict(), 'logs': row.logs})}\n".encode()
 
 
-def _parsed(line: bytes) -> tuple[list[Elapsed], Any]:
-    """Returns the progress and the columns of the row in a line."""
+def _parsed(line: bytes) -> tuple[Any, ...]:
+    """Returns the progress, the keys and the values of the row in a line."""
     fields = files.parse_json(line)
     elapsed = fields["elapsed"]
     if not (set(elapsed) <= set(_UNITS) and all([type(value) in (int, float) for value in elapsed.values()])):
         raise ValueError(f"elapsed has {elapsed}, expected numbers under {', '.join(_UNITS)}")
-    return [Elapsed(**elapsed)], _columns_of(fields["logs"])
+    return [Elapsed(**elapsed)], *_flat(fields["logs"])
 
 
 class _File:

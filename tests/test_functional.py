@@ -712,6 +712,14 @@ def test_error_for_invalid_logs_names_the_callback(logs, error, message):
     assert caught.value.__notes__[0] == "in the callback bad_logs, at step 1"
 
 
+def test_rows_before_an_invalid_value_of_a_compiled_function_are_kept():
+    history, step = jf.history(), jax.jit(lambda state, batch: ({"value": batch["x"]}, state + 1))
+    batches = [{"x": np.float32(number)} for number in range(50)]
+    with pytest.raises(TypeError, match=r"hold scalars, got float32\[3\] under value") as caught:
+        jf.loop(jnp.int32(0), [*batches, {"x": np.ones(3)}, *batches], {jf.every(1): step}, history=history)
+    assert history.collect("value") == list(range(50)) and "in the logs of step 51" in caught.value.__notes__
+
+
 def test_reported_state_is_copied_before_the_next_step_donates_it():
     _, state, batches = examples.tiny_regression()
     report = lambda state: ({"params": state.params}, {"step": state.step}, None)

@@ -214,6 +214,15 @@ def test_logs_other_than_dicts_of_scalars_raise_and_add_no_row(logs, error, mess
     assert len(history) == 0 and history.paths() == []
 
 
+def test_extend_adds_all_rows_or_none():
+    history, values = History(), [(jnp.float32(step), step) for step in range(100)]
+    history.extend([Elapsed(step) for step in range(100)], [("train", "loss"), ("count",)], values)
+    assert history.collect("steps", "loss", "count") == (list(range(100)),) * 3
+    with pytest.raises(TypeError, match="hold scalars, got float64.2. under loss"):
+        history.extend([Elapsed(100), Elapsed(101)], [("loss",)], [(1.0,), (np.ones(2),)])
+    assert len(history) == 100
+
+
 def test_a_tracer_is_rejected():
     history = History()
     with pytest.raises(TypeError, match="got a tracer .* under loss"):

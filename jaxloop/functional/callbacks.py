@@ -84,8 +84,6 @@ class FunctionTask(Item):
         error.add_note(f"in the callback {name_of(self.of)}, at step {elapsed.steps}")
 
     def _accept(self, outputs: Any, logs: Any, state: Any = None) -> None:
-        if self.rank == Rank.ELSEWHERE:  # Otherwise, the agenda notes the call.
-            self.mark(self._loop_state.elapsed, self.spent, self.cursor)
         if logs and "updates" in logs:
             logs = {name: value for name, value in logs.items() if name != "updates"}
         if not self._has_reported and not (outputs is None and logs is None):
@@ -111,6 +109,11 @@ class FunctionTask(Item):
         of_states = jax.tree.leaves((self._loop_state.state, state))
         leaves = {id(leaf) for leaf in of_states if isinstance(leaf, jax.Array)}
         self._is_copied |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, logs)))
+
+    def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
+        found = super().saved(encode)
+        # A callback of every step has been called at this one.
+        return found | {"called_at": self._loop_state.elapsed.steps} if self.rank == Rank.ELSEWHERE else found
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
@@ -138,12 +141,12 @@ class FunctionTask(Item):
 
     def add_rows(self, progress: Sequence[Elapsed], reports: Sequence[Any]) -> None:
         """Adds what the program has reported for several steps. The row of the last one stays open."""
-        loop_state, history, rows = self._loop_state, self._loop_state.history, [*zip(progress, reports, strict=True)]
+        loop_state, history, rows = self._loop_state, self._loop_state.history, [*zip(progress, reports, strict=False)]
         logs, before = [found["logs"] for found in reports[:-1]], len(history)
         is_plain = all([found["logs"] and found["outputs"] is None for found in reports])
         if is_plain and logs and (found := columns(logs)) is not None and not any("updates" in key for key in found):
             with contextlib.suppress(TypeError):  # An invalid value. The rows before it are added one by one.
-                history.extend(progress[: len(logs)], found)
+                history.extend(progress[: len(logs)], tuple(found), [*zip(*found.values(), strict=True)])
             for each in logs[: len(history) - before]:
                 loop_state.newest.push(each)
         for now, found in rows[len(history) - before :]:
@@ -275,10 +278,8 @@ class ActionTask(ActionItem):
 
     def _unread(self) -> LoopOutputs:
         action, loop_state, history, found = self.action, self._loop_state, self._loop_state.history, LoopOutputs()
-        if not action.uses_outputs:
-            return found
-        if not action.needs_all_outputs:
-            return LoopOutputs(loop_state.newest.scalars())
+        if not (action.uses_outputs and action.needs_all_outputs):
+            return LoopOutputs(loop_state.newest.scalars() if action.uses_outputs else None)
         seen = min(self.cursor, len(history))  # The history may have been damaged.
         before = history[seen - 1].elapsed if seen else Elapsed()
         rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(seen, len(history))]

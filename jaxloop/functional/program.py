@@ -111,9 +111,10 @@ class TaskProgram(Program):
             reports, ran.outputs, loop_state.state, ran.state = ran.outputs, outputs, ran.state, None
             program.step._runner.states.remember(loop_state.state)
             outputs += [{}] * len(reports)
-            done = progress[: len(reports) + 1]
-            ran.examples[:] = [now.samples - before.samples for before, now in itertools.pairwise(done)]
-            task.add_rows(done[1:], reports)
+            ran.examples[:] = [
+                now.samples - before.samples for before, now in itertools.pairwise(progress[: len(reports) + 1])
+            ]
+            task.add_rows(progress[1:], reports)
 
     def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output, int]:
         loop_state, examples = self._loop_state, self._count(batch)
