@@ -309,8 +309,8 @@ def steps_of_next_loop(loop: ActionLoop) -> int | None:
 
 def ends_now(loop: ActionLoop) -> bool:
     """Returns True if a run was interrupted between the last step of a loop and its end."""
-    run, plan, step_num = loop.engine.run, loop.engine.plan, loop.step_num
-    return run.batches > 0 and (plan.ends_loop(step_num) or step_num == plan.total or run.agenda.wants_stop)
+    run, plan, now = loop.engine.run, loop.engine.plan, loop.engine.run.now
+    return run.batches > 0 and (plan.ends_loop(now.steps) or now.steps == plan.total or run.agenda.wants_stop)
 
 
 def end_of(loops: Sequence[ActionLoop]) -> str:
