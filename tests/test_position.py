@@ -249,6 +249,43 @@ def test_two_wrappers_of_an_iterator_share_one_position():
         PositionedIterator(first, prefetch=2)
 
 
+class StartsOver(Counter):
+    def __iter__(self):
+        self.number = 0
+        return self
+
+
+class OnlyNext:
+    """Creates iterators that have no `__iter__`."""
+
+    def __iter__(self):
+        return type("Reader", (), {"__next__": Counter.__next__, "number": 0})()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_iterator_is_read_without_starting_over(prefetch):
+    iterator = StartsOver()
+    next(iterator), next(iterator)
+    assert values(PositionedIterator(iterator, prefetch=prefetch)) == values(BATCHES)[2:]
+    assert values(data.batches(data.prefetch(OnlyNext(), prefetch))) == values(BATCHES)
+
+
+def test_an_error_of_a_batch_that_is_read_ahead_is_raised_in_its_place():
+    def read():
+        number = next(numbers)
+        if number == 1:
+            raise KeyError("broken")
+        return np.full(3, number)
+
+    numbers = itertools.count()
+    iterator = PositionedIterator(type("Reader", (), {"__next__": lambda self: read()})())
+    assert next(iterator).tolist() == [0, 0, 0]
+    iterator.read_ahead()
+    with pytest.raises(KeyError, match="broken"):
+        next(iterator)
+    assert [next(iterator).tolist() for _ in range(2)] == [[2, 2, 2], [3, 3, 3]]
+
+
 def test_an_iterator_that_outlives_its_first_wrapper_keeps_its_position():
     first = data.prefetch(BATCHES, 1)
     second = PositionedIterator(first)

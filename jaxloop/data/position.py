@@ -203,21 +203,22 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     def _start_reading(self, iterator: Iterator[types.Batch], count: int = 0, state: Any = None) -> None:
         """Starts reading from an iterator that has returned `count` batches. `state` is the source's state then."""
         self.close()
-        self._iterator, self._count = iterator, count
+        # Unlike `map`, this doesn't call `iter(iterator)`, which might start over.
+        self._iterator, self._count = itertools.starmap(iterator.__next__, itertools.repeat(())), count
         self._peeked: list[types.Batch] = []  # At most one batch.
         self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches returned.
         self._has_ended = False
         self._marks: deque[tuple[int, Any]] = deque([(count, state or self._source.read_start())], _MAX_MARKS)
         if self._prefetch:
             # Neither function may refer to this iterator: a reference cycle would keep the thread alive for too long.
-            self._ahead = ReadAhead(map(functools.partial(_with_state, self._source), iterator), self._prefetch)
+            self._ahead = ReadAhead(map(functools.partial(_with_state, self._source), self._iterator), self._prefetch)
             self._iterator = map(functools.partial(_noted, self._marks), self._ahead, itertools.count(count + 1))
-        self._read = (self._iterator if self._convert is None else map(self._convert, self._iterator)).__next__
+        self._batches = self._iterator if self._convert is None else map(self._convert, self._iterator)
 
     def __next__(self) -> types.Batch:
         while True:
             try:
-                batch = self._peeked.pop() if self._peeked else self._read()
+                batch = self._peeked.pop() if self._peeked else next(self._batches)
             except StopIteration:
                 self._has_ended = True
                 raise
@@ -301,7 +302,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         """Makes the iterator apply a function to each batch that it returns. Returns the iterator itself."""
         if self._convert is not convert:
             self._convert, self._peeked = convert, [convert(batch) for batch in self._peeked]
-            self._read = map(convert, self._iterator).__next__
+            self._batches = map(convert, self._iterator)
         return self
 
     def peek(self) -> types.Batch:
@@ -313,7 +314,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         if not self._peeked:
             if self._count > self._marks[-1][0]:
                 self.mark()
-            self._peeked.append(self._read())
+            self._peeked.append(next(self._batches))
         return self._peeked[0]
 
     def read_ahead(self) -> None:
@@ -321,7 +322,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         try:
             self.peek()
         except Exception as error:  # A generator, for example, would just end.
-            self._read = itertools.chain(map(_raise, [error]), iter(self._read, object())).__next__
+            self._batches = itertools.chain(map(_raise, [error]), self._batches)
 
     def skip(self, num_batches: int) -> None:
         """Reads and discards `num_batches` batches. If there are any, logs their number and how long this took.
