@@ -226,8 +226,14 @@ def test_stop_iteration_in_a_batch_function_does_not_end_the_data(make):
     def broken(index):
         return {name: leaf[: index + 1] if index < 2 else next(iter([])) for name, leaf in DATASET.items()}
 
-    with pytest.raises(RuntimeError, match="broken|lambda.*raised StopIteration for the index 2"):
+    with pytest.raises(RuntimeError, match="(broken|lambda>) raised StopIteration for the index 2"):
         train(make(broken), 5)
+
+
+def test_stop_iteration_in_the_first_batch_of_a_size_is_an_error():
+    ended = iter([])
+    with pytest.raises(RuntimeError, match="lambda> raised StopIteration for the index 0"):
+        data.from_index(lambda index: next(ended), 3).first_of_each_size()
 
 
 # Sizes ----------------------------------------------------------------------------------------------------

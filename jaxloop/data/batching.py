@@ -10,7 +10,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.base.text import suggests
-from jaxloop.data.sources import IndexedBatches, is_endless, is_hugging_face
+from jaxloop.data.sources import IndexedBatches, is_endless, is_hugging_face, made_by
 
 
 @suggests(batch_size="size", shuffle="seed", epochs="num_epochs", drop_last="drop_remainder", collate_fn="collate")
@@ -137,7 +137,7 @@ def _access(
         as_array = lambda column: np.stack([np.asarray(each) for each in column]) if type(column) is list else column
         return len(rows), lambda indices: {name: as_array(column) for name, column in rows[indices.tolist()].items()}
     make_batch = collate or _stacked
-    return len(rows), lambda indices: make_batch([rows[index] for index in indices.tolist()])
+    return len(rows), lambda indices: make_batch([made_by(rows.__getitem__, index) for index in indices.tolist()])
 
 
 def _stacked(examples: Sequence[Any]) -> types.Batch:

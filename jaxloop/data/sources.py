@@ -44,6 +44,17 @@ def library(value: Any) -> str | None:
     return next((name for name in ("tensorflow", "torch") if name in packages), None)
 
 
+def made_by(function: Callable[[int], Any], index: int) -> Any:
+    """Calls a function that makes a batch or example. A `StopIteration`, which would end the data, becomes an error."""
+    try:
+        return function(index)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"{getattr(function, '__qualname__', function)} raised StopIteration for the index {index}. Only the "
+            "number of batches can end the data. Does it read from an iterator that has ended?"
+        ) from error
+
+
 class Wrapper:
     """The base class of jaxloop's datasets and iterators that read their batches from another one.
 
@@ -74,15 +85,7 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
         number = self.inner.num_batches
         if number is not None and self.next_index >= number:
             raise StopIteration
-        make_batch = self.inner.make_batch
-        try:
-            batch = make_batch(self.next_index)
-        except StopIteration as error:
-            raise RuntimeError(
-                f"{getattr(make_batch, '__qualname__', make_batch)}, which makes batches, raised StopIteration for the "
-                f"index {self.next_index}. Only the number of batches can end the data. Does it read from an iterator "
-                "that has ended?"
-            ) from error
+        batch = made_by(self.inner.make_batch, self.next_index)
         self.next_index += 1
         return batch
 
@@ -125,7 +128,7 @@ class IndexedBatches(Iterable[types.Batch]):
 
     def first_of_each_size(self) -> list[types.Batch]:
         """Returns the first batch of each size, in ascending order; only the first batch if no sizes are known."""
-        return [self.make_batch(number) for _, number in self.firsts or ((0, 0),)]
+        return [made_by(self.make_batch, number) for _, number in self.firsts or ((0, 0),)]
 
     @property
     def is_endless(self) -> bool:
