@@ -45,6 +45,11 @@ class WithState(Counter):
         self.number = int(state["number"])
 
 
+class WithMixedKeys(WithState):
+    def get_state(self):
+        return {"number": 1, 0: 1}
+
+
 class WithStateDict(Counter):
     def state_dict(self):
         return {"number": self.number}
@@ -364,6 +369,7 @@ class WithClass(WithState):
         ),
         (tf_generator, r"its state can't be saved \(FailedPreconditionError: PyFunc is stateful.\).*skippable"),
         (WithClass, r"its state can't be saved \(TypeError: value\['class'\].*skippable"),
+        (WithMixedKeys, r"its state can't be saved \(TypeError: .*dicts with string keys"),
     ],
 )
 def test_data_without_a_position_raises_and_explains_what_to_do(make, message):
@@ -613,6 +619,8 @@ def test_a_value_that_is_not_a_dataset_is_rejected(take, given):
         (lambda: data.prefetch(BATCHES, -1), ValueError, "0 for none.*got -1"),
         (lambda: data.prefetch(BATCHES, 1.5), TypeError, "0 for none.*got 1.5"),
         (lambda: data.prefetch(BATCHES, True), TypeError, "0 for none.*got True"),
+        (lambda: data.prefetch(BATCHES, False), TypeError, "0 for none.*got False"),
+        (lambda: data.prefetch(BATCHES, 0.0), TypeError, "0 for none.*got 0.0"),
         (lambda: data.peek(data.prefetch([], 2)), ValueError, "The dataset yielded no batches"),
         (lambda: PositionedIterator(BATCHES).seek(DatasetPosition("here", 1)), ValueError, "is of the kind 'here'"),
         (lambda: DatasetPosition("skip", 1, None, 2), ValueError, "0 <= skip <= count, got skip=2, count=1"),

@@ -10,7 +10,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.base.text import suggests
-from jaxloop.data.sources import IndexedBatches, is_endless, is_hugging_face, made_by
+from jaxloop.data.sources import IndexedBatches, check_int, is_endless, is_hugging_face, made_by
 
 
 @suggests(batch_size="size", shuffle="seed", epochs="num_epochs", drop_last="drop_remainder", collate_fn="collate")
@@ -86,8 +86,8 @@ class _Source:
     """The endless stream of a source's examples, epoch after epoch. See `batched` for the arguments."""
 
     def __init__(self, rows: Any, seed: int | None, collate: Callable[[list[Any]], types.Batch] | None):
-        if seed is False or seed not in (None, 0):
-            checks.check_positive("batched(..., seed)", seed, instead="0 or None")
+        if seed is not None:
+            check_int("batched(..., seed)", seed, "or None")
         self.length, self._take = _access(rows, collate)
         if self.length == 0:
             raise ValueError("batched(rows) has no examples.")

@@ -11,7 +11,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.data.position import PositionedIterator, with_options
-from jaxloop.data.sources import IndexedBatches, Wrapper, is_function, library, num_batches, pass_of, stages
+from jaxloop.data.sources import IndexedBatches, Wrapper, check_int, is_function, library, num_batches, pass_of, stages
 
 _NUMPY_ALONE = {np.ndarray}
 
@@ -161,8 +161,7 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     Returns:
       An iterator if `data` is an iterator; otherwise an iterable.
     """
-    if size != 0:
-        checks.check_positive("prefetch(..., size)", size, instead="0 for none")
+    check_int("prefetch(..., size)", size, "0 for none")
     return with_options(data, prefetch=int(size))
 
 

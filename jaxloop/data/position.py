@@ -428,7 +428,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             )
         if saved.state is not None:
             self.close()  # Stops the thread before the source is changed.
-            self._start_reading(self._source.restore(saved.state), saved.count - saved.skip, saved.state)
+            self._start_reading(self._source.go_to(saved.state), saved.count - saved.skip, saved.state)
         elif self._count:
             self._restart()
         self.skip(saved.skip)

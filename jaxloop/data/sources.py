@@ -186,8 +186,8 @@ class Source:
 
     Attributes:
       kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
-      get: Returns the state of the iterator; None if there is none to read.
-      go_to: Restores a state, and returns the iterator to continue with.
+      get: Returns the state of the iterator in encoded form; None if there is none to read.
+      go_to: Restores a state that was saved, and returns the iterator to continue with.
       start: The number of the next batch if positions are batch numbers; otherwise None.
       problem: A message that explains why the state can't be saved and how to fix that; None if there is no problem.
       is_requested: True if the prefetch thread must read the state after the next batch.
@@ -195,7 +195,6 @@ class Source:
     Hooks:
       read: Reads the position. Called after each batch if `is_cheap`; otherwise, whenever a checkpoint may be saved.
       read_start: Reads the position before the first batch.
-      restore: Called when a run resumes from a checkpoint.
     """
 
     kind: str
@@ -216,7 +215,7 @@ class Source:
             return None
         self.problem = None
         try:
-            return self._encode(self.get())
+            return self.get()
         except Exception as error:
             reason = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", str(error).partition("\n")[0])
             self.problem = (
@@ -225,16 +224,9 @@ class Source:
             )
         return None
 
-    def _encode(self, state: Any) -> Any:
-        return encoding.encode(_without_tensors(state))
-
     def read_start(self) -> Any:
         """Returns the encoded state before the first batch; None if it is unknown."""
         return self.read()
-
-    def restore(self, state: Any) -> Iterator[types.Batch]:
-        """Restores a saved state and returns the iterator to continue with."""
-        return self.go_to(_with_tensors(encoding.decode(state)))
 
 
 class _TensorFlow(Source):
@@ -247,7 +239,8 @@ class _TensorFlow(Source):
     """
 
     def __init__(self, dataset: Any, iterator: Any):
-        super().__init__("tf.data", lambda: _save_tf(self._iterator))
+        # A state may take megabytes, so it stays as bytes until it is stored.
+        super().__init__("tf.data", lambda: {"dict": _save_tf(self._iterator)}, self._restore)
         self._iterator, self._dataset, self._is_given = iterator, iterator._dataset, dataset is iterator
         has_start = not self._is_given and not _repeats_a_shuffle(self._dataset)
         self._start: Any = super().read() if has_start else None
@@ -256,10 +249,7 @@ class _TensorFlow(Source):
         state = super().read()
         return state and {"dict": {"start": self._start, "now": state}}
 
-    def _encode(self, state: Any) -> Any:
-        return {"dict": state}  # May take megabytes, so it stays as bytes until it is stored.
-
-    def restore(self, state: Any) -> Iterator[types.Batch]:
+    def _restore(self, state: Any) -> Iterator[types.Batch]:
         self._start, now = state["dict"]["start"], state["dict"]["now"]
         if not self._is_given:  # TensorFlow can't restore some iterators after their first batch.
             self._iterator = self._new_iterator()
@@ -296,9 +286,10 @@ class _Torch(Source):
         state = {"start": self._start}
         if self._has_state:
             state |= {"now": random_state(self._loader), "loader": self._loader.state_dict()}
-        return state
+        return _encode(state)
 
     def _restart(self, state: Any) -> Iterator[types.Batch]:
+        state = _decode(state)
         self._start = state["start"]
         _set_random_state(self._loader, self._start)
         if "loader" in state:
@@ -379,13 +370,15 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
     if _is_loader(dataset):
         return _Torch(dataset, start)
     if _has(iterator, "get_state", "set_state"):
-        set_state = lambda state: iterator.set_state(_with_current_addresses(state, iterator.get_state()))
-        return Source("state", iterator.get_state, lambda state: (iterator, set_state(state))[0])
+        get = lambda: encoding.encode(iterator.get_state())
+        current = lambda state: _with_current_addresses(encoding.decode(state), iterator.get_state())
+        return Source("state", get, lambda state: (iterator.set_state(current(state)), iterator)[1])
     # If the loader has these methods itself, the next iterator that it creates continues from the loaded state.
     owner = dataset if _has(dataset, "state_dict", "load_state_dict") else iterator
     if _has(owner, "state_dict", "load_state_dict"):
-        go_to = lambda state: (owner.load_state_dict(state), iterator if owner is iterator else iter(dataset))[1]
-        return Source("state_dict", owner.state_dict, go_to)
+        load = lambda state: owner.load_state_dict(_decode(state))
+        go_to = lambda state: (load(state), iterator if owner is iterator else iter(dataset))[1]
+        return Source("state_dict", lambda: _encode(owner.state_dict()), go_to)
     give = "a list, a Grain dataset, a DataLoader, a tf.data.Dataset (not tfds.as_numpy)"
     remedy = f"Give {give}, or jaxloop.data.from_index(function), {OR_SKIPPABLE}."
     return Source("", problem=f"{name_of(dataset)} can't report its position. {remedy}")
@@ -415,13 +408,12 @@ def _save_tf(iterator: Any) -> dict[str, bytes]:
         return {path.name.removeprefix("state."): path.read_bytes() for path in pathlib.Path(directory).iterdir()}
 
 
-def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
+def _restore_tf(iterator: Any, state: dict[str, bytes]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         for ending, content in state.items():
             (pathlib.Path(directory) / pathlib.Path(f"state.{ending}").name).write_bytes(content)
         checkpoint = sys.modules["tensorflow"].train.Checkpoint(iterator=iterator)
         checkpoint.read(f"{directory}/state").assert_consumed()
-    return iterator
 
 
 def stages(dataset: Any) -> Iterator[Any]:
@@ -513,14 +505,17 @@ def keeping_random_state(dataset: Any) -> Iterator[None]:
 _TENSOR = "torch.Tensor"
 
 
-def _without_tensors(state: Any) -> Any:
-    return jax.tree.map(lambda leaf: {_TENSOR: leaf.cpu().numpy()} if library(leaf) == "torch" else leaf, state)
+def _encode(state: Any) -> Any:
+    """Encodes a state that may contain tensors."""
+    without = lambda leaf: {_TENSOR: leaf.cpu().numpy()} if library(leaf) == "torch" else leaf
+    return encoding.encode(jax.tree.map(without, state))
 
 
-def _with_tensors(state: Any) -> Any:
+def _decode(state: Any) -> Any:
+    """Reverses `_encode`."""
     is_tensor = lambda node: isinstance(node, dict) and set(node) == {_TENSOR}
     back = lambda leaf: sys.modules["torch"].from_numpy(leaf[_TENSOR]) if is_tensor(leaf) else leaf
-    return jax.tree.map(back, state, is_leaf=is_tensor)
+    return jax.tree.map(back, encoding.decode(state), is_leaf=is_tensor)
 
 
 def name_of(dataset: Any) -> str:
@@ -535,6 +530,13 @@ _REMEDY = (
     "Give an iterable of batches: a list of dicts of arrays, a tf.data.Dataset, a DataLoader, or, for a function "
     "without arguments that returns one, jaxloop.skippable(function)."
 )
+
+
+def check_int(name: str, value: Any, otherwise: str) -> None:
+    """Raises an error unless `value` is a non-negative int. The message also mentions `otherwise`."""
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_int or value < 0:
+        raise (ValueError if is_int else TypeError)(f"{name} must be a non-negative int, {otherwise}, got {value!r}.")
 
 
 def is_function(data: Any) -> bool:
