@@ -13,7 +13,7 @@ import pytest
 import jaxloop
 from jaxloop import data, examples
 from jaxloop.data import position, sources
-from jaxloop.data.fingerprint import fingerprint
+from jaxloop.data.fingerprint import END, fingerprint
 from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, prove, skippable
 
 LENGTH = 12
@@ -506,6 +506,26 @@ def test_the_next_batch_is_known_even_if_more_batches_were_read_ahead():
     values(iterator, 2)
     assert iterator.position(4).next == fingerprint(BATCHES[4])
     assert iterator.position().next is None
+
+
+class Growing:
+    """Has one more batch in each epoch."""
+
+    def __init__(self):
+        self.length = 1
+
+    def __iter__(self):
+        self.length += 1
+        return iter(BATCHES[: self.length])
+
+
+def test_a_peek_at_the_end_notes_the_end():
+    iterator = PositionedIterator(BATCHES)
+    values(iterator, LENGTH)
+    with pytest.raises(StopIteration):
+        iterator.peek()
+    assert iterator.position().next == END
+    assert "(none) -> float32" in str(prove(Growing()))
 
 
 def test_a_short_last_batch_is_not_a_different_dataset():

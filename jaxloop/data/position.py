@@ -314,8 +314,9 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         if not self._peeked:
             if self._count > self._marks[-1][0]:
                 self.mark()
-            self._peeked.append(next(self._batches))
-        return self._peeked[0]
+            self._peeked.extend(itertools.islice(self._batches, 1))
+            self._has_ended = not self._peeked
+        return next(iter(self._peeked))
 
     def read_ahead(self) -> None:
         """Reads the next batch without consuming it. If that fails, the next read raises the error."""

@@ -82,8 +82,7 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
         self.next_index: int = 0
 
     def __next__(self) -> types.Batch:
-        number = self.inner.num_batches
-        if number is not None and self.next_index >= number:
+        if self.inner.num_batches is not None and self.next_index >= self.inner.num_batches:
             raise StopIteration
         batch = made_by(self.inner.make_batch, self.next_index)
         self.next_index += 1
