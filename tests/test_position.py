@@ -254,6 +254,21 @@ def test_two_wrappers_of_an_iterator_share_one_position():
         PositionedIterator(first, prefetch=2)
 
 
+@pytest.mark.parametrize("make", [lambda: iter(BATCHES), lambda: iter(data.from_index(BATCHES.__getitem__, LENGTH))])
+def test_an_iterator_from_which_batches_were_read_can_be_resumed_twice(make):
+    used = make()
+    next(used)
+    iterator = PositionedIterator(used)
+    start = iterator.position()
+    for number in (1, 2, 3):
+        assert values(iterator, 1) == values(BATCHES[number : number + 1])
+        saved = iterator.position()
+        iterator = PositionedIterator(make())
+        iterator.seek(saved)
+    iterator.seek(start)
+    assert values(PositionedIterator(iterator)) == values(BATCHES[1:])
+
+
 class StartsOver(Counter):
     def __iter__(self):
         self.number = 0

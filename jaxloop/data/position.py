@@ -196,19 +196,19 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
 
     def _open(self, iterator: Iterator[types.Batch], start: Any) -> None:
         """Begins with a new iterator over the dataset. `start` is the dataset's random state before it was created."""
+        self.close()
         self._source: Source = source_of(self.inner, iterator, start)
         self._length = num_batches(self.inner)
-        self._start_reading(iterator)
+        self._start_reading(iterator, 0, self._source.read_start())
 
-    def _start_reading(self, iterator: Iterator[types.Batch], count: int = 0, state: Any = None) -> None:
+    def _start_reading(self, iterator: Iterator[types.Batch], count: int, state: Any) -> None:
         """Starts reading from an iterator that has returned `count` batches. `state` is the source's state then."""
-        self.close()
         # Unlike `map`, this doesn't call `iter(iterator)`, which might start over.
         self._iterator, self._count = itertools.starmap(iterator.__next__, itertools.repeat(())), count
         self._peeked: list[types.Batch] = []  # At most one batch.
         self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches returned.
         self._has_ended = False
-        self._marks: deque[tuple[int, Any]] = deque([(count, state or self._source.read_start())], _MAX_MARKS)
+        self._marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS)
         if self._prefetch:
             # Neither function may refer to this iterator: a reference cycle would keep the thread alive for too long.
             self._ahead = ReadAhead(map(functools.partial(_with_state, self._source), self._iterator), self._prefetch)
@@ -388,8 +388,8 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
                 f"mark to the last batch returned, got count={count}."
             )
         following = self._next_fingerprint(count)
-        if self._source.start is not None:
-            return DatasetPosition(self.kind, count, self._source.start + count, 0, following)
+        if state is not None and self._source.start is not None:
+            return DatasetPosition(self.kind, count, state + count - marked, 0, following)
         if state is not None and not self._source.problem:
             return DatasetPosition(self.kind, count, state, count - marked, following)
         return DatasetPosition("skip" if self._skippable else "unknown", count, None, count, following)

@@ -225,7 +225,7 @@ class Source:
 
     def read_start(self) -> Any:
         """Returns the encoded state before the first batch; None if it is unknown."""
-        return self.read()
+        return self.read() if self.start is None else self.start
 
 
 class _TensorFlow(Source):
