@@ -88,6 +88,13 @@ class _Form:
         return None if place is None or (weight is not None and stored[weight] == 0) else stored[place]
 
 
+_form_of = functools.lru_cache(_Form)
+
+
+def nothing() -> None:
+    """Does nothing."""
+
+
 @final
 class History:
     """The metrics of a run, as rows `(elapsed, logs)`.
@@ -126,8 +133,9 @@ class History:
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
         self.outputs: list[tuple[Elapsed, Any]] = []
         """The `(elapsed, outputs)` pairs that were passed to `add_outputs`."""
+        self.before_reading: Callable[[], None] = nothing
+        """A function that is called before rows are read or added, and may add the rows of earlier steps."""
         self._file = None if path is None else _File(path, writes)
-        self._known_forms: dict[tuple[Any, ...], _Form] = {}
         # The form and the stored values of each row. The garbage collector doesn't have to traverse tuples of numbers.
         self._forms: list[_Form] = []
         self._rows: list[tuple[Any, ...]] = []
@@ -172,7 +180,14 @@ class History:
           elapsed: The progress of the run at each row.
           keys: The keys of the values. Those of nested dicts are joined to a tuple.
           values: The values of each row, in the order of the keys.
+
+        Raises:
+          ValueError: If the numbers of rows, or of keys and values, differ.
         """
+        self.before_reading()
+        needed, got = [len(keys)] * len(elapsed), [len(row) for row in values]
+        if needed != got:
+            raise ValueError(f"History.extend needs a value per key for each row: {needed} values, got {got}.")
         if self._file is not None:
             self._file.begin()
         self._add(elapsed, keys, values)
@@ -192,6 +207,7 @@ class History:
         A run calls this before it saves a checkpoint, because a checkpoint covers the rows up to its step. No file
         stays open between writes, so a history doesn't have to be closed.
         """
+        self.before_reading()
         self._write(len(self._rows))
 
     def checksum(self) -> dict[str, Any] | None:
@@ -255,6 +271,7 @@ class History:
         return list(map(self._row, range(len(self._rows))))
 
     def __len__(self) -> int:
+        self.before_reading()
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Row]:
@@ -265,13 +282,14 @@ class History:
         return self._row(index)
 
     def __repr__(self) -> str:
-        if not self._rows:
+        if not len(self):
             return "History(no rows)"
         count = "1 row" if len(self._rows) == 1 else f"{len(self._rows)} rows"
         return f"History({count} up to step {self._rows[-1][0]}: {checks.listed(self._newest)})"
 
     def paths(self) -> list[str]:
         """Returns the full paths of all values so far, in the order in which they first appeared."""
+        self.before_reading()
         return list(self._newest)
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
@@ -283,7 +301,7 @@ class History:
         Raises:
           ValueError: If the name matches more than one value.
         """
-        if not _matching(name, self._newest):
+        if not _matching(name, self.paths()):
             return None
         path = find_path(name, self._newest)
         number = self._newest[path]
@@ -395,9 +413,7 @@ class History:
 
     def _add(self, elapsed: Sequence[Elapsed], keys: Sequence[tuple[str, ...]], values: Sequence[Any]) -> None:
         """Appends rows to the table. Raises the same errors as `commit`."""
-        form, number = self._known_forms.get(tuple(keys)), len(self._rows)
-        if form is None:
-            form = self._known_forms[tuple(keys)] = _Form(tuple(keys))
+        form, number = _form_of(tuple(keys)), len(self._rows)
         rows = [(*_counts_of(each), *own) for each, own in zip(elapsed, values, strict=True)]
         pairs = [zip(form.places, row, strict=True) for row in rows]
         rows = [tuple([each if type(each) in _PLAIN else _checked(each, path) for path, each in row]) for row in pairs]
@@ -407,7 +423,7 @@ class History:
         self._rows += rows
         self._forms += [form] * len(rows)
         self._pending += range(number, len(self._rows)) if on_device else ()
-        self._newest.update(dict.fromkeys(form.paths, len(self._rows) - 1))
+        self._newest.update(dict.fromkeys(form.paths if rows else (), len(self._rows) - 1))
 
     def _row(self, index: int) -> Row:
         return self._forms[index].to_row(self._rows[index])

@@ -140,18 +140,24 @@ class FunctionTask(Item):
         return jitted
 
     def add_rows(self, progress: Sequence[Elapsed], reports: Sequence[Any]) -> None:
-        """Adds what the program has reported for several steps. The row of the last one stays open."""
-        loop_state, history, rows = self._loop_state, self._loop_state.history, [*zip(progress, reports, strict=False)]
+        """Adds what the program has reported for several steps. The row of the last one stays open.
+
+        Args:
+          progress: The progress before these steps, whose row is still open, and after each of them.
+          reports: What the steps have reported.
+        """
+        loop_state, history, where = self._loop_state, self._loop_state.history, f", in the callback {name_of(self.of)}"
+        end_row(loop_state, progress[0], where)
         logs, before = [found["logs"] for found in reports[:-1]], len(history)
         is_plain = all([found["logs"] and found["outputs"] is None for found in reports])
-        if is_plain and logs and (found := columns(logs)) is not None and not any("updates" in key for key in found):
+        if is_plain and logs and (found := columns(logs)) and not any("updates" in key for key in found):
             with contextlib.suppress(TypeError):  # An invalid value. The rows before it are added one by one.
-                history.extend(progress[: len(logs)], tuple(found), [*zip(*found.values(), strict=True)])
+                history.extend(progress[1:-1], tuple(found), [*zip(*found.values(), strict=True)])
             for each in logs[: len(history) - before]:
                 loop_state.newest.push(each)
-        for now, found in rows[len(history) - before :]:
-            end_row(loop_state)
-            loop_state.elapsed = now
+        added = len(history) - before
+        for now, found in zip(progress[added:], reports[added:], strict=False):
+            end_row(loop_state, now, where)
             self._accept(found["outputs"], found["logs"])
 
 
@@ -162,16 +168,19 @@ class JittedProgram(Program):
     Args:
       step: The step of the loop.
       fn: The function.
+      loop_state: The state of the loop.
     """
 
-    def __init__(self, step: Step, fn: Any):
+    def __init__(self, step: Step, fn: Any, loop_state: LoopState):
         super().__init__(step, custom=fn)
         self._fn, self._num_arguments, self._name = fn, num_arguments(fn), name_of(fn)
+        self._loop_state = loop_state
 
     def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output, int]:
         result = self._fn(*(state, batch)[: self._num_arguments])
         outputs, logs, new_state = outputs_logs_and_state(result, self._name, state)
-        return (state if new_state is None else new_state), {"outputs": outputs, "logs": logs}, 1
+        self._loop_state.state = state = state if new_state is None else new_state
+        return state, {"outputs": outputs, "logs": logs}, 1
 
 
 def _report_of(callback: Callback) -> Callable[[LoopState], tuple[Any, Any, Any]]:

@@ -42,7 +42,8 @@ class LoopState:
       outputs: The outputs that the callbacks of this step have returned so far, by name.
       metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
         numbers, strings, arrays, lists or dicts.
-      stop_iteration: Set this to True to end the loop after this step.
+      stop_iteration: Set this to True to end the loop after this step. If the dataset sets it, that is the step of the
+        batch that it returns next.
       total_steps: The planned number of steps; None if `stop` doesn't determine it.
       newest: The latest values that have arrived on the host. Set by the loop.
     """
@@ -78,18 +79,24 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 """Schedules and their callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
 
 
-def end_row(loop_state: LoopState) -> None:
-    """Adds a row with the logs of this step to the history, and begins the next one."""
-    ended, loop_state.logs = loop_state.logs, Logs()
+def end_row(loop_state: LoopState, at: Elapsed | None = None, where: str = "") -> None:
+    """Adds a row with the logs of this step to the history, and begins the next one.
+
+    Args:
+      loop_state: The state of the loop.
+      at: The progress at the step, if the loop has continued since then.
+      where: The end of a note that is added to an error.
+    """
+    elapsed, ended, loop_state.logs = at or loop_state.elapsed, loop_state.logs, Logs()
     loop_state.newest.push(loop_state.logs)
     try:
         if ended:
-            loop_state.history.commit(loop_state.elapsed, ended)
+            loop_state.history.commit(elapsed, ended)
     except Exception as error:
-        error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
+        error.add_note(f"in the logs of step {elapsed.steps}{where}")
         raise
     if loop_state.outputs:
-        loop_state.history.add_outputs(loop_state.elapsed, loop_state.outputs)
+        loop_state.history.add_outputs(elapsed, loop_state.outputs)
         loop_state.outputs = {}
 
 

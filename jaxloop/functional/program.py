@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -16,6 +17,7 @@ from jaxloop.engine.program import Program, Ran
 from jaxloop.functional.callbacks import FunctionTask, JittedProgram
 from jaxloop.functional.counting import Count
 from jaxloop.functional.loop_state import LoopState, end_row, num_arguments
+from jaxloop.history import nothing
 from jaxloop.loop import Loop
 from jaxloop.models.function_step import FunctionStep
 from jaxloop.processes.interrupt import Interruptible
@@ -75,7 +77,7 @@ class TaskProgram(Program):
         """The program of the only callback, if the user has compiled it."""
         fn = self._tasks[0].of
         is_jitted = isinstance(fn, jax.stages.Wrapped) and num_arguments(fn) <= 2
-        return JittedProgram(self.step, fn) if is_jitted else None
+        return JittedProgram(self.step, fn, self._loop_state) if is_jitted else None
 
     def run(self, ran: Ran, feed: Feed, room: int, requests: Interruptible, deadline: float = math.inf) -> None:
         pauses, self._requests = requests.pauses, requests
@@ -91,39 +93,60 @@ class TaskProgram(Program):
             self._run.agenda.stopped_by = "a callback"
 
     def _run_compiled(self, program: Program, ran: Ran, *options: Any) -> None:
-        """Runs steps of a compiled function, and then adds their rows, which nothing can read before that."""
-        loop_state, task, outputs, progress = self._loop_state, self._tasks[0], ran.outputs, [self._run.now]
+        """Runs steps of a compiled function. Adds their rows as soon as something reads the history, or at the end."""
+        loop_state, task, history = self._loop_state, self._tasks[0], self._loop_state.history
+        outputs, progress, reports = ran.outputs, [loop_state.elapsed], list[Any]()
+        lock, num_added = threading.RLock(), 0
 
         def note(batch: types.Batch) -> None:
-            before, time = progress[-1], self._start + timing.clock()
-            progress.append(Elapsed(before.steps + 1, before.samples + self._count(batch), time, before.loops))
-            loop_state.batch = batch
+            progress.append(self._begin_step(batch, len(reports)))
+            self._pause_if_stopped()
 
-        end_row(loop_state)
-        program.observers, ran.outputs, ran.state = [note], [], loop_state.state
+        def add_rows() -> None:
+            nonlocal num_added
+            with lock:  # Another thread may read the history, too. Adding rows also reads it, but finds none to add.
+                begin, num_added = num_added, len(reports)
+                if begin < num_added:
+                    if begin == 0:  # Other callbacks may have added to this row.
+                        end_row(loop_state, progress[0])
+                    task.add_rows(progress[begin : num_added + 1], reports[begin:num_added])
+
+        program.observers, ran.outputs, ran.state, history.before_reading = [note], reports, loop_state.state, add_rows
         try:
             program.run(ran, *options)
         except BaseException as error:
-            if len(progress) - 1 > len(ran.outputs):
+            if len(progress) - 1 > len(reports):
                 task.add_note(error, progress[-1])
             raise
         finally:
-            reports, ran.outputs, loop_state.state, ran.state = ran.outputs, outputs, ran.state, None
+            ran.outputs, loop_state.state, ran.state = outputs, ran.state, None
+            loop_state.elapsed, history.before_reading = progress[len(reports)], nothing
             program.step._runner.states.remember(loop_state.state)
             outputs += [{}] * len(reports)
             ran.examples[:] = [
                 now.samples - before.samples for before, now in itertools.pairwise(progress[: len(reports) + 1])
             ]
-            task.add_rows(progress[1:], reports)
+            is_in_step, ran.is_in_step = ran.is_in_step, True  # An invalid row is not an error of the dataset.
+            add_rows()
+            ran.is_in_step = is_in_step
 
-    def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output, int]:
-        loop_state, examples = self._loop_state, self._count(batch)
-        end_row(loop_state)
-        before = loop_state.elapsed if number else self._run.now
-        now = before.advance(samples=examples, time=self._start + timing.clock())
+    def _begin_step(self, batch: types.Batch, number: int) -> Elapsed:
+        """Counts a step that begins, and returns the progress that includes it."""
+        before = self._loop_state.elapsed if number else self._run.now
+        now = before.advance(samples=self._count(batch), time=self._start + timing.clock())
         if number >= self._first_end and self._plan.ends_at(now):
             now = dataclasses.replace(now, is_last=True)
-        loop_state.batch, loop_state.elapsed = batch, now
+        self._loop_state.batch, self._loop_state.elapsed = batch, now
+        return now
+
+    def _pause_if_stopped(self) -> None:
+        if self._loop_state.stop_iteration and self._requests is not None:
+            self._requests.request_pause()
+
+    def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output, int]:
+        end_row(self._loop_state)
+        before = self._loop_state.elapsed.samples
+        now = self._begin_step(batch, number)
         for task in self._tasks:
             if task.time_category is None:
                 task()
@@ -131,6 +154,5 @@ class TaskProgram(Program):
                 with self._run.stopwatch.counting(task.time_category):
                     task()
                 self._start = self._run.clock.time() - timing.clock()
-        if loop_state.stop_iteration and self._requests is not None:
-            self._requests.request_pause()
-        return None, {}, examples
+        self._pause_if_stopped()
+        return None, {}, now.samples - before

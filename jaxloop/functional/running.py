@@ -61,6 +61,10 @@ def loop(
     `elapsed.is_last` is known. Checkpoints still store the position before that batch. If one of these callbacks stops
     the loop, a dataset that is an iterator has therefore lost that batch.
 
+    If the only callback of every step is compiled, the outputs that it returns, and `LoopState.logs`, may be up to 32
+    steps old when something reads them between two steps, such as the dataset or another thread. The state, the
+    progress and the rows of the history are current. A state that was donated can't be read then.
+
     Unlike an `OuterLoop`, the loop has no `check`, and supports one process only. At its start, it warns only about
     schedules that would never fire. The other problems that an `OuterLoop` reports then, such as a patience that is
     longer than the run, show only during the run.
