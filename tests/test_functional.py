@@ -164,6 +164,12 @@ def test_dataset_can_stop_a_loop_of_compiled_steps(step):
     assert elapsed.steps == len(history) == 46
 
 
+@pytest.mark.parametrize("logs", [{"losses": {}}, jf.Logs(losses=jf.Logs(), metrics={})])
+def test_compiled_function_may_log_empty_collections(logs):
+    state, history, _ = jf.loop(jnp.int32(0), BATCHES[:40], {jf.every(1): jax.jit(lambda state: (logs, state + 1))})
+    assert state == len(BATCHES[:40]) and [row.logs for row in history] == [{}] * int(state)
+
+
 def test_another_thread_can_read_the_history_of_compiled_steps():
     history, done, lengths = jf.history(), threading.Event(), []
 
@@ -392,8 +398,15 @@ def by_name_only(state, *, needed):
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (lambda a, b, c, d, e: None, r"The callback <lambda> takes \(a, b, c, d, e\), .* receive up to four"),
-        (lambda elapsed: None, r"takes \(elapsed\), .* \(state, batch, elapsed, loop_state\). Take them in this order"),
+        (
+            lambda a, b, c, d, e: None,
+            r"The callback <lambda> takes \(a, b, c, d, e\), .* up to four .* Bind the others",
+        ),
+        (
+            lambda elapsed: None,
+            r"takes \(elapsed\), .* \(state, batch, elapsed, loop_state\). Write \(state, batch, ela",
+        ),
+        (lambda batch, state: None, r"takes \(batch, state\), .* Write \(state, batch\)\."),
         (by_name_only, "by_name_only has keyword-only arguments .needed."),
         (jaxloop.Elapsed, "A callback is a function .* got <class"),
         ("train", "A callback is a function .* got 'train'"),

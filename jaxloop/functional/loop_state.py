@@ -111,10 +111,13 @@ def num_arguments(callback: Callable[..., Any]) -> int:
     names, _ = positional_arguments(callback)
     misplaced = [name for index, name in enumerate(names) if name in {*ARGUMENTS} - {*ARGUMENTS[index : index + 1]}]
     if misplaced or len(names) > len(ARGUMENTS):
+        count = max([ARGUMENTS.index(name) + 1 for name in names if name in ARGUMENTS], default=0)
+        remedy = f"Write ({', '.join(ARGUMENTS[:count])})."
+        if len(names) > len(ARGUMENTS):
+            remedy = "Bind the others: functools.partial(...), or a default value."
         raise TypeError(
             f"The callback {name_of(callback)} takes ({', '.join(names)}), but callbacks receive up to four arguments "
-            f"by position, ({', '.join(ARGUMENTS)}). Take them in this order, and bind others: functools.partial(...), "
-            "or a default value."
+            f"by position, ({', '.join(ARGUMENTS)}). {remedy}"
         )
     return len(names)
 
