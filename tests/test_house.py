@@ -70,7 +70,7 @@ BUDGET = {
     "eval_loop": 49,
     "examples": 163,
     "experiment": 1126,
-    "functional": 944,
+    "functional": 947,
     "history": 380,
     "loop": 76,
     "metrics": 315,
