@@ -129,7 +129,7 @@ class TrainState(train_state.TrainState):
         """The variables of a Linen model, in the form `apply_fn` expects: a dict of `params` and all collections."""
         if is_nnx(self.params, "State"):
             raise TypeError(
-                "TrainState.variables is for Linen models. For NNX, self.call_model(state, params, inputs)."
+                "TrainState.variables is for Linen models. For NNX, step.call_model(state, params, inputs)."
             )
         batch_stats = {"batch_stats": self.batch_stats} if self.batch_stats else {}
         return {"params": self.params, **batch_stats, **self.collections}

@@ -402,7 +402,7 @@ def test_applying_an_nnx_model_like_a_linen_module_raises():
     state = step.initialize_model(None)
     with pytest.raises(TypeError, match=r"takes nnx.States, apply_fn\(params, batch_stats, collections, train"):
         step.evaluate(state, BATCH)
-    with pytest.raises(TypeError, match="is for Linen models.*self.call_model"):
+    with pytest.raises(TypeError, match="is for Linen models.*step.call_model"):
         _ = state.variables
 
 

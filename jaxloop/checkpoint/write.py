@@ -72,7 +72,7 @@ class CheckpointWriter:
             return
         if best is not None or keep_every is not None:
             raise ValueError(
-                "`best` and `keep_every` need a directory, got a CheckpointManager, whose own options decide."
+                "`best` and `keep_every` need a directory, got a CheckpointManager, whose options say what it keeps."
             )
         self._manager, self.directory = manager_or_directory, epath.Path(manager_or_directory.directory)
 

@@ -17,7 +17,7 @@ from jaxloop.base.structures import PerStructure
 from jaxloop.base.text import printable
 from jaxloop.engine.program import CHUNK_SIZE, Block, InFlight
 from jaxloop.metrics import LoopOutputs
-from jaxloop.step.nonfinite import FLAGS, Guard
+from jaxloop.step.nonfinite import Guard
 
 _MOST_KEPT = 1024  # The scalars of at most this many steps stay on an accelerator.
 
@@ -100,7 +100,7 @@ class Pending:
     def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
         """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
         if self.names is None:
-            self.names, self.are_plain = {*values}, values.keys().isdisjoint({types.STOP_LOOP, FLAGS})
+            self.names, self.are_plain = {*values}, types.STOP_LOOP not in values
         self.are_plain &= all([isinstance(value, jax.Array) and value.ndim == axes for value in values.values()])
 
     def send(self) -> None:
@@ -276,8 +276,10 @@ class Outputs:
 
     def _arrive(self, groups: Any, examples: list[int]) -> None:
         for columns, number in groups:
-            columns = {name: unstacked(column, number) for name, column in (columns or {}).items()}
-            newest = self._segments[-1]
+            columns, newest = (
+                {name: unstacked(column, number) for name, column in (columns or {}).items()},
+                self._segments[-1],
+            )
             own, examples = examples[:number], examples[number:]
             own = own if self.guard is None else self.guard.inspect(columns, newest.end, own)
             if newest.outputs.num_examples and columns.keys() != newest.outputs.keys():
@@ -352,9 +354,7 @@ class Outputs:
     def newest_scalars(self) -> dict[str, Any]:
         """Returns the scalars of the latest computed step. Never waits."""
         newest = next((each for each in reversed(self._segments) if each.outputs.num_examples), self._segments[-1])
-        found = self.pending.newest_scalars()
-        found.pop(FLAGS, None)
-        return found or metrics.newest_scalars(newest.outputs)
+        return self.pending.newest_scalars() or metrics.newest_scalars(newest.outputs)
 
     def trim(self, cursors: Iterable[int]) -> None:
         """Drops what all readers have read, and joins segments that no cursor separates."""

@@ -358,7 +358,7 @@ class Steps:
             if not (1 < size <= room and program.run_fused(ran, feed, size)) and not feed.has_ended:
                 program.run(ran, feed, min(room, pending.room), requests, deadline)
         except BaseException as error:
-            if ran.is_in_step and isinstance(error, Exception):
+            if ran.is_in_step and isinstance(error, Exception | SystemExit):
                 failed = len(ran.examples) + (step.rescued_state is None)  # A rescued step has been counted.
                 failed = run.now.steps + failed * max(call.updates, 1)
                 call.outcome.failure = call.outcome.failure._replace(step_num=failed)

@@ -145,7 +145,9 @@ class CheckpointSpec:
 
     def __post_init__(self) -> None:
         if self.iterate_interval_secs < 0:
-            raise ValueError(f"iterate_interval_secs must not be negative, got {self.iterate_interval_secs}.")
+            raise ValueError(
+                f"CheckpointSpec.iterate_interval_secs must be at least 0, got {self.iterate_interval_secs}."
+            )
         if self.on_changed_data not in ("warn", "raise"):
             raise ValueError(f'CheckpointSpec.on_changed_data must be "warn" or "raise", got {self.on_changed_data!r}.')
         if not isinstance(self.checkpoint_dir, str | os.PathLike) or not os.fspath(self.checkpoint_dir):

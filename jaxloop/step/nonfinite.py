@@ -135,11 +135,10 @@ def _is_bad_on_cpu(leaf: jax.Array) -> jax.Array:
 
 
 def _packed(flags: Sequence[jax.Array]) -> jax.Array:
-    """Packs flags into the bits of 32-bit words with one small computation. A single word is a scalar."""
-    parts = [flags[i : i + _WORD] for i in range(0, len(flags), _WORD)]
-    bits = lambda part: [flag.astype(jnp.uint32) << i for i, flag in enumerate(part)]
-    words = [functools.reduce(operator.or_, bits(part)) for part in parts]
-    return jnp.stack(words) if len(words) > 1 else words[0]
+    """Packs flags into the bits of 32-bit words with one small computation."""
+    words = [flags[i : i + _WORD] for i in range(0, len(flags), _WORD)]
+    bits = lambda word: [flag.astype(jnp.uint32) << i for i, flag in enumerate(word)]
+    return jnp.stack([functools.reduce(operator.or_, bits(word)) for word in words])
 
 
 def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
@@ -184,9 +183,10 @@ class Guard:
 
     def inspect(self, columns: dict[str, Any], first: int, examples: list[int]) -> list[int]:
         """Removes the flags from the columns. Returns the steps' weights: 0 for a skipped step."""
-        weights = list(examples)
-        flags = np.reshape(columns.pop(FLAGS, ()), (len(weights), -1))
-        for index in np.flatnonzero(flags.any(axis=1)):
+        flags, weights = columns.pop(FLAGS, None), list(examples)
+        if flags is None:
+            return weights
+        for index in np.flatnonzero(np.any(flags, axis=1)):
             place, names = first + int(index), self._names(flags[index])
             if self._policy == "raise":
                 self.error = self.error or NonFiniteError(self._step_of(place), names)
