@@ -373,7 +373,7 @@ def test_best_metric_that_was_never_measured_warns(tmp_path, warnings_logged):
 
 
 def test_best_requires_a_directory_and_a_metric_name(tmp_path):
-    with pytest.raises(ValueError, match="`best` and `keep_every` need a directory.*whose own options"):
+    with pytest.raises(ValueError, match="`best` and `keep_every` need a directory.*whose options say"):
         CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), best="loss")
     with pytest.raises(TypeError, match=r"best must be the name of a metric or a pair .*, got \('loss',\)"):
         CheckpointAction(tmp_path, best=("loss",))

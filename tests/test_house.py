@@ -69,7 +69,7 @@ BUDGET = {
     "engine": 1789,
     "eval_loop": 49,
     "examples": 163,
-    "experiment": 1126,
+    "experiment": 1128,
     "functional": 947,
     "history": 380,
     "loop": 76,

@@ -910,7 +910,7 @@ def test_an_eval_spec_validates_its_arguments(options, error, message):
 
 
 def test_a_checkpoint_spec_validates_its_arguments():
-    with pytest.raises(ValueError, match="iterate_interval_secs must not be negative, got -1"):
+    with pytest.raises(ValueError, match="iterate_interval_secs must be at least 0, got -1"):
         CheckpointSpec("somewhere", iterate_interval_secs=-1)
 
 
