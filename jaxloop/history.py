@@ -88,13 +88,6 @@ class _Form:
         return None if place is None or (weight is not None and stored[weight] == 0) else stored[place]
 
 
-_form_of = functools.lru_cache(_Form)
-
-
-def nothing() -> None:
-    """Does nothing."""
-
-
 @final
 class History:
     """The metrics of a run, as rows `(elapsed, logs)`.
@@ -133,9 +126,8 @@ class History:
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
         self.outputs: list[tuple[Elapsed, Any]] = []
         """The `(elapsed, outputs)` pairs that were passed to `add_outputs`."""
-        self.before_reading: Callable[[], None] = nothing
-        """A function that is called before rows are read or added, and may add the rows of earlier steps."""
         self._file = None if path is None else _File(path, writes)
+        self._known_forms: dict[tuple[Any, ...], _Form] = {}
         # The form and the stored values of each row. The garbage collector doesn't have to traverse tuples of numbers.
         self._forms: list[_Form] = []
         self._rows: list[tuple[Any, ...]] = []
@@ -164,33 +156,14 @@ class History:
             time or loops), if a device value was donated, or if the file has rows from an earlier run and `resume` was
             not called.
         """
-        self.extend([elapsed], *_flat(logs))
-
-    def extend(
-        self, elapsed: Sequence[Elapsed], keys: Sequence[tuple[str, ...]], values: Sequence[Sequence[Any]]
-    ) -> None:
-        """Appends several rows at once, like `commit`. If a value is invalid, none of them is added.
-
-        >>> history = History()
-        >>> history.extend([Elapsed(100), Elapsed(200)], [("train", "loss")], [(0.5,), (0.25,)])
-        >>> history.rows[-1]
-        Row(elapsed=Elapsed(steps=200, samples=0, time=0.0, loops=0), logs={'train': {'loss': 0.25}})
-
-        Args:
-          elapsed: The progress of the run at each row.
-          keys: The keys of the values. Those of nested dicts are joined to a tuple.
-          values: The values of each row, in the order of the keys.
-
-        Raises:
-          ValueError: If the numbers of rows, or of keys and values, differ.
-        """
-        self.before_reading()
-        needed, got = [len(keys)] * len(elapsed), [len(row) for row in values]
-        if needed != got:
-            raise ValueError(f"History.extend needs a value per key for each row: {needed} values, got {got}.")
         if self._file is not None:
             self._file.begin()
-        self._add(elapsed, keys, values)
+        self._add(elapsed, logs)
+        on_device = [value for value in self._rows[-1] if type(value) not in _PLAIN]
+        if on_device:
+            self._pending.append(len(self._rows) - 1)
+        for value in on_device if jax.default_backend() != "cpu" else ():  # A CPU shares the host's memory.
+            value.copy_to_host_async()
         if not self._pending or len(self._rows) - self._pending[0] >= _MAX_PENDING_ROWS:
             self._write(len(self._rows) - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
 
@@ -207,7 +180,6 @@ class History:
         A run calls this before it saves a checkpoint, because a checkpoint covers the rows up to its step. No file
         stays open between writes, so a history doesn't have to be closed.
         """
-        self.before_reading()
         self._write(len(self._rows))
 
     def checksum(self) -> dict[str, Any] | None:
@@ -271,7 +243,6 @@ class History:
         return list(map(self._row, range(len(self._rows))))
 
     def __len__(self) -> int:
-        self.before_reading()
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Row]:
@@ -282,14 +253,13 @@ class History:
         return self._row(index)
 
     def __repr__(self) -> str:
-        if not len(self):
+        if not self._rows:
             return "History(no rows)"
         count = "1 row" if len(self._rows) == 1 else f"{len(self._rows)} rows"
         return f"History({count} up to step {self._rows[-1][0]}: {checks.listed(self._newest)})"
 
     def paths(self) -> list[str]:
         """Returns the full paths of all values so far, in the order in which they first appeared."""
-        self.before_reading()
         return list(self._newest)
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
@@ -301,14 +271,12 @@ class History:
         Raises:
           ValueError: If the name matches more than one value.
         """
-        if not _matching(name, self.paths()):
+        if not _matching(name, self._newest):
             return None
         path = find_path(name, self._newest)
-        number = self._newest[path]
-        place = self._forms[number].places[path]
-        if type(self._rows[number][place]) not in _PLAIN:
+        if type(self._newest_value(path)) not in _PLAIN:
             self.flush()
-        return self._row(number).elapsed, self._rows[number][place]
+        return self._row(self._newest[path]).elapsed, self._newest_value(path)
 
     def collect(self, *names: str) -> Any:
         """Returns one list of values per name, from the rows that have a value for every name.
@@ -352,7 +320,8 @@ class History:
 
     def save(self, path: epath.PathLike) -> None:
         """Atomically writes all rows to a file, in the format that `load` reads. Outputs are not written."""
-        _File(path).replace(self.rows)
+        rows = self.rows
+        _File(path).replace(rows)
 
     @classmethod
     def load(cls, path: epath.PathLike) -> "History":
@@ -411,19 +380,29 @@ class History:
 
     # Inside ----------------------------------------------------------------------------------------
 
-    def _add(self, elapsed: Sequence[Elapsed], keys: Sequence[tuple[str, ...]], values: Sequence[Any]) -> None:
-        """Appends rows to the table. Raises the same errors as `commit`."""
-        form, number = _form_of(tuple(keys)), len(self._rows)
-        rows = [(*_counts_of(each), *own) for each, own in zip(elapsed, values, strict=True)]
-        pairs = [zip(form.places, row, strict=True) for row in rows]
-        rows = [tuple([each if type(each) in _PLAIN else _checked(each, path) for path, each in row]) for row in pairs]
-        on_device = [value for row in rows for value in row if type(value) not in _PLAIN]
-        for value in on_device if jax.default_backend() != "cpu" else ():  # A CPU shares the host's memory.
-            value.copy_to_host_async()
-        self._rows += rows
-        self._forms += [form] * len(rows)
-        self._pending += range(number, len(self._rows)) if on_device else ()
-        self._newest.update(dict.fromkeys(form.paths if rows else (), len(self._rows) - 1))
+    def _add(self, elapsed: Elapsed, logs: Any) -> None:
+        """Appends a row to the table. Raises the same errors as `commit`."""
+        if not isinstance(logs, (dict, Mapping)):  # The first check is cheaper.
+            raise TypeError(
+                f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
+            )
+        values = traverse_util.flatten_dict({**logs})
+        keys = tuple(values)
+        form = self._known_forms.get(keys)
+        if form is None:
+            form = self._known_forms[keys] = _Form(keys)
+        stored = [
+            value if type(value) in _PLAIN else _checked(value, path)
+            for path, value in zip(form.places, (*_numbers_of(elapsed), *values.values()), strict=True)
+        ]
+        for path in form.paths:
+            self._newest[path] = len(self._rows)
+        self._forms.append(form)
+        self._rows.append(tuple(stored))
+
+    def _newest_value(self, path: str) -> Any:
+        number = self._newest[path]
+        return self._rows[number][self._forms[number].places[path]]
 
     def _row(self, index: int) -> Row:
         return self._forms[index].to_row(self._rows[index])
@@ -431,17 +410,18 @@ class History:
     def _write(self, end: int) -> None:
         """Reads the device values of the rows up to a number, and writes the rows before the first pending one."""
         numbers = [number for number in self._pending if number < end]
-        values = [
-            (number, path, value)
-            for number in numbers
-            for path, value in zip(self._forms[number].places, self._rows[number], strict=True)
-            if type(value) not in _PLAIN
+        rows = [self._rows[number] for number in numbers]
+        lost = [
+            f"{printable(path)} at step {stored[0]}"
+            for number, stored in zip(numbers, rows, strict=True)
+            for path, value in zip(self._forms[number].places, stored, strict=True)
+            if _is_donated(value)
         ]
-        lost = [f"{printable(path)} at step {self._rows[number][0]}" for number, path, v in values if v.is_deleted()]
-        arrived = metrics.fetch([math.nan if value.is_deleted() else value for *_, value in values])
-        plain = iter([_plain(value, path) for value, (_, path, _) in zip(arrived, values, strict=True)])
-        for number in numbers:
-            self._rows[number] = tuple([v if type(v) in _PLAIN else next(plain) for v in self._rows[number]])
+        if lost:
+            rows = [[math.nan if _is_donated(value) else value for value in stored] for stored in rows]
+        fetched = metrics.fetch(rows) if rows else []
+        for number, stored in zip(numbers, fetched, strict=True):
+            self._rows[number] = tuple(map(_plain, stored, self._forms[number].places))
         del self._pending[: len(numbers)]
         if self._file is not None:
             self._file.append(self._row, self._pending[0] if self._pending else len(self._rows))
@@ -454,8 +434,7 @@ class History:
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Returns the paths to plot, keyed by the name of the plot that shows them."""
-        newest = {path: self._rows[number][self._forms[number].places[path]] for path, number in self._newest.items()}
-        numbers = [path for path, value in newest.items() if not isinstance(value, str)]
+        numbers = [path for path in self._newest if not isinstance(self._newest_value(path), str)]
         if not names:
             names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
         if not names:
@@ -482,17 +461,7 @@ class History:
                     ) from error
 
 
-_counts_of = operator.attrgetter(*_UNITS)
-
-
-def _flat(logs: Any) -> tuple[tuple[tuple[str, ...], ...], list[tuple[Any, ...]]]:
-    """Returns the keys and the values of a single row, for `History.extend`."""
-    if not isinstance(logs, (dict, Mapping)):  # The first check is cheaper.
-        raise TypeError(
-            f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
-        )
-    flat = traverse_util.flatten_dict({**logs})
-    return tuple(flat), [tuple(flat.values())]
+_numbers_of = operator.attrgetter(*_UNITS)
 
 
 def _absolute(path: epath.PathLike) -> epath.Path:
@@ -547,6 +516,10 @@ def _checked(value: Any, path: str) -> Any:
     return value
 
 
+def _is_donated(value: Any) -> bool:
+    return type(value) not in _PLAIN and value.is_deleted()
+
+
 @functools.cache
 def _is_number(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.integer, np.floating))
@@ -582,13 +555,13 @@ def _to_line(row: Row) -> bytes:
     return f"{json.dumps({'elapsed': row.elapsed.to_dict(), 'logs': row.logs})}\n".encode()
 
 
-def _parsed(line: bytes) -> tuple[Any, ...]:
-    """Returns the progress, the keys and the values of the row in a line."""
+def _parsed(line: bytes) -> tuple[Elapsed, Any]:
+    """Returns the progress and the logs in a line."""
     fields = files.parse_json(line)
     elapsed = fields["elapsed"]
     if not (set(elapsed) <= set(_UNITS) and all([type(value) in (int, float) for value in elapsed.values()])):
         raise ValueError(f"elapsed has {elapsed}, expected numbers under {', '.join(_UNITS)}")
-    return [Elapsed(**elapsed)], *_flat(fields["logs"])
+    return Elapsed(**elapsed), fields["logs"]
 
 
 class _File:

@@ -214,39 +214,6 @@ def test_logs_other_than_dicts_of_scalars_raise_and_add_no_row(logs, error, mess
     assert len(history) == 0 and history.paths() == []
 
 
-def test_extend_adds_all_rows_or_none():
-    history, values = History(), [(jnp.float32(step), step) for step in range(100)]
-    history.extend([Elapsed(step) for step in range(100)], [("train", "loss"), ("count",)], values)
-    assert history.collect("steps", "loss", "count") == (list(range(100)),) * 3
-    with pytest.raises(TypeError, match="hold scalars, got float64.2. under loss"):
-        history.extend([Elapsed(100), Elapsed(101)], [("loss",)], [(1.0,), (np.ones(2),)])
-    for rows in ([(1.0,)], [(1.0,), ()], [(1.0,), (1.0, 2.0)], [(1.0,)] * 3):
-        with pytest.raises(ValueError, match=r"a value per key for each row: \[1, 1\] values, got \[1"):
-            history.extend([Elapsed(100), Elapsed(101)], [("loss",)], rows)
-    history.extend([], [("other",)], [])
-    assert len(history.rows) == 100 and history.paths() == ["train.loss", "count"]
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        len,
-        lambda history: len(history.rows),
-        lambda history: history[-1].elapsed.steps,
-        lambda history: repr(history).count("1 row"),
-        lambda history: len(history.paths()),
-        lambda history: history.last("loss")[1],
-        lambda history: len(history.collect("loss")),
-        lambda history: len(history.to_records()),
-        lambda history: history.commit(Elapsed(2), {"loss": 2}) or history.rows[0].elapsed.steps,
-    ],
-)
-def test_rows_can_be_added_just_before_they_are_read_or_others_are_added(read):
-    history, late = History(), [1]
-    history.before_reading = lambda: late and history.commit(Elapsed(late[0]), {"loss": late.pop()})
-    assert read(history) == 1
-
-
 def test_a_tracer_is_rejected():
     history = History()
     with pytest.raises(TypeError, match="got a tracer .* under loss"):

@@ -183,11 +183,9 @@ class Item:
         self.unread = saved["unread"] and LoopOutputs.decode(saved["unread"])
 
 
+@final
 class ActionItem(Item):
     """An action of a loop.
-
-    Hooks:
-      interval, call, unread_in, mark, reset: See `Item`. The defaults are those of an action between steps.
 
     Args:
       action: The action.

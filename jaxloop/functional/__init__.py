@@ -31,29 +31,47 @@ the other APIs.
 - `checkpoint`, `early_stopping`, `keras_bar` and `inner_loop` return callbacks.
 """
 
-from jaxloop.functional.counting import elapse as elapse
-from jaxloop.functional.log_entries import Logs as Logs
-from jaxloop.functional.loop_state import Callback as Callback
-from jaxloop.functional.loop_state import LoopState as LoopState
-from jaxloop.functional.loop_state import Tasks as Tasks
-from jaxloop.functional.loop_state import on_end as on_end
-from jaxloop.functional.loop_state import on_start as on_start
-from jaxloop.functional.running import loop as loop
-from jaxloop.functional.tools import checkpoint as checkpoint
-from jaxloop.functional.tools import early_stopping as early_stopping
-from jaxloop.functional.tools import inner_loop as inner_loop
-from jaxloop.functional.tools import keras_bar as keras_bar
-from jaxloop.functional.tools import step as step
-from jaxloop.functional.tools import train_step as train_step
-from jaxloop.history import History as History
-from jaxloop.schedules import Elapsed as Elapsed
-from jaxloop.schedules import after as after
-from jaxloop.schedules import always as always
-from jaxloop.schedules import at as at
-from jaxloop.schedules import every as every
-from jaxloop.schedules import first as first
-from jaxloop.schedules import last as last
-from jaxloop.schedules import never as never
+from jaxloop.functional.counting import elapse
+from jaxloop.functional.log_entries import Logs
+from jaxloop.functional.loop_state import Callback, LoopState, Tasks, on_end, on_start
+from jaxloop.functional.running import loop
+from jaxloop.functional.tools import (
+    checkpoint,
+    early_stopping,
+    inner_loop,
+    keras_bar,
+    step,
+    train_step,
+)
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed, after, always, at, every, first, last, never
 
 logs: type[Logs] = Logs
 history: type[History] = History
+
+__all__ = [
+    "Callback",
+    "Elapsed",
+    "Logs",
+    "LoopState",
+    "Tasks",
+    "after",
+    "always",
+    "at",
+    "checkpoint",
+    "early_stopping",
+    "elapse",
+    "every",
+    "first",
+    "history",
+    "inner_loop",
+    "keras_bar",
+    "last",
+    "logs",
+    "loop",
+    "never",
+    "on_end",
+    "on_start",
+    "step",
+    "train_step",
+]

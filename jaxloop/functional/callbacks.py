@@ -1,8 +1,9 @@
 """The callbacks of a loop, as items of its engine."""
 
+import abc
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import jax
@@ -11,25 +12,32 @@ import numpy as np
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
-from jaxloop.actions.periodic_action import is_periodic
+from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.base import checks
 from jaxloop.base.timing import Spent
-from jaxloop.engine.agenda import ActionItem, Ended, Item, Moment, Rank
-from jaxloop.engine.outputs import Outputs
+from jaxloop.engine.agenda import Item, Moment, Rank
 from jaxloop.engine.program import Program
-from jaxloop.functional.log_entries import Logs, columns, entries, named, num_examples
-from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, end_row, num_arguments, with_arguments
+from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
+from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, arguments, end_row, num_arguments
 from jaxloop.functional.tools import Tool
 from jaxloop.history import History
-from jaxloop.metrics import LoopOutputs
 from jaxloop.models.function_step import CompiledFunction, name_of, outputs_logs_and_state
 from jaxloop.schedules import Elapsed, Schedule, is_always, never
 from jaxloop.step import Step
 
+Report = Callable[[LoopState], tuple[Any, Any, Any]]
+"""Calls a callback. Returns `(outputs, logs, state)`, with None for unchanged parts."""
 
-@final
-class FunctionTask(Item):
-    """A callback that reports logs, outputs or a new state, and that a loop calls when its schedule fires.
+
+def action_of(callback: Callback) -> Action | None:
+    """Returns the action that a callback is or contains, if it is of such a kind."""
+    if isinstance(callback, Tool):
+        return callback.action
+    return PeriodicAction(callback) if is_periodic(callback) else callback if isinstance(callback, Action) else None
+
+
+class Task(Item, abc.ABC):
+    """A callback that a loop calls when its schedule fires.
 
     Args:
       of: The callback.
@@ -41,21 +49,12 @@ class FunctionTask(Item):
       time_category: See `Item`.
     """
 
-    def __init__(self, of: Callback, loop_state: LoopState):
-        super().__init__(Rank.ELSEWHERE)
+    def __init__(self, of: Callback, loop_state: LoopState, rank: Rank):
+        super().__init__(rank)
         self.of: Callback = of
         self.when: Schedule = never()
         self.time_category: str | None = getattr(of, "time_category", None)
         self._loop_state = loop_state
-        self._report = _report_of(of)
-        self._has_reported = False
-        self._is_copied = False  # True if anything that it reported is part of the state.
-        self._has_weights = False
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        has_state = hasattr(self.of, "__loop_callback__")
-        return type(self.of).__qualname__ if has_state else f"{name_of(self.of)} {self.when!r}"
 
     @property
     def interval(self) -> Schedule:
@@ -63,57 +62,102 @@ class FunctionTask(Item):
 
     def call(self, moment: Moment) -> bool:
         self._loop_state.elapsed = moment.now
-        self()
+        self(moment.spent)
         if self._loop_state.stop_iteration and moment.outputs is not None:
             moment.outputs[types.STOP_LOOP] = True
         return not getattr(self.of, "was_interrupted", False)
 
-    def __call__(self) -> None:
-        """Calls the callback. An error names it and the step."""
-        try:
-            outputs, logs, state = self._report(self._loop_state)
-            self._accept(outputs, logs, state)
-        except BaseException as error:
-            self.add_note(error, self._loop_state.elapsed)
-            raise
-        if state is not None:
-            self._loop_state.state = state
-
-    def add_note(self, error: BaseException, elapsed: Elapsed) -> None:
-        """Adds a note to an error, naming the callback and the step."""
-        error.add_note(f"in the callback {name_of(self.of)}, at step {elapsed.steps}")
-
-    def _accept(self, outputs: Any, logs: Any, state: Any = None) -> None:
-        if logs and "updates" in logs:
-            logs = {name: value for name, value in logs.items() if name != "updates"}
-        if not self._has_reported and not (outputs is None and logs is None):
-            self._check_report(outputs, logs, state)
-        if self._has_weights:
-            logs = metrics.separate_weights(logs or Logs())
-        if self._is_copied:
-            outputs, logs = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (outputs, logs))
-        if outputs is not None:
-            outputs = outputs if isinstance(outputs, Mapping) else {name_of(self.of): outputs}
-            self._loop_state.outputs.update(outputs)
-        if logs:
-            self._loop_state.logs.merge(logs)
-
-    def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
-        """Checks the callback's first report."""
-        self._has_reported = bool(logs)
-        if logs:
-            # Raises an error here, where the callback is known.
-            History().commit(self._loop_state.elapsed, metrics.separate_weights(logs))
-            self._has_weights = any(isinstance(value, types.Weighted) for value in entries(logs).values())
-        # A later step may donate the leaves of a state.
-        of_states = jax.tree.leaves((self._loop_state.state, state))
-        leaves = {id(leaf) for leaf in of_states if isinstance(leaf, jax.Array)}
-        self._is_copied |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, logs)))
-
-    def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
+    def saved(self, encode: Callable[[metrics.LoopOutputs], Any]) -> dict[str, Any]:
         found = super().saved(encode)
         # A callback of every step has been called at this one.
         return found | {"called_at": self._loop_state.elapsed.steps} if self.rank == Rank.ELSEWHERE else found
+
+    @abc.abstractmethod
+    def __call__(self, spent: Spent | None = None) -> None:
+        """Calls the callback. An error names it and the step."""
+
+    def add_note(self, error: BaseException) -> None:
+        """Adds a note to an error, naming the callback and the step."""
+        error.add_note(f"in the callback {name_of(self.of)}, at step {self._loop_state.elapsed.steps}")
+
+
+@final
+class FunctionTask(Task):
+    """A callback that reports logs, outputs or a new state.
+
+    Attributes:
+      has_reported: True if the callback has reported logs.
+      reports_state: True if anything that it reported is part of the state.
+    """
+
+    def __init__(self, of: Callback, loop_state: LoopState):
+        super().__init__(of, loop_state, Rank.ACTION)
+        self._report = _report_of(of)
+        self.has_reported: bool = False
+        self.reports_state: bool = False
+        self._reports_weights = False
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        has_state = hasattr(self.of, "__loop_callback__")
+        return type(self.of).__qualname__ if has_state else f"{name_of(self.of)} {self.when!r}"
+
+    def __call__(self, spent: Spent | None = None) -> None:
+        loop_state = self._loop_state
+        try:
+            outputs, logs, state = self._report(loop_state)
+            if logs and "updates" in logs:
+                logs = {name: value for name, value in logs.items() if name != "updates"}
+            if not self.has_reported and not (outputs is None and logs is None):
+                self._check_report(outputs, logs, state)
+        except BaseException as error:
+            self.add_note(error)
+            raise
+        if self._reports_weights:
+            logs = metrics.separate_weights(logs or Logs())
+        if self.reports_state:
+            outputs, logs = jax.tree.map(_copied, (outputs, logs))
+        if outputs is not None:
+            loop_state.outputs.update(outputs if isinstance(outputs, Mapping) else {name_of(self.of): outputs})
+        if logs:
+            loop_state.logs.merge(logs)
+        if state is not None:
+            loop_state.state = state
+
+    @contextlib.contextmanager
+    def compiled(self) -> Iterator[None]:
+        """A context in which the state has the form that a compiled function passes from one step to the next.
+
+        Nothing else may read the state meanwhile. If the function doesn't have such a form, the context has no effect.
+        """
+        is_known = isinstance(self.of, CompiledFunction) and self.has_reported and not self.reports_state
+        program, report, loop_state = self.of.program() if is_known else None, self._report, self._loop_state
+        if program is None:
+            yield
+            return
+        states, given = program.step._runner.states, loop_state.state
+        loop_state.state, self._report = (
+            program._compiled.enter(states.prepare(given)),
+            lambda it: _report_compiled(program, it),
+        )
+        checks.mark_donated(given, repr(self.of))
+        try:
+            yield
+        finally:
+            loop_state.state, self._report = program._compiled.leave(loop_state.state), report
+            states.remember(loop_state.state)
+
+    def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
+        """Checks the callback's first report."""
+        self.has_reported = bool(logs)
+        if logs:
+            # Raises an error here, where the callback is known.
+            History().commit(self._loop_state.elapsed, metrics.separate_weights(logs))
+            self._reports_weights = any(isinstance(value, types.Weighted) for value in entries(logs).values())
+        # A later step may donate the leaves of a state.
+        states = (self._loop_state.state, state)
+        leaves = {id(leaf) for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)}
+        self.reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, logs)))
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
@@ -122,72 +166,9 @@ class FunctionTask(Item):
         if saved:
             self.of.load_state_dict(saved)
 
-    # Compiled callbacks ------------------------------------------------------------------------------
 
-    def program(self, jitted: Program | None) -> Program | None:
-        """Returns a program that runs steps of a compiled function, for `add_rows`. Returns None for other callbacks.
-
-        Args:
-          jitted: The program of the callback if the user has compiled it; otherwise None.
-        """
-        of, loop_state = self.of, self._loop_state
-        if not self._has_reported or self._is_copied or self._has_weights:
-            return None
-        if isinstance(of, CompiledFunction) and (program := of.program()) is not None:
-            loop_state.state = program.step._runner.states.prepare(loop_state.state)
-            checks.mark_donated(loop_state.state, repr(of))
-            return program
-        return jitted
-
-    def add_rows(self, progress: Sequence[Elapsed], reports: Sequence[Any]) -> None:
-        """Adds what the program has reported for several steps. The row of the last one stays open.
-
-        Args:
-          progress: The progress before these steps, whose row is still open, and after each of them.
-          reports: What the steps have reported.
-        """
-        loop_state, history, where = self._loop_state, self._loop_state.history, f", in the callback {name_of(self.of)}"
-        end_row(loop_state, progress[0], where)
-        logs, before = [found["logs"] for found in reports[:-1]], len(history)
-        is_plain = all([found["logs"] and found["outputs"] is None for found in reports])
-        if is_plain and logs and (found := columns(logs)) and not any("updates" in key for key in found):
-            with contextlib.suppress(TypeError):  # An invalid value. The rows before it are added one by one.
-                history.extend(progress[1:-1], tuple(found), [*zip(*found.values(), strict=True)])
-            for each in logs[: len(history) - before]:
-                loop_state.newest.push(each)
-        added = len(history) - before
-        for now, found in zip(progress[added:], reports[added:], strict=False):
-            end_row(loop_state, now, where)
-            self._accept(found["outputs"], found["logs"])
-
-
-@final
-class JittedProgram(Program):
-    """Calls a function that the user has compiled. Its outputs have the form of a `CompiledFunction`'s.
-
-    Args:
-      step: The step of the loop.
-      fn: The function.
-      loop_state: The state of the loop.
-    """
-
-    def __init__(self, step: Step, fn: Any, loop_state: LoopState):
-        super().__init__(step, custom=fn)
-        self._fn, self._num_arguments, self._name = fn, num_arguments(fn), name_of(fn)
-        self._loop_state = loop_state
-
-    def _run_custom(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output, int]:
-        result = self._fn(*(state, batch)[: self._num_arguments])
-        outputs, logs, new_state = outputs_logs_and_state(result, self._name, state)
-        self._loop_state.state = state = state if new_state is None else new_state
-        return state, {"outputs": outputs, "logs": logs}, 1
-
-
-def _report_of(callback: Callback) -> Callable[[LoopState], tuple[Any, Any, Any]]:
-    """Returns a function that calls a callback of any kind, except for an action.
-
-    The function returns `(outputs, logs, state)`, with None for unchanged parts.
-    """
+def _report_of(callback: Callback) -> Report:
+    """Returns a function that calls a callback of any kind, except for an action."""
     if isinstance(callback, Step):
         return lambda loop_state: _report_of_step(callback, loop_state)
     name, call = name_of(callback), getattr(callback, "__loop_callback__", None)
@@ -196,16 +177,26 @@ def _report_of(callback: Callback) -> Callable[[LoopState], tuple[Any, Any, Any]
             f"A callback is a function of up to four of ({', '.join(ARGUMENTS)}), an object with __loop_callback__, a "
             f"Step or an Action, got {callback!r}."
         )
-    call = call or with_arguments(callback)
-    return lambda loop_state: outputs_logs_and_state(call(loop_state), name, loop_state.state)
+    if call is not None:
+        return lambda loop_state: outputs_logs_and_state(call(loop_state), name, loop_state.state)
+    number = num_arguments(callback)
+    if number == 2:  # The most common case.
+        return lambda it: outputs_logs_and_state(callback(it.state, it.batch), name, it.state)
+    return lambda it: outputs_logs_and_state(callback(*arguments(it, number)), name, it.state)
+
+
+def _report_compiled(program: Program, loop_state: LoopState) -> tuple[Any, Any, Any]:
+    carry, found, _ = program._run_one(loop_state.state, loop_state.batch)
+    assert found is not None
+    return found["outputs"], found["logs"], carry
 
 
 def _report_of_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
     """Calls a `Step`. Its numbers are logged as metrics, and its other values are outputs."""
     now = loop_state.elapsed
     state, found = step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
-    is_weighted = lambda value: isinstance(value, types.Weighted)
-    plain = {name: each if is_weighted(each) else metrics.value_of(each) for name, each in (found or {}).items()}
+    is_scalar = lambda value: isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR
+    plain = {name: value.value if is_scalar(value) else value for name, value in (found or {}).items()}
     numbers = {name: value for name, value in plain.items() if _holds_numbers(value)}
     outputs = {name: value for name, value in plain.items() if name not in numbers}
     return outputs or None, Logs(metrics=Logs(numbers)), state
@@ -221,8 +212,8 @@ def _holds_numbers(value: Any) -> bool:
 
 
 @final
-class ActionTask(ActionItem):
-    """An action, which receives the logs since its previous call. Its cursor is a number of rows.
+class ActionTask(Task):
+    """An action, which receives the logs since its previous call.
 
     Args:
       of: The callback: the action, or a tool that contains it.
@@ -230,23 +221,27 @@ class ActionTask(ActionItem):
       loop_state: The state of the loop.
 
     Attributes:
-      of: The callback.
-      when: The schedule.
+      action: The action.
+      snapshot: A function that returns the contents of a checkpoint, except for the state.
     """
 
-    def __init__(self, of: Callback, action: Any, loop_state: LoopState):
-        self.of: Callback = of
-        self.when: Schedule = never()
-        self._loop_state = loop_state
-        is_saver = getattr(action, "time_category", None) == "checkpoints"
-        super().__init__(action, {}, Rank.SAVE if is_saver else Rank.ACTION)
-        self.reads = "nothing"  # No outputs of the engine.
-        self.name = " ".join([self.name, *self.action.monitors])
-        if not isinstance(self.action.interval, Schedule) and self.action.interval != 1:
+    def __init__(self, of: Callback, action: Action, loop_state: LoopState):
+        if not isinstance(action.interval, Schedule) and action.interval != 1:
             raise ValueError(
                 f"{action!r} counts train loops, but there are none here. Leave its interval out: the schedule of its "
                 "task determines when it is called."
             )
+        super().__init__(of, loop_state, Rank.SAVE if action.time_category == "checkpoints" else Rank.ACTION)
+        self.action: Action = action
+        self.time_category: str | None = action.time_category
+        self.snapshot: Callable[[], Mapping[str, Any]] | None = None
+        self._next_row = len(loop_state.history)  # The next row of the history to read.
+        if not action.needs_all_outputs:
+            loop_state.newest = loop_state.newest or NewestReady()
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return " ".join([type(self.action).__qualname__, *self.action.monitors])
 
     @property
     def interval(self) -> Schedule:
@@ -255,59 +250,67 @@ class ActionTask(ActionItem):
             return self.when
         return own if is_always(self.when) else self.when & own
 
-    def reset(self, spent: Spent, cursor: int = 0) -> None:
-        super().reset(spent, self._num_rows)
-
-    def mark(self, now: Elapsed, spent: Spent, cursor: int) -> None:
-        super().mark(now, spent, self._num_rows)
-
-    @property
-    def _num_rows(self) -> int:
-        return len(self._loop_state.history) + bool(self._loop_state.logs)
-
-    def __call__(self) -> None:
+    def call_once(self) -> None:
         """Calls the action now, unless it was called at this step."""
-        now = self._loop_state.elapsed
-        if self.called_at != now.steps:
-            outputs = self._unread()
-            self.mark(now, self.spent, 0)
-            self.call(Moment(None, now, outputs, Spent()))
+        if self.called_at != self._loop_state.elapsed.steps:
+            self()
 
-    def call(self, moment: Moment) -> bool:
-        loop_state, outputs = self._loop_state, moment.outputs
-        loop_state.elapsed = moment.now
+    def __call__(self, spent: Spent | None = None) -> None:
+        action, loop_state, now = self.action, self._loop_state, self._loop_state.elapsed
+        self.called_at: int | None = now.steps
         if self.rank == Rank.SAVE:  # A checkpoint includes everything logged before it.
             end_row(loop_state)
-        super().call(moment._replace(state=loop_state.state))
-        loop_state.stop_iteration |= outputs is not None and outputs.asks_to_stop
-        return True
+        history, outputs = loop_state.history if action.needs_all_outputs else None, self._outputs()
+        context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": self.snapshot}
+        try:
+            action(loop_state.state, outputs, step_num=now.steps, elapsed=now, spent=spent, **context)
+        except BaseException as error:
+            self.add_note(error)
+            raise
+        loop_state.stop_iteration |= outputs.asks_to_stop
 
-    def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
-        return self._unread()
-
-    def _unread(self) -> LoopOutputs:
-        action, loop_state, history, found = self.action, self._loop_state, self._loop_state.history, LoopOutputs()
-        if not (action.uses_outputs and action.needs_all_outputs):
-            return LoopOutputs(loop_state.newest.scalars() if action.uses_outputs else None)
-        seen = min(self.cursor, len(history))  # The history may have been damaged.
+    def _outputs(self) -> metrics.LoopOutputs:
+        loop_state, outputs = self._loop_state, metrics.LoopOutputs()
+        if not self.action.uses_outputs:
+            return outputs
+        if not self.action.needs_all_outputs:
+            assert loop_state.newest is not None
+            return metrics.LoopOutputs(loop_state.newest.scalars())
+        history, newest = loop_state.history, loop_state.logs
+        rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
+        if newest:
+            rows.append((loop_state.elapsed, metrics.fetch(newest)))
+        seen = min(self._next_row, len(history))  # The history may have been damaged.
         before = history[seen - 1].elapsed if seen else Elapsed()
-        rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(seen, len(history))]
-        if loop_state.logs:
-            rows.append((loop_state.elapsed, metrics.fetch(loop_state.logs)))
+        self._next_row = len(history) + bool(newest)
         for elapsed, logs in rows:
             if elapsed.steps != before.steps:
-                found.num_examples.append(num_examples(elapsed, before))
+                outputs.num_examples.append(num_examples(elapsed, before))
                 before = elapsed
             for name, value in named(logs).items():
-                found.setdefault(name, []).append(value)
-        if not action.monitors:
-            found.update({name: [value] for name, value in metrics.fetch(loop_state.outputs).items()})
-        return found
+                outputs.setdefault(name, []).append(value)
+        if not self.action.monitors:
+            outputs.update({name: [value] for name, value in metrics.fetch(loop_state.outputs).items()})
+        return outputs
+
+    # Saving ------------------------------------------------------------------------------------------
+
+    @property
+    def kept_state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.action.kept_state
+
+    @kept_state.setter
+    def kept_state(self, state: Any) -> None:
+        self.action.kept_state = state
+
+    def state_dict(self) -> Mapping[str, Any]:
+        self.action.before_checkpoint()
+        return {"action": dict(self.action.state_dict()), "next_row": self._next_row}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.action.load_state_dict(saved["action"])
+        self._next_row = saved["next_row"]
 
 
-def task_of(callback: Callback, loop_state: LoopState) -> FunctionTask | ActionTask:
-    """Returns the item of a callback. A function's rank is `ELSEWHERE`, unless the loop changes it."""
-    action = callback.action if isinstance(callback, Tool) else callback
-    if isinstance(action, Action) or is_periodic(action):
-        return ActionTask(callback, action, loop_state)
-    return FunctionTask(callback, loop_state)
+def _copied(leaf: Any) -> Any:
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

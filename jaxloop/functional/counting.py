@@ -12,16 +12,13 @@ from jaxloop.base import checks, timing
 from jaxloop.engine.feed import as_iterator
 from jaxloop.schedules import Elapsed, Schedule, at
 
-Count = Callable[[types.Batch], int]
-"""Returns the number of examples in a batch."""
-
 
 def elapse(
     dataset: Any,
     *,
     stop: Schedule | int | None = None,
     start: Elapsed | None = None,
-    num_examples: Count | None = None,
+    num_examples: Callable[[types.Batch], int] | None = None,
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
     """Yields each batch together with the run's progress, for use in hand-written loops.
 
@@ -68,7 +65,7 @@ def as_stop(stop: Any) -> Schedule | None:
     return stop
 
 
-def counter(num_examples: Count | None) -> Count:
+def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[types.Batch], int]:
     """Returns a function that counts the examples in a batch, given a `num_examples` argument."""
     if num_examples is None:
         return lambda batch: checks.num_examples(batch) or 1

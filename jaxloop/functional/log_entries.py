@@ -1,7 +1,7 @@
 """The values that callbacks report, and functions that aggregate them."""
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, final
 
 import jax
@@ -100,6 +100,11 @@ class Logs(dict[str, Any]):
         raise AttributeError(f"Attributes of logs are read-only. Write logs.add_metric({name!r}, value).")
 
 
+def _flatten(logs: Logs) -> tuple[list[Any], tuple[str, ...]]:
+    names = tuple(sorted(logs))
+    return [logs[name] for name in names], names
+
+
 def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
     names = tuple(sorted(logs))
     return [(jax.tree_util.DictKey(name), logs[name]) for name in names], names
@@ -107,29 +112,12 @@ def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ..
 
 # This runs in each call to a compiled function, so its speed matters.
 _unflatten = lambda names, values: Logs(zip(names, values, strict=False))
-jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten)
+jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten, _flatten)
 
 
 def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of logs, keyed by path, such as `metrics.loss`."""
     return traverse_util.flatten_dict(logs, sep=".")
-
-
-def columns(rows: Sequence[Any], key: tuple[str, ...] = ()) -> dict[tuple[str, ...], list[Any]] | None:
-    """Returns the values of the logs of several steps, as lists by key. Returns None if the logs don't look alike."""
-    first, found = rows[0], dict[tuple[str, ...], list[Any]]()
-    if len({*map(type, rows)}) > 1:
-        return None
-    if not isinstance(first, (dict, Mapping)):  # The first check is cheaper.
-        return {key: [*rows]}
-    if any([[*row] != [*first] for row in rows]):
-        return None
-    for name in first:
-        inner = columns([row[name] for row in rows], (*key, name))
-        if inner is None:
-            return None
-        found |= inner
-    return found
 
 
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:

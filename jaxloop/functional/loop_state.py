@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 from jaxloop import metrics
-from jaxloop.functional.log_entries import Logs, NewestReady, aggregate
+from jaxloop.functional.log_entries import Logs, aggregate
 from jaxloop.history import History
 from jaxloop.models.function_step import name_of, positional_arguments
 from jaxloop.schedules import Elapsed
@@ -42,8 +42,7 @@ class LoopState:
       outputs: The outputs that the callbacks of this step have returned so far, by name.
       metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
         numbers, strings, arrays, lists or dicts.
-      stop_iteration: Set this to True to end the loop after this step. If the dataset sets it, that is the step of the
-        batch that it returns next.
+      stop_iteration: Set this to True to end the loop after this step.
       total_steps: The planned number of steps; None if `stop` doesn't determine it.
       newest: The latest values that have arrived on the host. Set by the loop.
     """
@@ -57,7 +56,7 @@ class LoopState:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
-    newest: NewestReady = dataclasses.field(default_factory=NewestReady, init=False, repr=False)
+    newest: Any = dataclasses.field(default=None, init=False, repr=False)
 
     @property
     def accumulated_logs(self) -> Logs:
@@ -79,28 +78,28 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 """Schedules and their callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
 
 
-def end_row(loop_state: LoopState, at: Elapsed | None = None, where: str = "") -> None:
-    """Adds a row with the logs of this step to the history, and begins the next one.
-
-    Args:
-      loop_state: The state of the loop.
-      at: The progress at the step, if the loop has continued since then.
-      where: The end of a note that is added to an error.
-    """
-    elapsed, ended, loop_state.logs = at or loop_state.elapsed, loop_state.logs, Logs()
-    loop_state.newest.push(loop_state.logs)
+def end_row(loop_state: LoopState) -> None:
+    """Adds a row with the logs of this step to the history, and begins the next one."""
+    ended, loop_state.logs = loop_state.logs, Logs()
+    if loop_state.newest is not None:
+        loop_state.newest.push(loop_state.logs)
     try:
         if ended:
-            loop_state.history.commit(elapsed, ended)
+            loop_state.history.commit(loop_state.elapsed, ended)
     except Exception as error:
-        error.add_note(f"in the logs of step {elapsed.steps}{where}")
+        error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
         raise
     if loop_state.outputs:
-        loop_state.history.add_outputs(elapsed, loop_state.outputs)
+        loop_state.history.add_outputs(loop_state.elapsed, loop_state.outputs)
         loop_state.outputs = {}
 
 
 ARGUMENTS = ("state", "batch", "elapsed", "loop_state")
+
+
+def arguments(loop_state: LoopState, count: int) -> tuple[Any, ...]:
+    """Returns the first `count` arguments for a callback."""
+    return (loop_state.state, loop_state.batch, loop_state.elapsed, loop_state)[:count]
 
 
 def num_arguments(callback: Callable[..., Any]) -> int:
@@ -109,20 +108,13 @@ def num_arguments(callback: Callable[..., Any]) -> int:
     Raises a `TypeError` that names the callback if it can't be called with the loop's arguments.
     """
     names, _ = positional_arguments(callback)
-    misplaced = [name for index, name in enumerate(names) if name in {*ARGUMENTS} - {*ARGUMENTS[index : index + 1]}]
-    if misplaced or len(names) > len(ARGUMENTS):
-        count = max([ARGUMENTS.index(name) + 1 for name in names if name in ARGUMENTS], default=0)
-        remedy = f"Write ({', '.join(ARGUMENTS[:count])})."
-        if len(names) > len(ARGUMENTS):
-            remedy = "Bind the others: functools.partial(...), or a default value."
-        raise TypeError(
-            f"The callback {name_of(callback)} takes ({', '.join(names)}), but callbacks receive up to four arguments "
-            f"by position, ({', '.join(ARGUMENTS)}). {remedy}"
-        )
+    takes = (
+        f"The callback {name_of(callback)} takes ({', '.join(names)}), but callbacks receive up to four arguments by "
+    )
+    takes += f"position, ({', '.join(ARGUMENTS)})."
+    if len(names) > len(ARGUMENTS):
+        raise TypeError(f"{takes} Bind the others: functools.partial(...), or a default value.")
+    if any(name in ARGUMENTS and name != ARGUMENTS[index] for index, name in enumerate(names)):
+        count = max(ARGUMENTS.index(name) for name in names if name in ARGUMENTS) + 1
+        raise TypeError(f"{takes} Write ({', '.join(ARGUMENTS[:count])}).")
     return len(names)
-
-
-def with_arguments(callback: Callable[..., Any]) -> Callable[[LoopState], Any]:
-    """Returns a function that calls a callback with the arguments that it takes."""
-    number = num_arguments(callback)
-    return lambda it: callback(*(it.state, it.batch, it.elapsed, it)[:number])

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import jax
@@ -21,10 +21,10 @@ from jaxloop.engine.run import Plan
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.specs import RunSpec
 from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams, saved_paths, withdraw_stop
-from jaxloop.functional.callbacks import ActionTask, FunctionTask, task_of
-from jaxloop.functional.counting import Count, as_stop, counter, is_over, warn_of_early_end
+from jaxloop.functional.callbacks import ActionTask, FunctionTask, Task, action_of
+from jaxloop.functional.counting import as_stop, counter, is_over, warn_of_early_end
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start
-from jaxloop.functional.program import TaskLoop, TaskProgram
+from jaxloop.functional.program import TaskLoop
 from jaxloop.functional.tools import CheckpointTool, as_kind, kind_on_host
 from jaxloop.history import HISTORY_FILE, History
 from jaxloop.models.function_step import name_of
@@ -41,7 +41,7 @@ def loop(
     stop: Schedule | int | None = None,
     history: History | None = None,
     elapsed: Elapsed | None = None,
-    num_examples: Count | None = None,
+    num_examples: Callable[[Any], int] | None = None,
 ) -> tuple[Any, History, Elapsed]:
     """Loops over the batches of a dataset and, at each step, calls the callbacks whose schedules fire.
 
@@ -61,19 +61,12 @@ def loop(
     `elapsed.is_last` is known. Checkpoints still store the position before that batch. If one of these callbacks stops
     the loop, a dataset that is an iterator has therefore lost that batch.
 
-    If the only callback of every step is compiled, the outputs that it returns, and `LoopState.logs`, may be up to 32
-    steps old when something reads them between two steps, such as the dataset or another thread. The state, the
-    progress and the rows of the history are current. A state that was donated can't be read then.
-
-    Unlike an `OuterLoop`, the loop has no `check`, and supports one process only. At its start, it warns only about
-    schedules that would never fire. The other problems that an `OuterLoop` reports then, such as a patience that is
-    longer than the run, show only during the run.
+    Unlike an `OuterLoop`, the loop has no `check`, and supports one process only.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (with its NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
     It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
-    and `load_state_dict(state_dict)`. A callback that is called at the step of the checkpoint, such as one with the
-    schedule `last()` if that was the last step, receives None as its batch.
+    and `load_state_dict(state_dict)`.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -130,38 +123,50 @@ class _Run:
       job: The only process, with its signals.
     """
 
-    def __init__(self, loop_state: LoopState, tasks: Tasks, spec: RunSpec, count: Count, *, has_history: bool):
-        actions, self._tasks = dict[int, ActionTask](), list[tuple[Any, FunctionTask | ActionTask]]()
+    def __init__(
+        self, loop_state: LoopState, tasks: Tasks, spec: RunSpec, count: Callable[[Any], int], *, has_history: bool
+    ):
+        functions, actions, at_moments = list[FunctionTask](), dict[int, ActionTask](), list[tuple[Moment, Task]]()
         for when, callback in _callbacks(tasks):
-            task = actions.get(id(callback)) or task_of(callback, loop_state)
-            if isinstance(task, ActionTask):
-                actions[id(callback)] = task
-            if isinstance(when, Schedule):
-                task.when = when if is_never(task.when) else task.when | when
-            self._tasks.append((when, task))
-        functions = [task for _, task in self._tasks if isinstance(task, FunctionTask)]
-        scheduled = [task for task in functions if not is_never(task.when)]
-        of_each_step = list(itertools.takewhile(lambda task: is_always(task.when), scheduled))
-        for task in scheduled[len(of_each_step) :]:
-            task.rank = Rank.ACTION
-        self._loop_state, self._actions = loop_state, list(actions.values())
-        pairs = [(task, task.action) for task in self._actions]
-        self._directories = {task: saver.directory for task, saver in pairs if isinstance(saver, CheckpointAction)}
+            if (action := action_of(callback)) is None:
+                task = FunctionTask(callback, loop_state)
+            elif (task := actions.get(id(callback))) is None:
+                task = actions[id(callback)] = ActionTask(callback, action, loop_state)
+            if isinstance(when, Moment):
+                at_moments.append((when, task))
+                continue
+            task.when = when if is_never(task.when) else task.when | when
+            if isinstance(task, FunctionTask):
+                functions.append(task)
+        of_each_step = list(itertools.takewhile(lambda task: is_always(task.when), functions))
+        not_due = [*of_each_step, *(task for _, task in at_moments if isinstance(task, FunctionTask))]
+        for task in not_due:
+            task.rank = Rank.ELSEWHERE
+        self._loop_state, self._actions, self._at_moments = loop_state, list(actions.values()), at_moments
         if self._resumed_from and not has_history:
             loop_state.history = History(self._resumed_from[0] / HISTORY_FILE)
         self.job: agreement.Job = agreement.Job(False)
-        self._engine = engine = TaskLoop(lambda loop: TaskProgram(loop, of_each_step, loop_state, count)).engine
+        self._engine = engine = TaskLoop(of_each_step, loop_state, count).engine
         self._data = data = TrainingData(spec, Sources(), engine, (), LeftOut())
         self._whole = WholeRun({"train": self, "data": data}, loop_state.history, self.job)
+        items = list(dict.fromkeys([*not_due, *functions, *self._actions]))
         source = Source(mark=data.mark, consumed=data.note_consumed)
-        engine.set_plan(Plan(stop=spec.stop, items=[*functions, *self._actions], source=source))
+        engine.set_plan(Plan(stop=spec.stop, items=items, source=source))
         engine.resume(loop_state.elapsed)
+        for task in self._actions:
+            task.snapshot = self._whole.snapshot
+
+    @property
+    def _directories(self) -> list[epath.Path]:
+        """The directories that the loop saves to."""
+        savers = [task.action for task in self._actions if isinstance(task.action, CheckpointAction)]
+        return list(dict.fromkeys(action.directory for action in savers))
 
     @property
     def _resumed_from(self) -> list[epath.Path]:
         """The directories that the loop resumes from."""
-        tools = [(task.of, directory) for task, directory in self._directories.items()]
-        return [directory for tool, directory in tools if isinstance(tool, CheckpointTool) and tool.resume]
+        tools = [task.of for task in self._actions if isinstance(task.of, CheckpointTool)]
+        return [tool.action.directory for tool in tools if tool.resume]
 
     def begin(self) -> bool:
         """Prepares the first step. Returns whether the loop resumes from a checkpoint, because a task requests it."""
@@ -170,12 +175,10 @@ class _Run:
         self._data.open(restores=True, warns=can_resume)
         engine.check_schedules()
         start = loop_state.elapsed = engine.run.now
-        loop_state.total_steps = total = planned_steps(engine.plan.stop, start.previous or start)
+        loop_state.total_steps = planned_steps(engine.plan.stop, start.previous or start)
         for task in self._actions:
-            history = loop_state.history if task.action.needs_all_outputs else None
-            task.context = {"history": history, "total_steps": total, "snapshot": self._whole.snapshot}
             task.action.begin_run(start.steps, can_resume=can_resume)
-        _warn_of_unused(engine.plan.items, self._data.batches_per_epoch(start.steps), total)
+        _warn_of_unused(engine.plan.items, self._data.batches_per_epoch(start.steps), loop_state.total_steps)
         if can_resume:
             self._whole.rows.drop_later(start.steps)
         return is_resumed
@@ -186,9 +189,7 @@ class _Run:
         if restored is None:
             logging.info("No checkpoint found in %s", " and ".join(map(str, directories)))
             self._whole.rows.begin(loop_state.elapsed.steps)
-            announce(
-                "The loop saves checkpoints in %s.", " and ".join(map(str, dict.fromkeys(self._directories.values())))
-            )
+            announce("The loop saves checkpoints in %s.", " and ".join(map(str, self._directories)))
             return False
         opened, state = restored
         remedy = "To change it, let a callback return a state with another value."
@@ -198,8 +199,10 @@ class _Run:
         self._whole.load(opened, loop_state.state)
         withdraw_stop(self._engine.run.agenda, [task.action for task in self._actions])
         loop_state.stop_iteration = self._engine.run.agenda.wants_stop
-        for task, directory in self._directories.items():  # Tells whether this step was saved there.
-            task.called_at = opened.step if opened.step in checkpoints.all_steps(directory) else None
+        for task in self._actions:
+            if isinstance(task.action, CheckpointAction):  # Its directory tells whether it saved this step.
+                is_saved = opened.step in checkpoints.all_steps(task.action.directory)
+                task.called_at = opened.step if is_saved else None
         announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
         return True
 
@@ -219,17 +222,16 @@ class _Run:
         if self.job.requests.requested:
             for task in self._actions:
                 if task.rank == Rank.SAVE:
-                    snapshot = functools.partial(self._whole.snapshot, in_moment=True)
-                    task.context = {**task.context, "snapshot": snapshot}
-                    task()
+                    task.snapshot = functools.partial(self._whole.snapshot, in_moment=True)
+                    task.call_once()
         elif engine.outcome.data_ended and not engine.run.agenda.wants_stop:
             warn_of_early_end(start, loop_state.elapsed, stop)
 
     def call_at(self, moment: Moment) -> None:
         """Calls the callbacks under `on_start` or `on_end`."""
-        for when, task in self._tasks:
+        for when, task in self._at_moments:
             if when is moment:
-                task()
+                (task.call_once if isinstance(task, ActionTask) else task)()
 
     def finish(self) -> None:
         """Finishes the last row, and the actions of a loop that ended without an error."""
@@ -245,7 +247,7 @@ class _Run:
         """
         failure = None
         with contextlib.ExitStack() as locks:
-            for directory in dict.fromkeys(self._directories.values()):
+            for directory in self._directories:
                 locks.enter_context(lock.locked(directory))
             try:
                 yield
@@ -253,10 +255,12 @@ class _Run:
                 failure = error
                 raise
             finally:
-                self._close(failure)
+                errors = list(self._close(self.job.requests.run_status(failure)))
+                if errors and failure is None:
+                    raise errors[0]
 
-    def _close(self, failure: BaseException | None) -> None:
-        status, errors, history = self.job.requests.run_status(failure), list[Exception](), self._loop_state.history
+    def _close(self, status: str) -> Iterator[Exception]:
+        history = self._loop_state.history
         ends = [functools.partial(end_row, self._loop_state), *([] if history.path is None else [history.flush])]
         for task in self._actions:
             ends += [functools.partial(task.action.end_run, status), task.action.close]
@@ -265,9 +269,7 @@ class _Run:
                 end()
             except Exception as error:
                 logging.exception("Failed at the end of the loop: %r", end)
-                errors.append(error)
-        if errors and failure is None:
-            raise errors[0]
+                yield error
 
     # Saving ------------------------------------------------------------------------------------------
 

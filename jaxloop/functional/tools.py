@@ -20,7 +20,7 @@ from jaxloop.actions.progress_action import ProgressAction
 from jaxloop.base import checks
 from jaxloop.experiment.whole_run import elapsed_at
 from jaxloop.functional.log_entries import Logs, NewestReady, aggregate, named
-from jaxloop.functional.loop_state import LoopState, with_arguments
+from jaxloop.functional.loop_state import LoopState, arguments, num_arguments
 from jaxloop.history import History
 from jaxloop.models.function_step import CompiledFunction
 from jaxloop.processes import interrupt
@@ -133,7 +133,8 @@ def checkpoint(
       resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and no history is passed to
         the loop, its history is written to `history.jsonl` in the directory.
     """
-    return CheckpointTool(CheckpointAction(directory, keep=keep, best=monitor and (monitor, mode)), resume)
+    best = None if monitor is None else (monitor, mode)
+    return CheckpointTool(CheckpointAction(directory, keep=keep, best=best), resume)
 
 
 @final
@@ -196,7 +197,8 @@ class _InnerLoop:
     time_category = "evals"
 
     def __init__(self, name: str, run: Callable[..., Any], aggregation: str | Callable[[list[Any]], Any]):
-        self.name, self._run, self._aggregation = name, with_arguments(run), aggregation
+        self.name, self._run, self._aggregation = name, run, aggregation
+        self._num_arguments = num_arguments(run)
         self.was_interrupted = False
 
     def __repr__(self) -> str:
@@ -204,7 +206,7 @@ class _InnerLoop:
 
     def __loop_callback__(self, loop_state: LoopState) -> tuple[Logs | None, None]:
         with interrupt.Interruptible() as interruptible:
-            result = None if interruptible.requested else self._run(loop_state)
+            result = None if interruptible.requested else self._run(*arguments(loop_state, self._num_arguments))
             self.was_interrupted = interruptible.requested
         if self.was_interrupted:  # It has no result. A resumed loop calls it again.
             return None, None
