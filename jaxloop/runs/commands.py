@@ -20,7 +20,7 @@ from jaxloop.base import files
 from jaxloop.base.text import printable
 from jaxloop.engine.agenda import ActionItem, Agenda, Item, Moment, Rank
 from jaxloop.experiment.extension import Experiment, Extension
-from jaxloop.processes import interrupt
+from jaxloop.processes import agreement, interrupt
 from jaxloop.runs import run_log
 from jaxloop.schedules import Elapsed, every, last
 
@@ -195,7 +195,6 @@ class Commands(Item):
     def __init__(self, experiment: Experiment, workdir: epath.Path):
         super().__init__(Rank.COMMAND)
         self._experiment, self._actions = experiment, _named(experiment.actions)
-        self._job = experiment.loops[0].engine.job
         self.changes: list[str] = []
         self._profiles: list[ProfileAction] = []
         self._inbox = _Inbox(workdir)
@@ -226,6 +225,10 @@ class Commands(Item):
             self._inbox.reject_pending()
         for each in self._profiles:
             each.close()
+
+    @property
+    def _job(self) -> agreement.Job:
+        return self._experiment.loops[0].engine.job
 
     # Executing -------------------------------------------------------------------------------------------
 
