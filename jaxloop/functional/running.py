@@ -61,12 +61,15 @@ def loop(
     `elapsed.is_last` is known. Checkpoints still store the position before that batch. If one of these callbacks stops
     the loop, a dataset that is an iterator has therefore lost that batch.
 
-    Unlike an `OuterLoop`, the loop has no `check`, and supports one process only.
+    Unlike an `OuterLoop`, the loop has no `check`, and supports one process only. At its start, it warns only about
+    schedules that would never fire. The other problems that an `OuterLoop` reports then, such as a patience that is
+    longer than the run, show only during the run.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (with its NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
     It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
-    and `load_state_dict(state_dict)`.
+    and `load_state_dict(state_dict)`. A callback that is called at the step of the checkpoint, such as one with the
+    schedule `last()` if that was the last step, receives None as its batch.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
