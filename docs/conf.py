@@ -56,7 +56,10 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(abc|collections|contextlib|datetime|enum|os|pathlib|typing|types)\..*"),
     (r"py:.*", r"(clu|etils|flax|jax|jaxlib|matplotlib|numpy|np|optax|orbax)\..*"),
     (r"py:.*", r"Figure"),
-    (r"py:.*", r"jaxloop\.(engine\.agenda\.Item|experiment\.(extension\.Extensions|specs\.RunSpec))"),
+    (
+        r"py:.*",
+        r"jaxloop\.(data\.sources\.Wrapper|engine\.agenda\.Item|experiment\.(extension\.Extensions|specs\.RunSpec))",
+    ),
     (r"py:.*", r"jaxloop\..*\._\w+"),  # What some functions return is to be called, not to be named.
 ]
 

@@ -313,9 +313,13 @@ def test_slow_writer_does_not_affect_the_result(uninterrupted, tmp_path, options
     assert writer.calls > 0
 
 
-@pytest.mark.parametrize(("step", "spared"), [(6, 0), (8, 0), (8, 1)], ids=["inside", "at the end", "of an evaluation"])
-def test_writer_error_ends_the_run_without_lost_or_repeated_rows(uninterrupted, tmp_path, step, spared):
-    writer = BadWriter([step], raises=True, spared=spared)
+@pytest.mark.parametrize(
+    ("step", "spared", "secs"),
+    [(6, 0, 0.0), (8, 0, 0.0), (8, 1, 0.0), (8, 1, 0.2)],
+    ids=["inside", "at the end", "of an evaluation", "after the last request"],
+)
+def test_writer_error_ends_the_run_without_lost_or_repeated_rows(uninterrupted, tmp_path, step, spared, secs):
+    writer = BadWriter([step], raises=True, spared=spared, secs=secs)
     with pytest.raises(BrokenError) as caught:
         run(tmp_path, writer=writer, save=3)
     assert writer.calls == 1 and f"after step {step}" in caught.value.__notes__[0]

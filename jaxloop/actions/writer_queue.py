@@ -154,7 +154,7 @@ class WriterQueue:
         calls = state_dict.get("unwritten", ()) if self._writes else ()
         self._wait()
         self._calls = collections.deque(Call(**call) for call in calls)  # All actions of a writer store the same calls.
-        self._begins_from = state_dict
+        self._needs_flush, self._begins_from = True, state_dict
 
     def begin_run(self, action: Any, step: int) -> None:
         """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
@@ -168,9 +168,10 @@ class WriterQueue:
           step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
         state_dict, self._begins_from = self._begins_from, None
-        if state_dict is not None and hasattr(self._writer, "resume") and self._writes:
-            position = {"position": state_dict.get("position", {})}  # None only if there is no checkpoint.
-            self._calls.appendleft(Call(action, step, "resume", options=position))
+        if state_dict is not None and self._writes:
+            if hasattr(self._writer, "resume"):
+                position = {"position": state_dict.get("position", {})}  # None only if there is no checkpoint.
+                self._calls.appendleft(Call(action, step, "resume", options=position))
             self._thread.submit(self._make_calls)
 
     def _wait(self) -> None:
@@ -215,8 +216,7 @@ class WriterAction(Action):
                 f"{type(self).__name__} takes a writer with the methods of clu's MetricWriter, got {writer!r}. "
                 f"jaxloop.default_writer(workdir) makes one. This one lacks {' and '.join(missing)}."
             )
-        self._summary_writer = writer
-        self._queue = WriterQueue.of(writer)
+        self._summary_writer, self._queue = writer, WriterQueue.of(writer)
 
     @property
     def summary_writer(self) -> Any:
