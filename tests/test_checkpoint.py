@@ -1046,9 +1046,8 @@ def test_a_writer_keeps_what_another_has_saved_in_its_directory(tmp_path, warnin
             assert one.save(step, {"w": jnp.ones(2)})
             one.wait()
             assert not two.save(step, {"w": jnp.zeros(2)})
-    assert [f"already has a checkpoint of step {step}" in text for step, text in enumerate(warnings_logged(), 1)] == [
-        True
-    ] * 2
+    told = [text for text in warnings_logged() if "already has" in text]  # Orbax warns if a save takes long.
+    assert [f"already has a checkpoint of step {step}" in text for step, text in enumerate(told, 1)] == [True] * 2
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, {"w": jnp.zeros(2)})["w"], np.ones(2))
 
 
