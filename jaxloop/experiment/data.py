@@ -153,9 +153,9 @@ class TrainingData:
         if saves or not self.has_ended_all_epochs:
             self.source = self._source_of_epoch()
             self.left_out.apply_to(self.source)
-        if saves and self.source is not None and not (self.has_ended_all_epochs or self._engine.job.is_shared):
-            with self._engine.run.stopwatch.counting("data"):
-                self.source.read_ahead()  # A checkpoint of this step tells which batch comes next.
+            if saves and not (self.has_ended_all_epochs or self._engine.job.is_shared):
+                with self._engine.run.stopwatch.counting("data"):
+                    self.source.read_ahead()  # A checkpoint of this step tells which batch comes next.
         self.note_consumed(0)
         return not self.has_ended_all_epochs
 
