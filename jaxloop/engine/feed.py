@@ -126,9 +126,10 @@ class Feed(Iterator[types.Batch]):
 
     def _read_ahead(self, number: int) -> None:
         """Reads until `number` batches are ahead or the dataset raises an exception."""
+        read, add, missing = self._read, self.ahead.append, number - len(self.ahead)
         try:
-            while len(self.ahead) < number and self._error is None:
-                self.ahead.append(self._read())
+            for _ in range(missing if self._error is None else 0):
+                add(read())
         except (Exception, SystemExit) as error:
             self._error = error
 

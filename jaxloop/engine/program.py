@@ -194,10 +194,10 @@ class Program:
             raise
         return carry, outputs, num_examples
 
-    def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
-        """Passes a batch through the hooks before `run`."""
+    def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
+        """Passes a batch through the hooks before `run`, and counts its examples."""
         runner, needs = self._runner, self._needs
-        num_examples = runner.count_examples(batch) if needs.counting else None
+        num_examples = runner.count_examples(batch)
         if needs.begin:
             state = self._compiled.leave(carry) if runner.begin_reads_state(batch) else None
             with jax.profiler.TraceAnnotation("jaxloop: begin"):
@@ -246,7 +246,7 @@ class Program:
         """Runs a step on each batch in one dispatch. Returns None if the batches differ in shape."""
         compiled = self._fused
         carry, prepared, numbers = compiled.enter(state), [], []
-        for batch in batches:
+        for batch in batches if self._needs.counting else ():
             new_carry, ready, num_examples = self._prepare(carry, batch)
             if new_carry is not carry:
                 raise FusingError(
@@ -255,19 +255,19 @@ class Program:
                 )
             prepared.append(ready)
             numbers.append(num_examples)
+        prepared = prepared or batches
         whole = stacked(prepared)
         if whole is None:
             return None
         rows = 0 if self._evaluates else self._runner.batch_watch.look(prepared, self.step)
         rows = self._runner.count_examples(prepared[0]) if rows is None else rows
         try:
-            carry, outputs = compiled.call(
-                carry, self._runner.place(whole, evaluates=self._evaluates, fuses=True), self._runner.batch_watch.form
-            )
+            placed = self._runner.place(whole, evaluates=self._evaluates, fuses=True)
+            carry, outputs = compiled.call(carry, placed, self._runner.batch_watch.form)
         except Exception as error:
             self._runner.explain(error, prepared[0])
             raise
-        return compiled.leave(carry), Block(outputs, len(batches)), [rows if n is None else n for n in numbers]
+        return compiled.leave(carry), Block(outputs, len(batches)), numbers or [rows] * len(batches)
 
     def check_fuses(self) -> None:
         """Raises a FusingError if several steps can't run in one dispatch."""

@@ -342,9 +342,8 @@ class Steps:
         program, requests = call.program, self._requests
         assert program is not None
         step = program.step
-        by_clock, deadline = goal.time < math.inf, math.inf
-        if by_clock and feed.joint is None:
-            deadline = run.clock.deadline(goal.time)
+        by_clock = goal.time < math.inf
+        deadline = run.clock.deadline(goal.time) if by_clock and feed.joint is None else math.inf
         room = 1 if program.runs_singly or (by_clock and feed.joint is not None) else room
         options = self._options
         if options.steps_per_dispatch is None and room >= STEPS_TRIED:
