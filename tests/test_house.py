@@ -60,7 +60,7 @@ BUDGET = {
     "__init__": 128,
     "__main__": 67,
     "action_loop": 61,
-    "actions": 1518,
+    "actions": 1517,
     "base": 804,
     "check": 932,
     "checkpoint": 900,

@@ -19,7 +19,7 @@ from jaxloop.schedules import Schedule, every, first, last
 
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
-_LINE = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_LINE = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 @final
@@ -175,11 +175,12 @@ class _Lines(_Bar):
     module = "tqdm"
 
     def __init__(self, stream: TextIO, **options: Any):
-        self._min_seconds = options["mininterval"]
-        super().__init__(_LineStream(stream), **options, bar_format=_LINE, dynamic_ncols=False, position=0)
+        first = "{desc}" if options["desc"] else _LINE
+        super().__init__(_LineStream(stream), **options, bar_format=first, dynamic_ncols=False, position=0)
 
     def draw(self, step: int, total: int | None, values: Mapping[str, float]) -> None:
-        self._tqdm.mininterval = max(self._min_seconds, self._tqdm.format_dict["elapsed"] / 50)
+        self._tqdm.bar_format = _LINE
+        self._tqdm.mininterval = max(self._tqdm.mininterval, self._tqdm.format_dict["elapsed"] / 50)
         super().draw(step, total, values)
 
     def write(self, line: str) -> None:
@@ -195,9 +196,6 @@ class _LineStream:
     def write(self, text: str) -> None:
         if text.strip():
             print(text.strip(), file=self._stream, flush=True)
-
-    def flush(self) -> None:
-        self._stream.flush()
 
 
 def _log_handlers() -> list[logging.Handler]:
