@@ -24,6 +24,7 @@ from jaxloop import (
     Schedule,
     SummaryAction,
     TrainLoop,
+    at,
     checkpoint,
     data,
     every,
@@ -226,6 +227,15 @@ def early_stopped(directory, when, patience=2, total=40, stop=None):
     )
     specs = [EvalSpec(BATCHES[:2], interval=every(steps=5))]
     return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, total, eval_specs=specs, stop=stop)[0]
+
+
+@pytest.mark.parametrize(
+    "length",
+    [{"total": 10}, {"total": None, "stop": at(10)}, {"total": None, "dataset": BATCHES[:10], "train_epochs": 1}],
+)
+def test_a_resumed_run_that_has_nothing_left_to_train_is_at_its_last_step(length, tmp_path):
+    ends = [run(tmp_path, **length)[0].train_loop.elapsed for _ in range(2)]
+    assert [(end.steps, end.is_last) for end in ends] == [(10, True)] * 2
 
 
 @pytest.mark.parametrize("when", [every(steps=5), last()], ids=["a save at the stop", "a save at the end"])

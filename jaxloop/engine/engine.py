@@ -351,7 +351,7 @@ class Engine:
         """
         run, agenda = self.run, self.run.agenda
         with self.job.requests, run.stopwatch.counting("dispatch"):
-            now = dataclasses.replace(run.now, is_last=is_last or self.plan.ends_at(run.now))
+            run.now = now = dataclasses.replace(run.now, is_last=is_last or self.plan.ends_at(run.now))
             now = dataclasses.replace(now, previous=now.previous or now.without_previous())
             had_stopped, ended = agenda.wants_stop, agenda.ended if at_end else None
             if at_end and ended is None:
