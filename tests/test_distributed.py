@@ -1,9 +1,11 @@
 """Tests of runs with several processes."""
 
+import importlib.util
 import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import types
 import jax
 import numpy as np
 import pytest
+import yaml
 from programs.launching import JOB, break_and_resume, final_of, launch
 
 from jaxloop import checkpoint, distributed
@@ -22,6 +25,8 @@ from jaxloop.processes import agreement, interrupt
 PROGRAM, TOGETHER, ALL_APIS = (
     pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py", "all_apis.py")
 )
+
+SCALING = pathlib.Path(__file__).parents[1] / "docs" / "scaling.md"
 
 
 def output_of(place, output):
@@ -284,6 +289,92 @@ def test_initialize_uses_the_slurm_variables(tmp_path):
     ]
     for place, task in enumerate(tasks):
         assert f"process {place} of 2\n" in task.communicate(timeout=60)[0]
+
+
+@pytest.fixture(scope="module")
+def documented_program():
+    """The program of docs/scaling.md."""
+    (program,) = re.findall(r"```python program\n(.*?)```", SCALING.read_text(), flags=re.DOTALL)
+    return program
+
+
+@pytest.fixture(scope="module")
+def documented_params(documented_program, tmp_path_factory):
+    """The final parameters of the program of docs/scaling.md."""
+    directory = tmp_path_factory.mktemp("documented")
+    (directory / "train.py").write_text(documented_program)
+    job, _ = launch(directory / "train.py", directory / "run", processes=2, devices=2)
+    assert job.returncode == 0, job.stdout
+    return params_of(directory / "run")
+
+
+def params_of(directory):
+    return {name: value.tobytes() for name, value in checkpoint.load_params(directory / "checkpoints").items()}
+
+
+def with_a_kill(program, directory):
+    """Returns a program that kills its second process when it reads batch 133, but only at the first start."""
+    lines = [
+        "def make_batch(number):",
+        "    import os, pathlib",
+        f"    fired = pathlib.Path({str(directory / 'fired')!r})",
+        "    if number == 133 and jax.process_index() == 1 and not fired.exists():",
+        "        fired.touch()",
+        "        os.kill(os.getpid(), 9)\n",
+    ]
+    assert program.count(lines[0]) == 1
+    return program.replace(lines[0], "\n".join(lines))
+
+
+def test_a_run_that_is_killed_under_mpirun_resumes_bit_identically(documented_program, documented_params, tmp_path):
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    if not (shutil.which("mpirun", path=path) and importlib.util.find_spec("mpi4py")):
+        pytest.skip("needs openmpi and mpi4py")
+    (tmp_path / "train.py").write_text(with_a_kill(documented_program, tmp_path))
+    (command,) = re.findall(r"^.* mpirun .* train.py runs/1$", SCALING.read_text(), flags=re.MULTILINE)
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment = {**os.environ, **as_root, "PATH": path}
+    outputs = []
+    for code in (137, 0):
+        run = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        outputs.append(run.stdout + run.stderr)
+        assert run.returncode == code, outputs[-1]
+    assert "Resumed at step 100" in outputs[1]
+    assert params_of(tmp_path / "runs" / "1") == documented_params
+
+
+def test_a_run_whose_ray_worker_is_killed_resumes_bit_identically(documented_params, tmp_path):
+    pytest.importorskip("ray.train", reason="needs ray[train]")
+    example = SCALING.parent / "examples" / "ray_train.py"
+    (tmp_path / "ray_train.py").write_text(with_a_kill(example.read_text(), tmp_path))
+    devices = {"NPROC": "32", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    run = subprocess.run(
+        [sys.executable, "ray_train.py", "runs/1"],
+        cwd=tmp_path,
+        env={**os.environ, **devices},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert run.returncode == 0 and (tmp_path / "fired").exists(), run.stdout + run.stderr
+    assert "Resumed at step 100" in run.stdout + run.stderr
+    assert params_of(tmp_path / "runs" / "1") == documented_params
+
+
+def test_documented_jobset_passes_what_initialize_reads():
+    (text,) = re.findall(r"```yaml\n(.*?)```", SCALING.read_text(), flags=re.DOTALL)
+    jobset = yaml.safe_load(text)
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    job, name = workers["template"]["spec"], jobset["metadata"]["name"]
+    (container,) = job["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert set(variables) == {distributed.COORDINATOR, distributed.NUM_PROCESSES, distributed.PROCESS_ID}
+    assert variables[distributed.COORDINATOR].startswith(f"{name}-{workers['name']}-0-0.{name}:")
+    assert int(variables[distributed.NUM_PROCESSES]) == job["parallelism"] == job["completions"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [128 + signal.SIGTERM]
 
 
 def test_initialize_after_jax_has_started_raises():

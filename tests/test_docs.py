@@ -1,15 +1,11 @@
 """Tests that the code blocks of the documentation run."""
 
-import os
 import pathlib
 import re
-import signal
-import socket
-import subprocess
-import sys
 
 import jax
 import pytest
+from programs.launching import launch
 
 import jaxloop
 
@@ -43,39 +39,8 @@ def test_programs_of_a_page_run_in_one_and_two_processes(page, tmp_path):
         program = tmp_path / f"program_{number}.py"
         program.write_text(text)
         for processes in (1, 2):
-            job = start_as_documented(tmp_path, processes, program, tmp_path / f"run_{number}_{processes}")
-            printed, _ = job.communicate(timeout=120)
-            assert job.returncode == 0 and "[0] " in printed and "200/200" in printed, printed
-
-
-def start_as_documented(directory, *arguments):
-    """Starts the script that docs/scaling.md shows."""
-    (script,) = re.findall(
-        r"```bash\n(#!/bin/bash\n# start.sh.*?)```", (ROOT / "docs/scaling.md").read_text(), re.DOTALL
-    )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
-    (directory / "start.sh").write_text(script)
-    command = ["bash", directory / "start.sh", *map(str, arguments)]
-    environment = {**os.environ, "PATH": path, "PORT": port}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 143), (None, 7)])
-def test_documented_start_script_forwards_signals_and_exit_codes(signum, code, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, sys, time\nprint('began', flush=True)\nif len(sys.argv) > 1: time.sleep(60)\n"
-        "sys.exit(7 * int(os.environ['JAXLOOP_PROCESS_ID']))"
-    )
-    job = start_as_documented(tmp_path, 2, program, *(["sleeps"] if signum else []))
-    assert sorted(job.stdout.readline() for _ in range(2)) == ["[0] began\n", "[1] began\n"]
-    if signum:
-        job.send_signal(signum)
-    job.communicate(timeout=20)
-    assert job.returncode == code
+            job, _ = launch(program, tmp_path / f"run_{number}_{processes}", processes=processes, devices=2)
+            assert job.returncode == 0 and "200/200" in job.stdout, job.stdout
 
 
 @each_page
@@ -88,8 +53,9 @@ def test_files_and_flags_that_a_page_names_are_there(page):
 
 
 def test_quoted_code_is_in_the_package():
-    excerpts = re.findall(r"```py\n# (\S+)\n(.*?)```", (ROOT / "docs/inside.md").read_text(), flags=re.DOTALL)
-    assert len(excerpts) == 3
+    pages = [(ROOT / "docs" / name).read_text() for name in ("inside.md", "scaling.md")]
+    excerpts = re.findall(r"```py\n# (\S+)\n(.*?)```", "\n".join(pages), flags=re.DOTALL)
+    assert len(excerpts) == 4
     for path, text in excerpts:
         lines = iter([line.strip() for line in (PACKAGE.parent / path).read_text().splitlines()])
         for line in map(str.strip, text.splitlines()):

@@ -4,9 +4,9 @@
 
 This command trains the "tiny" model on a CPU, in a minute or two, and prints a sample of generated text at each
 evaluation. Ctrl-C saves the state and exits with code 130. To resume an interrupted or killed run, run the same command
-again. With the script start.sh of docs/scaling.md, the model trains in two processes, as if on two hosts:
+again. With Open MPI (see docs/scaling.md), the model trains in two processes, as if on two hosts:
 
-    bash start.sh 2 docs/examples/transformer.py --workdir=runs/transformer
+    mpirun -n 2 --bind-to none python docs/examples/transformer.py --workdir=runs/transformer
 
 --check prints the plan of the run and any problems, without training. --size=124m is for a GPU. --partitioner chooses
 the layout over several devices:
