@@ -36,7 +36,8 @@ def initialize(
 
     Without arguments, this function reads the environment variables JAXLOOP_COORDINATOR, JAXLOOP_NUM_PROCESSES and
     JAXLOOP_PROCESS_ID. If they are not set, it detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes,
-    as `jax.distributed.initialize` does. If it doesn't find a job, the program continues as a single process.
+    as `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 and mpi4py. If this function doesn't find a
+    job, the program continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. If a process raises an uncaught exception, it prints
     the exception and its process index, and exits immediately. The other processes notice within `heartbeat_secs` and

@@ -26,6 +26,7 @@ PROGRAM, TOGETHER, ALL_APIS = (
     pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py", "all_apis.py")
 )
 
+PATH = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
 SCALING = pathlib.Path(__file__).parents[1] / "docs" / "scaling.md"
 
 
@@ -313,12 +314,15 @@ def params_of(directory):
 
 
 def with_a_kill(program, directory):
-    """Returns a program that kills its second process when it reads batch 133, but only at the first start."""
+    """Returns a program whose second process is killed at its first start, after a checkpoint of step 100 is saved."""
     lines = [
         "def make_batch(number):",
-        "    import os, pathlib",
+        "    import os, pathlib, time",
         f"    fired = pathlib.Path({str(directory / 'fired')!r})",
-        "    if number == 133 and jax.process_index() == 1 and not fired.exists():",
+        f"    saved = pathlib.Path({str(directory / 'runs/1/checkpoints/100/SEAL')!r})",
+        "    if number == 180 and jax.process_index() == 1 and not fired.exists():",
+        "        while not saved.exists():",
+        "            time.sleep(0.01)",
         "        fired.touch()",
         "        os.kill(os.getpid(), 9)\n",
     ]
@@ -326,14 +330,14 @@ def with_a_kill(program, directory):
     return program.replace(lines[0], "\n".join(lines))
 
 
+@pytest.mark.skipif(
+    not (shutil.which("mpirun", path=PATH) and importlib.util.find_spec("mpi4py")), reason="needs openmpi and mpi4py"
+)
 def test_a_run_that_is_killed_under_mpirun_resumes_bit_identically(documented_program, documented_params, tmp_path):
-    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
-    if not (shutil.which("mpirun", path=path) and importlib.util.find_spec("mpi4py")):
-        pytest.skip("needs openmpi and mpi4py")
     (tmp_path / "train.py").write_text(with_a_kill(documented_program, tmp_path))
     (command,) = re.findall(r"^.* mpirun .* train.py runs/1$", SCALING.read_text(), flags=re.MULTILINE)
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment = {**os.environ, **as_root, "PATH": path}
+    environment = {**os.environ, **as_root, "PATH": PATH}
     outputs = []
     for code in (137, 0):
         run = subprocess.run(
@@ -345,8 +349,8 @@ def test_a_run_that_is_killed_under_mpirun_resumes_bit_identically(documented_pr
     assert params_of(tmp_path / "runs" / "1") == documented_params
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs ray[train]")
 def test_a_run_whose_ray_worker_is_killed_resumes_bit_identically(documented_params, tmp_path):
-    pytest.importorskip("ray.train", reason="needs ray[train]")
     example = SCALING.parent / "examples" / "ray_train.py"
     (tmp_path / "ray_train.py").write_text(with_a_kill(example.read_text(), tmp_path))
     devices = {"NPROC": "32", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
