@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 HISTORY_FILE = "history.jsonl"
 """The name of the history's file in the work directory. Each line contains one row."""
 
-# The history reads its oldest device values when there are this many rows from theirs on.
+# The history reads its oldest device values when this many rows are pending.
 _MAX_PENDING_ROWS = 64
 _UNITS: tuple[str, ...] = ("steps", "samples", "time", "loops")
-# A curve with at most this many points has a marker at each point.
-_FEW_POINTS = 30
 _AXES_IN_A_LINE = 4
 
 
@@ -88,6 +86,9 @@ class _Form:
         return None if place is None or (weight is not None and stored[weight] == 0) else stored[place]
 
 
+_form_of = functools.lru_cache(_Form)
+
+
 @final
 class History:
     """The metrics of a run, as rows `(elapsed, logs)`.
@@ -127,12 +128,11 @@ class History:
         self.outputs: list[tuple[Elapsed, Any]] = []
         """The `(elapsed, outputs)` pairs that were passed to `add_outputs`."""
         self._file = None if path is None else _File(path, writes)
-        self._known_forms: dict[tuple[Any, ...], _Form] = {}
         # The form and the stored values of each row. The garbage collector doesn't have to traverse tuples of numbers.
         self._forms: list[_Form] = []
         self._rows: list[tuple[Any, ...]] = []
         self._newest: dict[str, int] = {}  # The number of the newest row that has each path.
-        self._pending: list[int] = []  # The numbers of the rows that have device values, oldest first.
+        self._num_read = 0  # The number of rows before the first one that may have device values.
 
     @property
     def path(self) -> epath.Path | None:
@@ -159,13 +159,11 @@ class History:
         if self._file is not None:
             self._file.begin()
         self._add(elapsed, logs)
-        on_device = [value for value in self._rows[-1] if type(value) not in _PLAIN]
-        if on_device:
-            self._pending.append(len(self._rows) - 1)
-        for value in on_device if jax.default_backend() != "cpu" else ():  # A CPU shares the host's memory.
-            value.copy_to_host_async()
-        if not self._pending or len(self._rows) - self._pending[0] >= _MAX_PENDING_ROWS:
-            self._write(len(self._rows) - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
+        number = len(self._rows)
+        if number - self._num_read >= _MAX_PENDING_ROWS:
+            self._write(number - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
+        elif number - self._num_read == 1 and _is_plain(self._rows[-1]):
+            self._write(number)
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
         """Adds non-scalar values, such as images.
@@ -209,7 +207,7 @@ class History:
         self.flush()
         file = self._file
         if file is not None:
-            self._forms, self._rows = [], []
+            self._forms, self._rows, self._num_read = [], [], 0
             file.clear()
             if file.path.exists():
                 self._read(file, checksum)
@@ -217,6 +215,7 @@ class History:
         keeps = [stored[0] <= steps for stored in self._rows[:num_rows]]
         self._forms = list(itertools.compress(self._forms, keeps))
         self._rows = list(itertools.compress(self._rows, keeps))
+        self._num_read = len(self._rows)
         self._newest = {path: number for number, form in enumerate(self._forms) for path in form.paths}
         self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
         if file is not None and file.writes:
@@ -366,14 +365,11 @@ class History:
             labels = [path.removesuffix(_dotted(name)).removesuffix(".") for path in paths]
             for path, label in zip(paths, labels, strict=True):
                 xs, ys = self.collect(x, path)
-                marker, width = ("o", 1.5) if len(xs) <= _FEW_POINTS else (None, 1.0)
-                ys = _smoothed(ys, smoothing)
-                axes.plot(xs, ys, label=label or name, marker=marker, markersize=4, linewidth=width)
+                axes.plot(xs, _smoothed(ys, smoothing), label=label or name, marker=".")
             if any(labels):
                 axes.legend(frameon=False)
             axes.set(xlabel="time (s)" if x == "time" else x, ylabel=name)
             axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
         # IPython displays a Figure automatically only if pyplot was imported.
         figure._repr_png_ = functools.partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
         return figure
@@ -386,19 +382,16 @@ class History:
             raise TypeError(
                 f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
             )
-        values = traverse_util.flatten_dict({**logs})
-        keys = tuple(values)
-        form = self._known_forms.get(keys)
-        if form is None:
-            form = self._known_forms[keys] = _Form(keys)
-        stored = [
-            value if type(value) in _PLAIN else _checked(value, path)
-            for path, value in zip(form.places, (*_numbers_of(elapsed), *values.values()), strict=True)
-        ]
+        values: dict[tuple[str, ...], Any] = {}
+        _collect(logs, (), values)
+        keys, numbers = tuple(values), _numbers_of(elapsed)
+        if not _is_plain(numbers):
+            numbers = tuple([_checked(number, unit) for number, unit in zip(numbers, _UNITS, strict=True)])
+        form = _form_of(keys)
         for path in form.paths:
             self._newest[path] = len(self._rows)
         self._forms.append(form)
-        self._rows.append(tuple(stored))
+        self._rows.append((*numbers, *values.values()))
 
     def _newest_value(self, path: str) -> Any:
         number = self._newest[path]
@@ -408,24 +401,24 @@ class History:
         return self._forms[index].to_row(self._rows[index])
 
     def _write(self, end: int) -> None:
-        """Reads the device values of the rows up to a number, and writes the rows before the first pending one."""
-        numbers = [number for number in self._pending if number < end]
-        rows = [self._rows[number] for number in numbers]
-        lost = [
-            f"{printable(path)} at step {stored[0]}"
-            for number, stored in zip(numbers, rows, strict=True)
-            for path, value in zip(self._forms[number].places, stored, strict=True)
-            if _is_donated(value)
+        """Reads the device values of the rows up to a number, and writes these rows."""
+        begin, rows = self._num_read, self._rows[self._num_read : end]
+        values = [value for stored in rows for value in stored if type(value) not in _PLAIN]
+        read = map(_plain, metrics.fetch([math.nan if value.is_deleted() else value for value in values]))
+        self._rows[begin:end] = [
+            tuple([value if type(value) in _PLAIN else next(read) for value in stored]) for stored in rows
         ]
-        if lost:
-            rows = [[math.nan if _is_donated(value) else value for value in stored] for stored in rows]
-        fetched = metrics.fetch(rows) if rows else []
-        for number, stored in zip(numbers, fetched, strict=True):
-            self._rows[number] = tuple(map(_plain, stored, self._forms[number].places))
-        del self._pending[: len(numbers)]
+        plain = itertools.takewhile(_is_plain, itertools.islice(self._rows, end, None))
+        self._num_read = end + sum(1 for _ in plain)
         if self._file is not None:
-            self._file.append(self._row, self._pending[0] if self._pending else len(self._rows))
-        if lost:
+            self._file.append(self._row, self._num_read)
+        if any(value.is_deleted() for value in values):
+            lost = [
+                f"{printable(path)} at step {stored[0]}"
+                for form, stored in zip(self._forms[begin:end], rows, strict=True)
+                for path, value in zip(form.places, stored, strict=True)
+                if type(value) not in _PLAIN and value.is_deleted()
+            ]
             raise ValueError(
                 "A value was committed to the history, and then donated to a step before it arrived: "
                 f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
@@ -452,7 +445,7 @@ class History:
         for number, line in enumerate(file.lines(checksum), 1):
             try:
                 self._add(*_parsed(line))
-            except _OF_A_BROKEN_LINE as error:
+            except Exception as error:
                 if checksum is None:
                     shown = line[:60].decode(errors="replace").strip("\n") + ("..." if len(line) > 60 else "")
                     raise ValueError(
@@ -503,29 +496,46 @@ def find_path(name: str, paths: Iterable[str]) -> str:
 _PLAIN = {bool, int, float, str}
 
 
-def _checked(value: Any, path: str) -> Any:
+def _collect(logs: Mapping[str, Any], outer: tuple[str, ...], values: dict[tuple[str, ...], Any]) -> None:
+    """Adds the values in (nested) logs to a dict, under tuples of their keys.
+
+    Raises:
+      TypeError: If a value is not a scalar.
+    """
+    for key, value in logs.items():
+        keys = *outer, key
+        if isinstance(value, dict):
+            _collect(value, keys, values)
+        else:
+            values[keys] = value if type(value) in _PLAIN else _checked(value, *keys)
+
+
+def _is_plain(values: Iterable[Any]) -> bool:
+    """Returns True if all values are Python objects, rather than values on a device."""
+    return _PLAIN.issuperset(map(type, values))
+
+
+def _checked(value: Any, *keys: str) -> Any:
     """Returns a value as the history stores it: a Python object, or a scalar on a device.
 
     Raises:
       TypeError: If the value is not a scalar.
     """
     if not isinstance(value, jax.Array):
-        return _plain(value, path)
-    if isinstance(value, core.Tracer) or value.ndim or not _is_number(value.dtype):
-        raise _no_scalar(value, path)
+        return _plain(value, *keys)
+    if isinstance(value, core.Tracer) or not _is_scalar(value.aval):
+        raise _no_scalar(value, *keys)
+    if jax.default_backend() != "cpu":  # A CPU shares the host's memory.
+        value.copy_to_host_async()
     return value
 
 
-def _is_donated(value: Any) -> bool:
-    return type(value) not in _PLAIN and value.is_deleted()
+@functools.lru_cache(maxsize=64)
+def _is_scalar(aval: Any) -> bool:
+    return not aval.shape and any(jnp.issubdtype(aval.dtype, kind) for kind in (np.bool_, np.integer, np.floating))
 
 
-@functools.cache
-def _is_number(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.integer, np.floating))
-
-
-def _plain(value: Any, path: str) -> bool | int | float | str:
+def _plain(value: Any, *keys: str) -> bool | int | float | str:
     """Returns a host scalar as a Python object."""
     plain = np.asarray(value).item() if getattr(value, "ndim", None) == 0 else value
     if type(plain) in _PLAIN:
@@ -533,22 +543,19 @@ def _plain(value: Any, path: str) -> bool | int | float | str:
     for kind, python in ((str, str), (int, int), (float, float), (np.floating, float)):
         if isinstance(plain, kind):
             return python(plain)
-    raise _no_scalar(value, path)
+    raise _no_scalar(value, *keys)
 
 
-def _no_scalar(value: Any, path: str) -> TypeError:
+def _no_scalar(value: Any, *keys: str) -> TypeError:
+    path = printable(".".join(map(_dotted, keys)))
     got = "a tracer of a compiled function" if isinstance(value, core.Tracer) else checks.describe(value)
     return TypeError(
-        f"The logs of a history hold scalars, got {got} under {printable(path)}. Reduce it to one, "
+        f"The logs of a history hold scalars, got {got} under {path}. Reduce it to one, "
         "with value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."
     )
 
 
 # The file --------------------------------------------------------------------------------------------
-
-_LONGEST_LINE = 1 << 24  # Bytes.
-# The errors that a malformed line can cause.
-_OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def _to_line(row: Row) -> bytes:
@@ -611,8 +618,8 @@ class _File:
     def lines(self, checksum: Mapping[str, Any] | None) -> Iterator[bytes]:
         """Yields the complete lines up to the point at which the file has a checksum, or all of them."""
         with files.open_file(self.path, "rb") as file:
-            while self.checksum() != checksum and (line := file.readline(_LONGEST_LINE)):
-                if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+            while self.checksum() != checksum and (line := file.readline()):
+                if not line.endswith(b"\n"):
                     logging.warning("The last line of %s is incomplete, and was dropped.", self.path)
                     return
                 self._add(line)
