@@ -33,7 +33,6 @@ HISTORY_FILE = "history.jsonl"
 # The history reads its oldest device values when this many rows are pending.
 _MAX_PENDING_ROWS = 64
 _UNITS: tuple[str, ...] = ("steps", "samples", "time", "loops")
-_AXES_IN_A_LINE = 4
 
 
 @final
@@ -309,18 +308,16 @@ class History:
     def to_records(self) -> list[dict[str, Any]]:
         """Returns one flat dict per row, such as `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
         self.flush()
-        records = []
-        for form, stored in zip(self._forms, self._rows, strict=True):
-            values = {path: form.value(stored, path) for path in form.places}
-            records.append({path: value for path, value in values.items() if value is not None})
-        return records
+        return [
+            {path: value for path in form.places if (value := form.value(stored, path)) is not None}
+            for form, stored in zip(self._forms, self._rows, strict=True)
+        ]
 
     # Keeping ---------------------------------------------------------------------------------------
 
     def save(self, path: epath.PathLike) -> None:
         """Atomically writes all rows to a file, in the format that `load` reads. Outputs are not written."""
-        rows = self.rows
-        _File(path).replace(rows)
+        _File(path).replace(self.rows)
 
     @classmethod
     def load(cls, path: epath.PathLike) -> "History":
@@ -357,7 +354,7 @@ class History:
 
         self.flush()
         curves = self._curves(names)
-        num_columns = min(len(curves), _AXES_IN_A_LINE)
+        num_columns = min(len(curves), 4)
         num_lines = math.ceil(len(curves) / num_columns)
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
         for index, (name, paths) in enumerate(curves.items()):
@@ -365,11 +362,10 @@ class History:
             labels = [path.removesuffix(_dotted(name)).removesuffix(".") for path in paths]
             for path, label in zip(paths, labels, strict=True):
                 xs, ys = self.collect(x, path)
-                axes.plot(xs, _smoothed(ys, smoothing), label=label or name, marker=".")
+                axes.plot(xs, list(_smoothed(ys, smoothing)), label=label or name, marker=".")
             if any(labels):
                 axes.legend(frameon=False)
             axes.set(xlabel="time (s)" if x == "time" else x, ylabel=name)
-            axes.grid(alpha=0.25)
         # IPython displays a Figure automatically only if pyplot was imported.
         figure._repr_png_ = functools.partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
         return figure
@@ -521,22 +517,31 @@ def _checked(value: Any, *keys: str) -> Any:
     Raises:
       TypeError: If the value is not a scalar.
     """
-    if not isinstance(value, jax.Array):
-        return _plain(value, *keys)
-    if isinstance(value, core.Tracer) or not _is_scalar(value.aval):
-        raise _no_scalar(value, *keys)
-    if jax.default_backend() != "cpu":  # A CPU shares the host's memory.
-        value.copy_to_host_async()
-    return value
+    if _is_on_device(type(value), getattr(value, "aval", None)):
+        if not _is_on_cpu():
+            value.copy_to_host_async()
+        return value
+    return _plain(value, *keys)
 
 
-@functools.lru_cache(maxsize=64)
-def _is_scalar(aval: Any) -> bool:
-    return not aval.shape and any(jnp.issubdtype(aval.dtype, kind) for kind in (np.bool_, np.integer, np.floating))
+# Both are called for each value of each step, so their speed matters.
+@functools.lru_cache
+def _is_on_device(kind: type, aval: Any) -> bool:
+    """Returns whether a value is a scalar on a device, given its class and its `aval`."""
+    numbers = (np.bool_, np.integer, np.floating)
+    is_array = issubclass(kind, jax.Array) and not issubclass(kind, core.Tracer)
+    return is_array and not aval.shape and any(jnp.issubdtype(aval.dtype, each) for each in numbers)
+
+
+@functools.cache
+def _is_on_cpu() -> bool:
+    return jax.default_backend() == "cpu"  # It shares the memory of the host.
 
 
 def _plain(value: Any, *keys: str) -> bool | int | float | str:
     """Returns a host scalar as a Python object."""
+    if isinstance(value, jax.Array):
+        raise _no_scalar(value, *keys)
     plain = np.asarray(value).item() if getattr(value, "ndim", None) == 0 else value
     if type(plain) in _PLAIN:
         return plain
@@ -669,13 +674,12 @@ class _File:
 # The picture -----------------------------------------------------------------------------------------
 
 
-def _smoothed(values: Sequence[float], decay: float) -> list[float]:
-    """Returns the exponential moving averages of values. The first values have the weights of a full average."""
-    averages, total, weight = [], 0.0, 0.0
+def _smoothed(values: Sequence[float], decay: float) -> Iterator[float]:
+    """Yields the exponential moving averages of values. The first values have the weights of a full average."""
+    total = weight = 0.0
     for value in values:
         total, weight = decay * total + value, decay * weight + 1
-        averages.append(total / weight)
-    return averages
+        yield total / weight
 
 
 def _png(figure: "Figure") -> bytes:

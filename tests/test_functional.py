@@ -685,6 +685,19 @@ def test_callbacks_of_one_step_share_a_row():
     assert [row.logs for row in history] == [{"metrics": {"a": 1, "b": 2}, "losses": {"c": 3}}]
 
 
+def test_logs_may_be_read_and_changed_between_the_reports_of_a_step():
+    first, second, seen = lambda: {"metrics": {"a": 1}}, lambda: {"metrics": {"b": 2}}, []
+
+    def look(state, batch, elapsed, loop_state):
+        seen.append(dict(loop_state.logs.metrics))
+        assert loop_state.logs is loop_state.logs
+        loop_state.logs.add_metric("own", elapsed.steps)
+
+    _, history, _ = jf.loop(0, BATCHES, {jf.every(1): [first, look, second, look, first]}, stop=2)
+    assert [row.logs for row in history] == [{"metrics": {"a": 1, "own": step, "b": 2}} for step in (1, 2)]
+    assert seen == [{"a": 1}, {"a": 1, "own": 1, "b": 2}, {"a": 1}, {"a": 1, "own": 2, "b": 2}]
+
+
 def test_updates_are_not_added_to_the_history():
     _, history, _ = jf.loop(
         0,

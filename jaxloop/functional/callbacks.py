@@ -72,13 +72,16 @@ class Task(Item, abc.ABC):
         # A callback of every step has been called at this one.
         return found | {"called_at": self._loop_state.elapsed.steps} if self.rank == Rank.ELSEWHERE else found
 
-    @abc.abstractmethod
     def __call__(self, spent: Spent | None = None) -> None:
         """Calls the callback. An error names it and the step."""
+        try:
+            self._call(spent)
+        except BaseException as error:
+            error.add_note(f"in the callback {name_of(self.of)}, at step {self._loop_state.elapsed.steps}")
+            raise
 
-    def add_note(self, error: BaseException) -> None:
-        """Adds a note to an error, naming the callback and the step."""
-        error.add_note(f"in the callback {name_of(self.of)}, at step {self._loop_state.elapsed.steps}")
+    @abc.abstractmethod
+    def _call(self, spent: Spent | None) -> None: ...
 
 
 @final
@@ -102,17 +105,13 @@ class FunctionTask(Task):
         has_state = hasattr(self.of, "__loop_callback__")
         return type(self.of).__qualname__ if has_state else f"{name_of(self.of)} {self.when!r}"
 
-    def __call__(self, spent: Spent | None = None) -> None:
+    def _call(self, spent: Spent | None) -> None:
         loop_state = self._loop_state
-        try:
-            outputs, logs, state = self._report(loop_state)
-            if logs and "updates" in logs:
-                logs = {name: value for name, value in logs.items() if name != "updates"}
-            if not self.has_reported and not (outputs is None and logs is None):
-                self._check_report(outputs, logs, state)
-        except BaseException as error:
-            self.add_note(error)
-            raise
+        outputs, logs, state = self._report(loop_state)
+        if logs and "updates" in logs:
+            logs = {name: value for name, value in logs.items() if name != "updates"}
+        if not self.has_reported and not (outputs is None and logs is None):
+            self._check_report(outputs, logs, state)
         if self._reports_weights:
             logs = metrics.separate_weights(logs or Logs())
         if self.reports_state:
@@ -120,7 +119,7 @@ class FunctionTask(Task):
         if outputs is not None:
             loop_state.outputs.update(outputs if isinstance(outputs, Mapping) else {name_of(self.of): outputs})
         if logs:
-            loop_state.logs.merge(logs)
+            loop_state._reports.append(logs)
         if state is not None:
             loop_state.state = state
 
@@ -255,18 +254,14 @@ class ActionTask(Task):
         if self.called_at != self._loop_state.elapsed.steps:
             self()
 
-    def __call__(self, spent: Spent | None = None) -> None:
+    def _call(self, spent: Spent | None) -> None:
         action, loop_state, now = self.action, self._loop_state, self._loop_state.elapsed
         self.called_at: int | None = now.steps
         if self.rank == Rank.SAVE:  # A checkpoint includes everything logged before it.
             end_row(loop_state)
         history, outputs = loop_state.history if action.needs_all_outputs else None, self._outputs()
         context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": self.snapshot}
-        try:
-            action(loop_state.state, outputs, step_num=now.steps, elapsed=now, spent=spent, **context)
-        except BaseException as error:
-            self.add_note(error)
-            raise
+        action(loop_state.state, outputs, step_num=now.steps, elapsed=now, spent=spent, **context)
         loop_state.stop_iteration |= outputs.asks_to_stop
 
     def _outputs(self) -> metrics.LoopOutputs:
@@ -275,7 +270,7 @@ class ActionTask(Task):
             return outputs
         if not self.action.needs_all_outputs:
             assert loop_state.newest is not None
-            return metrics.LoopOutputs(loop_state.newest.scalars())
+            return metrics.LoopOutputs(loop_state.newest.scalars(loop_state.logs))
         history, newest = loop_state.history, loop_state.logs
         rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
         if newest:

@@ -35,7 +35,7 @@ class TaskLoop(Loop):
         return "jf.loop"
 
     def run(self, state: Any, dataset: Any, num_steps: int | None) -> tuple[Any, Any]:
-        self.engine.call.program = TaskProgram(self, self._tasks, self._loop_state, self._count)
+        self.engine.call.program = TaskProgram(self)
         return super().run(state, dataset, num_steps)
 
 
@@ -50,21 +50,12 @@ class TaskProgram(Program):
 
     Args:
       loop: The loop.
-      tasks: The callbacks of every step.
-      loop_state: The state of the loop.
-      count: A function that counts the examples in a batch.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        tasks: Sequence[FunctionTask],
-        loop_state: LoopState,
-        count: Callable[[types.Batch], int],
-    ):
+    def __init__(self, loop: TaskLoop):
         super().__init__(loop.step, custom=loop._run_one_step)
         self._run, self._plan = loop.engine.run, loop.engine.plan
-        self._tasks, self._loop_state, self._count = tasks, loop_state, count
+        self._tasks, self._loop_state, self._count = loop._tasks, loop._loop_state, loop._count
         self._requests: Interruptible | None = None
         self._first_end = 0  # The first step of a stretch at which the run may end.
         self._start = 0.0  # The training time at which the clock would have read 0.

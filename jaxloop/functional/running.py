@@ -302,9 +302,7 @@ def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: 
             _warn_once(f"{task.when!r} would never fire, so {name_of(task.of)} would never be called: {course}.")
 
 
-@functools.cache  # A loop may run within each step of another one.
-def _warn_once(text: str) -> None:
-    logging.warning("%s", text)
+_warn_once = functools.cache(logging.warning)  # A loop may run within each step of another one.
 
 
 def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule | Moment, Any]]:
