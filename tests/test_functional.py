@@ -10,6 +10,7 @@ import signal
 import types
 import weakref
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -696,6 +697,12 @@ def test_logs_may_be_read_and_changed_between_the_reports_of_a_step():
     _, history, _ = jf.loop(0, BATCHES, {jf.every(1): [first, look, second, look, first]}, stop=2)
     assert [row.logs for row in history] == [{"metrics": {"a": 1, "own": step, "b": 2}} for step in (1, 2)]
     assert seen == [{"a": 1}, {"a": 1, "own": 1, "b": 2}, {"a": 1}, {"a": 1, "own": 2, "b": 2}]
+
+
+def test_logs_may_be_any_nested_mapping():
+    logs = flax.core.FrozenDict({"metrics": flax.core.FrozenDict({"a": 1})})
+    _, history, _ = jf.loop(0, BATCHES, {jf.every(1): lambda: logs}, stop=2)
+    assert [row.logs for row in history] == [{"metrics": {"a": 1}}] * 2
 
 
 def test_updates_are_not_added_to_the_history():

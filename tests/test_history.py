@@ -1,3 +1,4 @@
+import collections
 import gc
 import hashlib
 import json
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import types
 import weakref
 
+import flax
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -212,6 +215,12 @@ def test_logs_other_than_dicts_of_scalars_raise_and_add_no_row(logs, error, mess
     with pytest.raises(error, match=message):
         history.commit(Elapsed(1), logs)
     assert len(history) == 0 and history.paths() == []
+
+
+@pytest.mark.parametrize("kind", [types.MappingProxyType, flax.core.FrozenDict, collections.OrderedDict])
+def test_logs_may_be_any_nested_mapping(kind):
+    history = history_of((1, kind({"train": kind({"loss": 1.0, "a": kind({})}), "lr": 0.1})))
+    assert history.rows[0].logs == {"train": {"loss": 1.0}, "lr": 0.1}
 
 
 def test_a_tracer_is_rejected():

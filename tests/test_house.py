@@ -71,7 +71,7 @@ BUDGET = {
     "examples": 163,
     "experiment": 1128,
     "functional": 919,
-    "history": 375,
+    "history": 374,
     "loop": 76,
     "metrics": 315,
     "models": 1078,
