@@ -135,19 +135,19 @@ def test_batches_accepts_grain_datasets_and_keeps_their_position():
         assert [batch.tolist() for batch in data.batches(source)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
         assert not data.is_one_pass(source)
         first, iterator = data.peek(data.batches(source))
-        before = iterator.get_state()
+        before = iterator.position()
         assert first.tolist() == next(iterator).tolist() == [0, 1, 2, 3]
         assert next(iterator).tolist() == [4, 5, 6, 7]
-        iterator.set_state(before)
+        iterator.seek(before)
         assert next(iterator).tolist() == [0, 1, 2, 3]
 
 
 def test_batches_save_and_restore_their_position():
     iterator = data.batches(BATCHES)
     next(iterator)
-    saved = iterator.get_state()
+    saved = iterator.position()
     again = data.batches(BATCHES)
-    again.set_state(saved)
+    again.seek(saved)
     assert_equal(list(again), BATCHES[1:])
 
 

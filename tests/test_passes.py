@@ -125,25 +125,6 @@ def test_a_repeated_shuffle_is_one_pass_with_exact_positions(name):
         assert values(again) == everything[count:]
 
 
-UNCERTAIN = {
-    "no seed": (lambda: rows().shuffle(12).batch(3), True),
-    "no seed, repeated": (lambda: rows().shuffle(12).batch(3).repeat(2), False),
-    "cache": (lambda: rows().shuffle(12, seed=1).cache().batch(3), True),
-    "two shuffles": (lambda: rows().shuffle(12, seed=1).batch(3).shuffle(4, seed=1), True),
-}
-
-
-@pytest.mark.parametrize("name", UNCERTAIN)
-def test_tf_data_whose_later_passes_change_warns_at_the_start(name):
-    make, several_passes = UNCERTAIN[name]
-    warning = PositionedIterator(make()).resume_warning(several_passes=several_passes)
-    assert warning is not None and "shuffles without a seed, more than once" in warning
-    for seed, reshuffles in ((1, None), (2, False)):
-        exact = rows().shuffle(12, seed=seed, reshuffle_each_iteration=reshuffles).batch(3)
-        exact = exact if reshuffles is None else exact.shuffle(4, seed=1, reshuffle_each_iteration=False).cache()
-        assert PositionedIterator(exact).resume_warning(several_passes=several_passes) is None
-
-
 def from_generator():
     tf = pytest.importorskip("tensorflow")
     generate = lambda: ({"x": np.ones(2, np.float32)} for _ in range(3))

@@ -215,7 +215,7 @@ def test_skippable_data_skip_the_batches_already_used(tmp_path, logs, assert_sam
     run(tmp_path / "broken", 10, dataset)
     _, state = run(tmp_path / "broken", 20, dataset)
     assert_same(state, run(tmp_path / "whole", 20)[1])
-    assert "Skipped 10 batches" in logs.text
+    assert "skipping 10 batches" in logs.text
 
 
 def early_stopped(directory, when, patience=2, total=40, stop=None):

@@ -133,8 +133,7 @@ def check_saving(checked: Checked, course: Course, size: int, data: TrainData, h
         here.warn(f"Two CheckpointActions save to {directory}, but a step is saved once. Join their schedules with |.")
     if savers and spec is not None and spec.restore_data and data.source is not None:
         with here.at("the train data"):
-            several_passes = (experiment.spec.epochs or 1) > 1
-            warning = data.source.resume_warning(several_passes=several_passes) or prove(experiment.spec.data)
+            warning = data.source.resume_warning() or prove(experiment.spec.data)
             if warning:
                 here.at("the train data").warn(warning)
     for number, action in enumerate(savers, start=1):

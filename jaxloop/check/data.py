@@ -56,7 +56,7 @@ def open_train_data(checked: Checked, found: Findings) -> TrainData:
         return opened
     with found.at("the train data"):
         source = checked.sources.open(dataset)
-        if experiment.spec.epochs is not None:
+        if experiment.spec.epochs is not None and not experiment.spec.has_iterator:
             source.begin_pass(0)
         opened = TrainData(source)
         try:

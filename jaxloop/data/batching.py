@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,72 +48,69 @@ def batched(
       TypeError: If the examples can't be read by index, or if another argument has the wrong type.
       ValueError: If there are no examples or too few for a batch, or if `size` is not positive.
     """
-    source = _Source(rows, seed, collate)
     checks.check_positive("batched(..., size)", size)
     checks.check_positive("batched(..., num_epochs)", num_epochs, optional=True)
-    if drop_remainder and size > source.length * (num_epochs or 1):
+    length, take = _stream(rows, seed, collate)
+    if drop_remainder and size > length * (num_epochs or 1):
         raise ValueError(
-            f"batched(..., drop_remainder=True) leaves no batch: there are {source.length} examples, and size={size}."
+            f"batched(..., drop_remainder=True) leaves no batch: there are {length} examples, and size={size}."
         )
-    return _batches(source, int(size), drop_remainder, num_epochs)
+    return _batches(take, length, int(size), drop_remainder, num_epochs)
 
 
 def _batches(
-    source: "_Source", size: int, drop_remainder: bool, num_epochs: int | None, number_of_pass: int = 0
+    take: "_Take", length: int, size: int, drop_remainder: bool, num_epochs: int | None, number_of_pass: int = 0
 ) -> IndexedBatches:
     """Returns the batches of a pass: `num_epochs` epochs, after those of the earlier passes."""
-    make_pass = functools.partial(_batches, source, size, drop_remainder, num_epochs or 1)
+    make_pass = functools.partial(_batches, take, length, size, drop_remainder, num_epochs or 1)
     if num_epochs is None:
-        endless = lambda number: source.take(np.arange(number * size, (number + 1) * size))
+        endless = lambda number: take(np.arange(number * size, (number + 1) * size))
         return IndexedBatches(endless, None, ((size, 0),), make_pass)
-    total = num_epochs * source.length
+    total = num_epochs * length
     offset = number_of_pass * total
     num_batches = total // size if drop_remainder else -(-total // size)
 
     def make_batch(number: int) -> types.Batch:
-        return source.take(offset + np.arange(number * size, min((number + 1) * size, total)))
+        return take(offset + np.arange(number * size, min((number + 1) * size, total)))
 
     last = num_batches - 1  # It may be short.
     firsts = {min(total - last * size, size): last, **({size: 0} if last else {})}
     return IndexedBatches(make_batch, num_batches, tuple(sorted(firsts.items())), make_pass)
 
 
-# The sources -----------------------------------------------------------------------------------------------
+# The examples ----------------------------------------------------------------------------------------------
+
+_Take = Callable[[np.ndarray], types.Batch]
+"""A function that returns the examples at some places, as a batch."""
+_Collate = Callable[[list[Any]], types.Batch]
 
 
-@final
-class _Source:
-    """The endless stream of a source's examples, epoch after epoch. See `batched` for the arguments."""
+def _stream(rows: Any, seed: int | None, collate: _Collate | None) -> tuple[int, _Take]:
+    """Returns the number of examples, and a function that takes them from an endless stream, epoch after epoch."""
+    length, take = _access(rows, collate)
+    if length == 0:
+        raise ValueError("batched(rows) has no examples.")
+    if seed is None:
+        return length, lambda places: take(places % length)
+    check_int("batched(..., seed)", seed, "or None")
+    if is_endless(rows):
+        raise ValueError("batched(rows, seed=...) needs rows that end. Don't repeat them: epochs follow each other.")
 
-    def __init__(self, rows: Any, seed: int | None, collate: Callable[[list[Any]], types.Batch] | None):
-        if seed is not None:
-            check_int("batched(..., seed)", seed, "or None")
-        self.length, self._take = _access(rows, collate)
-        if self.length == 0:
-            raise ValueError("batched(rows) has no examples.")
-        if seed is not None and is_endless(rows):
-            raise ValueError(
-                "batched(rows, seed=...) needs rows that end. Don't repeat them: epochs follow each other."
-            )
-        # Two epochs, because a batch may contain examples of both.
-        self._order = None if seed is None else functools.lru_cache(maxsize=2)(self._shuffled(int(seed)))
+    @functools.lru_cache(maxsize=2)  # A batch may contain examples of two epochs.
+    def order(epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed, 0, epoch]).permutation(length)
 
-    def _shuffled(self, seed: int) -> Callable[[int], np.ndarray]:
-        return lambda epoch: np.random.default_rng([seed, 0, epoch]).permutation(self.length)
+    def take_shuffled(places: np.ndarray) -> types.Batch:
+        epochs, indices = np.divmod(places, length)
+        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+            chosen = epochs == epoch
+            indices[chosen] = order(epoch)[indices[chosen]]
+        return take(indices)
 
-    def take(self, places: np.ndarray) -> types.Batch:
-        """Returns the examples at these places in the stream, as a batch."""
-        epochs, rows = np.divmod(places, self.length)
-        if self._order is not None:
-            for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
-                chosen = epochs == epoch
-                rows[chosen] = self._order(epoch)[rows[chosen]]
-        return self._take(rows)
+    return length, take_shuffled
 
 
-def _access(
-    rows: Any, collate: Callable[[list[Any]], types.Batch] | None
-) -> tuple[int, Callable[[np.ndarray], types.Batch]]:
+def _access(rows: Any, collate: _Collate | None) -> tuple[int, _Take]:
     """Returns the number of examples, and a function that reads several examples as a batch."""
     is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype") and len(leaf.shape) > 0
     if isinstance(rows, dict | tuple) or is_array(rows):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import jax
@@ -11,35 +11,8 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.data.position import PositionedIterator, with_options
-from jaxloop.data.sources import IndexedBatches, Wrapper, check_int, is_function, library, num_batches, pass_of, stages
-
-_NUMPY_ALONE = {np.ndarray}
-
-
-def numpy_batch(batch: types.Batch) -> types.Batch:
-    """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays. Other values are left unchanged.
-
-    A bfloat16 tensor becomes a bfloat16 array. This function doesn't import TensorFlow or PyTorch.
-
-    >>> numpy_batch({"name": "a", "x": np.zeros(3)})
-    {'name': 'a', 'x': array([0., 0., 0.])}
-    """
-    leaves = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else ()
-    if {*map(type, leaves)} == _NUMPY_ALONE:
-        return batch
-    return jax.tree.map(_numpy_leaf, batch)
-
-
-def _numpy_leaf(leaf: Any) -> Any:
-    match library(leaf):
-        case "tensorflow" if hasattr(leaf, "numpy"):
-            return leaf.numpy()
-        case "torch":
-            leaf = leaf.detach().cpu()
-            if str(leaf.dtype) == "torch.bfloat16":  # NumPy has no bfloat16, and torch doesn't support JAX's.
-                return leaf.float().numpy().astype(jax.numpy.bfloat16)
-            return leaf.numpy()
-    return leaf
+from jaxloop.data.sources import IndexedBatches, Wrapper, check_int, is_function, pass_of, stages
+from jaxloop.data.tensors import library
 
 
 def batches(data: Any) -> PositionedIterator:
@@ -60,11 +33,7 @@ def batches(data: Any) -> PositionedIterator:
       TypeError: If the argument is a single batch, or isn't iterable.
     """
     data = data() if is_function(data) else data
-    return PositionedIterator(data, _iterate).converted_by(numpy_batch)
-
-
-def _iterate(data: Any) -> Iterator[types.Batch]:
-    return data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else iter(data)
+    return PositionedIterator(data, to_numpy=True)
 
 
 @final
@@ -88,10 +57,6 @@ class Passes(Wrapper):
     def __iter__(self) -> PositionedIterator:
         ahead, self._next_pass = self._next_pass, None
         return batches(self.inner) if ahead is None else ahead
-
-    def __length_hint__(self) -> int:
-        found = num_batches(self.inner)
-        return NotImplemented if found is None else found
 
     def first(self) -> types.Batch:
         """Returns the first batch of the next epoch without consuming it.
@@ -124,7 +89,7 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
     Raises:
       ValueError: If the dataset has no batches.
     """
-    ahead = PositionedIterator(iterator).converted_by(numpy_batch)
+    ahead = PositionedIterator(iterator, to_numpy=True)
     try:
         return ahead.peek(), ahead
     except StopIteration:
@@ -147,9 +112,8 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
 
     If the dataset raises an error, the iterator raises the same error in place of the batch. The thread stops at the
     end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A checkpoint
-    stores the position after the last batch that was returned. For a tf.data dataset, use its own `.prefetch` instead.
-    With this function, a checkpoint can only store an earlier position in such a dataset, and the number of batches
-    that a resumed run must reread from there.
+    stores the position after the last batch that was returned. For a tf.data dataset, use its own `.prefetch` instead:
+    with this function, a resumed run reads all earlier batches of the epoch again.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]

@@ -31,15 +31,10 @@ class ReadAhead(Iterator[Any]):
         self.close: weakref.finalize[..., Any] = weakref.finalize(self, _close, self._thread, *shared)
         """Ends the iterator and the thread. Waits up to a second for the thread to finish the item that it reads."""
 
-    @property
-    def has_begun(self) -> bool:
-        """True if the thread has started and owns the source."""
-        return self._thread.ident is not None
-
     def __next__(self) -> Any:
         if self._is_closed.is_set():
             raise StopIteration
-        if not self.has_begun:
+        if self._thread.ident is None:
             self._thread.start()
         item, error = self._reads.get()
         if error is not None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxloop import types
 from jaxloop.base import checks, encoding
+from jaxloop.data.tensors import library
 
 NUMBERS = ("torch", "sequence", "index", "skip")
 """The kinds of positions that are numbers of batches."""
@@ -30,18 +31,6 @@ _ENDLESS = 2**48
 """A dataset that reports at least this many batches counts as endless."""
 _ADDRESS = re.compile(rb" at 0x[0-9a-f]+")
 _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
-
-
-def library(value: Any) -> str | None:
-    """Returns "tensorflow" or "torch" if a value's class or one of its base classes is from that library, else None.
-
-    >>> library(np.ones(2)) is None
-    True
-    """
-    if isinstance(value, np.ndarray | np.generic | jax.Array | int | float):
-        return None
-    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
-    return next((name for name in ("tensorflow", "torch") if name in packages), None)
 
 
 def made_by(function: Callable[[int], Any], index: int) -> Any:
@@ -59,7 +48,7 @@ class Wrapper:
     """The base class of jaxloop's datasets and iterators that read their batches from another one.
 
     Hooks:
-      is_endless: True if the dataset is known to be endless.
+      __length_hint__: Returns the number of batches that are left; `NotImplemented` if it is unknown.
 
     Attributes:
       inner: The dataset or iterator from which the batches are read.
@@ -67,19 +56,18 @@ class Wrapper:
 
     inner: Any
 
-    @property
-    def is_endless(self) -> bool:
-        """True if the dataset is known to be endless."""
-        return is_endless(self.inner)
+    def __length_hint__(self) -> int:
+        number = num_batches(self.inner)
+        return NotImplemented if number is None else number
 
 
 @final
 class IndexIterator(Wrapper, Iterator[types.Batch]):
     """An iterator over the batches of an `IndexedBatches`, in order."""
 
-    def __init__(self, dataset: "IndexedBatches"):
+    def __init__(self, dataset: "IndexedBatches", next_index: int = 0):
         self.inner: IndexedBatches = dataset
-        self.next_index: int = 0
+        self.next_index: int = next_index
 
     def __next__(self) -> types.Batch:
         if self.inner.num_batches is not None and self.next_index >= self.inner.num_batches:
@@ -87,11 +75,6 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
         batch = made_by(self.inner.make_batch, self.next_index)
         self.next_index += 1
         return batch
-
-    def go_to(self, index: int) -> "IndexIterator":
-        """Continues with the batch of this index. Returns the iterator itself."""
-        self.next_index = index
-        return self
 
     def __length_hint__(self) -> int:
         number = self.inner.num_batches
@@ -187,21 +170,20 @@ class Source:
       kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
       get: Returns the state of the iterator in encoded form; None if there is none to read.
       go_to: Restores a state that was saved, and returns the iterator to continue with.
-      start: The number of the next batch if positions are batch numbers; otherwise None.
+      start: The encoded state before the first batch; an int if the state is the number of the next batch. If None,
+        `get` returns it.
       problem: A message that explains why the state can't be saved and how to fix that; None if there is no problem.
-      is_requested: True if the prefetch thread must read the state after the next batch.
 
     Hooks:
-      read: Reads the position. Called after each batch if `is_cheap`; otherwise, whenever a checkpoint may be saved.
-      read_start: Reads the position before the first batch.
+      read: Reads the position. Called before the first batch; later, after each batch that is read ahead if `is_cheap`,
+        otherwise whenever a checkpoint may be saved.
     """
 
     kind: str
     get: Callable[[], Any] | None = None
     go_to: Callable[[Any], Any] = lambda state: None
-    start: int | None = None
+    start: Any = None
     problem: str | None = None
-    is_requested: bool = False
 
     @property
     def is_cheap(self) -> bool:
@@ -223,10 +205,6 @@ class Source:
             )
         return None
 
-    def read_start(self) -> Any:
-        """Returns the encoded state before the first batch; None if it is unknown."""
-        return self.read() if self.start is None else self.start
-
 
 class _TensorFlow(Source):
     """The position of a tf.data iterator, saved as a checkpoint of the iterator.
@@ -237,32 +215,29 @@ class _TensorFlow(Source):
     resets the generator to where it was at the start of the epoch. This would be wrong for a `repeat` after a shuffle.
     """
 
-    def __init__(self, dataset: Any, iterator: Any):
+    def __init__(self, iterator: Any):
         # A state may take megabytes, so it stays as bytes until it is stored.
         super().__init__("tf.data", lambda: {"dict": _save_tf(self._iterator)}, self._restore)
-        self._iterator, self._dataset, self._is_given = iterator, iterator._dataset, dataset is iterator
-        has_start = not self._is_given and not _repeats_a_shuffle(self._dataset)
-        self._start: Any = super().read() if has_start else None
+        self._iterator, self._dataset = iterator, iterator._dataset
+        self._start: Any = None if _repeats_a_shuffle(self._dataset) else super().read()
 
     def read(self) -> Any:
         state = super().read()
-        return state and {"dict": {"start": self._start, "now": state}}
+        return state and {"start": self._start, "now": state}
 
     def _restore(self, state: Any) -> Iterator[types.Batch]:
-        self._start, now = state["dict"]["start"], state["dict"]["now"]
-        if not self._is_given:  # TensorFlow can't restore some iterators after their first batch.
-            self._iterator = self._new_iterator()
-        _restore_tf(self._iterator, encoding.decode(now))
+        # TensorFlow can't restore some iterators after their first batch.
+        self._start, self._iterator = state["start"], type(self._iterator)(self._dataset)
+        _restore_tf(self._iterator, encoding.decode(state["now"]))
         if self._start:
-            _restore_tf(self._new_iterator(), encoding.decode(self._start))
+            _restore_tf(type(self._iterator)(self._dataset), encoding.decode(self._start))
         return self._iterator
-
-    def _new_iterator(self) -> Any:
-        return type(self._iterator)(self._dataset)
 
 
 class _Torch(Source):
     """The position in a PyTorch loader, whose batches depend on the random state when the epoch starts.
+
+    If the loader has no state, a resumed run reads the epoch again from the start.
 
     Args:
       loader: The loader.
@@ -270,22 +245,14 @@ class _Torch(Source):
     """
 
     def __init__(self, loader: Any, start: Any):
+        has_state = _has(loader, "state_dict", "load_state_dict")
+        kind, get = ("state_dict", self._get) if has_state else ("torch", None)
+        super().__init__(kind, get, self._restart, start=_encode({"start": start}))
         self._loader, self._start = loader, start
-        self._has_state = _has(loader, "state_dict", "load_state_dict")
-        super().__init__("state_dict" if self._has_state else "torch", self._read_now, self._restart)
 
-    def read(self) -> Any:
-        # If the loader has no state, a resumed run reads the epoch again from the start.
-        return super().read() if self._has_state else None
-
-    def read_start(self) -> Any:
-        return super().read()
-
-    def _read_now(self) -> Any:
-        state = {"start": self._start}
-        if self._has_state:
-            state |= {"now": random_state(self._loader), "loader": self._loader.state_dict()}
-        return _encode(state)
+    def _get(self) -> Any:
+        now = {"now": random_state(self._loader), "loader": self._loader.state_dict()}
+        return _encode({"start": self._start, **now})
 
     def _restart(self, state: Any) -> Iterator[types.Batch]:
         state = _decode(state)
@@ -322,6 +289,7 @@ def is_endless(data: Any) -> bool:
     >>> is_endless(itertools.cycle([1])), is_endless([1])
     (True, False)
     """
+    data = _innermost(data)
     if isinstance(reported := getattr(data, "is_endless", None), bool):
         return reported
     if isinstance(data, itertools.cycle | itertools.count | itertools.repeat):
@@ -361,11 +329,11 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
     if isinstance(iterator, _SEQUENCE_ITERATORS):
         reduced: Any = iterator.__reduce__()
         _, (items,), *index = reduced  # An exhausted iterator has no index.
-        return Source("sequence", None, functools.partial(_iterator_at, items), (*index, 0)[0] or 0)
+        return Source("sequence", None, lambda index: itertools.islice(items, index, None), (*index, 0)[0] or 0)
     if isinstance(iterator, IndexIterator):
-        return Source("index", None, iterator.go_to, iterator.next_index)
+        return Source("index", None, functools.partial(IndexIterator, iterator.inner), iterator.next_index)
     if tensorflow and isinstance(iterator, (tensorflow.data.Iterator, tensorflow.data.NumpyIterator)):
-        return _TensorFlow(dataset, iterator)
+        return _TensorFlow(iterator)
     if _is_loader(dataset):
         return _Torch(dataset, start)
     if _has(iterator, "get_state", "set_state"):
@@ -381,12 +349,6 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
     give = "a list, a Grain dataset, a DataLoader, a tf.data.Dataset (not tfds.as_numpy)"
     remedy = f"Give {give}, or jaxloop.data.from_index(function), {OR_SKIPPABLE}."
     return Source("", problem=f"{name_of(dataset)} can't report its position. {remedy}")
-
-
-def _iterator_at(items: Any, index: int) -> Iterator[types.Batch]:
-    iterator: Any = iter(items)
-    iterator.__setstate__(index)
-    return iterator
 
 
 def _with_current_addresses(state: Any, now: Any) -> Any:
@@ -422,28 +384,9 @@ def stages(dataset: Any) -> Iterator[Any]:
         yield from stages(each)
 
 
-def doubt_of_order(dataset: Any, several_passes: bool) -> str | None:
-    """Explains why a tf.data pipeline may change its order after a resume; None if it is not known to."""
-    parts = list(stages(dataset))
-    shuffles = [each for each in parts if "Shuffle" in type(each).__name__ and hasattr(each, "_seed")]
-    is_repeated = several_passes or any("Repeat" in type(each).__name__ for each in parts)
-    has_seeds = all(int(each._seed) or int(each._seed2) for each in shuffles)
-    changing = [each for each in shuffles if getattr(each, "_reshuffle_each_iteration", None) is not False]
-    is_mixed = several_passes and bool(changing) and (len(changing) > 1 or _repeats_a_shuffle(dataset))
-    if (has_seeds or not is_repeated) and not is_mixed:
-        return None
-    return (
-        "A resumed run may read later epochs in another order, because this tf.data pipeline shuffles without a seed, "
-        "more than once, or before repeat or cache. Shuffle once, after them: dataset.shuffle(size, seed=...)."
-    )
-
-
-def _repeats_a_shuffle(dataset: Any, is_repeated: bool = False) -> bool:
-    kind = type(dataset).__name__
-    if "Shuffle" in kind:
-        return is_repeated
-    is_repeated |= "Repeat" in kind or "Cache" in kind
-    return any(_repeats_a_shuffle(each, is_repeated) for each in dataset._inputs())
+def _repeats_a_shuffle(dataset: Any) -> bool:
+    repeated = [each for each in stages(dataset) if re.search("Repeat|Cache", type(each).__name__)]
+    return any("Shuffle" in type(part).__name__ for each in repeated for part in stages(each))
 
 
 # PyTorch's loaders -----------------------------------------------------------------------------------
@@ -453,29 +396,17 @@ def _is_loader(dataset: Any) -> bool:
     return library(dataset) == "torch" and hasattr(dataset, "batch_sampler")
 
 
-def _samplers(part: Any) -> Iterator[Any]:
-    """Yields a loader and all samplers in it, some of them twice."""
-    if part is not None:
-        yield part
-        yield from _samplers(getattr(part, "sampler", None))
-        yield from _samplers(getattr(part, "batch_sampler", None))
-
-
 def _random_states(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """Returns functions that get and set each random state on which the batches of a PyTorch loader may depend."""
-    torch = sys.modules["torch"]
-    found = [
+    torch, batches = sys.modules["torch"], loader.batch_sampler
+    parts = loader, loader.sampler, batches, getattr(batches, "sampler", None)
+    generators: list[Any] = [getattr(part, "generator", None) for part in parts]
+    return [
         (torch.get_rng_state, torch.set_rng_state),
         (np.random.get_state, np.random.set_state),
         (random.getstate, random.setstate),
+        *((each.get_state, each.set_state) for each in generators if _has(each, "get_state", "set_state")),
     ]
-    for part in _samplers(loader):
-        generator: Any = getattr(part, "generator", None)
-        if _has(generator, "get_state", "set_state"):
-            found.append((generator.get_state, generator.set_state))
-        if getattr(part, "epoch", None) is not None:
-            found.append((functools.partial(getattr, part, "epoch"), functools.partial(setattr, part, "epoch")))
-    return found
 
 
 def random_state(dataset: Any) -> Any:
@@ -572,8 +503,8 @@ def check_format(data: Any) -> None:
     """Raises a `TypeError` if `data` is a Hugging Face dataset in a format whose rows aren't arrays or tensors."""
     if not is_hugging_face(data):
         return
-    formatting = getattr(data, "_formatting", None)  # The format of an `IterableDataset`.
-    kind = data.format["type"] if hasattr(data, "format") else getattr(formatting, "format_type", None)
+    # An `IterableDataset` has no public format.
+    kind = data.format["type"] if hasattr(data, "format") else data._formatting and data._formatting.format_type
     if kind not in ("numpy", "jax", "torch", "tensorflow", "custom"):
         raise TypeError(
             f"A Hugging Face {type(data).__name__} in the {kind or 'python'} format does not yield batches of arrays. "

@@ -1,6 +1,5 @@
 """The training data of a run: its epochs, its positions, and the batches that it leaves out."""
 
-import bisect
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -12,7 +11,7 @@ from absl import logging
 from jaxloop import types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks
-from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_of
+from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_before
 from jaxloop.data.sources import num_batches
 from jaxloop.engine.engine import Engine
 from jaxloop.experiment.evaluations import Evaluation
@@ -59,7 +58,7 @@ class TrainingData:
     Attributes:
       left_out: The argument of the same name.
       source: The iterator over the current epoch; None between two epochs.
-      consumed: The number of batches that `source` had returned by the end of the last completed step.
+      consumed: The number of the batch in `source` that the last completed step used; 0 if no step has used one.
     """
 
     def __init__(
@@ -107,12 +106,12 @@ class TrainingData:
 
     def _source_of_epoch(self) -> PositionedIterator:
         source = self._sources.open(self._spec.data)
-        if self._spec.epochs is not None:
+        if self._spec.epochs is not None and not self._spec.has_iterator:
             source.begin_pass(self._sources.passes)
         return source
 
     def _warn_of_inexact_resume(self, source: PositionedIterator) -> None:
-        if warning := source.resume_warning(several_passes=(self._spec.epochs or 1) > 1):
+        if warning := source.resume_warning():
             logging.warning("%s", warning)
         for name, (each, _) in self._evals.items():
             if warning := each.resume_warning():
@@ -120,7 +119,8 @@ class TrainingData:
 
     def note_consumed(self, ahead: int) -> None:
         """Notes that all batches of `source` so far have been used, except for the last `ahead` ones."""
-        self.consumed = 0 if self.source is None else self.source.count - ahead
+        source = self.source
+        self.consumed = 0 if source is None else number_before(source.count, ahead, source.left_out)
 
     def mark(self, *, if_cheap: bool = False) -> None:
         """Marks the position in the data, before a batch is read ahead."""
@@ -138,12 +138,12 @@ class TrainingData:
           saves: Whether the run saves checkpoints.
         """
         spec, ended = self._spec, self.source
-        if self._engine.job.any_stops(ended is not None and ended.num_read == 0):
+        if self._engine.job.any_stops(ended is not None and ended.count == 0):
             raise checks.empty_dataset(spec.train_dataset)
         if spec.epochs is None:
             return False
         self._sources.passes += 1
-        self.left_out.epoch_start += 0 if ended is None else ended.num_read
+        self.left_out.epoch_start += 0 if ended is None else ended.count
         self.source = None
         if spec.has_iterator:
             return False
@@ -154,8 +154,9 @@ class TrainingData:
             self.source = self._source_of_epoch()
             self.left_out.apply_to(self.source)
             if saves and not (self.has_ended_all_epochs or self._engine.job.is_shared):
-                with self._engine.run.stopwatch.counting("data"):
-                    self.source.read_ahead()  # A checkpoint of this step tells which batch comes next.
+                # A checkpoint of this step tells which batch comes next. If there is an error, the next read raises it.
+                with self._engine.run.stopwatch.counting("data"), contextlib.suppress(Exception):
+                    self.source.peek()
         self.note_consumed(0)
         return not self.has_ended_all_epochs
 
@@ -179,7 +180,7 @@ class TrainingData:
         left = None if source is None else num_batches(source)
         if source is None or left is None:
             return None
-        return left + (batches_before if self._spec.epochs is None else source.num_read)
+        return left + (batches_before if self._spec.epochs is None else source.count)
 
     # Leaving batches out ---------------------------------------------------------------------------------
 
@@ -188,7 +189,8 @@ class TrainingData:
 
         Returns 0 if there is no such batch.
         """
-        return self.left_out.number_at(self.consumed, self.source, before=before)
+        left_out = self.left_out
+        return number_before(left_out.epoch_start + self.consumed, before, left_out.numbers)
 
     def turn_back(self, turn: types.TurnBack, updates: int) -> None:
         """Plans to leave out the batches of some steps. `updates` is the number of updates per batch.
@@ -252,13 +254,13 @@ def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: 
         return
     if is_own:
         return source.seek(position, raises=raises)
-    if source.kind == "unknown" or source.count > position.count:
-        problem = f"is unknown. {source.problem}" if source.kind == "unknown" else "is past it. Give unread data."
+    if source.kind == "unknown":
         raise PositionUnknownError(
             f"The position after {position.count} batches was saved by a different number of processes, and that of "
-            f"{source!r} {problem}"
+            f"{source!r} is unknown. {source.problem}"
         )
-    source.skip(position.count - source.count)
+    source = PositionedIterator(source, skippable=True)
+    source.seek(DatasetPosition("skip", position.count, None, position.count), raises=raises)
 
 
 def position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
@@ -278,7 +280,7 @@ def check_not_empty(source: PositionedIterator | None, dataset: Any, loop: Actio
         with loop.engine.run.stopwatch.counting("data"):
             source.peek()
     except StopIteration:
-        if not source.num_read:
+        if not source.count:
             raise checks.empty_dataset(dataset) from None
     except Exception as error:
         if not job.requests.supersedes(error):
@@ -295,8 +297,6 @@ class LeftOut:
     >>> left_out.apply_to(epoch)
     >>> list(epoch)
     ['a', 'b', 'd']
-    >>> left_out.number_at(2, epoch), left_out.number_at(3, epoch)
-    (2, 4)
 
     Args:
       given: The batch numbers that were passed to the `OuterLoop` as `skip`.
@@ -319,18 +319,7 @@ class LeftOut:
     def apply_to(self, source: PositionedIterator | None) -> None:
         """Makes the iterator over the current epoch skip these batches."""
         if source is not None:
-            source.leave_out([number - self.epoch_start for number in self.numbers if number > self.epoch_start])
-
-    def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
-        """Returns the number of the `count`-th batch returned in this epoch, or of the batch `before` batches earlier.
-
-        Args:
-          count: The batch's position among the batches returned in the current epoch, starting at 1.
-          source: The iterator over the current epoch; None between epochs.
-          before: How many batches to go back from the `count`-th one.
-        """
-        earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
-        return number_of(earlier + (0 if source is None else count) - before, self.numbers)
+            source.left_out = {number - self.epoch_start for number in self.numbers if number > self.epoch_start}
 
     def record_detours(self, now: Elapsed, history: History) -> None:
         """Adds a history row for each detour that began after the checkpoint from which the run resumed."""
