@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxloop import data
+from jaxloop.data.fingerprint import fingerprint
 
 BATCHES = [{"x": np.full((2, 3), number, np.float32), "y": np.arange(2)} for number in range(3)]
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -66,6 +67,12 @@ def test_bfloat16_tensors_keep_their_dtype():
     assert converted.dtype == jnp.bfloat16 and converted.tolist() == [1, 1, 1]
 
 
+def test_a_tensor_has_the_fingerprint_of_its_array():
+    assert fingerprint({"x": Tensor(np.ones(3))}) == fingerprint({"x": np.ones(3)})
+    halves = Tensor(np.ones(3, np.float32), "torch.bfloat16")
+    assert fingerprint(halves) == fingerprint(np.ones(3, jnp.bfloat16))
+
+
 def test_other_leaves_are_unchanged():
     batch = {"device": jnp.ones(2), "host": np.ones(2), "number": 1.5, "object": object(), "set": {1}}
     converted = data.numpy_batch(batch)
@@ -97,7 +104,7 @@ def test_batches_accepts_any_iterable(make):
 
 
 def test_function_that_returns_a_function_raises():
-    with pytest.raises(TypeError, match="an iterable of batches, got function. Give an iterable"):
+    with pytest.raises(TypeError, match="an iterable of batches, got function. .*write jaxloop.skippable"):
         data.batches(lambda: lambda: BATCHES)
 
 
@@ -156,17 +163,17 @@ def test_batches_save_and_restore_their_position():
     [
         (
             BATCHES[0],
-            r"got dict\. For whole arrays, write jaxloop\.data\.batched\(arrays, 64, seed=0\).*write \[batch\]",
+            r"got dict\. .*write \[batch\].* For whole arrays, write jaxloop\.data\.batched\(arrays, 64, seed=0\)",
         ),
         (np.ones([8, 3]), r"got float64\[8, 3\].*write \[batch\]"),
         (jnp.ones(3), r"got float32\[3\].*write \[batch\]"),
         (Tensor(np.ones(3)), r"write \[batch\]"),
         ((np.ones([8, 3]), np.ones(8)), r"got a tuple of arrays, \(float64\[8, 3\], float64\[8\]\).*write \[batch\]"),
         (Pair(np.ones(2), Tensor(np.ones(2))), "got a Pair of arrays"),
-        ("/data/train", "got str. Give an iterable"),
-        (None, "got NoneType. Give an iterable"),
-        (3, "got int. Give an iterable"),
-        (lambda: None, "got NoneType. Give an iterable"),
+        ("/data/train", "got str. For a single batch"),
+        (None, "got NoneType. For a single batch"),
+        (3, "got int. For a single batch"),
+        (lambda: None, "got NoneType. For a single batch"),
         (lambda: BATCHES[0], r"got dict.*write \[batch\]"),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxloop import types
 from jaxloop.base import checks
+from jaxloop.data.tensors import numpy_batch
 
 END: dict[str, Any] = {"rows": None, "leaves": {}}
 """The fingerprint that stands for the end of the data."""
@@ -18,7 +19,7 @@ def fingerprint(batch: types.Batch) -> dict[str, Any]:
     >>> fingerprint({"x": np.zeros([2, 3], np.float32)})
     {'rows': 2, 'leaves': {"batch['x']": 'float32[2, 3], checksum a3c1ca20'}}
     """
-    leaves = {name: _describe(leaf) for name, leaf in checks.batch_leaves(batch).items()}
+    leaves = {name: _describe(leaf) for name, leaf in checks.batch_leaves(numpy_batch(batch)).items()}
     return {"rows": checks.num_examples(batch), "leaves": leaves}
 
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, final
 
@@ -15,11 +13,10 @@ from absl import logging
 from jaxloop import types
 from jaxloop.base import checks, encoding
 from jaxloop.data.fingerprint import END, fingerprint
-from jaxloop.data.read_ahead import ReadAhead
+from jaxloop.data.reader import Reader
 from jaxloop.data.sources import (
     NUMBERS,
     OR_SKIPPABLE,
-    Source,
     Wrapper,
     check_is_dataset,
     is_function,
@@ -32,8 +29,6 @@ from jaxloop.data.sources import (
 )
 from jaxloop.data.tensors import numpy_batch
 
-# The number of marks to keep. A consumer that reads ahead asks for a position at most a few marks back.
-_MAX_MARKS = 16
 # The maximum length in bytes of a byte string that stays in the JSON rather than being stored as an array.
 _MAX_INLINE = 1024
 _ARRAY_KEY = "jaxloop/beside"
@@ -115,57 +110,6 @@ class DatasetPosition:
             ) from error
 
 
-class _Reader:
-    """Reads the batches of a source from a known position on, perhaps in a thread, and marks states on the way.
-
-    Args:
-      source: The source.
-      iterator: An iterator that has returned `count` batches of the source.
-      count: The number of batches before this point.
-      state: The state of the source at this point.
-      prefetch: The number of batches that a thread reads ahead; 0 for no thread.
-
-    Attributes:
-      source, prefetch: The arguments of the same names.
-      batches: The iterator to read from.
-      marks: The latest known states, each with the number of batches before it.
-      has_ended: True if the iterator has ended.
-    """
-
-    def __init__(self, source: Source, iterator: Iterator[types.Batch], count: int, state: Any, prefetch: int):
-        self.source, self.prefetch, self.has_ended = source, prefetch, False
-        self.marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS + prefetch)
-        # Unlike `map`, this doesn't call `iter(iterator)`, which might start over.
-        self.batches: Iterator[types.Batch] = itertools.starmap(iterator.__next__, itertools.repeat(()))
-        if prefetch:
-            # The thread must not refer to this object: a reference cycle would keep the thread alive for too long.
-            marked = map(functools.partial(_marked, source, self.marks), self.batches, itertools.count(count + 1))
-            self.batches = ReadAhead(marked, prefetch)
-
-    def mark(self, count: int) -> None:
-        """Marks the state after `count` batches, which are all that were read. A thread that reads does this itself."""
-        if count > self.marks[-1][0] and not self.prefetch:
-            _mark(self.source, self.marks, count)
-
-    def close(self) -> None:
-        """Stops the thread, if there is one. Doing so ends the iterator."""
-        if isinstance(self.batches, ReadAhead):
-            self.batches.close()
-
-
-def _mark(source: Source, marks: deque[tuple[int, Any]], count: int) -> None:
-    state = source.read()
-    if state is not None:
-        marks.append((count, state))
-
-
-def _marked(source: Source, marks: deque[tuple[int, Any]], batch: types.Batch, count: int) -> types.Batch:
-    """Returns the batch, and marks the state after it if that is cheap. The prefetch thread calls this."""
-    if source.is_cheap:
-        _mark(source, marks, count)
-    return batch
-
-
 @final
 class PositionedIterator(Wrapper, Iterator[types.Batch]):
     """A batch iterator that tracks the position after the last batch it returned, even if it reads ahead.
@@ -217,45 +161,30 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             return self
         self, reader = iterator, iterator._reader  # Two iterators would have two positions.
         self._skippable |= skippable
-        if to_numpy:
-            self._to_numpy, self._peeked = True, list(map(numpy_batch, self._peeked))
-        if prefetch and (self.count or self._peeked or reader.prefetch):
-            raise ValueError(
-                f"prefetch={prefetch} needs data from which no batch was read or prefetched yet, got {self!r}. "
-                "Give the dataset itself."
-            )
+        self._to_numpy |= to_numpy
         if prefetch:
-            self._begin(_Reader(reader.source, reader.batches, *reader.marks[-1], prefetch))
+            if self.count or reader.peeked or reader.prefetch:
+                raise ValueError(
+                    f"prefetch={prefetch} needs data from which no batch was read or prefetched yet, got {self!r}. "
+                    "Give the dataset itself."
+                )
+            self._reader = Reader(reader.source, reader.batches, *reader.marks[-1], prefetch)
         return self
 
     def _open(self, iterator: Iterator[types.Batch], start: Any, prefetch: int) -> None:
         """Begins with a new iterator over the dataset. `start` is the dataset's random state before it was created."""
         source = source_of(self.inner, iterator, start)
-        self._length = num_batches(self.inner)
         state = source.read() if source.start is None else source.start
-        self._begin(_Reader(source, iterator, 0, state, prefetch))
-
-    def _begin(self, reader: _Reader) -> None:
-        self._reader, self.count = reader, reader.marks[-1][0]
+        self._reader, self._length = Reader(source, iterator, 0, state, prefetch), num_batches(self.inner)
+        self.count: int = 0
         self.left_out: Collection[int] = ()
-        self._peeked: list[types.Batch] = []  # At most one batch.
-        self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches returned.
 
     def __next__(self) -> types.Batch:
         while True:
-            batch = self._peeked.pop() if self._peeked else self._read()
+            batch = self._reader.read()
             self.count += 1
-            self._recent.append(batch)
             if self.count not in self.left_out:
-                return batch
-
-    def _read(self) -> types.Batch:
-        try:
-            batch = next(self._reader.batches)
-        except StopIteration:
-            self._reader.has_ended = True
-            raise
-        return numpy_batch(batch) if self._to_numpy else batch
+                return numpy_batch(batch) if self._to_numpy else batch
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self.inner)}, after {self.count} batches)"
@@ -302,15 +231,9 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         Raises:
           StopIteration: If there are no more batches.
         """
-        if not self._peeked:
-            self.mark()
-            try:
-                self._peeked.append(self._read())
-            except Exception as error:  # After an error, a generator, for example, would just end.
-                if not self._reader.has_ended:
-                    self._reader.batches = itertools.chain(map(_raise, [error]), self._reader.batches)
-                raise
-        return self._peeked[0]
+        self.mark()
+        batch = self._reader.peek()
+        return numpy_batch(batch) if self._to_numpy else batch
 
     def close(self) -> None:
         """Stops the prefetch thread, if there is one. Doing so ends the iterator."""
@@ -328,7 +251,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         Args:
           if_cheap: If True, the state is stored only if doing so takes no more than a few microseconds.
         """
-        if not self._peeked and (self._reader.source.is_cheap or not if_cheap):
+        if self._reader.source.is_cheap or not if_cheap:
             self._reader.mark(self.count)
 
     def position(self, count: int | None = None) -> DatasetPosition:
@@ -353,18 +276,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             kind, state, skip = "skip" if self._skippable else "unknown", None, count
         elif isinstance(source.start, int):
             state, skip = state + skip, 0
-        return DatasetPosition(kind, count, state, skip, self._next_fingerprint(count))
-
-    def _next_fingerprint(self, count: int) -> dict[str, Any] | None:
-        """Returns the fingerprint of the batch after the first `count`; None if that batch hasn't been read."""
-        recent = [*self._recent, *self._peeked]
-        ahead = self.count + len(self._peeked) - count
-        if ahead == 0:
-            return END if self._reader.has_ended else None
-        if ahead <= len(recent):
-            return fingerprint(recent[-ahead])
-        self._recent = deque(self._recent, ahead)  # A job of several processes reads this far ahead.
-        return None
+        return DatasetPosition(kind, count, state, skip, self._reader.fingerprint(self.count - count))
 
     def seek(self, saved: DatasetPosition, *, raises: bool = False) -> None:
         """Moves to a position that was saved by an iterator over the same dataset, in this process or another one.
@@ -386,7 +298,8 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         if saved.state is not None:
             self.close()  # Stops the thread before the source is changed.
             marked = saved.count - saved.skip
-            self._begin(_Reader(source, source.go_to(saved.state), marked, saved.state, prefetch))
+            self._reader = Reader(source, source.go_to(saved.state), marked, saved.state, prefetch)
+            self.count = marked
         elif saved.count and not self._skippable:
             raise PositionUnknownError(
                 f"The position after {saved.count} batches of {name_of(self.inner)} can't be restored: "
@@ -394,7 +307,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             )
         elif self.count:
             self._restart()
-        self._skip_to(saved.count)
+        _skip_to(self, saved.count)
         if saved.next is not None:
             _compare_next(self, saved.next, raises)
 
@@ -409,18 +322,6 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         self.close()
         self._open(iterator, start, self._reader.prefetch)
 
-    def _skip_to(self, count: int) -> None:
-        if self.count < count:
-            logging.info("Reading and skipping %d batches of %s.", count - self.count, name_of(self.inner))
-        while self.count < count:
-            try:
-                next(self)
-            except StopIteration:
-                raise ValueError(
-                    f"The dataset, {name_of(self.inner)}, ended after {self.count} batches, before the position "
-                    f"after {count}. Build it as it was when the position was saved."
-                ) from None
-
 
 def _iterate(dataset: Any, to_numpy: bool) -> Iterator[types.Batch]:
     if to_numpy and hasattr(dataset, "as_numpy_iterator"):
@@ -428,8 +329,18 @@ def _iterate(dataset: Any, to_numpy: bool) -> Iterator[types.Batch]:
     return dataset if hasattr(dataset, "__next__") else iter(dataset)
 
 
-def _raise(error: Exception) -> types.Batch:
-    raise error
+def _skip_to(iterator: PositionedIterator, count: int) -> None:
+    """Reads and discards batches until `count` batches have been read."""
+    if iterator.count < count:
+        logging.info("Reading and skipping %d batches of %s.", count - iterator.count, name_of(iterator.inner))
+    while iterator.count < count:
+        try:
+            next(iterator)
+        except StopIteration:
+            raise ValueError(
+                f"The dataset, {name_of(iterator.inner)}, ended after {iterator.count} batches, before the position "
+                f"after {count}. Build it as it was when the position was saved."
+            ) from None
 
 
 def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises: bool) -> None:

@@ -456,11 +456,6 @@ def name_of(dataset: Any) -> str:
 
 # Checks ----------------------------------------------------------------------------------------------
 
-_REMEDY = (
-    "Give an iterable of batches: a list of dicts of arrays, a tf.data.Dataset, a DataLoader, or, for a function "
-    "without arguments that returns one, jaxloop.skippable(function)."
-)
-
 
 def check_int(name: str, value: Any, otherwise: str) -> None:
     """Raises an error unless `value` is a non-negative int. The message also mentions `otherwise`."""
@@ -494,9 +489,11 @@ def check_is_dataset(data: Any) -> None:
         what = checks.describe(data)
         if isinstance(data, tuple):
             what = f"a {what} of arrays, ({', '.join(map(checks.describe, data))})"
-        remedy = "For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a single batch, write [batch]."
-        remedy = remedy if is_batch else _REMEDY
-        raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {remedy}")
+        raise TypeError(
+            f"A dataset must be an iterator or an iterable of batches, got {what}. For a single batch, write [batch]. "
+            "For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a function without arguments that "
+            "returns a dataset, write jaxloop.skippable(function)."
+        )
 
 
 def check_format(data: Any) -> None:

@@ -1,0 +1,105 @@
+"""Reads the batches of one iterator, and keeps what is needed to save a position in it."""
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, final
+
+from jaxloop import types
+from jaxloop.data.fingerprint import END, fingerprint
+from jaxloop.data.read_ahead import ReadAhead
+from jaxloop.data.sources import Source
+
+# The number of marks to keep. A consumer that reads ahead asks for a position at most a few marks back.
+_MAX_MARKS = 16
+
+
+@final
+class Reader:
+    """Reads the batches of a source from a known position on, perhaps in a thread, and marks states on the way.
+
+    Args:
+      source: The source.
+      iterator: An iterator that has returned `count` batches of the source.
+      count: The number of batches before this point.
+      state: The state of the source at this point.
+      prefetch: The number of batches that a thread reads ahead; 0 for no thread.
+
+    Attributes:
+      source, prefetch: The arguments of the same names.
+      batches: The iterator from which the batches are read.
+      marks: The latest known states, each with the number of batches before it.
+      peeked: The batch that `peek` has read, if it is still to be returned.
+    """
+
+    def __init__(self, source: Source, iterator: Iterator[types.Batch], count: int, state: Any, prefetch: int):
+        self.source: Source = source
+        self.prefetch: int = prefetch
+        self.marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS + prefetch)
+        self.peeked: list[types.Batch] = []
+        self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches returned.
+        self._has_ended = False
+        # Unlike `map`, this doesn't call `iter(iterator)`, which might start over.
+        self.batches: Iterator[types.Batch] = itertools.starmap(iterator.__next__, itertools.repeat(()))
+        if prefetch:
+            # The thread must not refer to this object: a reference cycle would keep the thread alive for too long.
+            marked = map(functools.partial(_marked, source, self.marks), self.batches, itertools.count(count + 1))
+            self.batches = ReadAhead(marked, prefetch)
+
+    def read(self) -> types.Batch:
+        """Returns the next batch."""
+        try:
+            batch = self.peeked.pop() if self.peeked else next(self.batches)
+        except StopIteration:
+            self._has_ended = True
+            raise
+        self._recent.append(batch)
+        return batch
+
+    def peek(self) -> types.Batch:
+        """Returns the next batch without consuming it. If reading it fails, the next read raises the same error."""
+        if not self.peeked:
+            try:
+                self.peeked.append(next(self.batches))
+            except Exception as error:
+                self._has_ended = isinstance(error, StopIteration)
+                if not self._has_ended:  # A generator, for example, would just end at the next read.
+                    self.batches = itertools.chain(map(_raise, [error]), self.batches)
+                raise
+        return self.peeked[0]
+
+    def mark(self, count: int) -> None:
+        """Marks the state after `count` batches, which are all that were read. A thread that reads does this itself."""
+        is_at_source = not self.peeked and not self.prefetch  # The source has returned no later batch.
+        if count > self.marks[-1][0] and is_at_source and (state := self.source.read()) is not None:
+            self.marks.append((count, state))
+
+    def fingerprint(self, num_back: int) -> dict[str, Any] | None:
+        """Returns the fingerprint of the batch returned `num_back` batches ago, or of the next one if this is 0.
+
+        Returns None if the next batch hasn't been read. If an earlier batch hasn't been kept, returns None too, and
+        from then on keeps as many batches.
+        """
+        if num_back == 0:
+            return fingerprint(self.peeked[0]) if self.peeked else END if self._has_ended else None
+        if num_back <= len(self._recent):
+            return fingerprint(self._recent[-num_back])
+        self._recent = deque(self._recent, num_back)  # A job of several processes reads this far ahead.
+        return None
+
+    def close(self) -> None:
+        """Stops the thread, if there is one. Doing so ends the iterator."""
+        if isinstance(self.batches, ReadAhead):
+            self.batches.close()
+
+
+def _raise(error: Exception) -> types.Batch:
+    raise error
+
+
+def _marked(source: Source, marks: deque[tuple[int, Any]], batch: types.Batch, count: int) -> types.Batch:
+    """Returns the batch, and marks the state after it if that is cheap. The prefetch thread calls this."""
+    if source.is_cheap and (state := source.read()) is not None:
+        marks.append((count, state))
+    return batch
