@@ -208,6 +208,12 @@ def test_an_iterator_goes_to_another_pass():
         assert np.concatenate(rows_of(iterator)).tolist() == both[number]
 
 
+def test_an_epoch_of_an_iterator_is_what_is_left_of_it():
+    iterator = data.batches(data.batched(DATASET, 40, seed=0, num_epochs=1))
+    first = rows_of(iterator, 1)
+    assert sorted(np.concatenate([*first, *rows_of_epochs(iterator, 1)])) == [*range(ROWS)]
+
+
 def test_epochs_of_endless_data_raise():
     with pytest.raises(ValueError, match="train_epochs=3 needs a train_dataset that ends, got an IndexedBatches"):
         rows_of_epochs(data.from_index(shuffled().make_batch), 3)

@@ -383,8 +383,10 @@ def number_before(number: int, before: int, left_out: Collection[int]) -> int:
     Batches are numbered from 1. Those whose numbers are in `left_out` weren't used. Returns 0 if there is no such
     batch.
 
-    >>> [number_before(number, 0, [2, 3, 5]) for number in range(8)], number_before(7, 2, [2, 3, 5])
-    ([0, 1, 1, 1, 4, 4, 6, 7], 4)
+    >>> [number_before(number, 0, [2, 3, 5]) for number in range(8)]
+    [0, 1, 1, 1, 4, 4, 6, 7]
+    >>> [number_before(7, before, [2, 3, 5]) for before in range(5)]
+    [7, 6, 4, 1, 0]
     """
     while number > 0 and (before > 0 or number in left_out):
         before -= number not in left_out
