@@ -398,6 +398,14 @@ def numbers(directory, dataset, total_steps=None, **options):
     return [int(number) for number in outer_loop.history.collect("train.number")]
 
 
+def test_batches_are_left_out_after_an_epoch_that_an_iterator_gave(tmp_path, warnings_logged):
+    for dataset, epochs, skip in ((iter(Numbered(1, 5)), 1, [3]), (Numbered(1, 5), 2, [3, 7])):
+        train_loop = TrainLoop(Numbers(STEP.base_prng, STEP.model, STEP.optimizer, train=True))
+        outer_loop = OuterLoop(train_loop, workdir=tmp_path, skip=skip, log_interval=every(1))
+        outer_loop(jax.tree.map(jax.numpy.copy, STATE), dataset, train_epochs=epochs)
+    assert outer_loop.history.collect("train.number") == [1, 2, 4, 5, 1, 3, 4, 5] and warnings_logged() == []
+
+
 class Numbers(jaxloop.Step):
     """Reports the number of its batch."""
 

@@ -145,6 +145,7 @@ class TrainingData:
         self._sources.passes += 1
         self.left_out.epoch_start += 0 if ended is None else ended.count
         self.source = None
+        self.note_consumed(0)
         if spec.has_iterator:
             return False
         if ended is not None:
@@ -157,7 +158,6 @@ class TrainingData:
                 # A checkpoint of this step tells which batch comes next. If there is an error, the next read raises it.
                 with self._engine.run.stopwatch.counting("data"), contextlib.suppress(Exception):
                     self.source.peek()
-        self.note_consumed(0)
         return not self.has_ended_all_epochs
 
     def close(self) -> None:
