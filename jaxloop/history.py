@@ -357,15 +357,16 @@ class History:
         num_columns = min(len(curves), 4)
         num_lines = math.ceil(len(curves) / num_columns)
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
-        for index, (name, paths) in enumerate(curves.items()):
-            axes = figure.add_subplot(num_lines, num_columns, index + 1)
+        unit = "time (s)" if x == "time" else x
+        for number, (name, paths) in enumerate(curves.items(), 1):
+            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=unit, ylabel=name)
             labels = [path.removesuffix(_dotted(name)).removesuffix(".") for path in paths]
             for path, label in zip(paths, labels, strict=True):
                 xs, ys = self.collect(x, path)
-                axes.plot(xs, list(_smoothed(ys, smoothing)), label=label or name, marker=".")
+                axes.plot(xs, list(_smoothed(ys, smoothing)), label=label or name, marker="." if len(xs) < 50 else None)
             if any(labels):
                 axes.legend(frameon=False)
-            axes.set(xlabel="time (s)" if x == "time" else x, ylabel=name)
+            axes.grid(alpha=0.25)
         # IPython displays a Figure automatically only if pyplot was imported.
         figure._repr_png_ = functools.partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
         return figure

@@ -1395,6 +1395,23 @@ def test_two_checkpoints_resume_from_the_newest_step_and_complete_each_other(los
     assert checkpoints.all_steps(tmp_path / "often") == [3, 6, 9, 12]
 
 
+@pytest.mark.parametrize("end", ["stop", "callback"])
+def test_what_is_due_at_the_end_is_called_in_a_resumed_loop_that_has_nothing_left(end, tmp_path):
+    def run():
+        stops = lambda state, batch, elapsed, loop_state: vars(loop_state).update(stop_iteration=elapsed.steps == 5)
+        often, at_end = (jf.checkpoint(tmp_path / name, resume=True) for name in ("often", "end"))
+        tasks = {jf.every(1): [count, stops], jf.every(5): often, jf.last(): at_end}
+        at_the_end = []
+        note = lambda state, batch, elapsed: at_the_end.append(elapsed.is_last)
+        jf.loop(jnp.int32(0), BATCHES, tasks | {jf.on_end: note}, stop=5 if end == "stop" else None)
+        return at_the_end
+
+    assert run() == [True]
+    shutil.rmtree(tmp_path / "end" / "5")  # As if a kill had prevented this commit.
+    assert run() == [True]
+    assert checkpoints.all_steps(tmp_path / "end") == [5]
+
+
 def test_finished_loop_is_not_run_again(tmp_path, warnings_logged):
     tasks = lambda: {jf.every(1): count, jf.every(5): jf.checkpoint(tmp_path, resume=True)}
     assert jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)[2].steps == 10

@@ -213,12 +213,14 @@ class _Run:
         """Calls what is due at the start, and runs the steps."""
         loop_state, engine = self._loop_state, self._engine
         start, stop = loop_state.elapsed, engine.plan.stop
+        is_done = is_over(stop, start) or loop_state.stop_iteration
         if is_resumed or start.steps == 0:
-            engine.hold_now(None)
+            engine.hold_now(None, is_last=is_done)
+        loop_state.elapsed = engine.run.now
         if is_resumed and loop_state.stop_iteration:
             text = "Nothing is left to run: a callback stopped the loop at step %d. If it can, give it more patience."
             logging.warning(text, start.steps)
-        if is_over(stop, start) or loop_state.stop_iteration:
+        if is_done:
             return
         engine.loops(None, lambda: self._data.source, lambda: None)
         loop_state.elapsed = engine.run.now
