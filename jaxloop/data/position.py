@@ -180,8 +180,14 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         self.left_out: Collection[int] = ()
 
     def __next__(self) -> types.Batch:
+        reader = self._reader  # Each call of a function would slow down all steps.
         while True:
-            batch = self._reader.read()
+            try:
+                batch = reader.peeked.pop() if reader.peeked else next(reader.batches)
+            except StopIteration:
+                reader.has_ended = True
+                raise
+            reader.recent.append(batch)
             self.count += 1
             if self.count not in self.left_out:
                 return numpy_batch(batch) if self._to_numpy else batch
@@ -281,8 +287,8 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     def seek(self, saved: DatasetPosition, *, raises: bool = False) -> None:
         """Moves to a position that was saved by an iterator over the same dataset, in this process or another one.
 
-        If batches have to be skipped, logs how many. If it is known which batch came
-        next when the position was saved, compares it with the next batch.
+        If batches have to be skipped, logs how many. If it is known which batch came next when the position was saved,
+        compares it with the next batch.
 
         Args:
           saved: The position.

@@ -17,7 +17,7 @@ _MAX_MARKS = 16
 
 @final
 class Reader:
-    """Reads the batches of a source from a known position on, perhaps in a thread, and marks states on the way.
+    """The reading of a source from a known position on, perhaps in a thread, with the states marked on the way.
 
     Args:
       source: The source.
@@ -31,6 +31,8 @@ class Reader:
       batches: The iterator from which the batches are read.
       marks: The latest known states, each with the number of batches before it.
       peeked: The batch that `peek` has read, if it is still to be returned.
+      recent: The latest batches returned.
+      has_ended: True if there are no more batches.
     """
 
     def __init__(self, source: Source, iterator: Iterator[types.Batch], count: int, state: Any, prefetch: int):
@@ -38,8 +40,8 @@ class Reader:
         self.prefetch: int = prefetch
         self.marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS + prefetch)
         self.peeked: list[types.Batch] = []
-        self._recent: deque[types.Batch] = deque(maxlen=1)  # The latest batches returned.
-        self._has_ended = False
+        self.recent: deque[types.Batch] = deque(maxlen=1)
+        self.has_ended: bool = False
         # Unlike `map`, this doesn't call `iter(iterator)`, which might start over.
         self.batches: Iterator[types.Batch] = itertools.starmap(iterator.__next__, itertools.repeat(()))
         if prefetch:
@@ -47,24 +49,14 @@ class Reader:
             marked = map(functools.partial(_marked, source, self.marks), self.batches, itertools.count(count + 1))
             self.batches = ReadAhead(marked, prefetch)
 
-    def read(self) -> types.Batch:
-        """Returns the next batch."""
-        try:
-            batch = self.peeked.pop() if self.peeked else next(self.batches)
-        except StopIteration:
-            self._has_ended = True
-            raise
-        self._recent.append(batch)
-        return batch
-
     def peek(self) -> types.Batch:
         """Returns the next batch without consuming it. If reading it fails, the next read raises the same error."""
         if not self.peeked:
             try:
                 self.peeked.append(next(self.batches))
             except Exception as error:
-                self._has_ended = isinstance(error, StopIteration)
-                if not self._has_ended:  # A generator, for example, would just end at the next read.
+                self.has_ended = isinstance(error, StopIteration)
+                if not self.has_ended:  # A generator, for example, would just end at the next read.
                     self.batches = itertools.chain(map(_raise, [error]), self.batches)
                 raise
         return self.peeked[0]
@@ -82,10 +74,10 @@ class Reader:
         from then on keeps as many batches.
         """
         if num_back == 0:
-            return fingerprint(self.peeked[0]) if self.peeked else END if self._has_ended else None
-        if num_back <= len(self._recent):
-            return fingerprint(self._recent[-num_back])
-        self._recent = deque(self._recent, num_back)  # A job of several processes reads this far ahead.
+            return fingerprint(self.peeked[0]) if self.peeked else END if self.has_ended else None
+        if num_back <= len(self.recent):
+            return fingerprint(self.recent[-num_back])
+        self.recent = deque(self.recent, num_back)  # A job of several processes reads this far ahead.
         return None
 
     def close(self) -> None:
