@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -101,3 +103,58 @@ def test_max_steps_in_flight_must_be_a_positive_int(bad):
     for loop in (jaxloop.Loop, jaxloop.TrainLoop, jaxloop.EvalLoop):
         with pytest.raises((TypeError, ValueError), match="max_steps_in_flight must be a positive int or None"):
             loop(step, max_steps_in_flight=bad)
+
+
+# Calls ------------------------------------------------------------------------------------------------
+
+PACKAGE = str(pathlib.Path(jaxloop.__file__).parent)
+# Functions only in some versions of Python.
+COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
+
+
+@pytest.fixture
+def calls():
+    """Counts the calls of the package's functions between two marks: `calls(start)`, `calls(stop)`."""
+    counted, is_on = [], False
+
+    def profile(frame, event, arg):
+        code = frame.f_code
+        if is_on and event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
+            counted.append(code.co_qualname)
+
+    def switch(on):
+        nonlocal is_on
+        is_on = on
+        sys.setprofile(profile)
+        return len(counted)
+
+    yield switch
+    sys.setprofile(None)
+
+
+def marked(batches, marks, calls):
+    """Yields batches, and starts or stops counting when those with the given numbers are read."""
+    for number, batch in enumerate(itertools.cycle(batches)):
+        if number in marks:
+            marks[number] = calls(marks[number])
+        yield batch
+
+
+def test_64_batches_with_nothing_due_take_few_calls(calls):
+    step, state, batches = examples.tiny_regression()
+    marks = {640: True, 704: False}
+    run = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=every(steps=1000))
+    run(state, marked(batches, marks, calls), 900)
+    assert 64 * 4 < marks[704] <= 430, marks
+
+
+def test_a_batch_with_a_row_and_an_action_takes_few_calls(calls):
+    class Look(jaxloop.Action):
+        def __call__(self, state, outputs, **kwargs):
+            assert len(outputs["loss"]) == 1
+
+    step, state, batches = examples.tiny_regression()
+    marks = {30: True, 31: False}
+    run = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[Look(every(steps=1))]), log_interval=every(steps=1))
+    run(state, marked(batches, marks, calls), 40)
+    assert 20 < marks[31] <= 165, marks
