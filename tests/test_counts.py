@@ -148,6 +148,18 @@ def test_64_batches_with_nothing_due_take_few_calls(calls):
     assert 64 * 4 < marks[704] <= 430, marks
 
 
+def test_a_batch_that_a_loss_step_need_not_pad_takes_few_calls(calls):
+    example, _, batches = examples.tiny_regression()
+    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2)[:, 0]
+    step = jaxloop.LossStep(
+        example.base_prng, example.model, example.optimizer, train=True, loss=loss, inputs="x", batch_size=8
+    )
+    marks = {640: True, 704: False}
+    run = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=every(steps=1000))
+    run(step.initialize_model([1, 3]), marked(batches, marks, calls), 900)
+    assert 64 * 4 < marks[704] <= 2350, marks
+
+
 def test_a_batch_with_a_row_and_an_action_takes_few_calls(calls):
     class Look(jaxloop.Action):
         def __call__(self, state, outputs, **kwargs):

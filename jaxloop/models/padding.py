@@ -56,22 +56,23 @@ class PaddingRunner(Runner):
 
     @functools.cached_property
     def _always_reads_state(self) -> bool:
-        step = self.step
-        pads = not step.train or step._batch_size or step._accumulate > 1 or step.partitioner.local_shards > 1
-        return bool(pads) or any(checks.is_user_defined(step, name) for name in ("preprocess_batch", "begin"))
+        hooks = ("preprocess_batch", "begin")
+        return not self.step.train or any(checks.is_user_defined(self.step, name) for name in hooks)
 
     def begin_reads_state(self, batch: types.Batch) -> bool:
         # `pad` reads the state only to pad a batch, or if rows are masked.
-        return self._always_reads_state or mask_of(batch) is not None
+        if self._always_reads_state or mask_of(batch) is not None:
+            return True
+        rows = checks.num_examples(batch)
+        return rows is not None and self._padded_size(rows) != rows
 
     def filler(self) -> Callable[[int], None] | None:
         return self._fill_to if not self.step.train or self.step._batch_size else None
 
     def _fill_to(self, rows: int) -> None:
-        batch_size = self.step._batch_size
         if not self.step.train:
             self.eval_rows = max(rows, self.eval_rows or rows)
-        elif rows > batch_size:
+        elif rows > self.step._batch_size:
             raise ValueError(
                 f"A batch has {rows} rows, and other batches have fewer. Give batch_size={rows} to {self.step!r}."
             )
@@ -136,8 +137,11 @@ class PaddingRunner(Runner):
 
     def _divisible(self, rows: int) -> int:
         """Rounds up a number of rows so that this process can divide them among its devices and micro-batches."""
-        parts = self.step._partitioner.local_shards * (self.step._accumulate if self.step.train else 1)
-        return -(-rows // parts) * parts
+        return -(-rows // self._num_parts) * self._num_parts
+
+    @functools.cached_property
+    def _num_parts(self) -> int:
+        return self.step._partitioner.local_shards * (self.step._accumulate if self.step.train else 1)
 
     @property
     def _is_shared(self) -> bool:
@@ -175,9 +179,8 @@ class PaddingRunner(Runner):
         changed = jax.tree.map(change, batch)
         if mask_of(batch) is not None:
             changed["mask"] = batch["mask"]
-        one, other = (
-            fetch(self.dispatch(state, MaskedBatch(each, mask), evaluates=True)[1]) for each in (batch, changed)
-        )
+        run = lambda batch: fetch(self.dispatch(state, MaskedBatch(batch, mask), evaluates=True)[1])
+        one, other = run(batch), run(changed)
         is_image = lambda value: isinstance(value_of(value), types.MetricWithMetadata)
         is_same = lambda *leaves: np.allclose(*leaves, rtol=1e-6, atol=0, equal_nan=True)
         same = lambda name: all(jax.tree.leaves(jax.tree.map(is_same, one[name], other[name])))
@@ -210,8 +213,7 @@ def mask_of(batch: Any) -> Any:
     """Returns the mask of the examples in a batch, or None if it has none."""
     if not isinstance(batch, dict) or "mask" not in batch:
         return None
-    mask = batch["mask"]
-    rows = checks.num_examples(batch)
+    mask, rows = batch["mask"], checks.num_examples(batch)
     is_vector = rows is not None and tuple(getattr(mask, "shape", ())) == (rows,)
     return mask if is_vector else None
 
@@ -219,9 +221,8 @@ def mask_of(batch: Any) -> Any:
 def with_own_mask(batch: Any) -> MaskedBatch:
     """Returns a batch with the mask that it contains; if it has none, all of its rows are real."""
     rows, mask = checks.num_examples(batch), mask_of(batch)
-    if mask is not None:
-        return MaskedBatch(batch, mask.astype(bool))
-    return MaskedBatch(batch, None if rows is None else _all_real(rows))
+    all_real = None if rows is None else _all_real(rows)
+    return MaskedBatch(batch, all_real if mask is None else mask.astype(bool))
 
 
 @functools.lru_cache(maxsize=64)
