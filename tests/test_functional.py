@@ -686,6 +686,21 @@ def test_callbacks_of_one_step_share_a_row():
     assert [row.logs for row in history] == [{"metrics": {"a": 1, "b": 2}, "losses": {"c": 3}}]
 
 
+def test_callbacks_of_one_step_may_report_the_same_dict():
+    shared = {}
+
+    def reports(name):
+        def report():
+            shared.clear()
+            shared[name] = len(name)
+            return {"m": shared}
+
+        return report
+
+    _, history, _ = jf.loop(0, BATCHES, {jf.every(1): [reports("a"), reports("bb"), shared.clear]}, stop=2)
+    assert [row.logs for row in history] == [{"m": {"a": 1, "bb": 2}}] * 2
+
+
 def test_logs_may_be_read_and_changed_between_the_reports_of_a_step():
     first, second, seen = lambda: {"metrics": {"a": 1}}, lambda: {"metrics": {"b": 2}}, []
 

@@ -119,7 +119,7 @@ class FunctionTask(Task):
         if outputs is not None:
             loop_state.outputs.update(outputs if isinstance(outputs, Mapping) else {name_of(self.of): outputs})
         if logs:
-            loop_state._reports.append(logs)
+            loop_state.logs.merge(logs)
         if state is not None:
             loop_state.state = state
 
@@ -270,7 +270,7 @@ class ActionTask(Task):
             return outputs
         if not self.action.needs_all_outputs:
             assert loop_state.newest is not None
-            return metrics.LoopOutputs(loop_state.newest.scalars(loop_state.logs))
+            return metrics.LoopOutputs(loop_state.newest.scalars())
         history, newest = loop_state.history, loop_state.logs
         rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
         if newest:

@@ -183,19 +183,15 @@ class NewestReady:
         self._before = Logs()
 
     def push(self, logs: Mapping[str, Any]) -> None:
-        """Adds the logs of the next step."""
+        """Adds the logs of the next step. More values may be added to these logs until the next call."""
         if self._recent:
             self._before.update(self._recent[-1])
         self._recent.append(logs)
 
-    def scalars(self, *newer: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a dict of the latest values that can be read without waiting, keyed by name.
-
-        Args:
-          *newer: The logs of the current step, if they weren't added yet.
-        """
+    def scalars(self) -> dict[str, Any]:
+        """Returns a dict of the latest values that can be read without waiting, keyed by name."""
         found: dict[str, dict[str, Any]] = {}
-        for logs in (*newer, *reversed(self._recent), self._before):
+        for logs in (*reversed(self._recent), self._before):
             for collection in logs.keys() - found.keys():
                 ready = metrics.ready_scalars(named({collection: logs[collection]}))
                 if ready:

@@ -38,6 +38,7 @@ class LoopState:
       history: The history of the run up to the previous step.
       elapsed: The progress of the loop, including this step.
       batch: The batch of this step. None before the first step, and right after a resume.
+      logs: The values that the callbacks of this step have logged so far.
       outputs: The outputs that the callbacks of this step have returned so far, by name.
       metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
         numbers, strings, arrays, lists or dicts.
@@ -50,20 +51,12 @@ class LoopState:
     history: History
     elapsed: Elapsed
     batch: Any = dataclasses.field(default=None, repr=False)
+    logs: Logs = dataclasses.field(default_factory=Logs)
     outputs: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
     newest: Any = dataclasses.field(default=None, init=False, repr=False)
-    # The logs of this step. What callbacks have reported since `logs` was read is merged only when it is read again.
-    _reports: list[Any] = dataclasses.field(default_factory=lambda: [Logs()], init=False, repr=False)
-
-    @property
-    def logs(self) -> Logs:
-        """The values that the callbacks of this step have logged so far."""
-        while len(self._reports) > 1:
-            self._reports[0].merge(self._reports.pop(1))
-        return self._reports[0]
 
     @property
     def accumulated_logs(self) -> Logs:
@@ -87,15 +80,12 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 def end_row(loop_state: LoopState) -> None:
     """Adds a row with the logs of this step to the history, and begins the next one."""
-    reports = loop_state._reports
-    is_only = len(reports) == 2 and not reports[0] and loop_state.newest is None
-    logs = reports[1] if is_only else loop_state.logs
-    loop_state._reports = [Logs()]
+    ended, loop_state.logs = loop_state.logs, Logs()
     if loop_state.newest is not None:
-        loop_state.newest.push(logs)
+        loop_state.newest.push(loop_state.logs)
     try:
-        if logs:
-            loop_state.history.commit(loop_state.elapsed, logs)
+        if ended:
+            loop_state.history.commit(loop_state.elapsed, ended)
     except Exception as error:
         error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
         raise
