@@ -64,7 +64,7 @@ BUDGET = {
     "base": 804,
     "check": 931,
     "checkpoint": 900,
-    "data": 898,
+    "data": 911,
     "distributed": 72,
     "engine": 1790,
     "eval_loop": 49,

@@ -220,6 +220,21 @@ class RandomCrops(StatefulLoader):
         return super().give({"x": batch["x"] + sys.modules["torch"].default.draw()})
 
 
+class CountingLoader(Loader):
+    """Seeds each pass's order with the epoch, which a sampler inside of two others counts."""
+
+    def __init__(self, generator=None):
+        super().__init__(generator)
+        self.counter, self.batch_sampler = Sampler(None), Sampler(None)
+        self.counter.epoch, self.batch_sampler.batch_sampler = 0, Sampler(None)
+        self.batch_sampler.batch_sampler.sampler = self.counter
+
+    def __iter__(self):
+        self.counter.epoch += 1
+        rows = np.random.default_rng(self.counter.epoch).permutation(5)
+        return ({"x": row} for row in rows)
+
+
 @pytest.fixture
 def torch(monkeypatch):
     module = type(sys)("torch")
@@ -230,7 +245,7 @@ def torch(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("kind", [Loader, StatefulLoader, RandomCrops])
+@pytest.mark.parametrize("kind", [Loader, StatefulLoader, RandomCrops, CountingLoader])
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_a_resumed_shuffling_loader_has_the_same_later_passes(torch, kind, has_generator):
     def make():

@@ -688,9 +688,25 @@ def test_bad_arguments_are_rejected(call, error, message):
         call()
 
 
+@pytest.mark.parametrize("kind", ["index", "tf.data"])
+def test_an_iterator_that_is_given_is_moved_itself(kind):
+    def make():
+        if kind == "index":
+            return iter(data.from_index(lambda number: number))
+        return iter(pytest.importorskip("tensorflow").data.Dataset.range(9))
+
+    first = PositionedIterator(make())
+    values_of = lambda batches: [int(batch) for batch in batches]
+    assert values_of(itertools.islice(first, 3)) == [0, 1, 2]
+    given = make()
+    again = PositionedIterator(given)
+    again.seek(first.position())
+    assert values_of(itertools.islice(again, 2)) == [3, 4] and int(next(given)) == 5
+
+
 def test_options_are_combined():
     joined = data.prefetch(skippable(BATCHES), 2)
-    assert (joined.prefetch, joined.skippable, data.num_batches(joined)) == (2, True, LENGTH)
+    assert (joined.prefetch, joined.skippable, len(joined)) == (2, True, LENGTH)
     assert position.skippable(data.prefetch(BATCHES, 2)) == joined
     assert not data.is_one_pass(joined) and data.is_one_pass(data.prefetch(skippable(generate()), 2))
     assert values(joined) == values(joined) == values(BATCHES)

@@ -41,7 +41,7 @@ LEAVES_KEY = "jaxloop/leaves"
 FORMAT_KEY, VERSION_KEY = "jaxloop/format", "jaxloop/version"
 _OWN_PREFIX = "jaxloop/"
 # Increased when an earlier version of jaxloop can't resume from checkpoints of this one, or vice versa.
-FORMAT = 4
+FORMAT = 5
 # In a state: the optimizer's state, and in it the average in an `EMAState`.
 _OPTIMIZER, AVERAGE = "opt_state/", "params_ema"
 

@@ -313,7 +313,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             )
         elif self.count:
             self._restart()
-        _skip_to(self, saved.count)
+        skip_to(self, saved.count)
         if saved.next is not None:
             _compare_next(self, saved.next, raises)
 
@@ -335,7 +335,7 @@ def _iterate(dataset: Any, to_numpy: bool) -> Iterator[types.Batch]:
     return dataset if hasattr(dataset, "__next__") else iter(dataset)
 
 
-def _skip_to(iterator: PositionedIterator, count: int) -> None:
+def skip_to(iterator: PositionedIterator, count: int) -> None:
     """Reads and discards batches until `count` batches have been read."""
     if iterator.count < count:
         logging.info("Reading and skipping %d batches of %s.", count - iterator.count, name_of(iterator.inner))
@@ -412,6 +412,9 @@ class DataWithOptions(Wrapper, Iterable[types.Batch]):
     def __iter__(self) -> PositionedIterator:
         data = self.inner() if is_function(self.inner) else self.inner
         return PositionedIterator(data, prefetch=self.prefetch, skippable=self.skippable)
+
+    def __len__(self) -> int:
+        return len(self.inner)
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:

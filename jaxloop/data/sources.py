@@ -65,9 +65,9 @@ class Wrapper:
 class IndexIterator(Wrapper, Iterator[types.Batch]):
     """An iterator over the batches of an `IndexedBatches`, in order."""
 
-    def __init__(self, dataset: "IndexedBatches", next_index: int = 0):
+    def __init__(self, dataset: "IndexedBatches"):
         self.inner: IndexedBatches = dataset
-        self.next_index: int = next_index
+        self.next_index: int = 0
 
     def __next__(self) -> types.Batch:
         if self.inner.num_batches is not None and self.next_index >= self.inner.num_batches:
@@ -75,6 +75,11 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
         batch = made_by(self.inner.make_batch, self.next_index)
         self.next_index += 1
         return batch
+
+    def go_to(self, index: int) -> "IndexIterator":
+        """Continues with the batch of this index. Returns the iterator itself."""
+        self.next_index = index
+        return self
 
     def __length_hint__(self) -> int:
         number = self.inner.num_batches
@@ -215,19 +220,20 @@ class _TensorFlow(Source):
     resets the generator to where it was at the start of the epoch. This would be wrong for a `repeat` after a shuffle.
     """
 
-    def __init__(self, iterator: Any):
+    def __init__(self, iterator: Any, *, is_given: bool):
         # A state may take megabytes, so it stays as bytes until it is stored.
         super().__init__("tf.data", lambda: {"dict": _save_tf(self._iterator)}, self._restore)
-        self._iterator, self._dataset = iterator, iterator._dataset
-        self._start: Any = None if _repeats_a_shuffle(self._dataset) else super().read()
+        self._iterator, self._dataset, self._is_given = iterator, iterator._dataset, is_given
+        self._start: Any = None if is_given or _repeats_a_shuffle(self._dataset) else super().read()
 
     def read(self) -> Any:
         state = super().read()
         return state and {"start": self._start, "now": state}
 
     def _restore(self, state: Any) -> Iterator[types.Batch]:
-        # TensorFlow can't restore some iterators after their first batch.
-        self._start, self._iterator = state["start"], type(self._iterator)(self._dataset)
+        self._start = state["start"]
+        if not self._is_given:  # TensorFlow can't restore some iterators after their first batch.
+            self._iterator = type(self._iterator)(self._dataset)
         _restore_tf(self._iterator, encoding.decode(state["now"]))
         if self._start:
             _restore_tf(type(self._iterator)(self._dataset), encoding.decode(self._start))
@@ -331,9 +337,9 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
         _, (items,), *index = reduced  # An exhausted iterator has no index.
         return Source("sequence", None, lambda index: itertools.islice(items, index, None), (*index, 0)[0] or 0)
     if isinstance(iterator, IndexIterator):
-        return Source("index", None, functools.partial(IndexIterator, iterator.inner), iterator.next_index)
+        return Source("index", None, iterator.go_to, iterator.next_index)
     if tensorflow and isinstance(iterator, (tensorflow.data.Iterator, tensorflow.data.NumpyIterator)):
-        return _TensorFlow(iterator)
+        return _TensorFlow(iterator, is_given=dataset is iterator)
     if _is_loader(dataset):
         return _Torch(dataset, start)
     if _has(iterator, "get_state", "set_state"):
@@ -396,16 +402,25 @@ def _is_loader(dataset: Any) -> bool:
     return library(dataset) == "torch" and hasattr(dataset, "batch_sampler")
 
 
+def _parts(part: Any) -> Iterator[Any]:
+    """Yields a loader and all samplers in it, some of them twice."""
+    if part is not None:
+        yield part
+        yield from _parts(getattr(part, "sampler", None))
+        yield from _parts(getattr(part, "batch_sampler", None))
+
+
 def _random_states(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """Returns functions that get and set each random state on which the batches of a PyTorch loader may depend."""
-    torch, batches = sys.modules["torch"], loader.batch_sampler
-    parts = loader, loader.sampler, batches, getattr(batches, "sampler", None)
+    torch, parts = sys.modules["torch"], list(_parts(loader))
     generators: list[Any] = [getattr(part, "generator", None) for part in parts]
+    set_epoch = lambda part: functools.partial(setattr, part, "epoch")
     return [
         (torch.get_rng_state, torch.set_rng_state),
         (np.random.get_state, np.random.set_state),
         (random.getstate, random.setstate),
         *((each.get_state, each.set_state) for each in generators if _has(each, "get_state", "set_state")),
+        *((functools.partial(getattr, part, "epoch"), set_epoch(part)) for part in parts if hasattr(part, "epoch")),
     ]
 
 

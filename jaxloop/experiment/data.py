@@ -11,7 +11,7 @@ from absl import logging
 from jaxloop import types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks
-from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_before
+from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_before, skip_to
 from jaxloop.data.sources import num_batches
 from jaxloop.engine.engine import Engine
 from jaxloop.experiment.evaluations import Evaluation
@@ -254,13 +254,13 @@ def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: 
         return
     if is_own:
         return source.seek(position, raises=raises)
-    if source.kind == "unknown":
+    if source.kind == "unknown" or source.count > position.count:
+        problem = f"is unknown. {source.problem}" if source.kind == "unknown" else "is past it. Give unread data."
         raise PositionUnknownError(
             f"The position after {position.count} batches was saved by a different number of processes, and that of "
-            f"{source!r} is unknown. {source.problem}"
+            f"{source!r} {problem}"
         )
-    source = PositionedIterator(source, skippable=True)
-    source.seek(DatasetPosition("skip", position.count, None, position.count), raises=raises)
+    skip_to(source, position.count)
 
 
 def position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
