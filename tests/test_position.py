@@ -15,6 +15,7 @@ from jaxloop import data, examples
 from jaxloop.data import position
 from jaxloop.data.fingerprint import END, fingerprint
 from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, prove, skippable
+from jaxloop.experiment.data import go_to
 
 LENGTH = 12
 BATCHES = [{"x": np.full((2, 3), number, np.float32)} for number in range(LENGTH)]
@@ -702,6 +703,15 @@ def test_an_iterator_that_is_given_is_moved_itself(kind):
     again = PositionedIterator(given)
     again.seek(first.position())
     assert values_of(itertools.islice(again, 2)) == [3, 4] and int(next(given)) == 5
+
+
+def test_a_partly_read_iterator_is_read_on_if_the_number_of_processes_has_changed():
+    iterator = PositionedIterator(iter(range(9)))
+    assert list(itertools.islice(iterator, 2)) == [0, 1]
+    go_to(iterator, DatasetPosition("index", 5, 5), is_own=False)
+    assert list(iterator) == [5, 6, 7, 8]
+    with pytest.raises(PositionUnknownError, match="is past it. Give unread data"):
+        go_to(iterator, DatasetPosition("index", 5, 5), is_own=False)
 
 
 def test_options_are_combined():
