@@ -1151,7 +1151,7 @@ def test_checkpoint_of_a_different_format_raises_with_both_versions(finished_run
     directory = tmp_path / "copy"
     shutil.copytree(finished_run[0], directory)
     change_metadata(directory / "20", lambda noted: noted.update({"jaxloop/format": 99, "jaxloop/version": "9.9.9"}))
-    expected = r"saved by jaxloop 9\.9\.9, does not contain what jaxloop \S+ expects .*the format 4 rather than 99"
+    expected = r"saved by jaxloop 9\.9\.9, does not contain what jaxloop \S+ expects .*the format 5 rather than 99"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
         short_run(directory)
     # The state alone can be restored.
