@@ -697,7 +697,7 @@ def test_callbacks_of_one_step_may_report_the_same_dict():
 
         return report
 
-    _, history, _ = jf.loop(0, BATCHES, {jf.every(1): [reports("a"), reports("bb"), shared.clear]}, stop=2)
+    _, history, _ = jf.loop(0, BATCHES, {jf.every(1): [reports("a"), reports("bb"), lambda: shared.clear()]}, stop=2)
     assert [row.logs for row in history] == [{"m": {"a": 1, "bb": 2}}] * 2
 
 
