@@ -105,8 +105,8 @@ class DatasetPosition:
             return cls(**{**values, "state": jax.tree.map(insert, values["state"], is_leaf=is_array)})
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"DatasetPosition.from_dict needs a result of to_dict and the arrays that it extracted, got "
-                f"{values!r:.200}."
+                "DatasetPosition.from_dict needs a result of to_dict and the arrays that it extracted, got "
+                f"{values!r:.200}. Missing or unexpected: {error}."
             ) from error
 
 
