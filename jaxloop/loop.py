@@ -39,8 +39,8 @@ class Loop:
     Args:
       step: The step to run on each batch.
       max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. The default is 64
-        steps. On a single CPU device, it is 4 dispatches if they contain more than 64 steps. If several devices share a
-        CPU, it is 8 steps.
+        steps. On a single CPU device, it is 128 steps, or 4 dispatches if that is more. If several devices share a CPU,
+        it is 8 steps.
 
     Attributes:
       engine: The object that runs the loop.

@@ -44,10 +44,10 @@ class TrainLoop(ActionLoop):
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size: See `StatLoop`.
       nan_policy: What to do about NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that names the first
-        bad step. The host reads the results of the check every 32 steps and before each save, so the state of a bad
-        step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's outputs
-        are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device memory for a
-        second copy of the state. It also resets a bad step's `clu.metrics`, except for those that collect values.
+        bad step. The host reads the results of the check about every 64 steps and before each save, so the state of a
+        bad step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's
+        outputs are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device memory
+        for a second copy of the state. It also resets a bad step's `clu.metrics`, except for those that collect values.
         "ignore" disables the check. On two CPU cores, a step takes up to 1.3 times as long with "raise" and up to 1.5
         times as long with "skip".
       steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. With more than

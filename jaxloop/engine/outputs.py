@@ -15,7 +15,7 @@ from jaxloop import metrics, types
 from jaxloop.base import timing
 from jaxloop.base.structures import PerStructure
 from jaxloop.base.text import printable
-from jaxloop.engine.program import CHUNK_SIZE, Block, InFlight
+from jaxloop.engine.program import Block, InFlight
 from jaxloop.metrics import LoopOutputs
 from jaxloop.step.nonfinite import Guard
 
@@ -115,7 +115,7 @@ class Pending:
                     self._merge(name, column)
                 else:
                     rest[name] = column
-            if not _is_on_cpu() and number == CHUNK_SIZE and all(map(_is_stackable, rest.values())):
+            if not _is_on_cpu() and number == self.in_flight.chunk and all(map(_is_stackable, rest.values())):
                 rest = _stack(rest)  # One transfer per name.
             groups.append((columns and rest, number))
         if not _is_on_cpu():

@@ -19,7 +19,7 @@ from jaxloop.processes.interrupt import Interruptible
 from jaxloop.step import FusingError, Step
 from jaxloop.step.compiled import Compiled, stacked
 
-CHUNK_SIZE = 32
+CHUNK_SIZE = 64
 """The maximum number of steps whose outputs are handled together."""
 
 Custom = Callable[[Any, types.Batch, int], tuple[Any, types.Output]]

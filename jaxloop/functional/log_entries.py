@@ -179,7 +179,7 @@ class NewestReady:
 
     def __init__(self):
         # The steps that may be in flight. For earlier steps, only the latest values of each collection are kept.
-        self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=64)
+        self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=128)
         self._before = Logs()
 
     def push(self, logs: Mapping[str, Any]) -> None:

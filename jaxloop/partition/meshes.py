@@ -79,12 +79,12 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
     """Returns the number of steps by which the host may run ahead, so that the devices never wait for it.
 
     The number is small if several devices share one CPU, because the collectives of many steps would compete for the
-    same threads. For a single CPU device, it grows with `steps_per_dispatch`, because a CPU can finish a small dispatch
-    before a waiting thread wakes up.
+    same threads. For a single CPU device, it is larger and grows with `steps_per_dispatch`, because a CPU can finish a
+    small dispatch before a waiting thread wakes up.
     """
     if is_cpu_mesh(mesh):
         return 8
-    return max(64, 4 * steps_per_dispatch if jax.default_backend() == "cpu" else 0)
+    return max(128, 4 * steps_per_dispatch) if jax.default_backend() == "cpu" else 64
 
 
 def constrain(value: jax.Array, *axes: Any) -> jax.Array:

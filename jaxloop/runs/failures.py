@@ -28,7 +28,7 @@ _FILE, _STATE = "failure.json", "state"
 _MOST_FAILURES = 5
 
 # The limits on the batches that are kept to record a failure.
-_KEPT_BATCHES = 64
+_KEPT_BATCHES = 128
 _KEPT_BYTES = 64 * 2**20
 _MAX_FILE_BYTES = 1 << 32
 
@@ -39,7 +39,7 @@ class Failures(Extension):
 
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
     If it doesn't, the path of the latest earlier checkpoint and the batches since then are stored instead, provided
-    that they are from the last 64 steps and fit in 64 MiB. The five newest records are kept. Errors that occur while
+    that they are from the last 128 steps and fit in 64 MiB. The five newest records are kept. Errors that occur while
     recording are logged, not raised. A job of several processes records nothing, because no process has all batches.
     """
 
