@@ -399,23 +399,19 @@ class History:
 
     def _write(self, end: int) -> None:
         """Reads the device values of the rows up to a number, and writes these rows."""
-        begin, rows = self._num_read, self._rows[self._num_read : end]
-        values = [value for stored in rows for value in stored if type(value) not in _PLAIN]
-        read = map(_plain, metrics.fetch([math.nan if value.is_deleted() else value for value in values]))
-        self._rows[begin:end] = [
-            tuple([value if type(value) in _PLAIN else next(read) for value in stored]) for stored in rows
-        ]
+        lost: list[str] = []
+        for number in range(self._num_read, end):
+            form, stored = self._forms[number], self._rows[number]
+            if not _is_plain(stored):
+                self._rows[number] = row = tuple([value if type(value) in _PLAIN else _read(value) for value in stored])
+                if _LOST in row:
+                    pairs = zip(form.places, row, strict=True)
+                    lost += [f"{printable(path)} at step {stored[0]}" for path, value in pairs if value is _LOST]
         plain = itertools.takewhile(_is_plain, itertools.islice(self._rows, end, None))
         self._num_read = end + sum(1 for _ in plain)
         if self._file is not None:
             self._file.append(self._row, self._num_read)
-        if any(value.is_deleted() for value in values):
-            lost = [
-                f"{printable(path)} at step {stored[0]}"
-                for form, stored in zip(self._forms[begin:end], rows, strict=True)
-                for path, value in zip(form.places, stored, strict=True)
-                if type(value) not in _PLAIN and value.is_deleted()
-            ]
+        if lost:
             raise ValueError(
                 "A value was committed to the history, and then donated to a step before it arrived: "
                 f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
@@ -491,6 +487,7 @@ def find_path(name: str, paths: Iterable[str]) -> str:
 # Values ----------------------------------------------------------------------------------------------
 
 _PLAIN = {bool, int, float, str}
+_LOST = float("nan")  # This object stands for a value that was donated before it was read.
 
 
 _is_mapping = functools.cache(lambda kind: issubclass(kind, Mapping))  # Faster than isinstance.
@@ -503,11 +500,13 @@ def _collect(logs: Mapping[str, Any], outer: tuple[str, ...], values: dict[tuple
       TypeError: If a value is not a scalar.
     """
     for key, value in logs.items():
-        keys = *outer, key
-        if _is_mapping(type(value)):
+        kind, keys = type(value), (*outer, key)
+        if kind in _PLAIN:
+            values[keys] = value
+        elif _is_mapping(kind):
             _collect(value, keys, values)
         else:
-            values[keys] = value if type(value) in _PLAIN else _checked(value, *keys)
+            values[keys] = _checked(value, *keys)
 
 
 def _is_plain(values: Iterable[Any]) -> bool:
@@ -535,6 +534,10 @@ def _is_on_device(kind: type, aval: Any) -> bool:
     numbers = (np.bool_, np.integer, np.floating)
     is_array = issubclass(kind, jax.Array) and not issubclass(kind, core.Tracer)
     return is_array and not aval.shape and any(jnp.issubdtype(aval.dtype, each) for each in numbers)
+
+
+def _read(value: jax.Array) -> Any:
+    return _LOST if value.is_deleted() else metrics.fetch_scalar(value)
 
 
 @functools.cache

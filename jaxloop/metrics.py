@@ -58,6 +58,11 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
     return lambda leaf: _unwrap_scalar(jax.device_get(leaf))  # For example, typed keys.
 
 
+def fetch_scalar(array: jax.Array) -> bool | int | float:
+    """Blocks until a scalar on a device has been computed, and returns it as a Python number. Faster than `fetch`."""
+    return np.asarray(array).item()
+
+
 def wait(tree: Any) -> Any:
     """Blocks until the devices have computed a pytree, and returns it without reading its values."""
     if not isinstance(tree, jax.Array) or not is_ready(tree):

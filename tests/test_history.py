@@ -1,4 +1,5 @@
 import collections
+import functools
 import gc
 import hashlib
 import json
@@ -53,14 +54,13 @@ def two_curves():
 def reads(monkeypatch):
     """The device values read or waited for so far."""
     values = []
-    fetch, wait = metrics.fetch, metrics.wait
 
     def reading(function, tree):
         values.extend(leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
         return function(tree)
 
-    monkeypatch.setattr(metrics, "fetch", lambda tree: reading(fetch, tree))
-    monkeypatch.setattr(metrics, "wait", lambda tree: reading(wait, tree))
+    for name in ("fetch", "fetch_scalar", "wait"):
+        monkeypatch.setattr(metrics, name, functools.partial(reading, getattr(metrics, name)))
     return values
 
 
@@ -395,7 +395,7 @@ def test_an_empty_row_is_written_immediately(tmp_path):
 def test_an_interrupted_read_loses_nothing(monkeypatch):
     history = history_of(*((i, {"loss": jnp.float32(i)}) for i in range(50)))
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "fetch", lambda tree: signal.raise_signal(signal.SIGINT))
+        patch.setattr(metrics, "fetch_scalar", lambda array: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             history.collect("loss")
     history.commit(Elapsed(50), {"loss": jnp.float32(50)})

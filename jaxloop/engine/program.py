@@ -199,7 +199,10 @@ class Program:
         runner, needs = self._runner, self._needs
         num_examples = runner.count_examples(batch)
         if needs.begin:
-            state = self._compiled.leave(carry) if runner.begin_reads_state(batch) else None
+            ready = runner.ready_batch(batch)
+            if ready is not None:
+                return carry, ready, num_examples
+            state = self._compiled.leave(carry)
             with jax.profiler.TraceAnnotation("jaxloop: begin"):
                 new_state, batch = runner.before_run(state, batch)
             carry = carry if new_state is state else self._compiled.enter(new_state)

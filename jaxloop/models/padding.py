@@ -55,16 +55,16 @@ class PaddingRunner(Runner):
     # Hooks ---------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _always_reads_state(self) -> bool:
-        hooks = ("preprocess_batch", "begin")
-        return not self.step.train or any(checks.is_user_defined(self.step, name) for name in hooks)
+    def _has_own_hooks(self) -> bool:
+        return any(checks.is_user_defined(self.step, name) for name in ("preprocess_batch", "begin"))
 
-    def begin_reads_state(self, batch: types.Batch) -> bool:
+    def ready_batch(self, batch: types.Batch) -> types.Batch | None:
         # `pad` reads the state only to pad a batch, or if rows are masked.
-        if self._always_reads_state or mask_of(batch) is not None:
-            return True
+        if self._has_own_hooks or mask_of(batch) is not None:
+            return None
+        batch = self.preprocessed(batch)
         rows = checks.num_examples(batch)
-        return rows is not None and self._padded_size(rows) != rows
+        return MaskedBatch(batch, _all_real(rows)) if rows and self._padded_size(rows) == rows else None
 
     def filler(self) -> Callable[[int], None] | None:
         return self._fill_to if not self.step.train or self.step._batch_size else None
