@@ -405,8 +405,7 @@ class History:
             if not _is_plain(stored):
                 self._rows[number] = row = tuple([value if type(value) in _PLAIN else _read(value) for value in stored])
                 if _LOST in row:
-                    pairs = zip(form.places, row, strict=True)
-                    lost += [f"{printable(path)} at step {stored[0]}" for path, value in pairs if value is _LOST]
+                    lost += [f"{path} at step {row[0]}" for path in form.paths if row[form.places[path]] is _LOST]
         plain = itertools.takewhile(_is_plain, itertools.islice(self._rows, end, None))
         self._num_read = end + sum(1 for _ in plain)
         if self._file is not None:

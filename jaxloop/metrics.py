@@ -25,8 +25,8 @@ _CLU_MODULE = "clu.metrics"
 def fetch(tree: Any) -> Any:
     """Blocks until a pytree has been computed, and copies it to the host. Scalar arrays become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
-    has_arrays = any([isinstance(leaf, jax.Array) for leaf in leaves])  # If False, JAX isn't initialized.
-    if has_arrays and jax.default_backend() != "cpu":
+    # Without arrays, JAX isn't initialized.
+    if any([isinstance(leaf, jax.Array) for leaf in leaves]) and jax.default_backend() != "cpu":
         leaves = jax.device_get(leaves)  # This starts all copies before it waits for the first one.
     return jax.tree.unflatten(structure, _viewed(leaves))
 
@@ -77,8 +77,7 @@ def is_ready(array: Any) -> bool:
     """
     if not isinstance(array, jax.Array):
         return True
-    asks = getattr(array, "is_ready", None)
-    return asks is not None and not array.is_deleted() and asks()
+    return hasattr(array, "is_ready") and not array.is_deleted() and array.is_ready()
 
 
 def _read(array: jax.Array) -> Any:

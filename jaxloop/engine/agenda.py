@@ -183,9 +183,11 @@ class Item:
         self.unread = saved["unread"] and LoopOutputs.decode(saved["unread"])
 
 
-@final
 class ActionItem(Item):
     """An action of a loop.
+
+    Hooks:
+      name, interval, call, state_dict, load_state_dict: See `Item`.
 
     Args:
       action: The action.

@@ -51,7 +51,7 @@ def find_steps_per_dispatch(step: Step, state: Any, feed: Feed, *, evaluates: bo
         if len(batches) < STEPS_TRIED:
             return 1 if evaluates else None  # Later evaluations read the same data.
         program = Program(step, evaluates=evaluates)
-        program.check_fuses()
+        _ = program.fused
         _secs(one, state)  # Compiles.
         dispatching = min(_secs(one, state)[0] for _ in range(_ROUNDS))
         secs, number = {singly: _secs(singly, state)[1]}, 1

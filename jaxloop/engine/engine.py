@@ -376,7 +376,7 @@ class Engine:
                 "override it."
             )
         if value > 1:
-            Program(self._loop.step, evaluates=self.options.evaluates).check_fuses()
+            _ = Program(self._loop.step, evaluates=self.options.evaluates).fused
         self.options.steps_per_dispatch = int(value)
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:

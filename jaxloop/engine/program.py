@@ -247,7 +247,7 @@ class Program:
 
     def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
         """Runs a step on each batch in one dispatch. Returns None if the batches differ in shape."""
-        compiled = self._fused
+        compiled = self.fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches if self._needs.counting else ():
             new_carry, ready, num_examples = self._prepare(carry, batch)
@@ -272,12 +272,9 @@ class Program:
             raise
         return compiled.leave(carry), Block(outputs, len(batches)), numbers or [rows] * len(batches)
 
-    def check_fuses(self) -> None:
-        """Raises a FusingError if several steps can't run in one dispatch."""
-        _ = self._fused
-
     @functools.cached_property
-    def _fused(self) -> Compiled:
+    def fused(self) -> Compiled:
+        """The function that runs several steps. Raises a FusingError if they can't run in one dispatch."""
         if work := self._runner.work_for_each_step(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
         return self._runner.programs.compiled(evaluates=self._evaluates, fuses=True)

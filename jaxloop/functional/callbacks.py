@@ -1,6 +1,5 @@
 """The callbacks of a loop, as items of its engine."""
 
-import abc
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.base import checks
 from jaxloop.base.timing import Spent
-from jaxloop.engine.agenda import Item, Moment, Rank
+from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
 from jaxloop.engine.program import Program
 from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
 from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, arguments, end_row, num_arguments
@@ -36,8 +35,9 @@ def action_of(callback: Callback) -> Action | None:
     return PeriodicAction(callback) if is_periodic(callback) else callback if isinstance(callback, Action) else None
 
 
-class Task(Item, abc.ABC):
-    """A callback that a loop calls when its schedule fires.
+@final
+class FunctionTask(Item):
+    """A callback that reports logs, outputs or a new state, which a loop calls when its schedule fires.
 
     Args:
       of: The callback.
@@ -47,55 +47,16 @@ class Task(Item, abc.ABC):
       of: The callback.
       when: The schedule.
       time_category: See `Item`.
-    """
-
-    def __init__(self, of: Callback, loop_state: LoopState, rank: Rank):
-        super().__init__(rank)
-        self.of: Callback = of
-        self.when: Schedule = never()
-        self.time_category: str | None = getattr(of, "time_category", None)
-        self._loop_state = loop_state
-
-    @property
-    def interval(self) -> Schedule:
-        return self.when
-
-    def call(self, moment: Moment) -> bool:
-        self._loop_state.elapsed = moment.now
-        self(moment.spent)
-        if self._loop_state.stop_iteration and moment.outputs is not None:
-            moment.outputs[types.STOP_LOOP] = True
-        return not getattr(self.of, "was_interrupted", False)
-
-    def saved(self, encode: Callable[[metrics.LoopOutputs], Any]) -> dict[str, Any]:
-        found = super().saved(encode)
-        # A callback of every step has been called at this one.
-        return found | {"called_at": self._loop_state.elapsed.steps} if self.rank == Rank.ELSEWHERE else found
-
-    def __call__(self, spent: Spent | None = None) -> None:
-        """Calls the callback. An error names it and the step."""
-        try:
-            self._call(spent)
-        except BaseException as error:
-            error.add_note(f"in the callback {name_of(self.of)}, at step {self._loop_state.elapsed.steps}")
-            raise
-
-    @abc.abstractmethod
-    def _call(self, spent: Spent | None) -> None: ...
-
-
-@final
-class FunctionTask(Task):
-    """A callback that reports logs, outputs or a new state.
-
-    Attributes:
       has_reported: True if the callback has reported logs.
       reports_state: True if anything that it reported is part of the state.
     """
 
     def __init__(self, of: Callback, loop_state: LoopState):
-        super().__init__(of, loop_state, Rank.ACTION)
-        self._report = _report_of(of)
+        super().__init__(Rank.ACTION)
+        self.of: Callback = of
+        self.when: Schedule = never()
+        self.time_category: str | None = getattr(of, "time_category", None)
+        self._loop_state, self._report = loop_state, _report_of(of)
         self.has_reported: bool = False
         self.reports_state: bool = False
         self._reports_weights = False
@@ -105,7 +66,25 @@ class FunctionTask(Task):
         has_state = hasattr(self.of, "__loop_callback__")
         return type(self.of).__qualname__ if has_state else f"{name_of(self.of)} {self.when!r}"
 
-    def _call(self, spent: Spent | None) -> None:
+    @property
+    def interval(self) -> Schedule:
+        return self.when
+
+    def call(self, moment: Moment) -> bool:
+        self._loop_state.elapsed = moment.now
+        self()
+        _pass_on_stop(self._loop_state, moment)
+        return not getattr(self.of, "was_interrupted", False)
+
+    def __call__(self) -> None:
+        """Calls the callback. An error names it and the step."""
+        try:
+            self._call()
+        except BaseException as error:
+            error.add_note(f"in the callback {name_of(self.of)}, at step {self._loop_state.elapsed.steps}")
+            raise
+
+    def _call(self) -> None:
         loop_state = self._loop_state
         outputs, logs, state = self._report(loop_state)
         if logs and "updates" in logs:
@@ -157,6 +136,11 @@ class FunctionTask(Task):
         states = (self._loop_state.state, state)
         leaves = {id(leaf) for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)}
         self.reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, logs)))
+
+    def saved(self, encode: Callable[[metrics.LoopOutputs], Any]) -> dict[str, Any]:
+        found = super().saved(encode)
+        # A callback of every step has been called at this one.
+        return found | {"called_at": self._loop_state.elapsed.steps} if self.rank == Rank.ELSEWHERE else found
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
@@ -211,7 +195,7 @@ def _holds_numbers(value: Any) -> bool:
 
 
 @final
-class ActionTask(Task):
+class ActionTask(ActionItem):
     """An action, which receives the logs since its previous call.
 
     Args:
@@ -220,7 +204,8 @@ class ActionTask(Task):
       loop_state: The state of the loop.
 
     Attributes:
-      action: The action.
+      of: The callback.
+      when: The schedule of the task.
       snapshot: A function that returns the contents of a checkpoint, except for the state.
     """
 
@@ -230,17 +215,16 @@ class ActionTask(Task):
                 f"{action!r} counts train loops, but there are none here. Leave its interval out: the schedule of its "
                 "task determines when it is called."
             )
-        super().__init__(of, loop_state, Rank.SAVE if action.time_category == "checkpoints" else Rank.ACTION)
-        self.action: Action = action
-        self.time_category: str | None = action.time_category
+        super().__init__(action, {}, Rank.SAVE if action.time_category == "checkpoints" else Rank.ACTION)
+        self.reads = "nothing"  # Of the engine's outputs.
+        self.name: str = " ".join([type(action).__qualname__, *action.monitors])
+        self.of: Callback = of
+        self.when: Schedule = never()
         self.snapshot: Callable[[], Mapping[str, Any]] | None = None
+        self._loop_state = loop_state
         self._next_row = len(loop_state.history)  # The next row of the history to read.
         if not action.needs_all_outputs:
             loop_state.newest = loop_state.newest or NewestReady()
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return " ".join([type(self.action).__qualname__, *self.action.monitors])
 
     @property
     def interval(self) -> Schedule:
@@ -249,29 +233,33 @@ class ActionTask(Task):
             return self.when
         return own if is_always(self.when) else self.when & own
 
-    def call_once(self) -> None:
+    def __call__(self) -> None:
         """Calls the action now, unless it was called at this step."""
-        if self.called_at != self._loop_state.elapsed.steps:
-            self()
+        now = self._loop_state.elapsed
+        if self.called_at != now.steps:
+            self.call(Moment(None, now, None, Spent()))
+            self.mark(now, Spent(), 0)
 
-    def _call(self, spent: Spent | None) -> None:
-        action, loop_state, now = self.action, self._loop_state, self._loop_state.elapsed
-        self.called_at: int | None = now.steps
+    def call(self, moment: Moment) -> bool:
+        loop_state = self._loop_state
+        loop_state.elapsed = moment.now
         if self.rank == Rank.SAVE:  # A checkpoint includes everything logged before it.
             end_row(loop_state)
-        history, outputs = loop_state.history if action.needs_all_outputs else None, self._outputs()
-        context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": self.snapshot}
-        action(loop_state.state, outputs, step_num=now.steps, elapsed=now, spent=spent, **context)
+        history, outputs = loop_state.history if self.action.needs_all_outputs else None, self._outputs()
+        self.context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": self.snapshot}
+        super().call(moment._replace(state=loop_state.state, outputs=outputs))
         loop_state.stop_iteration |= outputs.asks_to_stop
+        _pass_on_stop(loop_state, moment)
+        return True
 
     def _outputs(self) -> metrics.LoopOutputs:
         loop_state, outputs = self._loop_state, metrics.LoopOutputs()
+        history, newest = loop_state.history, loop_state.logs
         if not self.action.uses_outputs:
             return outputs
         if not self.action.needs_all_outputs:
             assert loop_state.newest is not None
             return metrics.LoopOutputs(loop_state.newest.scalars())
-        history, newest = loop_state.history, loop_state.logs
         rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
         if newest:
             rows.append((loop_state.elapsed, metrics.fetch(newest)))
@@ -288,23 +276,17 @@ class ActionTask(Task):
             outputs.update({name: [value] for name, value in metrics.fetch(loop_state.outputs).items()})
         return outputs
 
-    # Saving ------------------------------------------------------------------------------------------
-
-    @property
-    def kept_state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.action.kept_state
-
-    @kept_state.setter
-    def kept_state(self, state: Any) -> None:
-        self.action.kept_state = state
-
     def state_dict(self) -> Mapping[str, Any]:
-        self.action.before_checkpoint()
-        return {"action": dict(self.action.state_dict()), "next_row": self._next_row}
+        return {"action": dict(super().state_dict()), "next_row": self._next_row}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.action.load_state_dict(saved["action"])
+        super().load_state_dict(saved["action"])
         self._next_row = saved["next_row"]
+
+
+def _pass_on_stop(loop_state: LoopState, moment: Moment) -> None:
+    if loop_state.stop_iteration and moment.outputs is not None:
+        moment.outputs[types.STOP_LOOP] = True
 
 
 def _copied(leaf: Any) -> Any:

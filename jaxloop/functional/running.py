@@ -21,7 +21,7 @@ from jaxloop.engine.run import Plan
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.specs import RunSpec
 from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams, saved_paths, withdraw_stop
-from jaxloop.functional.callbacks import ActionTask, FunctionTask, Task, action_of
+from jaxloop.functional.callbacks import ActionTask, FunctionTask, action_of
 from jaxloop.functional.counting import as_stop, counter, is_over, warn_of_early_end
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start
 from jaxloop.functional.program import TaskLoop
@@ -129,7 +129,7 @@ class _Run:
     def __init__(
         self, loop_state: LoopState, tasks: Tasks, spec: RunSpec, count: Callable[[Any], int], *, has_history: bool
     ):
-        functions, actions, at_moments = list[FunctionTask](), dict[int, ActionTask](), list[tuple[Moment, Task]]()
+        functions, actions, at_moments = list[FunctionTask](), dict[int, ActionTask](), list[tuple[Moment, Any]]()
         for when, callback in _callbacks(tasks):
             if (action := action_of(callback)) is None:
                 task = FunctionTask(callback, loop_state)
@@ -228,7 +228,7 @@ class _Run:
             for task in self._actions:
                 if task.rank == Rank.SAVE:
                     task.snapshot = functools.partial(self._whole.snapshot, in_moment=True)
-                    task.call_once()
+                    task()
         elif engine.outcome.data_ended and not engine.run.agenda.wants_stop:
             warn_of_early_end(start, loop_state.elapsed, stop)
 
@@ -236,7 +236,7 @@ class _Run:
         """Calls the callbacks under `on_start` or `on_end`."""
         for when, task in self._at_moments:
             if when is moment:
-                (task.call_once if isinstance(task, ActionTask) else task)()
+                task()
 
     def finish(self) -> None:
         """Finishes the last row, and the actions of a loop that ended without an error."""
