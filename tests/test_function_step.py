@@ -89,20 +89,21 @@ def test_function_step_converts_tensors_to_arrays():
     assert int(outputs["x"]) == 3
 
 
+def sum_of_inputs(state, batch):
+    return {"sum": jnp.sum(batch["x"])}
+
+
 # Compiled pure functions -----------------------------------------------------------------------------
 
 
 def test_results_do_not_depend_on_the_number_of_devices(data_parallel):
-    def evaluation(state, batch, broadcasts):
+    def evaluation(state, batch):
         variables = {"params": state.params, "batch_stats": state.batch_stats}
-        return {"error": jnp.mean(jnp.abs(state.apply_fn(variables, batch["x"]) - batch["y"]) * broadcasts["scale"])}
+        return {"error": jnp.mean(jnp.abs(state.apply_fn(variables, batch["x"]) - batch["y"]))}
 
     def run(partitioner):
         train, test = jf.train_step(regression, partitioner), jf.step(evaluation, partitioner)
-        scale = {"scale": np.float32(2)}
-        inner = jf.inner_loop(
-            "test", lambda state: jf.loop(state, [BATCH] * 2, {jf.every(1): lambda s, b: test(s, b, scale)[0]})
-        )
+        inner = jf.inner_loop("test", lambda state: jf.loop(state, [BATCH] * 2, {jf.every(1): test}))
         tasks = {jf.every(1): train, jf.every(5): inner}
         state, history, _ = jf.loop(new_state(), [BATCH] * 10, tasks)
         return values_of((state.params, state.batch_stats)), history.collect("losses.loss"), history.collect("error")
@@ -222,57 +223,12 @@ def test_annotated_sharding_of_the_state_is_kept():
     assert state.params["Dense_0"]["kernel"].sharding.spec == spec and "model" in spec
 
 
-# Broadcasts and statics ------------------------------------------------------------------------------
-
-
-def scaled_sum(state, batch, broadcasts=None, statics=1):
-    traced.append(statics)
-    return {"sum": statics * jnp.sum(batch["x"] if broadcasts is None else batch["x"] @ broadcasts["w"])}
-
-
-traced = []
-
-
-@pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
-def test_broadcasts_are_the_same_on_all_devices(devices, place, data_parallel):
-    w = RNG.normal(size=(3, 1)).astype(np.float32)
-    logs, _ = jf.step(scaled_sum, data_parallel(devices))({}, BATCH, {"w": place(w)})
-    assert float(logs["sum"]) == pytest.approx(float((BATCH["x"] @ w).sum()), rel=1e-5)
-
-
-def test_statics_are_compile_time_constants():
-    step, total = jf.step(scaled_sum), float(BATCH["x"].sum())
-    traced.clear()
-    for statics in (2, 3, 2, 3, None):
-        logs, _ = step({}, BATCH, statics=statics)
-        assert float(logs["sum"]) == pytest.approx(total * (statics or 1), rel=1e-5)
-    assert traced == [2, 3, 1]
-    kinds = jf.step(lambda state, batch, broadcasts, statics: {"is_bool": isinstance(statics, bool)})
-    assert [bool(kinds({}, BATCH, statics=statics)[0]["is_bool"]) for statics in (1, True)] == [False, True]
-
-
-def test_loop_passes_no_broadcasts_or_statics():
-    step = jf.step(lambda state, batch, broadcasts, statics: {"none": (broadcasts, statics) == (None, None)})
-    assert jf.loop({}, [BATCH], {jf.every(1): step})[1].collect("none") == [True]
-
-
-def test_statics_that_change_at_each_step_warn(warnings_logged):
-    step = jf.step(scaled_sum)
-    for statics in range(1, 20):
-        step({}, BATCH, statics=statics)
-    assert (
-        len(warnings_logged()) == 1
-        and "step(scaled_sum) compiles once for each value of statics" in warnings_logged()[0]
-    )
-
-
 # Donated states --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_donated_state_raises(devices, data_parallel):
-    train, test = jf.train_step(regression, data_parallel(devices)), jf.step(scaled_sum, data_parallel(devices))
+    train, test = jf.train_step(regression, data_parallel(devices)), jf.step(sum_of_inputs, data_parallel(devices))
     before = new_state()
     _, state = train(before, BATCH)
     test(state, BATCH)
@@ -326,14 +282,8 @@ def by_name(state, batch, *, rate):
         (lambda: jf.train_step(regression), ({"w": 1.0}, BATCH), TypeError, "needs a TrainState, .* got dict"),
         (lambda: jf.step(with_extra_leaf), ({"w": 1.0}, BATCH), TypeError, r"more: \(none\) -> int"),
         (lambda: jf.step(lambda s, b: 7.0), ({"w": 1.0}, BATCH), TypeError, "got only float"),
-        (
-            lambda: jf.step(regression),
-            (new_state, BATCH, {"w": 1}),
-            TypeError,
-            r"step\(regression\) got broadcast",
-        ),
-        (lambda: jf.step(scaled_sum), ({}, BATCH, None, [1]), TypeError, r"hashable statics, .* got \[1\]"),
-        (lambda: jf.step(lambda state: None), None, TypeError, r"must take \(state, batch\) or .* got \(state\)"),
+        (lambda: jf.step(lambda state: None), None, TypeError, r"must take \(state, batch\), got \(state\)"),
+        (lambda: jf.step(lambda s, b, w: None), None, TypeError, r"got \(s, b, w\). Bind constants with functools"),
         (lambda: jf.step(by_name), None, TypeError, "by_name has keyword-only arguments .rate."),
         (lambda: jf.step(regression, "cpu"), None, TypeError, "must be a jaxloop Partitioner, got 'cpu'"),
     ],
@@ -348,7 +298,7 @@ def test_indivisible_batch_raises_in_training_but_not_in_evaluation(data_paralle
     short = {name: value[:6] for name, value in BATCH.items()}
     with pytest.raises(ValueError, match=r"batch\['x'\] has 6 rows, which can't be divided evenly among the 4 devices"):
         jf.loop(new_state(), [short], {jf.every(1): jf.train_step(regression, data_parallel(4))})
-    logs, _ = jf.step(scaled_sum, data_parallel(4))({}, short)
+    logs, _ = jf.step(sum_of_inputs, data_parallel(4))({}, short)
     assert float(logs["sum"]) == pytest.approx(float(short["x"].sum()), rel=1e-5)
 
 
@@ -356,7 +306,7 @@ def test_indivisible_batch_raises_in_training_but_not_in_evaluation(data_paralle
 def test_error_for_a_batch_with_strings_names_the_leaf(devices, data_parallel):
     batch = {**BATCH, "name": np.array(["a"] * 8)}
     with pytest.raises(TypeError, match=r"batch\['name'\] is <U1\[8\], which holds strings"):
-        jf.step(scaled_sum, data_parallel(devices))({}, batch)
+        jf.step(sum_of_inputs, data_parallel(devices))({}, batch)
 
 
 def test_objects_and_functions_give_bit_identical_results(assert_same, data_parallel):

@@ -369,7 +369,6 @@ def test_invalid_tasks_raise(tasks, message):
         (lambda: jf.every(), r"every\(\.\.\.\) takes one of steps, samples, time and loops, got none of them"),
         (lambda: jf.every(-5), "positive, got -5"),
         (lambda: jf.every(steps=2, samples=3), "takes one of"),
-        (lambda: jf.inner_loop("test", count, "median"), "aggregation must be 'mean' or a function of a list"),
     ],
 )
 def test_invalid_periods_and_options_raise(make, message):
@@ -1119,16 +1118,12 @@ def test_inner_loop_evaluates_during_training(assert_same):
     assert steps == [20, 40] and error[-1] == pytest.approx((8 * errors[0] + 3 * errors[1]) / 11)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [("mean", 2.0), (sum, 6.0), (max, 3.0), (len, 3)],
-)
-def test_inner_loop_aggregates_its_logs(aggregation, expected):
+def test_inner_loop_logs_the_means():
     values = iter([1.0, 3.0, 2.0])
     log = lambda: jf.logs().add_metric("value", next(values)).add("parts", "name", 7)
-    test = jf.inner_loop("test", lambda: jf.loop(0, BATCHES[:3], {jf.every(1): log}), aggregation)
+    test = jf.inner_loop("test", lambda: jf.loop(0, BATCHES[:3], {jf.every(1): log}))
     _, history, _ = jf.loop(0, BATCHES, {jf.every(1): test}, stop=1)
-    assert history.collect("test.value") == [expected] and history.paths() == ["test.value", "test.parts.name"]
+    assert history.collect("test.value") == [2.0] and history.paths() == ["test.value", "test.parts.name"]
 
 
 def test_inner_loop_with_a_wrong_result_or_a_donated_state_raises():

@@ -1,7 +1,7 @@
 """The values that callbacks report, and functions that aggregate them."""
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self, final
 
 import jax
@@ -144,13 +144,10 @@ def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
 
-def aggregate(rows: Iterable[tuple[Elapsed, Any]], how: str | Callable[[list[Any]], Any]) -> Logs:
-    """Aggregates the numbers of rows, which must be on the host, into a single value per entry.
+def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
+    """Returns the mean of each entry of rows, which must be on the host and in their order.
 
-    Args:
-      rows: The rows, in their order.
-      how: "mean" (weighted by the number of examples, or by the logged weights, whose sum is returned too), or a
-        function of the list of values.
+    Values are weighted by the number of examples, or by the logged weights, whose sum is returned, too.
     """
     columns, before, examples = collections.defaultdict[str, list[Weighted]](list), Elapsed(), 1
     weighted: set[str] = set()  # The paths of values that were logged with their weights.
@@ -163,13 +160,9 @@ def aggregate(rows: Iterable[tuple[Elapsed, Any]], how: str | Callable[[list[Any
                 columns[path].append(value)
             elif not isinstance(value, str):
                 columns[path].append(Weighted.of(value, examples))
-    if callable(how):
-        values = {path: [each.value for each in column if each.weight] for path, column in columns.items()}
-        found = {path: how(each) for path, each in values.items() if each}
-    else:
-        found: dict[str, Any] = metrics.summarize(columns)
-        for path in weighted & found.keys():
-            found[path] = Weighted.of(found[path], sum(float(each.weight) for each in columns[path]))
+    found: dict[str, Any] = metrics.summarize(columns)
+    for path in weighted & found.keys():
+        found[path] = Weighted.of(found[path], sum(float(each.weight) for each in columns[path]))
     return metrics.separate_weights(Logs(traverse_util.unflatten_dict(found, sep=".")))
 
 

@@ -64,7 +64,7 @@ class LoopState:
 
         Reading them waits for the devices, and takes longer the more rows the history has.
         """
-        return aggregate([*self.history, (self.elapsed, metrics.fetch(self.logs))], "mean")
+        return aggregate([*self.history, (self.elapsed, metrics.fetch(self.logs))])
 
 
 Callback = Any

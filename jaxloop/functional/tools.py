@@ -196,8 +196,8 @@ def keras_bar(total: int | None = None, **options: Any) -> BarTool:
 class _InnerLoop:
     time_category = "evals"
 
-    def __init__(self, name: str, run: Callable[..., Any], aggregation: str | Callable[[list[Any]], Any]):
-        self.name, self._run, self._aggregation = name, run, aggregation
+    def __init__(self, name: str, run: Callable[..., Any]):
+        self.name, self._run = name, run
         self._num_arguments = num_arguments(run)
         self.was_interrupted = False
 
@@ -217,29 +217,22 @@ class _InnerLoop:
                 f"{self!r} donated the state of the outer loop, which can't continue. Evaluate with jf.step or an "
                 "EvalLoop, which don't donate it, or pass a copy to the inner loop: jax.tree.map(jnp.copy, state)."
             )
-        return Logs({self.name: Logs(named(aggregate(result[1], self._aggregation)))}), None
+        return Logs({self.name: Logs(named(aggregate(result[1])))}), None
 
 
-def inner_loop(
-    name: str,
-    run: Callable[..., tuple[Any, History, Elapsed]],
-    aggregation: str | Callable[[list[Any]], Any] = "mean",
-) -> _InnerLoop:
-    """Returns a callback that runs another loop, such as an evaluation during training, and logs its results.
+def inner_loop(name: str, run: Callable[..., tuple[Any, History, Elapsed]]) -> _InnerLoop:
+    """Returns a callback that runs another loop, such as an evaluation during training, and logs the means of its logs.
 
-    `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`.
-    An evaluation that is interrupted by Ctrl-C doesn't log anything. A resumed loop repeats it.
+    `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`,
+    the mean over all examples. An evaluation that is interrupted by Ctrl-C doesn't log anything. A resumed loop repeats
+    it.
 
     Args:
       name: The name of the collection to log the values in.
       run: A function that accepts the same arguments as a callback and returns what `loop` returns. The returned
         state is ignored.
-      aggregation: "mean" (weighted by the number of examples), or a function that takes the list of values, such as
-        `sum` or `max`.
     """
-    if not callable(aggregation) and aggregation != "mean":
-        raise ValueError(f"aggregation must be 'mean' or a function of a list, such as max, got {aggregation!r}.")
-    return _InnerLoop(name, run, aggregation)
+    return _InnerLoop(name, run)
 
 
 # Compiled functions ----------------------------------------------------------------------------------
@@ -247,19 +240,17 @@ def inner_loop(
 
 class _CompiledStep(CompiledFunction):
     def __loop_callback__(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
-        return self.call(loop_state.state, loop_state.batch, None, None)
+        return self.call(loop_state.state, loop_state.batch)
 
 
 def step(
     fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None, *, donate: bool = False
 ) -> Any:
-    """Makes a callback from a pure function `fn(state, batch, [broadcasts, statics])`. Can be used as a decorator.
+    """Makes a callback from a pure function `fn(state, batch)`. Can be used as a decorator.
 
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
-    can't be divided evenly across the devices. `broadcasts` are replicated, and `statics` are hashable compile-time
-    constants. The function returns its results in the same form as any callback; see `loop`. In a `loop`, `broadcasts`
-    and `statics` are None. To pass values for them, call the step from another callback:
-    `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`.
+    can't be divided evenly across the devices. The function returns its results in the same form as any callback; see
+    `loop`.
 
     Args:
       fn: The function to compile.

@@ -2,21 +2,17 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
-from jaxloop import data, metrics, partition, types
+from jaxloop import metrics, partition, types
 from jaxloop.base import checks, structures
 from jaxloop.engine.program import Program
 from jaxloop.step import NumpyStep
-
-# If there are more distinct statics than this, they should probably be broadcasts.
-_MANY_STATICS = 16
 
 
 class FunctionStep(NumpyStep):
@@ -68,19 +64,19 @@ class FunctionStep(NumpyStep):
 
 
 class CompiledFunction:
-    """Compiles a pure function of `(state, batch)` or `(state, batch, broadcasts, statics)` for all devices.
+    """Compiles a pure function of `(state, batch)` for all devices.
 
     The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`, as `outputs_logs_and_state` describes.
 
     Hooks:
-      call: Runs each time the object is called, and receives all arguments.
+      call: Runs each time the object is called.
 
     >>> @CompiledFunction
-    ... def add(state, batch, broadcasts):
-    ...     return {"sum": state}, state + batch * broadcasts
-    >>> logs, state = add(np.float32(1), np.float32(2), broadcasts=np.float32(3))
+    ... def add(state, batch):
+    ...     return {"sum": state}, state + batch
+    >>> logs, state = add(np.float32(1), np.float32(2))
     >>> float(logs["sum"]), float(state)
-    (1.0, 7.0)
+    (1.0, 3.0)
 
     Args:
       fn: The function.
@@ -101,16 +97,14 @@ class CompiledFunction:
         partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
         if not isinstance(partitioner, partition.Partitioner):
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
-        needed, self._most_arguments = positional_arguments(fn)
-        if self._most_arguments < 2 or len(needed) > 4:
+        needed, most_arguments = positional_arguments(fn)
+        if most_arguments < 2 or len(needed) > 2:
             raise TypeError(
-                f"{name_of(fn)} must take (state, batch) or (state, batch, broadcasts, statics), got "
-                f"({', '.join(needed)})."
+                f"{name_of(fn)} must take (state, batch), got ({', '.join(needed)}). Bind constants with "
+                "functools.partial, and put other arrays into the state."
             )
-        self._least_arguments = len(needed)
         functools.update_wrapper(self, fn)
         self._fn, self._partitioner, self._train, self._donate = fn, partitioner, train, donate
-        self._steps: dict[Hashable, _NamedStep] = {}
         self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
         self._num_calls = 0
         self._returns_only_logs = False
@@ -118,30 +112,28 @@ class CompiledFunction:
     def __repr__(self) -> str:
         return f"{'train_step' if self._train else 'step'}({name_of(self._fn)})"
 
-    def __call__(self, state: Any, batch: types.Batch, broadcasts: Any = None, statics: Hashable = None) -> Any:
+    @functools.cached_property
+    def _step(self) -> "_NamedStep":
+        return _NamedStep(self._run, self._partitioner, train=self._train, name=repr(self))
+
+    def __call__(self, state: Any, batch: types.Batch) -> Any:
         """Returns `(logs, state)`, or `(outputs, logs, state)` if the function returns outputs.
 
         Args:
           state: The state.
           batch: A host batch, which is sharded over the devices.
-          broadcasts: Any pytree, which is replicated on all devices.
-          statics: A hashable value. The function is compiled once for each distinct value.
         """
-        outputs, logs, state = self.call(state, batch, broadcasts, statics)
+        outputs, logs, state = self.call(state, batch)
         return (logs, state) if outputs is None else (outputs, logs, state)
 
-    def call(self, state: Any, batch: types.Batch, broadcasts: Any, statics: Hashable) -> tuple[Any, Any, Any]:
+    def call(self, state: Any, batch: types.Batch) -> tuple[Any, Any, Any]:
         """Calls the function, like `__call__`, but always returns `(outputs, logs, state)`."""
-        for place, (name, value) in enumerate({"broadcasts": broadcasts, "statics": statics}.items(), start=3):
-            if value is not None and self._most_arguments < place:
-                raise TypeError(f"{self!r} got {name}, but its function takes no argument {place}. Add {name} to it.")
-        step, given = self._step_for(statics, broadcasts), batch if broadcasts is None else (batch, broadcasts)
         found: Any
         if self._donate:
             checks.mark_donated(state, repr(self))
-            state, found = step(state, given)
+            state, found = self._step(state, batch)
         else:
-            found = step.evaluate(state, given)
+            found = self._step.evaluate(state, batch)
         self._num_calls += 1
         self._returns_only_logs = found["outputs"] is None and "updates" not in (found["logs"] or {})
         if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
@@ -149,45 +141,18 @@ class CompiledFunction:
         return found["outputs"], found["logs"], found.get("state", state)
 
     def program(self) -> Program | None:
-        """Returns a program that runs consecutive steps, without broadcasts.
+        """Returns a program that runs consecutive steps.
 
         Returns None before the first call, and for functions that can't run this way.
         """
-        step = self._steps.get((type(None), None, True)) if self._donate else None
-        return None if step is None or self._is_on_cpu_mesh or not self._returns_only_logs else Program(step)
-
-    def _step_for(self, statics: Hashable, broadcasts: Any) -> "_NamedStep":
-        try:
-            key = (type(statics), statics, broadcasts is None)  # The type is included because True == 1.
-            known = self._steps.get(key)
-        except TypeError:
-            raise TypeError(
-                f"{self!r} needs hashable statics, such as a tuple or a frozen dataclass, got {statics!r}. Give arrays "
-                "as broadcasts."
-            ) from None
-        if known is not None:
-            return known
-        if len(self._steps) == _MANY_STATICS:
-            logging.warning(
-                "%r compiles once for each value of statics, and got %d of them. Give values that change from step to "
-                "step as broadcasts.",
-                self,
-                _MANY_STATICS,
-            )
-        kind = _NamedStep if broadcasts is None else _PairStep
-        run = functools.partial(self._run, statics, kind is _PairStep)
-        self._steps[key] = kind(run, self._partitioner, train=self._train, name=repr(self))
-        return self._steps[key]
+        runs = self._donate and self._returns_only_logs and not self._is_on_cpu_mesh
+        return Program(self._step) if runs else None
 
     # Traced ----------------------------------------------------------------------------------------
 
-    def _run(self, statics: Hashable, is_pair: bool, state: Any, given: Any) -> tuple[Any, types.Output]:
-        batch, broadcasts = given if is_pair else (given, None)
-        number = 4 if statics is not None else 3 if broadcasts is not None else 2
-        arguments = (batch, broadcasts, statics)[: max(number, self._least_arguments) - 1]
-
+    def _run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         def call(state: Any) -> tuple[Any, Any, Any]:
-            outputs, logs, new_state = outputs_logs_and_state(self._fn(state, *arguments), name_of(self._fn), state)
+            outputs, logs, new_state = outputs_logs_and_state(self._fn(state, batch), name_of(self._fn), state)
             if logs:
                 logs = _with_mean_losses(metrics.separate_weights(logs), checks.num_examples(batch))
             return outputs, logs, new_state
@@ -252,18 +217,6 @@ class _NamedStep(FunctionStep):
 
     def shard_batch(self, batch: Any) -> Any:
         return super().shard_batch(batch) if self.train else self.partitioner.shard_short_batch(batch)
-
-
-class _PairStep(_NamedStep):
-    """A step whose batch is a pair: the actual batch, which is sharded, and the broadcasts, which are replicated."""
-
-    def preprocess_batch(self, batch: Any) -> Any:
-        own, broadcasts = batch
-        return super().preprocess_batch(own), data.numpy_batch(broadcasts)
-
-    def shard_batch(self, batch: Any) -> Any:
-        own, broadcasts = batch
-        return super().shard_batch(own), broadcasts
 
 
 def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
