@@ -70,7 +70,7 @@ BUDGET = {
     "eval_loop": 49,
     "examples": 163,
     "experiment": 1126,
-    "functional": 895,
+    "functional": 878,
     "history": 375,
     "loop": 76,
     "metrics": 315,
