@@ -455,6 +455,7 @@ def run_many_steps(directory, report, *, steps):
     before = threads(), files(), sorted(map(str, threading.enumerate()))
     measure = [Measure(jaxloop.every(steps // 10))]
     run(directory / "long", total=steps, loop_steps=steps // 10, save=steps // 10, more_actions=measure)
+    time.sleep(2)  # The thread that watches for signals ends on its own.
     after = threads(), files(), sorted(map(str, threading.enumerate()))
     return {"sizes": sizes, "before": before, "after": after}
 
