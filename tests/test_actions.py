@@ -1,10 +1,8 @@
 import functools
-import re
 import shutil
 import subprocess
 import sys
 import threading
-import types
 import unittest.mock
 from typing import ClassVar
 
@@ -116,10 +114,9 @@ def test_unwritable_outputs_warn_once(writer, warnings_logged):
     assert [text.split(":")[0] for text in summary.check(None, outputs)] == problems
 
 
-@pytest.mark.parametrize("make", [actions.SummaryAction, actions.LearningRateAction])
-def test_non_writer_raises(make):
-    with pytest.raises(TypeError, match=rf"{make.__name__} .*got 'runs'. jaxloop.default_writer\(workdir\) makes one"):
-        make("runs")
+def test_non_writer_raises():
+    with pytest.raises(TypeError, match=r"SummaryAction .*got 'runs'. jaxloop.default_writer\(workdir\) makes one"):
+        actions.SummaryAction("runs")
 
 
 def test_standalone_loop_commits_its_checkpoints(tmp_path):
@@ -139,8 +136,6 @@ def test_audio_needs_a_sample_rate(writer):
     action, expected = actions.SummaryAction(writer), r"sample rate of the audio output 'sound'.*'sample_rate': 16_000"
     with pytest.raises(ValueError, match=expected):
         action(None, outputs, step_num=1)
-    (problem,) = action.check(None, outputs)
-    assert re.search(expected, problem)
 
 
 def test_checkpoint_action_keeps_only_the_newest_checkpoints(tmp_path, warnings_logged):
@@ -381,18 +376,19 @@ def test_a_best_metric_that_was_always_nan_is_called_so(tmp_path, warnings_logge
     action = actions.CheckpointAction(tmp_path, best="test/loss")
     for step in (1, 2):
         action(np.ones(1), {"test/loss": np.nan}, step_num=step)
+    action.finish(None)
     action.close()
-    assert "at each of its 2 saves, test/loss was not measured, or not finite." in warnings_logged()[-1]
+    assert "at its saves, test/loss was not measured, or not finite." in warnings_logged()[-1]
 
 
 def test_arguments_have_the_names_of_the_docs_and_of_the_peer_library(tmp_path, writer):
     assert actions.CheckpointAction(directory=tmp_path).directory == tmp_path
     assert actions.CheckpointAction(ckpt_manager=tmp_path).directory == tmp_path
-    for kind in (actions.SummaryAction, actions.LearningRateAction):
-        assert kind(writer=writer).summary_writer is kind(summary_writer=writer).summary_writer is writer
-        assert kind(unittest.mock.Mock())  # Has every attribute.
-        with pytest.raises(TypeError, match=r"takes writer= \(also called summary_writer=\), got None"):
-            kind(None)
+    kind = actions.SummaryAction
+    assert kind(writer=writer).summary_writer is kind(summary_writer=writer).summary_writer is writer
+    assert kind(unittest.mock.Mock())  # Has every attribute.
+    with pytest.raises(TypeError, match=r"takes writer= \(also called summary_writer=\), got None"):
+        kind(None)
     with pytest.raises(TypeError, match=r"CheckpointAction takes directory= \(also called ckpt_manager=\), got None"):
         actions.CheckpointAction(None)
     with pytest.raises(TypeError, match=r"CheckpointAction takes directory= first, got every\(steps=3\)"):
@@ -401,13 +397,6 @@ def test_arguments_have_the_names_of_the_docs_and_of_the_peer_library(tmp_path, 
         jaxloop.CheckpointSpec(None)
     with pytest.raises(TypeError, match="got directory='a' and ckpt_manager='b'"):
         actions.CheckpointAction("a", ckpt_manager="b")
-
-
-def test_two_learning_rates_are_named(writer):
-    optimizer = optax.chain(*[optax.inject_hyperparams(optax.sgd)(learning_rate=rate) for rate in (0.1, 0.2)])
-    state = types.SimpleNamespace(opt_state=optimizer.init(0.0))
-    with pytest.raises(ValueError, match=r"one learning rate, but the optimizer's state has 2: 0.*, 1.*learning_rate"):
-        actions.LearningRateAction(writer)(state, None, step_num=1)
 
 
 def test_an_action_without_further_keywords_fails_in_its_constructor():

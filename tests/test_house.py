@@ -313,8 +313,18 @@ FIXED_NAMES = {
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in FIXED_NAMES.items() for n in names.split()])
 def test_public_names_are_in_their_modules(module, name):
     value = getattr(importlib.import_module(f"jaxloop.{module}"), name)
-    if not name.startswith("STAT_"):
-        assert getattr(jaxloop, name) is value
+    assert getattr(jaxloop, name, value) is value
+
+
+def test_the_reference_lists_the_names_of_the_package():
+    pages = [page.read_text() for page in (PACKAGE.parent / "docs" / "api").glob("*.md")]
+    listed = {
+        name
+        for page in pages
+        for name in re.findall(r"(?:class|function|exception|data):: jaxloop\.(\w+)$", page, flags=re.MULTILINE)
+    }
+    names = {name for name in dir(jaxloop) if not (inspect.ismodule(getattr(jaxloop, name)) or name.startswith("_"))}
+    assert listed | {"TrainState"} == names
 
 
 # Methods that another library's protocol requires, and classes whose interface another jaxloop class documents.

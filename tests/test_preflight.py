@@ -511,12 +511,6 @@ MISTAKES = {
         "Wordy.check must yield sentences, or return a list, got 'all is lost'",
         True,
     ),
-    "no learning rate to write": (
-        {"train_actions": (jaxloop.LearningRateAction(WRITER),)},
-        "LearningRateAction",
-        "inject_hyperparams",
-        True,
-    ),
     "two curves with the same name": (
         {"train_actions": (jaxloop.SummaryAction(WRITER),), "eval_actions": (jaxloop.SummaryAction(WRITER),)},
         "SummaryAction(interval=1) of eval 'test'",
@@ -563,7 +557,7 @@ def test_check_reports_several_mistakes_at_once(plan, tmp_path):
         **on_four_devices(data=data_of(rows=30, w=np.ones(30))),
         step=step_returning(lambda state, outputs: (to_bfloat16(state), outputs)),
         eval_data=data_of(),
-        train_actions=(Report(every(1000)), STOPPING("test/acuracy", mode="max"), jaxloop.LearningRateAction(WRITER)),
+        train_actions=(Report(every(1000)), STOPPING("test/acuracy", mode="max")),
         log_interval=every(700),
     ).check()
     where = lambda problems: [problem.where.split("(")[0] for problem in problems]
@@ -572,12 +566,11 @@ def test_check_reports_several_mistakes_at_once(plan, tmp_path):
         "the train loop",  # The dtypes of the state.
         "eval 'test'",
         "EarlyStoppingAction",
-        "LearningRateAction",
     ]
     assert where(report.warnings) == ["the train loop", "Report", "OuterLoop"]
     text = str(report)
     assert (
-        text.startswith("5 errors, 3 warnings. Nothing was run")
+        text.startswith("4 errors, 3 warnings. Nothing was run")
         and max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 110
     )
     with pytest.raises(preflight.CheckError, match="5 errors, 3 warnings"):
@@ -849,8 +842,8 @@ SOUND = {
         ),
     },
     "an action with interval=never()": {
-        "train_actions": (Report(jaxloop.never()),),
-        "log_interval": jaxloop.never(),
+        "train_actions": (Report(jaxloop.schedules.never()),),
+        "log_interval": jaxloop.schedules.never(),
     },
     "an eval action with interval=last()": {"eval_actions": (Report(last()),)},
     "schedules of samples and loops": {"train_actions": (Report(every(samples=1000)), Report(every(loops=3)))},
@@ -1001,7 +994,7 @@ def run_and_compare_with_check(case, state=None, directory=None, **options):
     interval, evaluated, given, num_batches = PLANS[case]
     options = {**given, **options}
     ends, evaluations, after_evaluations = map(Recorder, (interval, 1, interval))
-    in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.never())
+    in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.schedules.never())
     example, first_state, batches = examples.tiny_regression(num_batches)
     kind = TwoUpdates if "updates" in case else type(example)
     step = kind(jax.random.key(0), example.model, example.optimizer, train=True, end_actions=[in_step])

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from programs.clock import Clock
 
 import jaxloop
-from jaxloop import Elapsed, after, always, at, every, examples, first, last, never
+from jaxloop import Elapsed, after, at, every, examples, first, last
 from jaxloop import functional as jf
 from jaxloop.base import timing
+from jaxloop.schedules import always, never
 
 # The algebra ---------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ PARTITIONERS = {
     "rules": lambda: jaxloop.RulesPartitioner(
         create_mesh(data=-1, model=2), "data", [("hidden/kernel", PartitionSpec(None, "model"))]
     ),
-    "spmd": lambda: jaxloop.SPMDPartitioner(create_mesh(data=-1), "data"),
+    "spmd": lambda: jaxloop.partition.SPMDPartitioner(create_mesh(data=-1), "data"),
     "explicit": lambda: jaxloop.ExplicitPartitioner(jax.make_mesh((len(jax.devices()),), ("data",)), "data"),
 }
 

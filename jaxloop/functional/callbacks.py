@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
-from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.base import checks
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import Item, Moment, Rank
@@ -33,7 +32,7 @@ def action_of(callback: Callback) -> Action | None:
     """Returns the action that a callback is or contains, if it is of such a kind."""
     if isinstance(callback, Tool):
         return callback.action
-    return PeriodicAction(callback) if is_periodic(callback) else callback if isinstance(callback, Action) else None
+    return callback if isinstance(callback, Action) else None
 
 
 class Task(Item, abc.ABC):
