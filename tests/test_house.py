@@ -92,7 +92,6 @@ LARGE_CLASSES = {
     "actions.trackers._TrackerWriter": (8, 18),
     "base.checks.BatchWatch": (9, 8),
     "base.timing.Spent": (10, 5),
-    "base.timing.Stopwatch": (9, 7),
     "engine.engine.Engine": (8, 30),
     "engine.outputs.Outputs": (8, 18),
     "engine.rehearse.Course": (10, 11),

@@ -393,7 +393,7 @@ class LossStep(NumpyStep):
         # Metrics may have no derivative. An output may be of any class, such as a distribution.
         fixed = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, outputs)
         given = {name: metric(fixed, batch) for name, metric in self._metrics.items()}
-        return {"loss": result, **types.nnx_metrics_as_weighted({**more, **given})}
+        return {"loss": result, **more, **given}
 
 
 def _check_functions(step_class: type, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
