@@ -24,9 +24,6 @@ import numpy as np
 from jaxloop import metrics
 from jaxloop.base import checks
 from jaxloop.checkpoint import CheckpointWriter
-from jaxloop.engine.engine import Engine
-from jaxloop.engine.feed import LoopData
-from jaxloop.engine.outputs import Outputs, rows_of
 from jaxloop.engine.run import Steps
 from jaxloop.history import History
 
@@ -36,10 +33,8 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 
     Each run has its own process, which starts up and compiles just as your program does. The first process runs to the
     end. For each of the given steps, a second process is killed with SIGKILL once that step has been dispatched and
-    pending saves have been committed. A third process then resumes the killed run. Observing the processes doesn't
-    change their code path, so they behave exactly like your program, even with several steps per dispatch. The function
-    first compares the batch, the state and the outputs of each step after the checkpoint, then all leaves of the final
-    state, and finally the history (except for times). For example::
+    pending saves have been committed. A third process then resumes the killed run. The function compares all rows of
+    the history (except for times) and all leaves of the final state. For example::
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -88,62 +83,30 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
 
-    Both arguments are records written by the processes of `assert_resumable`. A record has three entries. `steps` maps
-    each step's number to digests of its `batch`, its `outputs` and, if available on the host, the `state` before the
-    step. `state` contains digests of the final state. `history` contains the rows of the history.
+    Both arguments are records written by the processes of `assert_resumable`. A record has three entries: `begin` is
+    the step at which the training began, `state` contains digests of the final state, and `history` contains the rows
+    of the history.
     """
-    steps = {int(number): step for number, step in resumed["steps"].items()}
-    if not steps and resumed["state"] == whole["state"] and resumed["history"] == whole["history"]:
-        return ""
-    first = min(steps, default=0)
-    if first == min(map(int, whole["steps"]), default=None):
+    if resumed["begin"] == whole["begin"]:
         return (
             "It started over, because there was no checkpoint to resume from, so nothing was tested. Kill it after the "
             "first save, and make sure that make_run saves in the given work directory."
         )
-    for number in sorted(steps):
-        expected, got = whole["steps"].get(str(number)), steps[number]
-        if expected is None:
-            return f"It made update {number}, which the other run did not make: the end of the run was not restored."
-        begins = "continues" if number == first else "is"
-        if got["batch"] != expected["batch"]:
-            return (
-                f"The data differ: it {begins} at update {number} with a different batch. Use data whose position is "
-                "known (jaxloop.from_index, Grain, tf.data, lists), or declare with jaxloop.skippable that they come "
-                "in the same order."
-            )
-        is_known = "state" in expected and "state" in got
-        leaves = _differing(expected["state"], got["state"]) if is_known else ""
-        if leaves:
-            return (
-                f"The state before update {number} differs in {leaves}: the checkpoint does not contain all of "
-                "it, or it was changed outside of the step."
-            )
-        if got["outputs"] != expected["outputs"]:
-            return (
-                f"Update {number} had the same batch{' and the same state' * is_known}, but other outputs: the step "
-                "depends on something else. Derive its keys from the step, self.prng_key(state.step), and keep what it "
-                "remembers in the state."
-            )
-    if len(whole["steps"]) != first - 1 + len(steps):
-        return f"It ended after update {max(steps)}, but the other run after {len(whole['steps'])}."
-    if resumed["state"] != whole["state"]:
-        leaves = _differing(whole["state"], resumed["state"])
-        return f"The final state differs in {leaves}: an action that changes it has no state_dict."
     for index, (expected, got) in enumerate(zip(whole["history"], resumed["history"], strict=False)):
         if expected != got:
-            return (
-                f"Row {index} of the history differs:\n  {expected}\n  {got}\nDoes a custom action or metric "
-                "remember something between calls? Give it state_dict and load_state_dict."
-            )
+            return f"Row {index} of the history differs:\n  {expected}\n  {got}\n{_REASONS}"
     if len(whole["history"]) != len(resumed["history"]):
-        return f"The history has {len(resumed['history'])} rows instead of {len(whole['history'])}."
-    return ""
+        return f"The history has {len(resumed['history'])} rows instead of {len(whole['history'])}. {_REASONS}"
+    paths = {*whole["state"], *resumed["state"]}
+    leaves = [path for path in sorted(paths) if whole["state"].get(path) != resumed["state"].get(path)]
+    return f"The final state differs in {', '.join(leaves)}. {_REASONS}" if leaves else ""
 
 
-def _differing(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
-    """Returns the paths of the leaves in which two states differ; "" if they are equal."""
-    return ", ".join(sorted(path for path in {*expected, *got} if expected.get(path) != got.get(path)))
+_REASONS = (
+    "Are the data at the right position (jaxloop.from_index, Grain, tf.data, lists)? Does the step derive its keys "
+    "from self.prng_key(state.step), and keep what it remembers in the state? Do actions and metrics with a memory "
+    "have state_dict and load_state_dict?"
+)
 
 
 # Processes -------------------------------------------------------------------------------------------
@@ -194,85 +157,33 @@ def _digest(tree: Any) -> dict[str, str]:
     return leaves
 
 
-class _Observed:
-    """The observations of a train loop, keyed by update number.
-
-    Attributes:
-      batches: Digests of the batches that were read.
-      outputs: Digests of the outputs of the steps.
-      states: Digests of the states after updates, but only of states that were available on the host.
-    """
-
-    def __init__(self, engine: Engine):
-        self.updates, self._start = engine.call.updates, engine.step_num
-        self.batches: dict[int, Any] = {}
-        self.outputs: dict[int, Any] = {}
-        self.states: dict[int, Any] = {}
-
-    def add(self, to: dict[int, Any], tree: Any) -> None:
-        to[self._start + (len(to) + 1) * self.updates] = _digest(tree)
-
-    def steps(self) -> dict[int, Any]:
-        """Returns the digests for each update, including those of the state before the update if they are known."""
-        steps = {}
-        for number, outputs in self.outputs.items():
-            steps[number] = {"batch": self.batches[number], "outputs": outputs}
-            if number - self.updates in self.states:
-                steps[number]["state"] = self.states[number - self.updates]
-        return steps
-
-
-def _observe(kill_at: int) -> dict[int, _Observed]:
-    """Observes all train loops without changing their code path, and kills the process after the given update.
-
-    The process is killed when it reads the next batch, because by then the update has been dispatched. If that batch
-    belongs to the same dispatch, the process is killed later.
-    """
-    observed: dict[int, _Observed] = {}
-    open_feed, run_stretch = LoopData.open, Steps._run_stretch
-    arrive, save = Outputs._arrive, CheckpointWriter.save
+def _observe(kill_at: int) -> list[int]:
+    """Kills the process once the given step has been dispatched. Returns a list that receives the first step."""
+    begin: list[int] = []
+    run_stretch, save = Steps._run_stretch, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
-    def kill_after(number: int) -> None:
-        if kill_at and number >= kill_at:
+    def observed_run(self: Steps, room: int, goal: Any) -> int:
+        run, updates = self._run, self._call.updates
+        if not updates:
+            return run_stretch(self, room, goal)
+        if not begin:
+            begin.append(run.now.steps)
+        if kill_at > run.now.steps:
+            room = min(room, -(-(kill_at - run.now.steps) // updates))
+        number = run_stretch(self, room, goal)
+        if 0 < kill_at <= run.now.steps:
             for writer in writers:  # Otherwise, a short run might never save.
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def observed_open(self: LoopData, dataset: Any, *, evaluates: bool = False) -> None:
-        open_feed(self, dataset, evaluates=evaluates)
-        if not evaluates:
-            engine = self._loop.engine
-            seen, read = observed.setdefault(id(engine.run.outputs), _Observed(engine)), self.feed._read
-
-            def observed_read() -> Any:
-                batch = read()
-                seen.add(seen.batches, batch)
-                kill_after(max(seen.batches) - seen.updates)
-                return batch
-
-            self.feed._read = observed_read
-
-    def observed_run(self: Steps, *args: Any) -> int:
-        number, call, run = run_stretch(self, *args), self._call, self._run
-        if number and call.updates:
-            observed[id(run.outputs)].states[run.now.steps] = _digest(call.state)
-            kill_after(run.now.steps)
         return number
-
-    def observed_arrive(self: Outputs, groups: Any, examples: list[int]) -> None:
-        for outputs in rows_of(groups) if id(self) in observed else ():
-            observed[id(self)].add(observed[id(self)].outputs, outputs)
-        arrive(self, groups, examples)
 
     def saved(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    LoopData.open, Steps._run_stretch = observed_open, observed_run  # pyright: ignore[reportAttributeAccessIssue]
-    Outputs._arrive = observed_arrive
-    CheckpointWriter.save = saved
-    return observed
+    Steps._run_stretch, CheckpointWriter.save = observed_run, saved
+    return begin
 
 
 def _load(target: str) -> Callable[[str], Any]:
@@ -296,13 +207,12 @@ def _main() -> None:
     parser.add_argument("directory", type=pathlib.Path)
     parser.add_argument("--kill_at", type=int)
     options = parser.parse_args()
-    make_run, observed = _load(options.target), _observe(options.kill_at)
+    make_run, begin = _load(options.target), _observe(options.kill_at)
     result = make_run(str(options.directory / "run"))
     state, *others = result if type(result) is tuple else (result,)
     history = next((other for other in others if isinstance(other, History)), None)
     rows = [] if history is None else [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in history]
-    steps = {number: step for each in observed.values() for number, step in each.steps().items()}
-    record = {"steps": steps, "state": _digest(state), "history": rows}
+    record = {"begin": begin, "state": _digest(state), "history": rows}
     (options.directory / "record.json").write_text(json.dumps(record, default=repr))
 
 

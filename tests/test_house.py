@@ -328,10 +328,7 @@ def test_the_reference_lists_the_names_of_the_package():
 
 # Methods that another library's protocol requires, and classes whose interface another jaxloop class documents.
 PROTOCOL_METHODS = ("tree_flatten", "tree_flatten_with_keys", "tree_unflatten", "get_state", "set_state")
-DOCUMENTED_ELSEWHERE = (
-    "actions.writers.LogWriter",
-    *(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb")),
-)
+DOCUMENTED_ELSEWHERE = (*(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb")),)
 
 
 def public_definitions():

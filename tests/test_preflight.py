@@ -470,7 +470,7 @@ MISTAKES = {
         True,
     ),
     "a metric that is never measured when its action runs": (
-        {"train_actions": (STOPPING("test/loss", interval=after(1).then(every(100))),)},
+        {"train_actions": (STOPPING("test/loss", interval=at(101) | at(201)),)},
         "EarlyStoppingAction",
         "'test/loss' is not measured at any of these steps",
         False,
@@ -920,7 +920,7 @@ def random_interval(rng, *, most=4):
         at(rng.randrange(1, 30)),
         every(samples=rng.randrange(5, 60)),
         every(loops=rng.randrange(1, most)),
-        after(rng.randrange(1, 20)).then(every(rng.randrange(1, 8))),
+        after(rng.randrange(1, 20)) & every(rng.randrange(1, 8)),
         first(),
         last(),
     ][rng.randrange(7)]
@@ -965,7 +965,7 @@ PLANS = {
     "the first steps": (at(0) | first(), at(0) | every(20), {"train_total_steps": 30, "train_loop_steps": 10}, 50),
     "samples": (every(samples=100), every(samples=72), {"train_total_steps": 40, "train_loop_steps": 6}, 50),
     "combined schedules": (every(4) & every(6), every(3) & ~every(5), {"train_total_steps": 40}, 50),
-    "after a step": (after(20).then(every(6)), after(38), {"train_total_steps": 40, "train_loop_steps": 7}, 50),
+    "after a step": (after(20) & every(6), after(38), {"train_total_steps": 40, "train_loop_steps": 7}, 50),
     "after a number of loops": (at(loops=2), after(loops=3) & every(4), {"train_loop_steps": 6}, 40),
     "epochs": (3, BOTH, {"train_epochs": 3}, 8),
     "epochs up to a total": (every(loops=2) | last(), 1, {"train_epochs": 4, "train_total_steps": 25}, 8),

@@ -54,7 +54,7 @@ def test_names_are_escaped_wherever_a_run_displays_them(bar, logs, tmp_path):
 
     make = lambda **options: EvilStep(plain.base_prng, plain.model, plain.optimizer, **options)
     stream = io.StringIO()
-    writer = actions.LogWriter()
+    writer = actions.default_writer(tmp_path / "events")
     writer.write_texts(1, {EVIL: "of two\nlines\x1b[2J"})
     summaries = [actions.SummaryAction(writer, every(steps=2)) for _ in range(2)]
     ends = [

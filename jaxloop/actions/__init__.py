@@ -11,6 +11,5 @@ from jaxloop.actions.summary_action import SummaryAction as SummaryAction
 from jaxloop.actions.trackers import MlflowWriter as MlflowWriter
 from jaxloop.actions.trackers import TrackioWriter as TrackioWriter
 from jaxloop.actions.trackers import WandbWriter as WandbWriter
-from jaxloop.actions.writers import LogWriter as LogWriter
 from jaxloop.actions.writers import TensorBoardWriter as TensorBoardWriter
 from jaxloop.actions.writers import default_writer as default_writer

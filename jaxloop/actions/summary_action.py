@@ -88,16 +88,10 @@ class SummaryAction(Action):
         self._queue.put(place, method, step, values, **options)
 
     def _write_metric(self, step: int, name: str, metric: types.MetricWithMetadata) -> None:
-        options, metadata, full_name = {}, metric.metadata or {}, self.prefix + name
-        if metric.type is types.MetricType.AUDIO:
-            if "sample_rate" not in metadata:
-                raise ValueError(
-                    f"SummaryAction needs the sample rate of the audio output {name!r}: give "
-                    "MetricWithMetadata(value, MetricType.AUDIO, metadata={'sample_rate': 16_000})."
-                )
-            options["sample_rate"] = metadata["sample_rate"]
-        if metric.type is types.MetricType.HISTOGRAM:
-            options["num_buckets"] = {full_name: metadata["num_buckets"]} if "num_buckets" in metadata else None
+        metadata, full_name = metric.metadata or {}, self.prefix + name
+        options: dict[str, Any] = dict(metadata) if metric.type is types.MetricType.AUDIO else {}
+        if metric.type is types.MetricType.HISTOGRAM and "num_buckets" in metadata:
+            options["num_buckets"] = {full_name: metadata["num_buckets"]}
         value = str(metric.value) if metric.type is types.MetricType.TEXT else metric.value
         self._write(step, _METHODS[metric.type], {full_name: value}, **options)
 
