@@ -1,6 +1,5 @@
 """The history of a run: rows of metrics, in memory and in a file, and learning curves."""
 
-import collections
 import functools
 import hashlib
 import io
@@ -68,7 +67,7 @@ class _Form:
         names = [*_UNITS, *self.paths]
         self.places = {name: place for place, name in enumerate(names)}
         if len(self.places) < len(names):
-            taken = next(name for name, count in collections.Counter(names).items() if count > 1)
+            taken = max(names, key=names.count)
             raise ValueError(
                 f"The logs have a value under {printable(taken)}, which is also the path of another value or of the "
                 f"run's progress. Use another key, such as 'my_{printable(taken)}'."
@@ -127,16 +126,13 @@ class History:
         self.outputs: list[tuple[Elapsed, Any]] = []
         """The `(elapsed, outputs)` pairs that were passed to `add_outputs`."""
         self._file = None if path is None else _File(path, writes)
+        self.path: epath.Path | None = None if self._file is None else self._file.path
+        """The file that the rows are written to, or None if they are kept only in memory."""
         # The form and the stored values of each row. The garbage collector doesn't have to traverse tuples of numbers.
         self._forms: list[_Form] = []
         self._rows: list[tuple[Any, ...]] = []
         self._newest: dict[str, int] = {}  # The number of the newest row that has each path.
         self._num_read = 0  # The number of rows before the first one that may have device values.
-
-    @property
-    def path(self) -> epath.Path | None:
-        """The file that the rows are written to, or None if they are kept only in memory."""
-        return None if self._file is None else self._file.path
 
     # Writing ---------------------------------------------------------------------------------------
 
@@ -253,8 +249,7 @@ class History:
     def __repr__(self) -> str:
         if not self._rows:
             return "History(no rows)"
-        count = "1 row" if len(self._rows) == 1 else f"{len(self._rows)} rows"
-        return f"History({count} up to step {self._rows[-1][0]}: {checks.listed(self._newest)})"
+        return f"History({len(self._rows)} rows up to step {self._rows[-1][0]}: {checks.listed(self._newest)})"
 
     def paths(self) -> list[str]:
         """Returns the full paths of all values so far, in the order in which they first appeared."""
@@ -357,9 +352,8 @@ class History:
         num_columns = min(len(curves), 4)
         num_lines = math.ceil(len(curves) / num_columns)
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
-        unit = "time (s)" if x == "time" else x
         for number, (name, paths) in enumerate(curves.items(), 1):
-            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=unit, ylabel=name)
+            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=x, ylabel=name)
             labels = [path.removesuffix(_dotted(name)).removesuffix(".") for path in paths]
             for path, label in zip(paths, labels, strict=True):
                 xs, ys = self.collect(x, path)
@@ -401,7 +395,12 @@ class History:
         """Reads the device values of the rows up to a number, and writes these rows."""
         begin, rows = self._num_read, self._rows[self._num_read : end]
         values = [value for stored in rows for value in stored if type(value) not in _PLAIN]
-        read = map(_plain, metrics.fetch([math.nan if value.is_deleted() else value for value in values]))
+        if any([value.is_deleted() for value in values]):
+            raise ValueError(
+                "A value was committed to the history, and then donated to a step before it was read. Commit a copy of "
+                "what is part of the state: jnp.copy(value)."
+            )
+        read = map(_plain, metrics.fetch(values))
         self._rows[begin:end] = [
             tuple([value if type(value) in _PLAIN else next(read) for value in stored]) for stored in rows
         ]
@@ -409,18 +408,6 @@ class History:
         self._num_read = end + sum(1 for _ in plain)
         if self._file is not None:
             self._file.append(self._row, self._num_read)
-        if any(value.is_deleted() for value in values):
-            lost = [
-                f"{printable(path)} at step {stored[0]}"
-                for form, stored in zip(self._forms[begin:end], rows, strict=True)
-                for path, value in zip(form.places, stored, strict=True)
-                if type(value) not in _PLAIN and value.is_deleted()
-            ]
-            raise ValueError(
-                "A value was committed to the history, and then donated to a step before it arrived: "
-                f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
-                "jnp.copy(value)."
-            )
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Returns the paths to plot, keyed by the name of the plot that shows them."""
@@ -452,11 +439,6 @@ class History:
 
 
 _numbers_of = operator.attrgetter(*_UNITS)
-
-
-def _absolute(path: epath.PathLike) -> epath.Path:
-    path = epath.Path(path).expanduser()
-    return path if files.is_remote(path) else path.parent.resolve() / path.name  # The file itself must not be a link.
 
 
 # Names -----------------------------------------------------------------------------------------------
@@ -590,7 +572,7 @@ class _File:
     """
 
     def __init__(self, path: epath.PathLike, writes: bool = True):
-        self.path, self.writes, self.is_open = _absolute(path), writes, not writes
+        self.path, self.writes, self.is_open = files.absolute(path), writes, not writes
         self.clear()
 
     def clear(self) -> None:
