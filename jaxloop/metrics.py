@@ -318,7 +318,7 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their results are
     computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
     unchanged. Values whose weights are all 0 are omitted, because they were not measured. All values that are not
-    scalars are omitted too; `media` returns them.
+    scalars are omitted too.
 
     Raises:
       ValueError: If a weight is negative.
@@ -373,18 +373,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
-    """Returns the non-scalar values in a loop's outputs, each with its type.
+def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
+    """Returns the result of `summarize`, and the non-scalar values in a loop's outputs, each with its type.
 
     An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3, or 4. Any other array without metadata
     becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio, and text are taken
     from the last step only.
     """
-    return _media(_reduced(outputs))
-
-
-def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
-    """Returns the results of `summarize` and `media`, but computes each `clu.metrics` state only once."""
     reduced = _reduced(outputs)
     return _scalars(reduced, outputs), _media(reduced)
 

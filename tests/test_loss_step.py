@@ -142,21 +142,11 @@ def test_a_scalar_loss_is_used_unchanged():
     [
         (lambda o, b: (o - b["y"]) ** 2, ValueError, r"The loss is float32\[8, 1\] for 8 examples; it must be per"),
         (
-            lambda o, b: (o - b["y"]) ** 2,
-            ValueError,
-            r"float32\[8\], or a scalar. Take the mean .*\.mean\(axis=1\).*keep",
-        ),
-        (
             lambda o, b: o[:, None] * b["x"][:, None],
             ValueError,
-            r"float32\[8, 1, 3\].*Return jaxloop.Weighted\(values, mask\), .* padding, .*\.mean\(axis=\(1, 2\)\)\.\n",
+            r"float32\[8, 1, 3\].*Take the mean .*return jaxloop.Weighted\(values, mask\) to leave out padding",
         ),
-        (
-            lambda o, b: jnp.mean(o, keepdims=True),
-            ValueError,
-            r"float32\[1, 1\] for 8 examples.*Leave out keepdims=True",
-        ),
-        (lambda o, b: b["x"].mean(0), ValueError, r"float32\[3\] for 8 examples.*one number for each example"),
+        (lambda o, b: jnp.mean(o, keepdims=True), ValueError, r"float32\[1, 1\] for 8 examples.*without keepdims=True"),
         (lambda o, b: {"loss": o}, TypeError, r"an array \[batch\].*\(losses, metrics\), got dict"),
         (lambda o, b: None, TypeError, "got NoneType"),
         (lambda o, b: o[:, 0] > 0, TypeError, r"floating-point losses .*, got bool\[8\]"),
@@ -192,9 +182,9 @@ def test_the_error_names_the_loss_method():
     [
         (LossStep, {}, TypeError, "LossStep needs one loss: .* It got neither"),
         (Regression, {"loss": squares}, TypeError, "Regression needs one loss: .* It got both"),
-        (LossStep, {"loss": 1.0}, TypeError, "loss must be a function of .*got 1.0"),
-        (Regression, {"metrics": {"m": 1.0}}, TypeError, "m must be a function of .*got 1.0"),
-        (Regression, {"metrics": [squares]}, TypeError, "metrics must be a dict of functions"),
+        (LossStep, {"loss": 1.0}, TypeError, "loss must be a function of .*got loss=1.0"),
+        (Regression, {"metrics": {"m": 1.0}}, TypeError, "metrics a dict of such functions, got .*{'m': 1.0}"),
+        (Regression, {"metrics": [squares]}, TypeError, "metrics a dict of such functions"),
         (Regression, {"accumulate": 0}, ValueError, "accumulate must be a positive int, got 0"),
         (Regression, {"batch_size": 1.5}, TypeError, "batch_size must be a positive int or None, got 1.5"),
         (Regression, {"compute_dtype": jnp.int8}, ValueError, "compute_dtype must be a floating-point type"),
@@ -264,11 +254,11 @@ def test_a_model_can_take_several_inputs_by_position_or_by_name(model, inputs):
 @pytest.mark.parametrize(
     ("batch", "inputs", "message"),
     [
-        ({"a": A, "b": B}, None, "the batch has none of them. Its keys are 'a', 'b'. Name the key, inputs="),
-        ({"x": A, "image": B}, None, "more than one of them, 'x', 'image'. Its keys are 'x', 'image'"),
-        ({"x": A}, "tokens", "The batch has no inputs='tokens'; it has the keys 'x'"),
-        ((A, B), 2, "The batch has no inputs=2; it has tuple of 2"),
-        ((), None, "A batch must be a dict, a tuple, a list or an array, got tuple of 0"),
+        ({"a": A, "b": B}, None, "has the keys 'a', 'b'. Name their key, inputs="),
+        ({"x": A, "image": B}, None, "has the keys 'x', 'image'.*under exactly one of"),
+        ({"x": A}, "tokens", "inputs='tokens'.* has the keys 'x'"),
+        ((A, B), 2, "inputs=2.* has tuple"),
+        ((), None, "has tuple"),
     ],
 )
 def test_missing_or_ambiguous_inputs_are_rejected(batch, inputs, message):

@@ -71,7 +71,7 @@ def test_the_stop_flag_is_not_a_metric():
 
 
 def test_media_have_the_right_type():
-    found = metrics.media(
+    _, found = metrics.scalars_and_media(
         {
             "images": [np.zeros([2, 8, 8, 3]), np.ones([2, 8, 8, 3])],
             "per_example": [np.zeros(3), np.ones(2)],
