@@ -402,7 +402,8 @@ def _check_functions(step_class: type, loss: LossFn | None, metrics: Mapping[str
             f"{step_class.__name__} needs one loss: the argument loss=, or a subclass that defines "
             f"loss(self, outputs, batch). It got {'both' if loss is not None else 'neither'}."
         )
-    if not isinstance(metrics, Mapping) or not all(map(callable, [*metrics.values(), loss or len])):
+    is_dict_of_functions = isinstance(metrics, Mapping) and all(map(callable, metrics.values()))
+    if not is_dict_of_functions or not (loss is None or callable(loss)):
         raise TypeError(
             "loss must be a function of (outputs, batch), and metrics a dict of such functions, got "
             f"loss={loss!r}, metrics={metrics!r}."
