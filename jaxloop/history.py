@@ -126,13 +126,16 @@ class History:
         self.outputs: list[tuple[Elapsed, Any]] = []
         """The `(elapsed, outputs)` pairs that were passed to `add_outputs`."""
         self._file = None if path is None else _File(path, writes)
-        self.path: epath.Path | None = None if self._file is None else self._file.path
-        """The file that the rows are written to, or None if they are kept only in memory."""
         # The form and the stored values of each row. The garbage collector doesn't have to traverse tuples of numbers.
         self._forms: list[_Form] = []
         self._rows: list[tuple[Any, ...]] = []
         self._newest: dict[str, int] = {}  # The number of the newest row that has each path.
         self._num_read = 0  # The number of rows before the first one that may have device values.
+
+    @property
+    def path(self) -> epath.Path | None:
+        """The file that the rows are written to, or None if they are kept only in memory."""
+        return None if self._file is None else self._file.path
 
     # Writing ---------------------------------------------------------------------------------------
 
@@ -376,8 +379,6 @@ class History:
         values: dict[tuple[str, ...], Any] = {}
         _collect(logs, (), values)
         keys, numbers = tuple(values), _numbers_of(elapsed)
-        if not _is_plain(numbers):
-            numbers = tuple([_checked(number, unit) for number, unit in zip(numbers, _UNITS, strict=True)])
         form = _form_of(keys)
         for path in form.paths:
             self._newest[path] = len(self._rows)

@@ -96,7 +96,7 @@ LARGE_CLASSES = {
     "engine.outputs.Outputs": (8, 18),
     "engine.rehearse.Course": (10, 11),
     "functional.loop_state.LoopState": (10, 1),
-    "history.History": (7, 25),
+    "history.History": (6, 26),
     "loop.Loop": (2, 19),
     "models.function_step.CompiledFunction": (10, 8),
     "partition.mesh_partitioner.MeshPartitioner": (6, 20),
