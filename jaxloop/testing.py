@@ -3,19 +3,16 @@
 `import jaxloop` doesn't import this module. Use `from jaxloop import testing`.
 """
 
-import argparse
 import contextlib
 import hashlib
-import importlib
-import importlib.util
 import json
+import multiprocessing
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import jax
@@ -45,7 +42,8 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 
     Args:
       make_run: A function that runs or resumes the experiment in a work directory, and returns the final state, or
-        `(state, history)`. It must be defined in a module or a script, so that the processes can import it.
+        `(state, history)`. It must be defined at the top level of a module or a script, so that the processes can
+        import it. A script calls this function under `if __name__ == "__main__":`.
       at_steps: The steps at which to kill a run. Each of them must come after the first checkpoint, and is tested in
         separate processes.
       timeout: The time limit for each process, in seconds.
@@ -53,17 +51,19 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
     Raises:
       AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
         or if a run started over instead of resuming, in which case nothing was tested.
-      RuntimeError: If a process failed or ended before it could be killed. The message contains its output.
-      TypeError: If `make_run` can't be imported by its name.
+      RuntimeError: If a process failed or ended before it could be killed.
     """
-    target, steps = _target_of(make_run), sorted({int(step) for step in at_steps})
+    steps = sorted({int(step) for step in at_steps})
     if not steps or steps[0] < 1:
         raise ValueError(f"at_steps takes the steps at which to kill, each at least 1, got {list(at_steps)!r}.")
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as processes:
         root = pathlib.Path(directory)
 
-        def start(name: str, kill_at: int = 0) -> subprocess.Popen[str]:
-            process = processes.enter_context(_start(target, root / name, kill_at))
+        def start(name: str, kill_at: int = 0) -> SpawnProcess:
+            (root / name).mkdir(exist_ok=True)
+            process = multiprocessing.get_context("spawn").Process(target=_run, args=(make_run, root / name, kill_at))
+            process.start()
+            processes.callback(process.join)
             processes.callback(process.kill)  # In case another one fails.
             return process
 
@@ -112,38 +112,26 @@ _REASONS = (
 # Processes -------------------------------------------------------------------------------------------
 
 
-def _target_of(make_run: Callable[[str], Any]) -> str:
-    """Returns a function's file or module, and its name, so that another process can import the function."""
-    name, module = getattr(make_run, "__qualname__", ""), getattr(make_run, "__module__", None)
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    if not name or "<" in name or module is None or (module == "__main__" and file is None):
-        raise TypeError(
-            f"make_run must be a function that another process can import: `def make_run(workdir)` in a module or a "
-            f"script, got {make_run!r}. In a notebook, write it to a file (%%writefile) and import it."
-        )
-    # Uses the file, because a test module may not be importable by name elsewhere.
-    return f"{file}:{name}" if file is not None and "." not in module else f"{module}:{name}"
-
-
-def _start(target: str, directory: pathlib.Path, kill_at: int = 0) -> subprocess.Popen[str]:
-    directory.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "jaxloop.testing", target, str(directory), f"--kill_at={kill_at}"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
+def _finish(process: SpawnProcess, directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
     """Waits for a process to end, and returns its record."""
-    try:
-        printed, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        printed = process.communicate()[0] + f"\n(It was killed after {timeout} seconds.)"
-    expected = -signal.SIGKILL if killed_at else 0
-    if process.returncode != expected:
+    process.join(timeout)
+    if process.exitcode is None:
+        raise RuntimeError(f"A run has not ended after {timeout} seconds.")
+    if process.exitcode != (-signal.SIGKILL if killed_at else 0):
         what = f"ended before it could be killed at step {killed_at}" if killed_at else "failed"
-        raise RuntimeError(f"A run {what}, with code {process.returncode}. It printed:\n{printed[-5000:]}")
+        raise RuntimeError(f"A run {what}, with code {process.exitcode}. Its output is above.")
     return None if killed_at else json.loads((directory / "record.json").read_text())
+
+
+def _run(make_run: Callable[[str], Any], directory: pathlib.Path, kill_at: int) -> None:
+    """Runs or resumes the experiment in this process, and writes a record."""
+    begin = _observe(kill_at)
+    result = make_run(str(directory / "run"))
+    state, *others = result if type(result) is tuple else (result,)
+    history = next((other for other in others if isinstance(other, History)), None)
+    rows = [] if history is None else [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in history]
+    record = {"begin": begin, "state": _digest(state), "history": rows}
+    (directory / "record.json").write_text(json.dumps(record, default=repr))
 
 
 def _digest(tree: Any) -> dict[str, str]:
@@ -184,37 +172,3 @@ def _observe(kill_at: int) -> list[int]:
 
     Steps._run_stretch, CheckpointWriter.save = observed_run, saved
     return begin
-
-
-def _load(target: str) -> Callable[[str], Any]:
-    place, _, name = target.rpartition(":")
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(pathlib.Path(place).stem, place)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module  # pyright: ignore[reportReturnType]
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("target")
-    parser.add_argument("directory", type=pathlib.Path)
-    parser.add_argument("--kill_at", type=int)
-    options = parser.parse_args()
-    make_run, begin = _load(options.target), _observe(options.kill_at)
-    result = make_run(str(options.directory / "run"))
-    state, *others = result if type(result) is tuple else (result,)
-    history = next((other for other in others if isinstance(other, History)), None)
-    rows = [] if history is None else [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in history]
-    record = {"begin": begin, "state": _digest(state), "history": rows}
-    (options.directory / "record.json").write_text(json.dumps(record, default=repr))
-
-
-if __name__ == "__main__":
-    _main()

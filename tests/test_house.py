@@ -82,7 +82,7 @@ BUDGET = {
     "schedules": 312,
     "stat_loop": 109,
     "step": 1389,
-    "testing": 145,
+    "testing": 108,
     "train_loop": 39,
     "types": 160,
 }
