@@ -21,137 +21,67 @@ Steps and train loops donate the state that you pass them, so always continue wi
 counter is `state.step`, which counts completed optimizer updates.
 """
 
+import inspect
+
 from jaxloop import check as check
-from jaxloop.action_loop import ActionLoop
-from jaxloop.actions import (
-    Action,
-    CheckpointAction,
-    EarlyStoppingAction,
-    LearningRateAction,
-    ProfileAction,
-    ProgressAction,
-    SpikeGuard,
-    SummaryAction,
-    default_writer,
-)
-from jaxloop.base.compilation_cache import enable_compilation_cache
-from jaxloop.checkpoint import CheckpointError
-from jaxloop.data import from_index, prefetch, skippable
-from jaxloop.eval_loop import EvalLoop
-from jaxloop.experiment.extension import Extension
-from jaxloop.history import History
-from jaxloop.loop import Loop
-from jaxloop.metrics import LoopOutputs, summarize
+from jaxloop.actions import Action as Action
+from jaxloop.actions import CheckpointAction as CheckpointAction
+from jaxloop.actions import EarlyStoppingAction as EarlyStoppingAction
+from jaxloop.actions import ProfileAction as ProfileAction
+from jaxloop.actions import ProgressAction as ProgressAction
+from jaxloop.actions import SpikeGuard as SpikeGuard
+from jaxloop.actions import SummaryAction as SummaryAction
+from jaxloop.actions import default_writer as default_writer
+from jaxloop.base.compilation_cache import enable_compilation_cache as enable_compilation_cache
+from jaxloop.data import from_index as from_index
+from jaxloop.data import prefetch as prefetch
+from jaxloop.data import skippable as skippable
+from jaxloop.eval_loop import EvalLoop as EvalLoop
+from jaxloop.experiment.extension import Extension as Extension
+from jaxloop.history import History as History
+from jaxloop.metrics import summarize as summarize
 from jaxloop.models import optimizers as optimizers
-from jaxloop.models.export import export
-from jaxloop.models.fit import fit, lr_schedule
-from jaxloop.models.loss_step import LossStep
-from jaxloop.outer_loop import STOP_LOOP, CheckpointSpec, EvalContext, EvalSpec, OuterLoop
-from jaxloop.partition import (
-    DataParallelPartitioner,
-    ExplicitPartitioner,
-    FSDPPartitioner,
-    Partitioner,
-    RulesPartitioner,
-    SingleDevicePartitioner,
-    SPMDPartitioner,
-)
-from jaxloop.runs.accounts import Goodput, goodput
-from jaxloop.runs.commands import tell
-from jaxloop.runs.failures import replay
-from jaxloop.runs.rewinding import rewind
-from jaxloop.runs.watchdog import Watchdog
-from jaxloop.schedules import Elapsed, Schedule, after, always, at, every, first, last, never
-from jaxloop.stat_loop import StatLoop
-from jaxloop.step import Step
-from jaxloop.train_loop import TrainLoop
-from jaxloop.types import (
-    Batch,
-    BatchSpec,
-    MetricType,
-    MetricWithMetadata,
-    Output,
-    PRNGType,
-    State,
-    TrainState,
-    TurnBack,
-    Weighted,
-)
+from jaxloop.models.export import export as export
+from jaxloop.models.fit import fit as fit
+from jaxloop.models.loss_step import LossStep as LossStep
+from jaxloop.outer_loop import STOP_LOOP as STOP_LOOP
+from jaxloop.outer_loop import CheckpointSpec as CheckpointSpec
+from jaxloop.outer_loop import EvalSpec as EvalSpec
+from jaxloop.outer_loop import OuterLoop as OuterLoop
+from jaxloop.partition import DataParallelPartitioner as DataParallelPartitioner
+from jaxloop.partition import ExplicitPartitioner as ExplicitPartitioner
+from jaxloop.partition import FSDPPartitioner as FSDPPartitioner
+from jaxloop.partition import Partitioner as Partitioner
+from jaxloop.partition import RulesPartitioner as RulesPartitioner
+from jaxloop.partition import SingleDevicePartitioner as SingleDevicePartitioner
+from jaxloop.runs.accounts import goodput as goodput
+from jaxloop.runs.commands import tell as tell
+from jaxloop.runs.failures import replay as replay
+from jaxloop.runs.rewinding import rewind as rewind
+from jaxloop.runs.watchdog import Watchdog as Watchdog
+from jaxloop.schedules import Elapsed as Elapsed
+from jaxloop.schedules import Schedule as Schedule
+from jaxloop.schedules import after as after
+from jaxloop.schedules import at as at
+from jaxloop.schedules import every as every
+from jaxloop.schedules import first as first
+from jaxloop.schedules import last as last
+from jaxloop.step import Step as Step
+from jaxloop.train_loop import TrainLoop as TrainLoop
+from jaxloop.types import Batch as Batch
+from jaxloop.types import MetricType as MetricType
+from jaxloop.types import MetricWithMetadata as MetricWithMetadata
+from jaxloop.types import TrainState as TrainState
+from jaxloop.types import TurnBack as TurnBack
+from jaxloop.types import Weighted as Weighted
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "STOP_LOOP",
-    "Action",
-    "ActionLoop",
-    "Batch",
-    "BatchSpec",
-    "CheckpointAction",
-    "CheckpointError",
-    "CheckpointSpec",
-    "DataParallelPartitioner",
-    "EarlyStoppingAction",
-    "Elapsed",
-    "EvalContext",
-    "EvalLoop",
-    "EvalSpec",
-    "ExplicitPartitioner",
-    "Extension",
-    "FSDPPartitioner",
-    "Goodput",
-    "History",
-    "LearningRateAction",
-    "Loop",
-    "LoopOutputs",
-    "LossStep",
-    "MetricType",
-    "MetricWithMetadata",
-    "OuterLoop",
-    "Output",
-    "PRNGType",
-    "Partitioner",
-    "ProfileAction",
-    "ProgressAction",
-    "RulesPartitioner",
-    "SPMDPartitioner",
-    "Schedule",
-    "SingleDevicePartitioner",
-    "SpikeGuard",
-    "StatLoop",
-    "State",
-    "Step",
-    "SummaryAction",
-    "TrainLoop",
-    "TrainState",
-    "TurnBack",
-    "Watchdog",
-    "Weighted",
-    "after",
-    "always",
-    "at",
-    "default_writer",
-    "enable_compilation_cache",
-    "every",
-    "export",
-    "first",
-    "fit",
-    "from_index",
-    "goodput",
-    "last",
-    "lr_schedule",
-    "never",
-    "prefetch",
-    "replay",
-    "rewind",
-    "skippable",
-    "summarize",
-    "tell",
-]
-
 _PUBLIC_MODULES = """action_loop actions check checkpoint data distributed eval_loop functional history loop metrics
-outer_loop partition schedules stat_loop step testing train_loop types""".split()
+optimizers outer_loop partition schedules stat_loop step testing train_loop types""".split()
 
 
 def __dir__() -> list[str]:
     """Lists the public names, without internal modules, for tab completion."""
-    return sorted([*__all__, "__version__", *(name for name in _PUBLIC_MODULES if name in globals())])
+    names = [name for name, value in globals().items() if not (inspect.ismodule(value) or name.startswith("_"))]
+    return sorted([*names, "__version__", *(name for name in _PUBLIC_MODULES if name in globals())])

@@ -1,10 +1,9 @@
 """A loop that calls actions before, between, and after its steps."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-from absl import logging
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
@@ -103,16 +102,8 @@ class ActionLoop(StatLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        is_alone, has_failed = self.engine.plan.is_alone, True
-        try:
-            result = super().__call__(state, dataset_iterator, num_steps, return_state_from_step)
-            has_failed = False
-        finally:
-            for action in self.end_actions if is_alone else ():
-                try:
-                    action.flush()
-                except Exception:
-                    if not has_failed:
-                        raise
-                    logging.exception("%r could not be flushed.", action)
-        return result
+        with contextlib.ExitStack() as stack:
+            if self.engine.plan.is_alone:
+                for action in reversed(self.end_actions):
+                    stack.callback(action.flush)
+            return super().__call__(state, dataset_iterator, num_steps, return_state_from_step)

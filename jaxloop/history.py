@@ -1,6 +1,5 @@
 """The history of a run: rows of metrics, in memory and in a file, and learning curves."""
 
-import collections
 import functools
 import hashlib
 import io
@@ -68,7 +67,7 @@ class _Form:
         names = [*_UNITS, *self.paths]
         self.places = {name: place for place, name in enumerate(names)}
         if len(self.places) < len(names):
-            taken = next(name for name, count in collections.Counter(names).items() if count > 1)
+            taken = max(names, key=names.count)
             raise ValueError(
                 f"The logs have a value under {printable(taken)}, which is also the path of another value or of the "
                 f"run's progress. Use another key, such as 'my_{printable(taken)}'."
@@ -253,8 +252,8 @@ class History:
     def __repr__(self) -> str:
         if not self._rows:
             return "History(no rows)"
-        count = "1 row" if len(self._rows) == 1 else f"{len(self._rows)} rows"
-        return f"History({count} up to step {self._rows[-1][0]}: {checks.listed(self._newest)})"
+        rows = f"{len(self._rows)} row{'s' * (len(self._rows) > 1)}"
+        return f"History({rows} up to step {self._rows[-1][0]}: {checks.listed(self._newest)})"
 
     def paths(self) -> list[str]:
         """Returns the full paths of all values so far, in the order in which they first appeared."""
@@ -357,9 +356,10 @@ class History:
         num_columns = min(len(curves), 4)
         num_lines = math.ceil(len(curves) / num_columns)
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
-        unit = "time (s)" if x == "time" else x
         for number, (name, paths) in enumerate(curves.items(), 1):
-            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=unit, ylabel=name)
+            axes = figure.add_subplot(
+                num_lines, num_columns, number, xlabel={"time": "time (s)"}.get(x, x), ylabel=name
+            )
             labels = [path.removesuffix(_dotted(name)).removesuffix(".") for path in paths]
             for path, label in zip(paths, labels, strict=True):
                 xs, ys = self.collect(x, path)
@@ -382,8 +382,6 @@ class History:
         values: dict[tuple[str, ...], Any] = {}
         _collect(logs, (), values)
         keys, numbers = tuple(values), _numbers_of(elapsed)
-        if not _is_plain(numbers):
-            numbers = tuple([_checked(number, unit) for number, unit in zip(numbers, _UNITS, strict=True)])
         form = _form_of(keys)
         for path in form.paths:
             self._newest[path] = len(self._rows)
@@ -447,11 +445,6 @@ class History:
 
 
 _numbers_of = operator.attrgetter(*_UNITS)
-
-
-def _absolute(path: epath.PathLike) -> epath.Path:
-    path = epath.Path(path).expanduser()
-    return path if files.is_remote(path) else path.parent.resolve() / path.name  # The file itself must not be a link.
 
 
 # Names -----------------------------------------------------------------------------------------------
@@ -536,7 +529,7 @@ def _is_on_device(kind: type, aval: Any) -> bool:
 
 
 def _read(value: jax.Array) -> Any:
-    return _LOST if value.is_deleted() else metrics.fetch_scalar(value)
+    return _LOST if isinstance(value, jax.Array) and value.is_deleted() else metrics.fetch_scalar(value)
 
 
 @functools.cache
@@ -592,7 +585,7 @@ class _File:
     """
 
     def __init__(self, path: epath.PathLike, writes: bool = True):
-        self.path, self.writes, self.is_open = _absolute(path), writes, not writes
+        self.path, self.writes, self.is_open = files.absolute(path), writes, not writes
         self.clear()
 
     def clear(self) -> None:

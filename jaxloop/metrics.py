@@ -4,7 +4,6 @@
 `summarize` turns a loop's outputs into example-weighted scalars.
 """
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -14,7 +13,6 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from jaxloop import types
 from jaxloop.base import encoding
@@ -128,8 +126,7 @@ class LoopOutputs(dict[str, Any]):
             elif not isinstance(earlier, list) or not (_numbers_alike(values) or all(map(_is_small, values))):
                 self[name] = list(values)
             elif len(earlier) == steps_before and len(values) == steps_later:
-                self[name] = as_states_like(earlier, values)
-                self[name].extend(values)
+                earlier.extend(values)
             else:
                 self[name] = merge_if_metrics([*earlier, *values])
         self.num_examples.extend(later.num_examples)
@@ -172,26 +169,12 @@ def _split(values: list[Any], number: int) -> tuple[list[Any], list[Any]]:
     return values[:number], values[number:]
 
 
-class _KeptMetric:
-    """A restored `clu.metrics` state whose class is unknown, with its computed value.
-
-    This happens, for example, if the class is defined inside a function. The next state that a step returns under the
-    same name reveals the class.
-    """
-
-    def __init__(self, fields: Any, computed: Any):
-        self.fields, self.computed = fields, computed
-
-
 def _plain(value: Any) -> Any:
     """Converts any jaxloop and clu objects within a value to tuples of plain values."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    if isinstance(value, _KeptMetric):
-        return ("metric", None, value.fields, value.computed)
     if is_metric(value):
-        computed = None if merges_on_host(value) else fetch(value.compute())
-        return ("metric", _name_of_class(value), _fields(value), computed)
+        return ("metric", _name_of_class(value), _fields(value))
     if isinstance(value, types.Weighted):
         return ("weighted", value.value, value.weight)
     if isinstance(value, types.MetricWithMetadata):
@@ -204,11 +187,11 @@ def _not_plain(value: Any) -> Any:
     match value:
         case list():
             return [_not_plain(each) for each in value]
-        case ("metric", name, fields, computed):
+        case ("metric", name, fields):
             cls = _class_of_name(name)
-            with contextlib.suppress(Exception):  # The class has changed, or it overrides `empty`.
-                return _with_fields(cls.empty(), fields)
-            return _KeptMetric(fields, computed)
+            if cls is None:
+                raise ValueError(f"The checkpoint contains a metric of the class {name}, which the program lacks.")
+            return _with_fields(cls.empty(), fields) if hasattr(cls, "empty") else cls(**fields)
         case ("weighted", inner, weight):
             return types.Weighted.of(inner, weight)
         case ("with metadata", inner, kind, metadata):
@@ -226,32 +209,29 @@ def _fields(value: Any) -> Any:
     return {field.name: _fields(getattr(value, field.name)) for field in fields}
 
 
-def _name_of_class(metric: Any) -> str | None:
-    """Returns the import path of a metric's class, or of its base class if clu generated it (`from_output`)."""
+def _name_of_class(metric: Any) -> str:
+    """Returns the import path of a metric's class, or of its base class if clu generated it (`from_output`).
+
+    Raises:
+      TypeError: If the class isn't defined at the top level of a module.
+    """
     for cls in type(metric).__mro__:
         name = f"{cls.__module__}:{cls.__qualname__}"
         if _class_of_name(name) is not None:
             return name
         if cls.__module__ != _CLU_MODULE:
             break
-    return None
+    raise TypeError(f"{type(metric).__name__} must be defined at the top level of a module.")
 
 
-def _class_of_name(name: str | None) -> Any:
+def _class_of_name(name: str) -> Any:
     """Returns the metric class with this import path, or None if its module isn't loaded. Doesn't import anything."""
-    module, _, path = (name or "").partition(":")
+    module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for each in path.split("."):
         found = getattr(found, each, None)
     is_base = module == _CLU_MODULE and path in ("Metric", "Collection")
     return found if isinstance(found, type) and is_metric_class(found) and not is_base else None
-
-
-def as_states_like(kept: list[Any], values: list[Any]) -> list[Any]:
-    """Converts restored states whose class is unknown to the class of `values`."""
-    if not (kept and values and isinstance(kept[0], _KeptMetric)) or isinstance(values[0], _KeptMetric):
-        return kept
-    return [_with_fields(values[0], each.fields) if isinstance(each, _KeptMetric) else each for each in kept]
 
 
 def _with_fields(metric: Any, fields: Any) -> Any:
@@ -300,8 +280,7 @@ def is_empty(value: Any) -> bool:
 @functools.cache
 def is_metric_class(kind: type) -> bool:
     """Returns whether a class has `merge` and `compute` methods, as the classes in `clu.metrics` do."""
-    has_both = all(callable(getattr(kind, name, None)) for name in ("merge", "compute"))
-    return has_both or issubclass(kind, _KeptMetric)
+    return all(callable(getattr(kind, name, None)) for name in ("merge", "compute"))
 
 
 def is_metric(value: Any) -> bool:
@@ -332,10 +311,8 @@ def merge(states: Sequence[Any]) -> Any:
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
-    """Merges `clu.metrics` states of a known class into a one-element list. Returns any other values unchanged."""
-    if len(values) < 2 or isinstance(values[-1], _KeptMetric) or not all(map(is_metric, values)):
-        return values
-    return [merge(as_states_like(values, values[-1:]))]
+    """Merges `clu.metrics` states into a one-element list. Returns any other values unchanged."""
+    return [merge(values)] if len(values) > 1 and all(map(is_metric, values)) else values
 
 
 def summarize(outputs: types.Output) -> dict[str, float]:
@@ -345,7 +322,7 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their results are
     computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
     unchanged. Values whose weights are all 0 are omitted, because they were not measured. All values that are not
-    scalars are omitted too; `media` returns them.
+    scalars are omitted too.
 
     Raises:
       ValueError: If a weight is negative.
@@ -400,18 +377,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
-    """Returns the non-scalar values in a loop's outputs, each with its type.
+def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
+    """Returns the result of `summarize`, and the non-scalar values in a loop's outputs, each with its type.
 
     An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3, or 4. Any other array without metadata
     becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio, and text are taken
     from the last step only.
     """
-    return _media(_reduced(outputs))
-
-
-def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
-    """Returns the results of `summarize` and `media`, but computes each `clu.metrics` state only once."""
     reduced = _reduced(outputs)
     return _scalars(reduced, outputs), _media(reduced)
 
@@ -452,25 +424,10 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
         if name not in to_read or not values or not all(map(is_metric, values)):
             reduced[name] = value
             continue
-        *others, last = merge_if_metrics(values)
-        if others:
-            _warn_of_lost(name)
-            continue
-        computed = last.computed if isinstance(last, _KeptMetric) else fetch(last.compute())
-        if computed is None:
-            continue
+        computed = fetch(merge(values).compute())
         fields = computed if isinstance(computed, Mapping) else {None: computed}
         reduced.update({name if field is None else f"{name}/{field}": number for field, number in fields.items()})
     return reduced
-
-
-@functools.cache  # Warns once.
-def _warn_of_lost(name: str) -> None:
-    logging.warning(
-        "The output %r is omitted: it is a clu metric restored from a checkpoint, and its class can't be found. "
-        "Define the class at the top level of a module.",
-        name,
-    )
 
 
 WEIGHT = " (weight)"

@@ -6,13 +6,12 @@ step, time or loop end can it fire next? Until then, the run doesn't need to cal
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
 [100, 200, 250, 300, 400]
->>> after(1000).then(every(100)).next_step(Elapsed(steps=7))
-1100
+>>> (every(100) & after(1000)).next_step(Elapsed(steps=7))
+1000
 """
 
 import abc
 import dataclasses
-import datetime
 import math
 import numbers
 import sys
@@ -224,13 +223,10 @@ class Schedule(abc.ABC):
 
 def _checked(other: Any, operator: str) -> Schedule:
     if not isinstance(other, Schedule):
-        name = getattr(other, "__name__", None)
-        hint = (
-            f"Write {name}()."
-            if name in ("first", "last", "always", "never")
-            else "Write every(steps=...), for example."
+        raise TypeError(
+            f"A schedule can be joined by {operator} only with another schedule, such as every(steps=100) or last(), "
+            f"got {other!r}."
         )
-        raise TypeError(f"A schedule can be joined by {operator} only with another schedule, got {other!r}. {hint}")
     return other
 
 
@@ -244,14 +240,14 @@ def every(
     steps: int | None = None,
     *,
     samples: int | None = None,
-    time: float | datetime.timedelta | None = None,
+    time: float | None = None,
     loops: int | None = None,
 ) -> Schedule:
     """Returns a schedule that fires whenever a count (or the time) reaches or passes a multiple of a given number.
 
     Takes exactly one argument.
 
-    >>> every(100), every(time=datetime.timedelta(minutes=10))
+    >>> every(100), every(time=600)
     (every(steps=100), every(time=600.0))
     >>> every(samples=100).fires(Elapsed(steps=3, samples=96), Elapsed(steps=4, samples=128))
     True
@@ -259,8 +255,7 @@ def every(
     Args:
       steps: The interval in completed updates.
       samples: The interval in examples. The schedule fires at each step whose batch reaches or passes a multiple.
-      time: The interval in training time, in seconds or as a `timedelta`. The schedule fires at the first step after
-        each multiple.
+      time: The interval in training time, in seconds. The schedule fires at the first step after each multiple.
       loops: The interval in train loops.
     """
     return _Every(*_only_one("every", steps, samples, time, loops, least=1))
@@ -271,7 +266,7 @@ def at(
     steps: int | None = None,
     *,
     samples: int | None = None,
-    time: float | datetime.timedelta | None = None,
+    time: float | None = None,
     loops: int | None = None,
 ) -> "Schedule":
     """Returns a schedule that fires once, at the step that reaches a given point.
@@ -292,21 +287,15 @@ def after(
     steps: int | None = None,
     *,
     samples: int | None = None,
-    time: float | datetime.timedelta | None = None,
+    time: float | None = None,
     loops: int | None = None,
-) -> "After":
+) -> Schedule:
     """Returns a schedule that fires at every step from a given point onward. Takes exactly one argument, like `every`.
-
-    `after(p).then(schedule)` fires like `schedule`, but only from `p` onward. If both use the same unit, such as steps,
-    `schedule` starts counting at `p`.
 
     >>> [step for step in range(1, 6) if after(3)(Elapsed(step))]
     [3, 4, 5]
-    >>> warmed_up = after(1000).then(every(500))
-    >>> [step for step in range(1, 2100) if warmed_up(Elapsed(step))]
-    [1500, 2000]
     """
-    return After(*_only_one("after", steps, samples, time, loops, least=0))
+    return _After(*_only_one("after", steps, samples, time, loops, least=0))
 
 
 def first() -> Schedule:
@@ -424,25 +413,18 @@ def planned_steps(stop: Any, start: Elapsed) -> int | None:
     return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
 
 
-_NUMBER_OF = {"steps": "a number of steps", "samples": "a number of samples", "loops": "a number of loops"}
-
-
 def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, least: int) -> tuple[Unit, float]:
     """Returns the unit and the value of the only argument that was given."""
     options = {"steps": steps, "samples": samples, "time": time, "loops": loops}
     given: dict[Any, Any] = {unit: value for unit, value in options.items() if value is not None}
     if len(given) != 1:
-        got = "none of them" if not given else ", ".join(f"{unit}={value!r}" for unit, value in given.items())
+        got = ", ".join(f"{unit}={value!r}" for unit, value in given.items()) or "none of them"
         raise ValueError(
-            f"{name}(...) takes one of steps, samples, time and loops, got {got}. "
-            + ("Write every(steps=100), for example." if not given else f"Join two with |: {_joined(name, given)}.")
+            f"{name}(...) takes one of steps, samples, time and loops, got {got}. Join two schedules with |, as in "
+            "every(steps=100) | every(time=60)."
         )
     ((unit, value),) = given.items()
-    if isinstance(value, Schedule):
-        raise TypeError(f"{name}(...) takes a number, got {value!r}, which is already a schedule. Use it directly.")
-    if isinstance(value, datetime.timedelta):
-        value = value.total_seconds() if unit == "time" else value
-    allowed, kind = ("seconds or a timedelta", numbers.Real) if unit == "time" else (_NUMBER_OF[unit], numbers.Integral)
+    allowed, kind = ("seconds", numbers.Real) if unit == "time" else (f"a number of {unit}", numbers.Integral)
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name}({unit}=...) takes {allowed}, got {value!r}.")
     value = float(value) if unit == "time" else int(value)  # pyright: ignore[reportArgumentType]
@@ -451,10 +433,6 @@ def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, lea
             f"{name}({unit}=...) takes {allowed}, {'positive' if least else 'not negative'}, got {value!r}."
         )
     return unit, value
-
-
-def _joined(name: str, given: dict[str, Any]) -> str:
-    return " | ".join(f"{name}({unit}={value!r})" for unit, value in given.items())
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -514,70 +492,15 @@ class _At(_Point):
         )
 
     def as_stop(self) -> Schedule:
-        return After(self.unit, self.value)
+        return _After(self.unit, self.value)
 
 
-@final
-class After(_Point):
-    """The schedule that `after(...)` returns. Unlike other schedules, it has a `then` method."""
-
-    def then(self, schedule: Schedule) -> Schedule:
-        """Returns a schedule that fires like `schedule`, but only from this point onward.
-
-        If both use the same unit, `schedule` starts counting at this point: `after(1000).then(every(500))` first fires
-        at step 1500.
-        """
-        if not isinstance(schedule, Schedule):
-            raise TypeError(f"{self!r}.then(...) takes a schedule, got {schedule!r}. Write then(every(steps=100)).")
-        return _Then(self, schedule)
-
+class _After(_Point):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return self.reached(now) and now.steps > before.steps
 
     def next_step(self, now: Elapsed) -> int | None:
         return now.steps + 1 if self.reached(now) else super().next_step(now)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Then(Schedule):
-    start: After
-    schedule: Schedule
-
-    def __repr__(self) -> str:
-        return f"{self.start!r}.then({self.schedule!r})"
-
-    def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.start.reached(now) and self.schedule.fires(self._since_start(before), self._since_start(now))
-
-    def next_step(self, now: Elapsed) -> int | None:
-        if not self.start.reached(now):
-            first_step = self.start.next_step(now)
-            if self.start.unit != "steps":
-                return first_step
-            since = self._since_start(now)
-            found = self.schedule.next_step(since)
-            # A schedule of samples or time may fire at the very first step.
-            if found == 1 or self.schedule.next_time(since) is not None or self.schedule.fires(since, since):
-                return first_step
-        else:
-            found = self.schedule.next_step(self._since_start(now))
-        return found + int(self.start.value) if found is not None and self.start.unit == "steps" else found
-
-    def next_time(self, now: Elapsed) -> float | None:
-        if not self.start.reached(now):
-            return self.start.next_time(now)
-        found = self.schedule.next_time(self._since_start(now))
-        return found + self.start.value if found is not None and self.start.unit == "time" else found
-
-    def next_loop(self, now: Elapsed) -> int | None:
-        if self.start.unit == "loops" and not self.start.reached(now):
-            return self.start.next_loop(now)
-        found = self.schedule.next_loop(self._since_start(now))
-        return found + int(self.start.value) if found is not None and self.start.unit == "loops" else found
-
-    def _since_start(self, elapsed: Elapsed) -> Elapsed:
-        count = max(getattr(elapsed, self.start.unit) - self.start.value, 0)
-        return dataclasses.replace(elapsed, **{self.start.unit: count})
 
 
 class _Plain(Schedule):

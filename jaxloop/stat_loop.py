@@ -10,7 +10,6 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.base import checks, timing
 from jaxloop.loop import Loop
-from jaxloop.processes import agreement
 from jaxloop.step import Step, cost
 
 STAT_NUM_PARAMS = "jaxloop/num_params"
@@ -31,37 +30,13 @@ STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
 """Steps per second of training time, which excludes evaluations and checkpoints."""
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
 """Examples per second of training time."""
-STAT_DATA_TIME_SECS = "jaxloop/data_time_secs"
-"""The part of `STAT_LOOP_TIME_SECS` spent waiting for batches."""
-STAT_DEVICE_TIME_SECS = "jaxloop/device_time_secs"
-"""The part of `STAT_LOOP_TIME_SECS` spent waiting for the devices."""
-STAT_ACTION_TIME_SECS = "jaxloop/action_time_secs"
-"""The part of `STAT_LOOP_TIME_SECS` spent in actions other than checkpoints."""
-STAT_EVAL_TIME_SECS = "jaxloop/eval_time_secs"
-"""The part of `STAT_LOOP_TIME_SECS` spent in evaluations."""
-STAT_CHECKPOINT_TIME_SECS = "jaxloop/checkpoint_time_secs"
-"""The part of `STAT_LOOP_TIME_SECS` during which saves blocked the loop."""
-STAT_SLOWEST_PROCESS = "jaxloop/slowest_process"
-"""The index of the process that has spent the most time on data and actions; only in multi-process training."""
-STAT_SLOWEST_PROCESS_SECS = "jaxloop/slowest_process_secs"
-"""Seconds that the slowest process has spent beyond the mean of the others, which have to wait for it."""
 
 DEFAULT_STATS = (STAT_STEPS_PER_SEC, STAT_EXAMPLES_PER_SEC)
-TIME_STATS = (
-    STAT_DATA_TIME_SECS,
-    STAT_DEVICE_TIME_SECS,
-    STAT_ACTION_TIME_SECS,
-    STAT_EVAL_TIME_SECS,
-    STAT_CHECKPOINT_TIME_SECS,
-)
-PROCESS_STATS = (STAT_SLOWEST_PROCESS, STAT_SLOWEST_PROCESS_SECS)
 ALL_STATS = (
     STAT_NUM_PARAMS,
     STAT_LIFE_TIME_SECS,
     STAT_LOOP_TIME_SECS,
     *DEFAULT_STATS,
-    *TIME_STATS,
-    *PROCESS_STATS,
     STAT_NUM_FLOPS,
     STAT_MFU,
     STAT_INIT_TIME,
@@ -127,7 +102,6 @@ class Statistics:
         examples = batches * self._global_batch_size if self._global_batch_size else spent.samples
         if self._example is not None and self._step.num_flops is None:
             self._step.compute_num_flops(state, *self._example)
-        slowest = {} if set(PROCESS_STATS).isdisjoint(self._names) else self._slowest_process()
         value_of: dict[str, Callable[[], Any]] = {
             STAT_NUM_PARAMS: lambda: self._num_params(state),
             STAT_NUM_FLOPS: lambda: self._step.num_flops,
@@ -138,13 +112,6 @@ class Statistics:
             STAT_LOOP_TIME_SECS: lambda: spent.total,
             STAT_STEPS_PER_SEC: lambda: spent.steps / seconds,
             STAT_EXAMPLES_PER_SEC: lambda: examples / seconds,
-            STAT_DATA_TIME_SECS: lambda: spent.data,
-            STAT_DEVICE_TIME_SECS: lambda: spent.device,
-            STAT_ACTION_TIME_SECS: lambda: spent.actions,
-            STAT_EVAL_TIME_SECS: lambda: spent.evals,
-            STAT_CHECKPOINT_TIME_SECS: lambda: spent.checkpoints,
-            STAT_SLOWEST_PROCESS: lambda: slowest.get(STAT_SLOWEST_PROCESS),
-            STAT_SLOWEST_PROCESS_SECS: lambda: slowest.get(STAT_SLOWEST_PROCESS_SECS),
         }
         found = {name: value_of[name]() for name in self._names}
         return {name: value for name, value in found.items() if value is not None}
@@ -152,16 +119,6 @@ class Statistics:
     def _num_params(self, state: Any) -> int | None:
         known = self._step.num_params
         return self._step.compute_num_params(state) if known is None and hasattr(state, "params") else known
-
-    def _slowest_process(self) -> dict[str, float]:
-        """Returns the `PROCESS_STATS` if all processes call this method; otherwise {}."""
-        if not agreement.is_shared(self._step.partitioner.mesh):
-            return {}
-        own = self._stopwatch.secs_reading + self._stopwatch.spent().actions
-        busy = [float(text) for text in agreement.gather_texts(repr(own))]
-        slowest = busy.index(max(busy))
-        others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
-        return {STAT_SLOWEST_PROCESS: slowest, STAT_SLOWEST_PROCESS_SECS: busy[slowest] - others}
 
     def _utilization(self, batches_per_sec: float) -> float | None:
         mesh = self._step.partitioner.mesh
@@ -191,9 +148,9 @@ class StatLoop(Loop):
     Args:
       step: The step to run on each batch.
       stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: steps and examples per second.
-        If empty, nothing is added. `ALL_STATS` also contains the number of parameters, the elapsed times, the time
-        report, the slowest process, the FLOPs of a step, the model FLOPs utilization, and the times when the loop was
-        created and when the call began. To count the FLOPs, the step is traced one more time.
+        If empty, nothing is added. `ALL_STATS` also contains the number of parameters, the elapsed times, the FLOPs of
+        a step, the model FLOPs utilization, and the times when the loop was created and when the call began. To count
+        the FLOPs, the step is traced one more time.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
       max_steps_in_flight: See `Loop`.

@@ -3,19 +3,16 @@
 `import jaxloop` doesn't import this module. Use `from jaxloop import testing`.
 """
 
-import argparse
 import contextlib
 import hashlib
-import importlib
-import importlib.util
 import json
+import multiprocessing
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import jax
@@ -24,9 +21,6 @@ import numpy as np
 from jaxloop import metrics
 from jaxloop.base import checks
 from jaxloop.checkpoint import CheckpointWriter
-from jaxloop.engine.engine import Engine
-from jaxloop.engine.feed import LoopData
-from jaxloop.engine.outputs import Outputs, rows_of
 from jaxloop.engine.run import Steps
 from jaxloop.history import History
 
@@ -36,10 +30,8 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 
     Each run has its own process, which starts up and compiles just as your program does. The first process runs to the
     end. For each of the given steps, a second process is killed with SIGKILL once that step has been dispatched and
-    pending saves have been committed. A third process then resumes the killed run. Observing the processes doesn't
-    change their code path, so they behave exactly like your program, even with several steps per dispatch. The function
-    first compares the batch, the state and the outputs of each step after the checkpoint, then all leaves of the final
-    state, and finally the history (except for times). For example::
+    pending saves have been committed. A third process then resumes the killed run. The function compares all rows of
+    the history (except for times) and all leaves of the final state. For example::
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -50,7 +42,8 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 
     Args:
       make_run: A function that runs or resumes the experiment in a work directory, and returns the final state, or
-        `(state, history)`. It must be defined in a module or a script, so that the processes can import it.
+        `(state, history)`. It must be defined at the top level of a module or a script, so that the processes can
+        import it. A script calls this function under `if __name__ == "__main__":`.
       at_steps: The steps at which to kill a run. Each of them must come after the first checkpoint, and is tested in
         separate processes.
       timeout: The time limit for each process, in seconds.
@@ -58,17 +51,19 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
     Raises:
       AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
         or if a run started over instead of resuming, in which case nothing was tested.
-      RuntimeError: If a process failed or ended before it could be killed. The message contains its output.
-      TypeError: If `make_run` can't be imported by its name.
+      RuntimeError: If a process failed or ended before it could be killed.
     """
-    target, steps = _target_of(make_run), sorted({int(step) for step in at_steps})
+    steps = sorted({int(step) for step in at_steps})
     if not steps or steps[0] < 1:
         raise ValueError(f"at_steps takes the steps at which to kill, each at least 1, got {list(at_steps)!r}.")
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as processes:
         root = pathlib.Path(directory)
 
-        def start(name: str, kill_at: int = 0) -> subprocess.Popen[str]:
-            process = processes.enter_context(_start(target, root / name, kill_at))
+        def start(name: str, kill_at: int = 0) -> SpawnProcess:
+            (root / name).mkdir(exist_ok=True)
+            process = multiprocessing.get_context("spawn").Process(target=_run, args=(make_run, root / name, kill_at))
+            process.start()
+            processes.callback(process.join)
             processes.callback(process.kill)  # In case another one fails.
             return process
 
@@ -88,99 +83,55 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
 
-    Both arguments are records written by the processes of `assert_resumable`. A record has three entries. `steps` maps
-    each step's number to digests of its `batch`, its `outputs` and, if available on the host, the `state` before the
-    step. `state` contains digests of the final state. `history` contains the rows of the history.
+    Both arguments are records written by the processes of `assert_resumable`. A record has three entries: `begin` is
+    the step at which the training began, `state` contains digests of the final state, and `history` contains the rows
+    of the history.
     """
-    steps = {int(number): step for number, step in resumed["steps"].items()}
-    if not steps and resumed["state"] == whole["state"] and resumed["history"] == whole["history"]:
-        return ""
-    first = min(steps, default=0)
-    if first == min(map(int, whole["steps"]), default=None):
+    if resumed["begin"] == whole["begin"]:
         return (
             "It started over, because there was no checkpoint to resume from, so nothing was tested. Kill it after the "
             "first save, and make sure that make_run saves in the given work directory."
         )
-    for number in sorted(steps):
-        expected, got = whole["steps"].get(str(number)), steps[number]
-        if expected is None:
-            return f"It made update {number}, which the other run did not make: the end of the run was not restored."
-        begins = "continues" if number == first else "is"
-        if got["batch"] != expected["batch"]:
-            return (
-                f"The data differ: it {begins} at update {number} with a different batch. Use data whose position is "
-                "known (jaxloop.from_index, Grain, tf.data, lists), or declare with jaxloop.skippable that they come "
-                "in the same order."
-            )
-        is_known = "state" in expected and "state" in got
-        leaves = _differing(expected["state"], got["state"]) if is_known else ""
-        if leaves:
-            return (
-                f"The state before update {number} differs in {leaves}: the checkpoint does not contain all of "
-                "it, or it was changed outside of the step."
-            )
-        if got["outputs"] != expected["outputs"]:
-            return (
-                f"Update {number} had the same batch{' and the same state' * is_known}, but other outputs: the step "
-                "depends on something else. Derive its keys from the step, self.prng_key(state.step), and keep what it "
-                "remembers in the state."
-            )
-    if len(whole["steps"]) != first - 1 + len(steps):
-        return f"It ended after update {max(steps)}, but the other run after {len(whole['steps'])}."
-    if resumed["state"] != whole["state"]:
-        leaves = _differing(whole["state"], resumed["state"])
-        return f"The final state differs in {leaves}: an action that changes it has no state_dict."
     for index, (expected, got) in enumerate(zip(whole["history"], resumed["history"], strict=False)):
         if expected != got:
-            return (
-                f"Row {index} of the history differs:\n  {expected}\n  {got}\nDoes a custom action or metric "
-                "remember something between calls? Give it state_dict and load_state_dict."
-            )
+            return f"Row {index} of the history differs:\n  {expected}\n  {got}\n{_REASONS}"
     if len(whole["history"]) != len(resumed["history"]):
-        return f"The history has {len(resumed['history'])} rows instead of {len(whole['history'])}."
-    return ""
+        return f"The history has {len(resumed['history'])} rows instead of {len(whole['history'])}. {_REASONS}"
+    paths = {*whole["state"], *resumed["state"]}
+    leaves = [path for path in sorted(paths) if whole["state"].get(path) != resumed["state"].get(path)]
+    return f"The final state differs in {', '.join(leaves)}. {_REASONS}" if leaves else ""
 
 
-def _differing(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
-    """Returns the paths of the leaves in which two states differ; "" if they are equal."""
-    return ", ".join(sorted(path for path in {*expected, *got} if expected.get(path) != got.get(path)))
+_REASONS = (
+    "Are the data at the right position (jaxloop.from_index, Grain, tf.data, lists)? Does the step derive its keys "
+    "from self.prng_key(state.step), and keep what it remembers in the state? Do actions and metrics with a memory "
+    "have state_dict and load_state_dict?"
+)
 
 
 # Processes -------------------------------------------------------------------------------------------
 
 
-def _target_of(make_run: Callable[[str], Any]) -> str:
-    """Returns a function's file or module, and its name, so that another process can import the function."""
-    name, module = getattr(make_run, "__qualname__", ""), getattr(make_run, "__module__", None)
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    if not name or "<" in name or module is None or (module == "__main__" and file is None):
-        raise TypeError(
-            f"make_run must be a function that another process can import: `def make_run(workdir)` in a module or a "
-            f"script, got {make_run!r}. In a notebook, write it to a file (%%writefile) and import it."
-        )
-    # Uses the file, because a test module may not be importable by name elsewhere.
-    return f"{file}:{name}" if file is not None and "." not in module else f"{module}:{name}"
-
-
-def _start(target: str, directory: pathlib.Path, kill_at: int = 0) -> subprocess.Popen[str]:
-    directory.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "jaxloop.testing", target, str(directory), f"--kill_at={kill_at}"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
+def _finish(process: SpawnProcess, directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
     """Waits for a process to end, and returns its record."""
-    try:
-        printed, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        printed = process.communicate()[0] + f"\n(It was killed after {timeout} seconds.)"
-    expected = -signal.SIGKILL if killed_at else 0
-    if process.returncode != expected:
+    process.join(timeout)
+    if process.exitcode is None:
+        raise RuntimeError(f"A run has not ended after {timeout} seconds.")
+    if process.exitcode != (-signal.SIGKILL if killed_at else 0):
         what = f"ended before it could be killed at step {killed_at}" if killed_at else "failed"
-        raise RuntimeError(f"A run {what}, with code {process.returncode}. It printed:\n{printed[-5000:]}")
+        raise RuntimeError(f"A run {what}, with code {process.exitcode}. Its output is above.")
     return None if killed_at else json.loads((directory / "record.json").read_text())
+
+
+def _run(make_run: Callable[[str], Any], directory: pathlib.Path, kill_at: int) -> None:
+    """Runs or resumes the experiment in this process, and writes a record."""
+    begin = _observe(kill_at)
+    result = make_run(str(directory / "run"))
+    state, *others = result if type(result) is tuple else (result,)
+    history = next((other for other in others if isinstance(other, History)), None)
+    rows = [] if history is None else [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in history]
+    record = {"begin": begin, "state": _digest(state), "history": rows}
+    (directory / "record.json").write_text(json.dumps(record, default=repr))
 
 
 def _digest(tree: Any) -> dict[str, str]:
@@ -194,117 +145,30 @@ def _digest(tree: Any) -> dict[str, str]:
     return leaves
 
 
-class _Observed:
-    """The observations of a train loop, keyed by update number.
-
-    Attributes:
-      batches: Digests of the batches that were read.
-      outputs: Digests of the outputs of the steps.
-      states: Digests of the states after updates, but only of states that were available on the host.
-    """
-
-    def __init__(self, engine: Engine):
-        self.updates, self._start = engine.call.updates, engine.step_num
-        self.batches: dict[int, Any] = {}
-        self.outputs: dict[int, Any] = {}
-        self.states: dict[int, Any] = {}
-
-    def add(self, to: dict[int, Any], tree: Any) -> None:
-        to[self._start + (len(to) + 1) * self.updates] = _digest(tree)
-
-    def steps(self) -> dict[int, Any]:
-        """Returns the digests for each update, including those of the state before the update if they are known."""
-        steps = {}
-        for number, outputs in self.outputs.items():
-            steps[number] = {"batch": self.batches[number], "outputs": outputs}
-            if number - self.updates in self.states:
-                steps[number]["state"] = self.states[number - self.updates]
-        return steps
-
-
-def _observe(kill_at: int) -> dict[int, _Observed]:
-    """Observes all train loops without changing their code path, and kills the process after the given update.
-
-    The process is killed when it reads the next batch, because by then the update has been dispatched. If that batch
-    belongs to the same dispatch, the process is killed later.
-    """
-    observed: dict[int, _Observed] = {}
-    open_feed, run_stretch = LoopData.open, Steps._run_stretch
-    arrive, save = Outputs._arrive, CheckpointWriter.save
+def _observe(kill_at: int) -> list[int]:
+    """Kills the process once the given step has been dispatched. Returns a list that receives the first step."""
+    begin: list[int] = []
+    run_stretch, save = Steps._run_stretch, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
-    def kill_after(number: int) -> None:
-        if kill_at and number >= kill_at:
+    def observed_run(self: Steps, room: int, goal: Any) -> int:
+        run, updates = self._run, self._call.updates
+        if not updates:
+            return run_stretch(self, room, goal)
+        if not begin:
+            begin.append(run.now.steps)
+        if kill_at > run.now.steps:
+            room = min(room, -(-(kill_at - run.now.steps) // updates))
+        number = run_stretch(self, room, goal)
+        if 0 < kill_at <= run.now.steps:
             for writer in writers:  # Otherwise, a short run might never save.
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def observed_open(self: LoopData, dataset: Any, *, evaluates: bool = False) -> None:
-        open_feed(self, dataset, evaluates=evaluates)
-        if not evaluates:
-            engine = self._loop.engine
-            seen, read = observed.setdefault(id(engine.run.outputs), _Observed(engine)), self.feed._read
-
-            def observed_read() -> Any:
-                batch = read()
-                seen.add(seen.batches, batch)
-                kill_after(max(seen.batches) - seen.updates)
-                return batch
-
-            self.feed._read = observed_read
-
-    def observed_run(self: Steps, *args: Any) -> int:
-        number, call, run = run_stretch(self, *args), self._call, self._run
-        if number and call.updates:
-            observed[id(run.outputs)].states[run.now.steps] = _digest(call.state)
-            kill_after(run.now.steps)
         return number
-
-    def observed_arrive(self: Outputs, groups: Any, examples: list[int]) -> None:
-        for outputs in rows_of(groups) if id(self) in observed else ():
-            observed[id(self)].add(observed[id(self)].outputs, outputs)
-        arrive(self, groups, examples)
 
     def saved(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    LoopData.open, Steps._run_stretch = observed_open, observed_run  # pyright: ignore[reportAttributeAccessIssue]
-    Outputs._arrive = observed_arrive
-    CheckpointWriter.save = saved
-    return observed
-
-
-def _load(target: str) -> Callable[[str], Any]:
-    place, _, name = target.rpartition(":")
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(pathlib.Path(place).stem, place)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module  # pyright: ignore[reportReturnType]
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("target")
-    parser.add_argument("directory", type=pathlib.Path)
-    parser.add_argument("--kill_at", type=int)
-    options = parser.parse_args()
-    make_run, observed = _load(options.target), _observe(options.kill_at)
-    result = make_run(str(options.directory / "run"))
-    state, *others = result if type(result) is tuple else (result,)
-    history = next((other for other in others if isinstance(other, History)), None)
-    rows = [] if history is None else [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in history]
-    steps = {number: step for each in observed.values() for number, step in each.steps().items()}
-    record = {"steps": steps, "state": _digest(state), "history": rows}
-    (options.directory / "record.json").write_text(json.dumps(record, default=repr))
-
-
-if __name__ == "__main__":
-    _main()
+    Steps._run_stretch, CheckpointWriter.save = observed_run, saved
+    return begin

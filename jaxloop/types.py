@@ -119,10 +119,9 @@ class TrainState(train_state.TrainState):
             `jax.grad` returns, `jax.tree.map(jnp.conj, grads)`, because optimizers subtract it.
           **kwargs: New values of other fields.
         """
-        state = self.replace(opt_state=_with_initial_params(self.opt_state, self.params))
         if _may_overwrite(grads):
-            return super(TrainState, state).apply_gradients(grads=grads, **kwargs)
-        return _updated(state, grads).replace(**kwargs)
+            return super().apply_gradients(grads=grads, **kwargs)
+        return _updated(self, grads).replace(**kwargs)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -204,42 +203,6 @@ def _updated(state: Any, grads: Any) -> Any:
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-
-
-def params_to_evaluate(state: Any) -> Any:
-    """Returns the parameters for which the optimizer's method is meant to be evaluated.
-
-    For `optax.contrib.schedule_free`, these are the averages that the method keeps, as
-    `optax.contrib.schedule_free_eval_params` returns them. For all other optimizers, they are `state.params`.
-    """
-    params = state.params
-    opt_state = _with_initial_params(getattr(state, "opt_state", None), params)
-    for node in filter(_is_free, jax.tree.leaves(opt_state, is_leaf=_is_free)):
-        value = lambda z, y, b1=node.b1: y if _is_masked(z) else ((y - (1 - b1) * z) / b1).astype(y.dtype)
-        params = jax.tree.map(value, node.z, params, is_leaf=_is_masked)
-    return params
-
-
-def _with_initial_params(opt_state: Any, params: Any) -> Any:
-    """Returns an optimizer's state in which the averages of `schedule_free` start at the parameters.
-
-    It changes them only before the first update, because parameters may be loaded after the optimizer's state is made.
-    """
-
-    def start(node: Any) -> Any:
-        is_alike = lambda z, y: not _is_masked(z) and getattr(y, "shape", None) == z.shape
-        value = lambda z, y: jnp.where(node.step_count == 1, y.astype(z.dtype), z) if is_alike(z, y) else z
-        return node._replace(z=jax.tree.map(value, node.z, params, is_leaf=_is_masked)) if _is_free(node) else node
-
-    return jax.tree.map(start, opt_state, is_leaf=_is_free)
-
-
-def _is_free(node: Any) -> bool:
-    return isinstance(node, optax.contrib.ScheduleFreeState)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 class MetricType(enum.Enum):
@@ -377,30 +340,6 @@ def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[st
         return "loss" in name.lower() and is_array and value.shape == (num_examples,)
 
     return {name: value.mean() if is_per_example(name, value) else value for name, value in outputs.items()}
-
-
-def nnx_metrics_as_weighted(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the outputs with each NNX metric replaced by a `Weighted`, and each `MultiMetric` split into its parts.
-
-    Raises:
-      TypeError: If a metric, such as `nnx.metrics.Welford`, is not a mean.
-    """
-    replaced: dict[str, Any] = {}
-    for name, value in outputs.items():
-        if not is_nnx(value, "Metric"):
-            replaced[name] = value
-        elif isinstance(value, nnx.MultiMetric):
-            parts = {part: each for part, each in vars(value).items() if is_nnx(each, "Metric")}
-            replaced |= nnx_metrics_as_weighted({f"{name}/{part}": each for part, each in parts.items()})
-        elif isinstance(value, nnx.metrics.Average):
-            total, count = value.total[...], value.count[...]
-            replaced[name] = Weighted(total / jnp.maximum(count, 1).astype(total.dtype), count)
-        else:
-            raise TypeError(
-                f"The output {name!r} is an NNX metric {type(value).__name__}, which can't be merged over steps. "
-                "Return an nnx.metrics.Average or Accuracy, or an object with the methods merge and compute."
-            )
-    return replaced
 
 
 @final

@@ -308,21 +308,6 @@ def test_step_action_schedule_counts_training_steps():
     assert count.steps == ((3, 24), (6, 48))
 
 
-@pytest.mark.parametrize("kind", ["loop", "outer_loop"])
-def test_clu_periodic_actions_are_actions(kind):
-    from clu import periodic_actions
-
-    calls = []
-    callback = periodic_actions.PeriodicCallback(every_steps=4, callback_fn=lambda step, t: calls.append(step))
-    step, state, batches = examples.tiny_regression()
-    loop = TrainLoop(step, end_actions=[callback])
-    if kind == "loop":
-        loop(state, batches, num_steps=10)
-    else:
-        OuterLoop(loop)(state, train_dataset=batches, train_total_steps=10, train_loop_steps=5)
-    assert calls == [4, 8]
-
-
 def test_standalone_loop_saves_on_a_schedule(tmp_path):
     step, state, batches = examples.tiny_regression()
     save = actions.CheckpointAction(tmp_path, every(steps=3))

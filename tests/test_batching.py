@@ -126,10 +126,8 @@ def rows_of_epochs(dataset, num_epochs, directory=None, api="OuterLoop", stop=No
             return batch
 
     if api == "fit":
-        train_step = lambda total, batch: (total + batch["row"].sum(), {"row": batch["row"]})
-        jaxloop.fit(
-            np.int32(0), dataset, train_step=train_step, train_epochs=num_epochs, workdir=directory, progress=None
-        )
+        options = {"loss": lambda weight, batch: weight * batch["x"].mean(-1), "optimizer": optax.sgd(0.0)}
+        jaxloop.fit(np.float32(0), dataset, train_epochs=num_epochs, workdir=directory, progress=None, **options)
         return seen
     step = Record()
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=directory)

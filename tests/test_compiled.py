@@ -200,7 +200,7 @@ def test_recompilation_for_a_weakly_typed_leaf_is_explained(caplog):
 
     step, _ = make(cls=Weak)
     state = {"w": jnp.asarray(1.0), "step": jnp.int32(0)}
-    jaxloop.Loop(step)(state, batches(3))
+    jaxloop.loop.Loop(step)(state, batches(3))
     assert step.traces == 2 and "state/w: float32[] (weakly typed) -> float32[]" in caplog.text
 
 

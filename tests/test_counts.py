@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jaxloop
-from jaxloop import every, examples, metrics, never
+from jaxloop import every, examples, metrics
+from jaxloop.schedules import never
 
 
 def long_run(steps, log, **options):
@@ -89,7 +90,7 @@ def test_max_steps_in_flight_limits_how_far_the_host_runs_ahead(most, monkeypatc
 
     example, state, _ = examples.tiny_regression()
     step = Counted(jax.random.key(0), example.model, train=False)
-    jaxloop.Loop(step, max_steps_in_flight=most)(state, batches())
+    jaxloop.loop.Loop(step, max_steps_in_flight=most)(state, batches())
     jax.effects_barrier()
     assert done == 200 and max(ahead) <= most
     # A CPU may keep up with the host, so also check the waits, which enforce the limit.
@@ -100,7 +101,7 @@ def test_max_steps_in_flight_limits_how_far_the_host_runs_ahead(most, monkeypatc
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True])
 def test_max_steps_in_flight_must_be_a_positive_int(bad):
     step, _, _ = examples.tiny_regression()
-    for loop in (jaxloop.Loop, jaxloop.TrainLoop, jaxloop.EvalLoop):
+    for loop in (jaxloop.loop.Loop, jaxloop.TrainLoop, jaxloop.EvalLoop):
         with pytest.raises((TypeError, ValueError), match="max_steps_in_flight must be a positive int or None"):
             loop(step, max_steps_in_flight=bad)
 

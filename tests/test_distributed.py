@@ -73,7 +73,6 @@ def test_processes_with_uneven_data_end_together_and_count_each_example_once():
     assert job.returncode == 0, job.stdout
     for place in range(2):
         assert f"[{place}] train 7 7 56 8\n" in job.stdout  # Steps, losses, samples; examples in a step.
-        assert f"[{place}] slowest 1 True\n" in job.stdout
         assert f"[{place}] five more 12\n" in job.stdout
         assert f"[{place}] eval 43 True\n" in job.stdout
         assert f"[{place}] nothing: ValueError: The processes have batches of 8, 0 rows for one step, and" in job.stdout

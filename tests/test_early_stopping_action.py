@@ -37,8 +37,6 @@ def stops_at(action, values, *, every_steps=100, state=None, samples_per_step=10
         ({"patience": 2}, [0.5, None, None, None, 0.4, 0.4], 600),
         ({"patience": 2, "min_delta": 0.1}, [0.5, 0.55, 0.58], 300),
         ({"patience": 2, "mode": "min"}, [0.5, 0.6, 0.7], 300),
-        ({"patience": 2, "baseline": 0.6}, [0.3, 0.4], 200),
-        ({"patience": 2, "baseline": 0.6}, [0.3, 0.7, 0.6, 0.8, 0.7, 0.7], 600),
     ],
     ids=repr,
 )
@@ -64,11 +62,6 @@ def test_best_value_is_available():
             {"patience": 2, "min_delta": 0.01},
             [0.5, 0.505, 0.505],
             "accuracy has not improved on 0.5 (step 100) by more than 0.01 for 2 evaluations.",
-        ),
-        (
-            {"patience": 2, "baseline": 0.9},
-            [0.5, 0.6],
-            "accuracy has not improved on the baseline 0.9, with at best 0.6 (step 200), for 2 evaluations.",
         ),
         ({"patience": 9}, [0.5, math.nan], "accuracy is nan."),
         ({"patience": 9}, [0.5, -math.inf], "accuracy is -inf."),
@@ -193,12 +186,11 @@ def test_begin_action_cannot_stop():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"patience": 0}, ValueError, "patience must be a positive int, got 0"),
-        ({"patience": 1.5}, TypeError, "patience must be a positive int, got 1.5"),
+        ({"patience": 0}, ValueError, "patience can't be 0"),
+        ({"patience": 1.5}, ValueError, "patience can't be 1.5"),
         ({"patience": 1, "mode": "best"}, ValueError, "must be 'auto', 'min' or 'max', got 'best'"),
-        ({"patience": 1, "min_delta": -1}, ValueError, "min_delta must not be negative, got -1"),
-        ({"patience": 1, "min_delta": "0"}, TypeError, "min_delta must be a number, got '0'"),
-        ({"patience": 1, "baseline": math.nan}, TypeError, "baseline must be a number, got nan"),
+        ({"patience": 1, "min_delta": -1}, ValueError, "min_delta can't be -1"),
+        ({"patience": 1, "min_delta": "0"}, ValueError, "min_delta can't be '0'"),
         ({"patience": 1, "interval": 0}, ValueError, "interval must be a positive int, or a schedule"),
     ],
 )

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from clu import periodic_actions
 from programs.clock import Clock
 
 import jaxloop
@@ -937,13 +936,6 @@ def test_actions_get_outputs(writer):
     summary = actions.SummaryAction(writer)
     jf.loop(7, BATCHES, {jf.every(1): lambda: ({"drawn": images}, {"loss": 1.0}, None), jf.every(2): summary}, stop=2)
     assert [name for name, *_ in writer.written] == ["write_scalars", "write_images"] and writer.scalars("loss")
-
-
-def test_clu_periodic_actions_are_callbacks():
-    called = []
-    periodic = periodic_actions.PeriodicCallback(every_steps=3, callback_fn=lambda step, t: called.append(step))
-    jf.loop(0, BATCHES, {jf.every(1): periodic}, stop=9)
-    assert called == [3, 6, 9]
 
 
 # Tools -----------------------------------------------------------------------------------------------

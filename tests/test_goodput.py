@@ -65,7 +65,7 @@ def test_each_second_of_a_run_is_counted_once(tmp_path):
         ),
     )
     found = jaxloop.goodput(tmp_path)
-    assert found == jaxloop.Goodput(
+    assert found == jaxloop.runs.accounts.Goodput(
         productive=6.0 + 6.0,
         repeated=2.0,  # Steps 31 to 40 had already been logged.
         compiling=2.0,

@@ -406,7 +406,7 @@ def test_a_steps_request_to_stop_takes_effect_at_the_end_of_its_loop(fails, tmp_
     for actions in ([Fails(at(steps=7))], []) if fails else ([],):
         step = Stops(jax.random.key(0), None, train=True)
         loop = jaxloop.TrainLoop(step, end_actions=actions)
-        outer_loop = jaxloop.OuterLoop(loop, log_interval=jaxloop.never(), workdir=tmp_path)
+        outer_loop = jaxloop.OuterLoop(loop, log_interval=jaxloop.schedules.never(), workdir=tmp_path)
         data = jaxloop.from_index(lambda number: batch_of(number + 1))
         with contextlib.suppress(OSError):
             outer_loop(step.initialize_model(batch_of(1)), data, 40, 10)

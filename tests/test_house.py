@@ -57,42 +57,41 @@ MOST_ATTRIBUTES, MOST_METHODS = 8, 15
 # `python tests/test_house.py` prints these four tables as the package is now. They may only shrink.
 # The code lines of each package and top-level module, without blanks, comments and docstrings.
 BUDGET = {
-    "__init__": 128,
+    "__init__": 58,
     "__main__": 67,
-    "action_loop": 61,
-    "actions": 1517,
-    "base": 804,
+    "action_loop": 53,
+    "actions": 1296,
+    "base": 803,
     "check": 931,
     "checkpoint": 900,
     "data": 911,
     "distributed": 72,
     "engine": 1790,
     "eval_loop": 49,
-    "examples": 163,
+    "examples": 156,
     "experiment": 1126,
     "functional": 878,
-    "history": 375,
+    "history": 360,
     "loop": 76,
-    "metrics": 315,
-    "models": 1041,
+    "metrics": 284,
+    "models": 994,
     "outer_loop": 334,
     "partition": 728,
-    "processes": 522,
+    "processes": 521,
     "runs": 1190,
-    "schedules": 361,
-    "stat_loop": 143,
-    "step": 1390,
-    "testing": 210,
+    "schedules": 312,
+    "stat_loop": 109,
+    "step": 1389,
+    "testing": 108,
     "train_loop": 39,
-    "types": 195,
+    "types": 160,
 }
 # The attributes and methods of the classes with more than the limits.
 LARGE_CLASSES = {
-    "actions.early_stopping_action.EarlyStoppingAction": (9, 18),
+    "actions.early_stopping_action.EarlyStoppingAction": (8, 18),
     "actions.trackers._TrackerWriter": (8, 18),
     "base.checks.BatchWatch": (9, 8),
     "base.timing.Spent": (10, 5),
-    "base.timing.Stopwatch": (9, 7),
     "engine.engine.Engine": (8, 30),
     "engine.outputs.Outputs": (8, 18),
     "engine.rehearse.Course": (10, 11),
@@ -312,16 +311,23 @@ FIXED_NAMES = {
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in FIXED_NAMES.items() for n in names.split()])
 def test_public_names_are_in_their_modules(module, name):
     value = getattr(importlib.import_module(f"jaxloop.{module}"), name)
-    if not name.startswith("STAT_"):
-        assert getattr(jaxloop, name) is value
+    assert getattr(jaxloop, name, value) is value
+
+
+def test_the_reference_lists_the_names_of_the_package():
+    pages = [page.read_text() for page in (PACKAGE.parent / "docs" / "api").glob("*.md")]
+    listed = {
+        name
+        for page in pages
+        for name in re.findall(r"(?:class|function|exception|data):: jaxloop\.(\w+)$", page, flags=re.MULTILINE)
+    }
+    names = {name for name in dir(jaxloop) if not (inspect.ismodule(getattr(jaxloop, name)) or name.startswith("_"))}
+    assert listed | {"TrainState"} == names
 
 
 # Methods that another library's protocol requires, and classes whose interface another jaxloop class documents.
 PROTOCOL_METHODS = ("tree_flatten", "tree_flatten_with_keys", "tree_unflatten", "get_state", "set_state")
-DOCUMENTED_ELSEWHERE = (
-    "actions.writers.LogWriter",
-    *(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb")),
-)
+DOCUMENTED_ELSEWHERE = (*(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb")),)
 
 
 def public_definitions():

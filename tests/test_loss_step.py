@@ -142,21 +142,11 @@ def test_a_scalar_loss_is_used_unchanged():
     [
         (lambda o, b: (o - b["y"]) ** 2, ValueError, r"The loss is float32\[8, 1\] for 8 examples; it must be per"),
         (
-            lambda o, b: (o - b["y"]) ** 2,
-            ValueError,
-            r"float32\[8\], or a scalar. Take the mean .*\.mean\(axis=1\).*keep",
-        ),
-        (
             lambda o, b: o[:, None] * b["x"][:, None],
             ValueError,
-            r"float32\[8, 1, 3\].*Return jaxloop.Weighted\(values, mask\), .* padding, .*\.mean\(axis=\(1, 2\)\)\.\n",
+            r"float32\[8, 1, 3\].*Take the mean .*return jaxloop.Weighted\(values, mask\) to leave out padding",
         ),
-        (
-            lambda o, b: jnp.mean(o, keepdims=True),
-            ValueError,
-            r"float32\[1, 1\] for 8 examples.*Leave out keepdims=True",
-        ),
-        (lambda o, b: b["x"].mean(0), ValueError, r"float32\[3\] for 8 examples.*one number for each example"),
+        (lambda o, b: jnp.mean(o, keepdims=True), ValueError, r"float32\[1, 1\] for 8 examples.*without keepdims=True"),
         (lambda o, b: {"loss": o}, TypeError, r"an array \[batch\].*\(losses, metrics\), got dict"),
         (lambda o, b: None, TypeError, "got NoneType"),
         (lambda o, b: o[:, 0] > 0, TypeError, r"floating-point losses .*, got bool\[8\]"),
@@ -192,9 +182,9 @@ def test_the_error_names_the_loss_method():
     [
         (LossStep, {}, TypeError, "LossStep needs one loss: .* It got neither"),
         (Regression, {"loss": squares}, TypeError, "Regression needs one loss: .* It got both"),
-        (LossStep, {"loss": 1.0}, TypeError, "loss must be a function of .*got 1.0"),
-        (Regression, {"metrics": {"m": 1.0}}, TypeError, "m must be a function of .*got 1.0"),
-        (Regression, {"metrics": [squares]}, TypeError, "metrics must be a dict of functions"),
+        (LossStep, {"loss": 1.0}, TypeError, "loss must be a function of .*got loss=1.0"),
+        (Regression, {"metrics": {"m": 1.0}}, TypeError, "metrics a dict of such functions, got .*{'m': 1.0}"),
+        (Regression, {"metrics": [squares]}, TypeError, "metrics a dict of such functions"),
         (Regression, {"accumulate": 0}, ValueError, "accumulate must be a positive int, got 0"),
         (Regression, {"batch_size": 1.5}, TypeError, "batch_size must be a positive int or None, got 1.5"),
         (Regression, {"compute_dtype": jnp.int8}, ValueError, "compute_dtype must be a floating-point type"),
@@ -264,11 +254,11 @@ def test_a_model_can_take_several_inputs_by_position_or_by_name(model, inputs):
 @pytest.mark.parametrize(
     ("batch", "inputs", "message"),
     [
-        ({"a": A, "b": B}, None, "the batch has none of them. Its keys are 'a', 'b'. Name the key, inputs="),
-        ({"x": A, "image": B}, None, "more than one of them, 'x', 'image'. Its keys are 'x', 'image'"),
-        ({"x": A}, "tokens", "The batch has no inputs='tokens'; it has the keys 'x'"),
-        ((A, B), 2, "The batch has no inputs=2; it has tuple of 2"),
-        ((), None, "A batch must be a dict, a tuple, a list or an array, got tuple of 0"),
+        ({"a": A, "b": B}, None, "has the keys 'a', 'b'. Name their key, inputs="),
+        ({"x": A, "image": B}, None, "has the keys 'x', 'image'.*under exactly one of"),
+        ({"x": A}, "tokens", "inputs='tokens'.* has the keys 'x'"),
+        ((A, B), 2, "inputs=2.* has tuple"),
+        ((), None, "has tuple"),
     ],
 )
 def test_missing_or_ambiguous_inputs_are_rejected(batch, inputs, message):
@@ -675,25 +665,17 @@ def test_masked_rows_do_not_change_batch_statistics(model):
     np.testing.assert_array_equal(*(jax.tree.leaves(tree)[0] for tree in (state.batch_stats, before)))
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_run_says_why_it_removes_rows(devices, data_parallel, warnings_logged):
+def test_rows_that_the_devices_cannot_divide_raise(data_parallel):
     batches = [{**rows(32), "mask": np.arange(32) < 32 - number} for number in range(4)]
-    options = {"train": True, "partitioner": data_parallel(devices)} if devices > 1 else {"train": True}
-    step = LossStep(KEY, Noisy(rate=0), optax.sgd(0.1), loss=squares, **options)
-    run = lambda: jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), batches)
-    if devices == 1:
-        run()
-        (warning,) = [text for text in warnings_logged() if "rows whose mask is 0 are removed" in text]
-        assert "the model mixes the examples of a batch" in warning
-    else:  # The devices can't divide 31 rows evenly.
-        with pytest.raises(ValueError, match="31 unmasked rows to 32.*mixes the exam"):
-            run()
+    step = LossStep(KEY, Noisy(rate=0), optax.sgd(0.1), loss=squares, train=True, partitioner=data_parallel(4))
+    with pytest.raises(ValueError, match="31 unmasked rows to 32.*mixes the exam"):
+        jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), batches)
 
 
 @pytest.mark.parametrize(
     "loss", [linear, lambda params, batch: jaxloop.MetricWithMetadata(contrastive(params, {"x": batch["x"]}))]
 )
-def test_a_nan_metric_does_not_hide_or_repeat_the_check_for_masked_rows(loss, warnings_logged):
+def test_a_nan_metric_does_not_hide_or_repeat_the_check_for_masked_rows(loss):
     sizes = []
 
     def traced(params, batch):
@@ -704,7 +686,6 @@ def test_a_nan_metric_does_not_hide_or_repeat_the_check_for_masked_rows(loss, wa
     jaxloop.EvalLoop(step)(step.initialize_model(), [{**rows(8, seed), "mask": np.arange(8) < 5} for seed in range(4)])
     jax.effects_barrier()
     assert sizes == [8, 8, *([8] * 4 if loss is linear else [5] * 4)]
-    assert len(warnings_logged()) == (loss is not linear)
 
 
 def contrastive(params, batch):
@@ -717,20 +698,19 @@ def contrastive(params, batch):
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_padding_never_becomes_a_negative_of_an_in_batch_loss(train, warnings_logged):
+def test_padding_never_becomes_a_negative_of_an_in_batch_loss(train):
     params, data = {"w": np.ones([3, 1], np.float32)}, rows(11)
     batches = [jax.tree.map(lambda leaf: leaf[:8], data), jax.tree.map(lambda leaf: leaf[8:], data)]
     expected = [float(contrastive(params, batch).mean()) for batch in batches]
     loop, shapes = jaxloop.TrainLoop if train else jaxloop.EvalLoop, set()
     loss = lambda params, batch: shapes.add(len(batch["x"])) or contrastive(params, batch)
     masked = [{**batch, "mask": np.ones(len(batch["x"]), bool)} for batch in batches]
-    for given, compiled, warnings in ((masked, {8}, 0), (batches, {3, 8}, 1)):
+    for given, compiled in ((masked, {8}), (batches, {3, 8})):
         shapes.clear()
         step = LossStep(KEY, params, optax.sgd(0.0), loss=loss, train=train, batch_size=8)
         outputs = loop(step)(step.initialize_model(), given)[1]
         np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
-        assert (shapes, len(warnings_logged())) == (compiled, warnings)
-    assert "several examples: 'loss', so short batches aren't padded" in warnings_logged()[0]
+        assert shapes == compiled
 
 
 class Distribution:
@@ -767,14 +747,13 @@ def test_padding_is_checked_again_after_a_batch_whose_loss_is_nan():
     np.testing.assert_allclose(outputs["loss"][-1], contrastive(params, short).mean(), rtol=1e-5)
 
 
-def test_padding_of_boolean_inputs_is_found_too(warnings_logged):
+def test_padding_of_boolean_inputs_is_found_too():
     share = lambda seen: seen.astype(np.float32).mean() * jnp.ones(len(seen))
     loss = lambda params, batch: params["w"][0, 0] * share(batch["seen"])
     batches = [{"seen": np.array(seen, bool)} for seen in ([1, 0, 1, 1], [1, 0, 0])]
     step = LossStep(KEY, {"w": np.ones([1, 1], np.float32)}, loss=loss)
     outputs = jaxloop.EvalLoop(step)(step.initialize_model(), batches)[1]
     np.testing.assert_allclose(outputs["loss"], [3 / 4, 1 / 3], rtol=1e-6)
-    assert "several examples: 'loss', so short batches aren't padded" in warnings_logged()[0]
 
 
 def test_a_mask_must_contain_zeros_and_ones():

@@ -221,7 +221,7 @@ def test_raise_comes_within_96_steps_even_if_nothing_is_due(steps_per_dispatch, 
     options = {"steps_per_dispatch": steps_per_dispatch, "max_steps_in_flight": 64}
     loop = jaxloop.TrainLoop(step, nan_policy="raise", stat_names=[], **options)
     with pytest.raises(FloatingPointError) as raised:
-        jaxloop.OuterLoop(loop, log_interval=jaxloop.never())(state, data(), 2000)
+        jaxloop.OuterLoop(loop, log_interval=jaxloop.schedules.never())(state, data(), 2000)
     assert raised.value.step_num == 41 and len(read) <= 41 + 96
 
 
@@ -334,7 +334,7 @@ def loss_step(data_parallel):
 def annotated_step(data_parallel):
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    placed = jaxloop.SPMDPartitioner(mesh, "data")
+    placed = jaxloop.partition.SPMDPartitioner(mesh, "data")
     return RegressionStep(jax.random.key(0), nn.Dense(2, kernel_init=init), optax.sgd(0.1), placed, train=True)
 
 

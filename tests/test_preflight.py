@@ -470,7 +470,7 @@ MISTAKES = {
         True,
     ),
     "a metric that is never measured when its action runs": (
-        {"train_actions": (STOPPING("test/loss", interval=after(1).then(every(100))),)},
+        {"train_actions": (STOPPING("test/loss", interval=at(101) | at(201)),)},
         "EarlyStoppingAction",
         "'test/loss' is not measured at any of these steps",
         False,
@@ -509,12 +509,6 @@ MISTAKES = {
         {"train_actions": (Wordy(),)},
         "Wordy(interval=1) of the train loop",
         "Wordy.check must yield sentences, or return a list, got 'all is lost'",
-        True,
-    ),
-    "no learning rate to write": (
-        {"train_actions": (jaxloop.LearningRateAction(WRITER),)},
-        "LearningRateAction",
-        "inject_hyperparams",
         True,
     ),
     "two curves with the same name": (
@@ -563,7 +557,7 @@ def test_check_reports_several_mistakes_at_once(plan, tmp_path):
         **on_four_devices(data=data_of(rows=30, w=np.ones(30))),
         step=step_returning(lambda state, outputs: (to_bfloat16(state), outputs)),
         eval_data=data_of(),
-        train_actions=(Report(every(1000)), STOPPING("test/acuracy", mode="max"), jaxloop.LearningRateAction(WRITER)),
+        train_actions=(Report(every(1000)), STOPPING("test/acuracy", mode="max")),
         log_interval=every(700),
     ).check()
     where = lambda problems: [problem.where.split("(")[0] for problem in problems]
@@ -572,12 +566,11 @@ def test_check_reports_several_mistakes_at_once(plan, tmp_path):
         "the train loop",  # The dtypes of the state.
         "eval 'test'",
         "EarlyStoppingAction",
-        "LearningRateAction",
     ]
     assert where(report.warnings) == ["the train loop", "Report", "OuterLoop"]
     text = str(report)
     assert (
-        text.startswith("5 errors, 3 warnings. Nothing was run")
+        text.startswith("4 errors, 3 warnings. Nothing was run")
         and max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 110
     )
     with pytest.raises(preflight.CheckError, match="5 errors, 3 warnings"):
@@ -849,8 +842,8 @@ SOUND = {
         ),
     },
     "an action with interval=never()": {
-        "train_actions": (Report(jaxloop.never()),),
-        "log_interval": jaxloop.never(),
+        "train_actions": (Report(jaxloop.schedules.never()),),
+        "log_interval": jaxloop.schedules.never(),
     },
     "an eval action with interval=last()": {"eval_actions": (Report(last()),)},
     "schedules of samples and loops": {"train_actions": (Report(every(samples=1000)), Report(every(loops=3)))},
@@ -927,7 +920,7 @@ def random_interval(rng, *, most=4):
         at(rng.randrange(1, 30)),
         every(samples=rng.randrange(5, 60)),
         every(loops=rng.randrange(1, most)),
-        after(rng.randrange(1, 20)).then(every(rng.randrange(1, 8))),
+        after(rng.randrange(1, 20)) & every(rng.randrange(1, 8)),
         first(),
         last(),
     ][rng.randrange(7)]
@@ -972,7 +965,7 @@ PLANS = {
     "the first steps": (at(0) | first(), at(0) | every(20), {"train_total_steps": 30, "train_loop_steps": 10}, 50),
     "samples": (every(samples=100), every(samples=72), {"train_total_steps": 40, "train_loop_steps": 6}, 50),
     "combined schedules": (every(4) & every(6), every(3) & ~every(5), {"train_total_steps": 40}, 50),
-    "after a step": (after(20).then(every(6)), after(38), {"train_total_steps": 40, "train_loop_steps": 7}, 50),
+    "after a step": (after(20) & every(6), after(38), {"train_total_steps": 40, "train_loop_steps": 7}, 50),
     "after a number of loops": (at(loops=2), after(loops=3) & every(4), {"train_loop_steps": 6}, 40),
     "epochs": (3, BOTH, {"train_epochs": 3}, 8),
     "epochs up to a total": (every(loops=2) | last(), 1, {"train_epochs": 4, "train_total_steps": 25}, 8),
@@ -1001,7 +994,7 @@ def run_and_compare_with_check(case, state=None, directory=None, **options):
     interval, evaluated, given, num_batches = PLANS[case]
     options = {**given, **options}
     ends, evaluations, after_evaluations = map(Recorder, (interval, 1, interval))
-    in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.never())
+    in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.schedules.never())
     example, first_state, batches = examples.tiny_regression(num_batches)
     kind = TwoUpdates if "updates" in case else type(example)
     step = kind(jax.random.key(0), example.model, example.optimizer, train=True, end_actions=[in_step])

@@ -209,12 +209,6 @@ def test_a_run_inside_another_bar_keeps_that_bar(bar):
 # Metrics ----------------------------------------------------------------------------------------------
 
 
-def test_names_select_and_order_the_metrics():
-    run = Run(names=["loss", "accuracy", "jaxloop/x", "los"], total=9)
-    run.steps(3, {"accuracy": 0.5, "other": 1.0, "jaxloop/x": 3.0}).steps(1, {"loss": 0.25}).close()
-    assert run.lines[-1].endswith("loss=0.2500, accuracy=0.5000, jaxloop/x=3.0000]")
-
-
 def test_shows_scalars_only():
     outputs = {"images": np.zeros([2, 3]), "lr": MetricWithMetadata(np.float32(0.5)), "mean": [1.0, 3.0], "no": [None]}
     assert Run(total=9).steps(1, outputs).close().lines[-1].endswith("lr=0.5000, mean=2.0000]")
@@ -280,7 +274,6 @@ def test_a_standalone_loop_closes_the_bar_but_a_checkpoint_does_not():
     [
         ({"bar": "keras"}, ValueError, "one of 'auto', 'tqdm', 'plain', got 'keras'. Write bar='tqdm' for a bar"),
         ({"total_steps": 0}, ValueError, "total_steps must be a positive int or None, got 0"),
-        ({"names": "loss"}, TypeError, r"names takes a list of names, got 'loss'. Write \['loss'\]"),
     ],
 )
 def test_invalid_options_raise(options, error, message):

@@ -1,7 +1,6 @@
 """Tests of schedules: their algebra, and whole runs compared with a reference that checks every step."""
 
 import dataclasses
-import datetime
 import itertools
 from unittest import mock
 
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 from programs.clock import Clock
 
 import jaxloop
-from jaxloop import Elapsed, after, always, at, every, examples, first, last, never
+from jaxloop import Elapsed, after, at, every, examples, first, last
 from jaxloop import functional as jf
 from jaxloop.base import timing
+from jaxloop.schedules import always, never
 
 # The algebra ---------------------------------------------------------------------------------------
 
@@ -41,10 +41,6 @@ def firings(schedule, steps=20):
         (every(5) & every(2), [10, 20]),
         (every(5) & ~at(10), [5, 15, 20]),
         (~after(3), [1, 2]),
-        (after(8).then(every(5)), [13, 18]),
-        (after(8).then(first() | at(3)), [9, 11]),
-        (after(8).then(always()) & every(9), [9, 18]),
-        (after(5).then(after(5).then(every(4))), [14, 18]),
     ],
     ids=repr,
 )
@@ -59,9 +55,8 @@ def test_schedules_of_samples_and_time_fire_at_the_step_that_reaches_them():
     steps = lambda schedule: [now.steps for now in run[1:] if schedule(now)]
     assert steps(every(samples=100)) == [4, 7, 10]
     assert steps(every(time=2)) == [4, 8]
-    assert steps(at(time=datetime.timedelta(seconds=1.6))) == [4]
+    assert steps(at(time=1.6)) == [4]
     assert steps(after(samples=250)) == [9, 10]
-    assert steps(after(time=3).then(every(samples=60))) == [6, 8, 10]
 
 
 def test_elapsed_can_be_compared_with_a_point():
@@ -86,7 +81,6 @@ def test_schedules_are_immutable_and_hashed_by_identity():
         (every(100) | first() & ~at(time=60), "every(steps=100) | first() & ~at(time=60.0)"),
         ((every(loops=2) | last()) & after(samples=5), "(every(loops=2) | last()) & after(samples=5)"),
         (~(always() | never()), "~(always() | never())"),
-        (after(1000).then(every(100)), "after(steps=1000).then(every(steps=100))"),
     ],
 )
 def test_repr_is_the_expression(schedule, text):
@@ -108,18 +102,15 @@ def test_using_a_schedule_as_a_bool_raises(join):
     [
         (lambda: every(), ValueError, r"every\(...\) takes one of steps, samples, time and loops, got none of them"),
         (lambda: at(), ValueError, r"at\(...\) takes one of .* got none"),
-        (lambda: every(5, time=60), ValueError, r"got steps=5, time=60. Join two with |: every(steps=5) | every\(time"),
+        (lambda: every(5, time=60), ValueError, r"got steps=5, time=60. Join two schedules with"),
         (lambda: every(0), ValueError, r"every\(steps=...\) takes a number of steps, positive, got 0"),
         (lambda: every(-5), ValueError, "positive, got -5"),
         (lambda: at(-1), ValueError, r"at\(steps=...\) takes a number of steps, not negative, got -1"),
-        (lambda: every(time=-1.0), ValueError, r"every\(time=...\) takes seconds or a timedelta, positive, got -1.0"),
+        (lambda: every(time=-1.0), ValueError, r"every\(time=...\) takes seconds, positive, got -1.0"),
         (lambda: every(time=float("nan")), ValueError, "positive, got nan"),
         (lambda: every(1.5), TypeError, r"takes a number of steps, got 1.5"),
         (lambda: every(True), TypeError, r"takes a number of steps, got True"),
-        (lambda: every(samples=datetime.timedelta(1)), TypeError, "takes a number of samples"),
-        (lambda: every(every(5)), TypeError, "is already a schedule"),
-        (lambda: after(5).then(10), TypeError, r"after\(steps=5\).then\(...\) takes a schedule, got 10"),
-        (lambda: every(5) | 10, TypeError, "only with another schedule, got 10"),
+        (lambda: every(5) | 10, TypeError, "only with another schedule, .*got 10"),
     ],
 )
 def test_invalid_schedules_raise(make, error, message):
@@ -150,14 +141,6 @@ def counted(unit, value):
     ]
 
 
-def then(unit, value, plan):
-    moved = lambda row: dataclasses.replace(row, **{unit: max(getattr(row, unit) - value, 0)})
-    return Plan(
-        after(**{unit: value}).then(plan.schedule),
-        lambda before, now: getattr(now, unit) >= value and plan.fires(moved(before), moved(now)),
-    )
-
-
 PLAIN = [
     Plan(first(), lambda before, now: before.steps == 0 < now.steps),
     Plan(last(), lambda before, now: now.is_last),
@@ -182,9 +165,6 @@ def joined(plans):
         ),
         plans.map(
             lambda p: Plan(~p.schedule, lambda before, now: now.steps > before.steps and not p.fires(before, now))
-        ),
-        st.tuples(st.sampled_from(["steps", "samples", "time", "loops"]), st.integers(1, 15), plans).map(
-            lambda t: then(*t)
         ),
     )
 
@@ -326,8 +306,7 @@ def test_next_step_next_time_and_next_loop_never_miss_a_firing(plan, loop_steps,
         (lambda: jf.loop(0, [], {}, num_steps=9), "Did you mean stop"),
         (lambda: every(step=3), "every has no argument 'step'. Did you mean 'steps'"),
         (lambda: jaxloop.data.batched([1], 1, shuffle=True), "batched has no argument 'shuffle'. Did you mean seed"),
-        (lambda: every(2) | last, r"only with another schedule, got <function last .*Write last\(\)"),
-        (lambda: every(2) & 5, "only with another schedule, got 5"),
+        (lambda: every(2) & 5, "only with another schedule, .*got 5"),
     ],
 )
 def test_usual_wrong_names_of_lengths_are_answered_with_the_right_one(call, meant):
@@ -392,8 +371,6 @@ class FirstOutputs(jaxloop.Action):
         (at(0), [0]),
         (at(samples=0) | every(4), [0, 4, 8, 12]),
         (at(0) & at(time=0), [0]),
-        (after(0).then(at(0)), [0]),
-        (after(4).then(at(0)), [4]),
         (~at(5) & every(5), [10]),
     ],
     ids=str,

@@ -1,7 +1,5 @@
 """Tests of `jaxloop.testing`."""
 
-import copy
-
 import jax
 import optax
 import pytest
@@ -53,20 +51,13 @@ def test_assert_resumable_accepts_a_resumable_run(run):
 
 
 def test_assert_resumable_detects_a_fault_in_fused_steps():
-    with pytest.raises(AssertionError, match="Killed at step 7.*\n.*(before update 9|Update 9 had|final state)"):
+    with pytest.raises(AssertionError, match="(?s)Killed at step 7.*(history differs|final state differs)"):
         testing.assert_resumable(make_broken_fused_run, at_steps=[7])
 
 
 def test_assert_resumable_detects_data_that_restart():
-    with pytest.raises(
-        AssertionError, match="Killed at step 7.*\n.*The data differ: it continues at update 7 with a different"
-    ):
+    with pytest.raises(AssertionError, match="(?s)Killed at step 7.*Row 1 of the history differs.*the right position"):
         testing.assert_resumable(make_run_with_restarting_data, at_steps=[7])
-
-
-def test_a_function_that_cannot_be_imported_raises():
-    with pytest.raises(TypeError, match="in a module or a script, got <function .*<lambda>"):
-        testing.assert_resumable(lambda workdir: None, at_steps=[1])
 
 
 @pytest.mark.parametrize("steps", [[], [0, 3]])
@@ -75,56 +66,17 @@ def test_invalid_at_steps_raise(steps):
         testing.assert_resumable(make_run, at_steps=steps)
 
 
-def record():
-    step = lambda number: {
-        "batch": {"x": f"x{number}"},
-        "state": {"params/w": f"w{number}", "opt_state/m": f"m{number}"},
-        "outputs": {"loss": f"l{number}"},
-    }
+def record(begin=0):
     rows = [[{"steps": number, "time": 0}, {"loss": number}] for number in (2, 4)]
-    return {"steps": {str(n): step(n) for n in (1, 2, 3, 4)}, "state": {"params/w": "w5"}, "history": rows}
+    return {"begin": [begin], "state": {"params/w": "w5"}, "history": rows}
 
 
-def resumed_at_three():
-    resumed = copy.deepcopy(record())
-    resumed["steps"] = {number: step for number, step in resumed["steps"].items() if int(number) >= 3}
-    return resumed
-
-
-def changed(*path, value="other"):
-    resumed = resumed_at_three()
-    inner = resumed
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return resumed
-
-
-@pytest.mark.parametrize(
-    ("resumed", "message"),
-    [
-        (changed("steps", "3", "batch", "x"), "The data differ: it continues at update 3 with a different batch"),
-        (changed("steps", "4", "batch", "x"), "The data differ: it is at update 4 with a different batch"),
-        (changed("steps", "3", "state", "opt_state/m"), "The state before update 3 differs in opt_state/m"),
-        (changed("steps", "3", "outputs", "loss"), "Update 3 had the same batch and the same state, but other outputs"),
-        (changed("steps", "5", value={}), "It made update 5, which the other run did not make"),
-        (changed("state", "params/w"), "The final state differs in params/w"),
-        (changed("history", 1, 1, "loss"), "Row 1 of the history differs"),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
-def test_compare_names_the_first_difference(resumed, message):
-    assert testing.compare(record(), resumed_at_three()) == ""
-    assert testing.compare(record(), resumed).startswith(message)
-
-
-def test_compare_reports_a_run_that_started_over():
+def test_compare_names_the_first_difference():
+    assert testing.compare(record(), record(3)) == ""
     assert testing.compare(record(), record()).startswith("It started over, because there was no checkpoint")
-
-
-def test_compare_reports_a_short_history_and_an_early_end():
-    short, early = resumed_at_three(), resumed_at_three()
-    short["history"].pop()
-    early["steps"].pop("4")
-    assert testing.compare(record(), short) == "The history has 1 rows instead of 2."
-    assert testing.compare(record(), early) == "It ended after update 3, but the other run after 4."
+    other = {**record(3), "state": {"params/w": "other"}}
+    assert testing.compare(record(), other).startswith("The final state differs in params/w")
+    other["history"][1][1]["loss"] = 5
+    assert testing.compare(record(), other).startswith("Row 1 of the history differs")
+    other = {**record(3), "history": record()["history"][:1]}
+    assert testing.compare(record(), other).startswith("The history has 1 rows instead of 2.")

@@ -54,11 +54,11 @@ def test_names_are_escaped_wherever_a_run_displays_them(bar, logs, tmp_path):
 
     make = lambda **options: EvilStep(plain.base_prng, plain.model, plain.optimizer, **options)
     stream = io.StringIO()
-    writer = actions.LogWriter()
+    writer = actions.default_writer(tmp_path / "events")
     writer.write_texts(1, {EVIL: "of two\nlines\x1b[2J"})
     summaries = [actions.SummaryAction(writer, every(steps=2)) for _ in range(2)]
     ends = [
-        actions.ProgressAction(bar=bar, stream=stream, names=[EVIL, EVIL + "missing"], min_seconds=0),
+        actions.ProgressAction(bar=bar, stream=stream, min_seconds=0),
         *summaries,
         actions.CheckpointAction(tmp_path, every(steps=2), best=f"{EVIL}/loss"),
     ]

@@ -58,7 +58,7 @@ PARTITIONERS = {
     "rules": lambda: jaxloop.RulesPartitioner(
         create_mesh(data=-1, model=2), "data", [("hidden/kernel", PartitionSpec(None, "model"))]
     ),
-    "spmd": lambda: jaxloop.SPMDPartitioner(create_mesh(data=-1), "data"),
+    "spmd": lambda: jaxloop.partition.SPMDPartitioner(create_mesh(data=-1), "data"),
     "explicit": lambda: jaxloop.ExplicitPartitioner(jax.make_mesh((len(jax.devices()),), ("data",)), "data"),
 }
 
@@ -110,7 +110,7 @@ def test_an_invalid_topology_name_raises(name):
 
 def test_topology_requires_a_dry_run():
     with pytest.raises(ValueError, match="Pass dry_run=True"):
-        jaxloop.fit(Network(), [], loss=loss, train_epochs=1, topology="v5e:2x4")
+        jaxloop.fit(Network(), [], loss=loss, optimizer=optax.sgd(0.1), train_epochs=1, topology="v5e:2x4")
 
 
 def test_out_of_memory_errors_of_the_compiler_are_parsed():

@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxloop
-from jaxloop import at, checkpoint, every, examples, last, never
+from jaxloop import at, checkpoint, every, examples, last
+from jaxloop.schedules import never
 from jaxloop.stat_loop import STAT_LIFE_TIME_SECS
 
 STEP, STATE, BATCHES = examples.tiny_regression()
@@ -233,8 +234,8 @@ def test_an_iterator_can_be_reused_by_a_second_run():
     ],
 )
 def test_loops_are_joined_if_nothing_is_due_at_their_ends(options, ends, monkeypatch):
-    ended, end = [], jaxloop.Loop.end
-    monkeypatch.setattr(jaxloop.Loop, "end", lambda *arguments: ended.append(1) or end(*arguments))
+    ended, end = [], jaxloop.loop.Loop.end
+    monkeypatch.setattr(jaxloop.loop.Loop, "end", lambda *arguments: ended.append(1) or end(*arguments))
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), **{"log_interval": never(), **options})
     state, outputs = outer_loop(STATE, itertools.cycle(BATCHES), 500, 10)
     assert int(state.step) == 500 and len(outputs["loss"]) == 10

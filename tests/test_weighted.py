@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 
 import jaxloop
 from jaxloop import every
@@ -255,62 +254,6 @@ def test_any_class_with_merge_and_compute_is_a_metric(options):
     largest = max(np.abs(NETWORK.apply({"params": state.params}, batch["x"])).max() for batch in BATCHES)
     np.testing.assert_allclose(summarize(outputs)["error/largest"], largest, rtol=1e-6)
     assert len(outputs["error"]) == 1  # The states are merged on the device.
-
-
-class NNXMetricStep(jaxloop.Step):
-    def run(self, state, batch):
-        outputs = state.apply_fn({"params": state.params}, batch["x"])
-        labels = (batch["x"][:, 0] > 0).astype(jnp.int32)
-        accuracy, means = nnx.metrics.Accuracy(), nnx.MultiMetric(size=nnx.metrics.Average("size"))
-        accuracy.update(logits=outputs, labels=labels)
-        means.update(size=jnp.abs(outputs))
-        return state, {"accuracy": accuracy, "token": means}
-
-
-@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 3}], ids=["one by one", "fused"])
-def test_nnx_metrics_are_weighted_means(options):
-    step = token_step(NNXMetricStep)
-    state = step.initialize_model([1, 4])
-    with jax.numpy_dtype_promotion("standard"):  # For Flax's metrics.
-        _, outputs = jaxloop.EvalLoop(step, **options)(state, BATCHES)
-    found = summarize(outputs)
-    rows = np.concatenate([batch["x"] for batch in BATCHES])
-    predicted = np.asarray(NETWORK.apply({"params": state.params}, rows))
-    assert found["accuracy"] == pytest.approx(np.mean(predicted.argmax(-1) == (rows[:, 0] > 0)), rel=1e-6)
-    assert found["token/size"] == pytest.approx(np.abs(predicted).mean(), rel=1e-6)
-    train_step = token_step(NNXMetricStep, train=True)
-    with jax.numpy_dtype_promotion("standard"):
-        _, outputs = train_step(state, BATCHES[0])
-    assert (
-        set(outputs) == {"accuracy", "token/size"}
-        and float(outputs["token/size"].weight) == BATCHES[0]["x"].shape[0] * 5
-    )
-
-
-def test_an_nnx_metric_that_is_not_a_mean_raises():
-    class WelfordStep(jaxloop.Step):
-        def run(self, state, batch):
-            return state, {"spread": nnx.metrics.Welford("x")}
-
-    step = token_step(WelfordStep)
-    with pytest.raises(TypeError, match="'spread' is an NNX metric Welford, which can't be merged over steps. Return"):
-        jaxloop.EvalLoop(step)(step.initialize_model([1, 4]), BATCHES)
-
-
-def test_a_loss_step_accepts_nnx_metrics():
-    def accuracy(outputs, batch):
-        metric = nnx.metrics.Accuracy()
-        metric.update(logits=outputs, labels=(batch["x"][:, 0] > 0).astype(jnp.int32))
-        return metric
-
-    loss = lambda outputs, batch: (outputs**2).mean(-1)
-    step = token_step(jaxloop.LossStep, loss=loss, metrics={"accuracy": accuracy})
-    state = step.initialize_model([1, 4])
-    with jax.numpy_dtype_promotion("standard"):  # For Flax's metrics.
-        _, outputs = jaxloop.EvalLoop(step)(state, BATCHES)
-    rows = np.concatenate([batch["x"] for batch in BATCHES])
-    predicted = np.asarray(NETWORK.apply({"params": state.params}, rows)).argmax(-1)
-    assert summarize(outputs)["accuracy"] == pytest.approx(np.mean(predicted == (rows[:, 0] > 0)), rel=1e-6)
 
 
 # Micro-batches, skipped steps and spikes --------------------------------------------------------------------

@@ -9,7 +9,8 @@ import pytest
 from programs import whole_run
 
 import jaxloop
-from jaxloop import actions, every, never
+from jaxloop import actions, every
+from jaxloop.schedules import never
 
 PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
 

@@ -3,10 +3,7 @@
 from jaxloop.actions.action import Action as Action
 from jaxloop.actions.checkpoint_action import CheckpointAction as CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction as EarlyStoppingAction
-from jaxloop.actions.learning_rate_action import LearningRateAction as LearningRateAction
 from jaxloop.actions.monitor import Monitor as Monitor
-from jaxloop.actions.periodic_action import PeriodicAction as PeriodicAction
-from jaxloop.actions.periodic_action import is_periodic as is_periodic
 from jaxloop.actions.profile_action import ProfileAction as ProfileAction
 from jaxloop.actions.progress_action import ProgressAction as ProgressAction
 from jaxloop.actions.spike_guard import SpikeGuard as SpikeGuard
@@ -14,6 +11,5 @@ from jaxloop.actions.summary_action import SummaryAction as SummaryAction
 from jaxloop.actions.trackers import MlflowWriter as MlflowWriter
 from jaxloop.actions.trackers import TrackioWriter as TrackioWriter
 from jaxloop.actions.trackers import WandbWriter as WandbWriter
-from jaxloop.actions.writers import LogWriter as LogWriter
 from jaxloop.actions.writers import TensorBoardWriter as TensorBoardWriter
 from jaxloop.actions.writers import default_writer as default_writer

@@ -5,7 +5,6 @@ from typing import Any, final
 
 from jaxloop import types
 from jaxloop.actions.action import Action
-from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.schedules import Elapsed, Schedule
 
 
@@ -14,7 +13,7 @@ class ActionList:
     """A list of actions, in the order in which they are called.
 
     Args:
-      actions: The actions; None for no actions. Objects from `clu.periodic_actions` are accepted.
+      actions: The actions; None for no actions.
     """
 
     def __init__(self, actions: Sequence[Action] | None):
@@ -40,12 +39,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """Returns an `Action` unchanged; wraps an object from `clu.periodic_actions` in a `PeriodicAction`."""
-    if isinstance(action, Action):
-        return action
-    if is_periodic(action):
-        return PeriodicAction(action)
-    raise TypeError(
-        f"An action must be a jaxloop.actions.Action, got {action!r}. Subclass it, or give an object of "
-        "clu.periodic_actions."
-    )
+    """Returns an `Action` unchanged, and raises a `TypeError` for anything else."""
+    if not isinstance(action, Action):
+        raise TypeError(f"An action must be a jaxloop.Action, got {action!r}. Write a subclass.")
+    return action

@@ -91,11 +91,9 @@ class CheckpointAction(Action):
         self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, keep_every=keep_every)
         self.keep_every: Schedule | None = keep_every
         self.keep: int | None = keep if isinstance(place, str | os.PathLike) else None
-        self.begin_run(0, can_resume=False)
         files.prepare_directory(self.directory)
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
-        self._saves = self._saves_measured = 0
         if self.monitor is not None:
             self.monitor.begin_run()
 
@@ -147,9 +145,7 @@ class CheckpointAction(Action):
             if value is not None and math.isfinite(value):
                 values = {self.monitor.name: value}
         kept = {"metadata": {"elapsed": elapsed.to_dict()}} if snapshot is None else snapshot()
-        if self.save(step_num, state, outputs, metrics=values or None, **kept):
-            self._saves += 1
-            self._saves_measured += bool(values)
+        self.save(step_num, state, outputs, metrics=values or None, **kept)
 
     def save(
         self,
@@ -192,20 +188,16 @@ class CheckpointAction(Action):
 
     def close(self) -> None:
         self._writer.close()
-        if self.monitor is not None and self._saves and not self._saves_measured:
-            logging.warning(
-                "%r saved no checkpoint that can be the best: at each of its %d saves, %s was not measured, or not "
-                "finite. Make its interval coincide with the evaluations, such as interval=every(steps=500) here and "
-                "in the EvalSpec.",
-                self,
-                self._saves,
-                printable(self.monitor.name),
-            )
-        self._saves = self._saves_measured = 0
 
     def finish(self, state: Any) -> Any:
         if self.monitor is not None and self.best_step is None:
             self.monitor.check_was_measured()
+            logging.warning(
+                "%r saved no checkpoint that can be the best: at its saves, %s was not measured, or not finite. Make "
+                "its interval coincide with the evaluations.",
+                self,
+                printable(self.monitor.name),
+            )
         return state
 
 

@@ -13,7 +13,6 @@ from absl import logging
 from jaxloop import types
 from jaxloop.actions.action import Action, check_state_dict
 from jaxloop.actions.monitor import Monitor
-from jaxloop.base import checks
 from jaxloop.base.text import announce, printable
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
@@ -65,7 +64,6 @@ class EarlyStoppingAction(Action):
       patience: The number of consecutive measurements without an improvement after which the run ends.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
       min_delta: A value counts as an improvement only if it beats the best value by more than this amount.
-      baseline: An improvement resets the patience only if the metric is also better than this value.
       restore_best: Whether to keep a copy of the best state on the devices. If so, the run returns this state
         (including its `step`), no matter how the run ends.
       interval: See `Action`.
@@ -80,20 +78,14 @@ class EarlyStoppingAction(Action):
         patience: int,
         mode: str = "auto",
         min_delta: float = 0.0,
-        baseline: float | None = None,
         restore_best: bool = False,
         interval: int | Schedule = 1,
     ):
         super().__init__(interval)
         self.monitor: Monitor = Monitor(monitor, mode)
-        checks.check_positive("EarlyStoppingAction.patience", patience)
-        self._patience = patience
-        for name, value in (("min_delta", min_delta), ("baseline", baseline)):
-            if value is not None and (not isinstance(value, numbers.Real) or not math.isfinite(value)):
-                raise TypeError(f"EarlyStoppingAction.{name} must be a number, got {value!r}.")
-        if min_delta < 0:
-            raise ValueError(f"EarlyStoppingAction.min_delta must not be negative, got {min_delta}.")
-        self._min_delta, self._baseline, self._restore_best = min_delta, baseline, restore_best
+        self.change("patience", patience)
+        self.change("min_delta", min_delta)
+        self._restore_best = restore_best
         self._forget()
 
     def _forget(self) -> None:
@@ -108,13 +100,13 @@ class EarlyStoppingAction(Action):
 
     def change(self, name: str, value: Any) -> None:
         """Changes `patience` or `min_delta`."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, numbers.Real) and 0 <= value < math.inf
         if name == "patience" and is_number and value > 0 and value == int(value):
             self._patience = int(value)
-        elif name == "min_delta" and is_number and value >= 0:
+        elif name == "min_delta" and is_number:
             self._min_delta = value
         else:
-            raise ValueError(f"{self!r} can't set {name} to {value!r}.")
+            raise ValueError(f"EarlyStoppingAction.{name} can't be {value!r}.")
 
     @property
     def patience(self) -> int:
@@ -183,8 +175,7 @@ class EarlyStoppingAction(Action):
             if self._restore_best:
                 self.kept_state = None  # Frees the previous copy, so that there are never three states.
                 self.kept_state = jax.tree.map(_copy, state)
-            if self._baseline is None or self.monitor.improves(value, self._baseline, self._min_delta):
-                memory.waits = 0
+            memory.waits = 0
         return self._describe() if self.is_out_of_patience else None
 
     @property
@@ -196,11 +187,8 @@ class EarlyStoppingAction(Action):
         best, at = self._memory.best, self._memory.best_elapsed
         assert best is not None and at is not None  # The first value is the best so far, unless it has failed.
         period = f"{self._memory.waits:g} evaluation{'s' if self._memory.waits > 1 else ''}"
-        target = f"{best:.6g} (step {at.steps})"
-        if self._baseline is not None and not self.monitor.improves(best, self._baseline, self._min_delta):
-            target = f"the baseline {self._baseline:g}, with at best {target},"
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
-        return f"{self.monitor.name} has not improved on {target}{margin} for {period}."
+        return f"{self.monitor.name} has not improved on {best:.6g} (step {at.steps}){margin} for {period}."
 
     def finish(self, state: Any) -> Any:
         memory, name = self._memory, printable(self.monitor.name)

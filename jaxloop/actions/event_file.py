@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any, final
 
+from jaxloop import distributed
 from jaxloop.base import files
 
 
@@ -41,11 +42,13 @@ class EventFile:
         self.add_event(self._new_event(summary=summary), global_step, walltime)
 
     def add_event(self, event: Any, step: int | None = None, walltime: float | None = None) -> None:
-        """Adds an event.
+        """Adds an event. In a multi-process job, only the first process does.
 
         Raises:
           OSError: If the event could not be written. The error contains the path of the file.
         """
+        if not distributed.is_first_process():
+            return
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
             event.step = int(step)

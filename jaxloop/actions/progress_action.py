@@ -1,21 +1,18 @@
 """The action that shows progress, as a bar or as lines in a file."""
 
 import importlib
-import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TextIO, final
-
-from flax import traverse_util
 
 from jaxloop import distributed, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks
 from jaxloop.base.text import printable
-from jaxloop.history import History, Row
-from jaxloop.schedules import Schedule, every, first, last
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed, Schedule, every, first, last
 
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
@@ -43,8 +40,6 @@ class ProgressAction(Action):
         a terminal or in a notebook) and prints lines elsewhere. Lines become less frequent in a long run.
       min_seconds: The minimum number of seconds between two updates of the display. If None, 0.1 where the output can
         be redrawn, and 10 elsewhere.
-      names: The metrics to show, in this order. If None, all metrics except the loop's statistics (`jaxloop/...`) are
-        shown. Evaluation metrics are always shown.
       stream: The stream to write to. If None, stderr is used, or the notebook.
     """
 
@@ -57,7 +52,6 @@ class ProgressAction(Action):
         *,
         bar: str = "auto",
         min_seconds: float | None = None,
-        names: Sequence[str] | None = None,
         stream: TextIO | None = None,
     ):
         super().__init__(interval)
@@ -67,10 +61,8 @@ class ProgressAction(Action):
                 f"ProgressAction.bar must be one of {', '.join(map(repr, _BARS))}, got {bar!r}. Write bar='tqdm' for a "
                 "bar, or bar='plain' for lines."
             )
-        if isinstance(names, str):
-            raise TypeError(f"ProgressAction.names takes a list of names, got {names!r}. Write [{names!r}].")
         self._total_steps, self._kind, self._min_seconds = total_steps, bar, min_seconds
-        self._names, self._stream = names, stream
+        self._stream = stream
         self._bar: _Bar | None = None
         self._values: dict[str, float] = {}  # The latest metrics of the run.
         self._results = _Results(0)
@@ -111,9 +103,7 @@ class ProgressAction(Action):
         self._values |= metrics.summarize(outputs)
         self._results.follow(history, step_num)
         self._write_results(bar)
-        shown = sorted(name for name in self._values if not name.startswith("jaxloop/"))
-        names = shown if self._names is None else self._names
-        values = {name: self._values[name] for name in names if name in self._values}
+        values = {name: value for name, value in sorted(self._values.items()) if not name.startswith("jaxloop/")}
         bar.draw(step_num, total_steps, values)
 
     def _write_results(self, bar: "_Bar") -> None:
@@ -218,31 +208,21 @@ class _Results:
         self._shown_until = min(self._shown_until, step - 1)
 
     def new_lines(self) -> list[str]:
-        """Returns a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each evaluation to be shown."""
-        history, since = self._history, self._shown_until
-        found = [history.last(path) for path in history.paths() if _is_result(*path.split(".", 1))]
-        self._shown_until = max([since, *(last[0].steps for last in found if last)])
-        if self._shown_until == since:  # Reading other rows would wait for values still on the devices.
-            return []
-        newest_first = (history[index] for index in reversed(range(len(history))))
-        rows = list(itertools.takewhile(lambda row: row.elapsed.steps > since, newest_first))
-        return [line for row in reversed(rows) for line in _lines_of(row)]
-
-
-def _is_result(group: str, name: str = "", value: Any = 0.0) -> bool:
-    is_own = group in ("train", "jaxloop") or name.startswith("jaxloop")
-    return bool(name) and not is_own and not isinstance(value, str)
-
-
-def _lines_of(row: Row) -> Iterator[str]:
-    groups: dict[str, list[str]] = {}
-    values: dict[str, Any] = traverse_util.flatten_dict(row.logs, sep="/")
-    for path, value in sorted(values.items()):
-        group, _, name = path.partition("/")
-        if _is_result(group, name, value):
-            groups.setdefault(group, []).append(f"{printable(name)} {_number(value)}")
-    for group, numbers in groups.items():
-        yield f"step {row.elapsed.steps:,}  {printable(group)}: {'  '.join(numbers)}"
+        """Returns a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each newest evaluation."""
+        results: dict[tuple[int, str], list[str]] = {}
+        for path in sorted(self._history.paths()):
+            group, _, name = path.partition(".")
+            if not name or group in ("train", "jaxloop") or name.startswith("jaxloop"):
+                continue  # Reading other values would wait for the devices.
+            elapsed, value = self._history.last(path) or (Elapsed(), "")
+            if elapsed.steps > self._shown_until and not isinstance(value, str):
+                shown = f"{printable(name.replace('.', '/'))} {_number(value)}"
+                results.setdefault((elapsed.steps, group), []).append(shown)
+        self._shown_until = max([self._shown_until, *(step for step, _ in results)])
+        return [
+            f"step {step:,}  {printable(group)}: {'  '.join(numbers)}"
+            for (step, group), numbers in sorted(results.items())
+        ]
 
 
 # Values ------------------------------------------------------------------------------------------

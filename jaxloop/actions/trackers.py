@@ -4,7 +4,6 @@ import abc
 import contextlib
 import html
 import importlib
-import json
 import os
 import re
 import secrets
@@ -30,12 +29,8 @@ class _TrackerWriter(abc.ABC):
     """
 
     def __init__(self, workdir: epath.PathLike, package: str):
-        try:
-            self._module: Any = importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            text = f"{type(self).__name__} needs the package {error.name}: pip install {package}"
-            raise ModuleNotFoundError(text, name=error.name) from error
-        self._file = files.absolute(workdir) / f"tracked_run_{package}.json"
+        self._module: Any = importlib.import_module(package)
+        self._file = files.absolute(workdir) / f"tracked_run_{package}"
         self._lock = threading.RLock()
         self._id: str | None = None
         self._status = ""  # As the tracker shows it, such as "running"; "" if it is unknown.
@@ -120,9 +115,7 @@ class _TrackerWriter(abc.ABC):
             self._end("finished")
             saved = (position or {}).get("run")
             if saved is None and self._file.exists():
-                saved = ""
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    saved = files.parse_json(files.read_bytes(self._file))["run"]
+                saved = files.read_bytes(self._file).decode().strip()
             if saved is not None and not re.fullmatch("[0-9a-z]{8,64}", str(saved)):
                 text = f"{saved!r} is not a tracked run of {type(self).__name__}."
                 raise ValueError(f"{text} Delete {self._file} to begin a new one.")
@@ -149,7 +142,7 @@ class _TrackerWriter(abc.ABC):
                     self._id = secrets.token_hex(16)
                     new = self._file.with_suffix(".new")
                     with files.open_file(new, "w") as file:
-                        file.write(json.dumps({"run": self._id}))
+                        file.write(f"{self._id}\n")
                     new.replace(self._file)
                 if self._status != "running":
                     self._open()
@@ -371,12 +364,9 @@ class WandbWriter(_MediaWriter):
 
     Raises:
       ModuleNotFoundError: If wandb is not installed.
-      TypeError: If you pass an option that the writer sets itself.
     """
 
     def __init__(self, workdir: epath.PathLike, project: str | None = None, **options: Any):
-        if taken := sorted(options.keys() & {"id", "resume", "dir", "reinit"}):
-            raise TypeError(f"WandbWriter sets {', '.join(taken)} itself to let runs resume. Don't pass it.")
         super().__init__(workdir, "wandb")
         self._options = {"project": project, **options}
         self._run: Any = None

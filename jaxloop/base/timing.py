@@ -124,8 +124,6 @@ class Stopwatch:
         """The value of `spent().training` at the last switch."""
         self.first_step: Any = None
         """`state.step` after the first dispatch of the latest program. Once it is computed, the program has run."""
-        self.secs_reading: float = 0.0
-        """In a multi-process job, seconds spent reading this process's data, not counting waits for other processes."""
 
     def switch(self, kind: str | None) -> str | None:
         """Starts timing a different kind of work, or stops timing if `kind` is None. Returns the previous kind."""

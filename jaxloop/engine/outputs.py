@@ -128,7 +128,7 @@ class Pending:
     def _merge(self, name: str, column: Any) -> None:
         is_list = isinstance(column, list)
         first = column[0] if is_list else column
-        before = metrics.as_states_like([self._sums[name]] if name in self._sums else [], [first])
+        before = [self._sums[name]] if name in self._sums else []
         if metrics.merges_on_host(first):
             states = metrics.fetch(column if is_list else unstacked(column, 0))
             self._sums[name] = metrics.merge([*metrics.fetch(before), *states])
@@ -414,7 +414,7 @@ def _append(outputs: LoopOutputs, later: LoopOutputs) -> None:
         if not isinstance(values, list) or not isinstance(earlier, list):
             outputs[name] = list(values) if isinstance(values, list) else values
         elif values and metrics.is_metric(values[0]):
-            outputs[name] = metrics.merge_if_metrics([*metrics.as_states_like(earlier, values), *values])
+            outputs[name] = metrics.merge_if_metrics([*earlier, *values])
         else:
             earlier.extend(values)
     outputs.num_examples += later.num_examples

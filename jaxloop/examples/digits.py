@@ -94,10 +94,8 @@ def load_digits(batch_size: int, seed: int) -> Data:
     scikit-learn's own example uses the same split, and its support vector machine classifies 97% of the held-out half
     correctly.
     """
-    try:
-        from sklearn import datasets
-    except ImportError:
-        sys.exit("The digits dataset is part of scikit-learn, which is not installed: pip install scikit-learn")
+    from sklearn import datasets
+
     images, labels = datasets.load_digits(return_X_y=True)
     images = images.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     num_train = len(images) // 2
@@ -182,11 +180,7 @@ def main(argv: list[str]) -> None:
     options = flags.FLAGS
     workdir = pathlib.Path(options.workdir)
     names = ("train_steps", "batch_size", "learning_rate", "seed", "check")
-    try:
-        run(workdir, **{name: getattr(options, name) for name in names})
-    except KeyboardInterrupt:  # Ctrl-C before the first step.
-        print("Interrupted. Run the same command again to resume from the newest checkpoint.")
-        sys.exit(130)
+    run(workdir, **{name: getattr(options, name) for name in names})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
-from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.base import checks
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
@@ -31,7 +30,7 @@ def action_of(callback: Callback) -> Action | None:
     """Returns the action that a callback is or contains, if it is of such a kind."""
     if isinstance(callback, Tool):
         return callback.action
-    return PeriodicAction(callback) if is_periodic(callback) else callback if isinstance(callback, Action) else None
+    return callback if isinstance(callback, Action) else None
 
 
 @final

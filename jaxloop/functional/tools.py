@@ -151,7 +151,6 @@ def early_stopping(
     patience: int,
     mode: str = "auto",
     min_delta: float = 0.0,
-    baseline: float | None = None,
     restore_best: bool = False,
 ) -> EarlyStoppingTool:
     """Returns a callback that ends the loop when a logged value stops improving.
@@ -160,7 +159,7 @@ def early_stopping(
     therefore waits for the devices. For the arguments, see `EarlyStoppingAction`. `patience` counts the calls with a
     newly logged value.
     """
-    return EarlyStoppingTool(EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best))
+    return EarlyStoppingTool(EarlyStoppingAction(monitor, patience, mode, min_delta, restore_best))
 
 
 @final

@@ -1,4 +1,4 @@
-"""`fit`, which trains a model in one call, and a learning-rate schedule."""
+"""`fit`, which trains a model in one call."""
 
 import contextlib
 import functools
@@ -14,19 +14,16 @@ from jaxloop import data, partition, types
 from jaxloop.actions import (
     Action,
     CheckpointAction,
-    LearningRateAction,
     ProgressAction,
     SummaryAction,
     default_writer,
 )
-from jaxloop.actions.learning_rate_action import learning_rate
 from jaxloop.base import checks
 from jaxloop.base.files import absolute
 from jaxloop.base.text import suggests
 from jaxloop.data.sources import pass_of
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.experiment.specs import CheckpointSpec, EvalSpec
-from jaxloop.models.function_step import FunctionStep
 from jaxloop.models.loss_step import LossFn, LossStep
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.schedules import Schedule, every, last
@@ -47,15 +44,13 @@ def fit(
     train_dataset: Any,
     eval_dataset: Any = None,
     *,
-    loss: LossFn | None = None,
-    optimizer: optax.GradientTransformation | None = None,
+    loss: LossFn,
+    optimizer: optax.GradientTransformation,
     metrics: Mapping[str, LossFn] | None = None,
     inputs: str | int | Callable[[types.Batch], Any] | None = None,
     trainable: str | Sequence[str] | None = None,
     ema: float | Callable[[jax.Array], Any] | None = None,
     params_to_evaluate: Callable[[Any], Any] | None = None,
-    train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
-    eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
     train_epochs: int | None = None,
     train_total_steps: int | None = None,
     eval_interval: int | Schedule | None = None,
@@ -91,23 +86,17 @@ def fit(
     >>> int(state.step), history.collect("steps", "eval.loss")[0]
     (40, [8, 16, 24, 32, 40])
 
-    To train with your own functions, pass your state instead of a model:
-
-    >>> def train_step(weight, batch):
-    ...     slope = (batch["x"][:, :1] * (batch["x"][:, :1] * weight - batch["y"])).mean()
-    ...     return weight - 0.1 * slope, {"slope": slope}
-    >>> weight, history = fit(np.float32(0), batches, train_step=train_step, train_epochs=2, progress=None)
+    To train with a step function of your own, use `jaxloop.functional.loop`.
 
     An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop. When it ends, a
     row is added to the history. If `train_total_steps` is given, the history gets about a hundred additional rows.
 
-    If `workdir` is given, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
-    `optax.inject_hyperparams` stores it), `history.jsonl`, and the newest and best checkpoints (in `checkpoints`). If
-    the run is interrupted, repeating the call resumes it from the newest checkpoint. Without a work directory, `fit`
-    doesn't write any files.
+    If `workdir` is given, `fit` writes TensorBoard events (train and eval metrics and `hparams`), `history.jsonl`, and
+    the newest and best checkpoints (in `checkpoints`). If the run is interrupted, repeating the call resumes it from
+    the newest checkpoint. Without a work directory, `fit` doesn't write any files.
 
     Args:
-      model: Any model that `LossStep` accepts or, if `train_step` is given, a state.
+      model: Any model that `LossStep` accepts.
       train_dataset: Anything that `jaxloop.data.batches` accepts, such as a list, a generator, a
         `tf.data.Dataset` or a `DataLoader`. Its batches are tuples `(inputs, targets)` or dicts.
       eval_dataset: The dataset to evaluate on, in any form that `train_dataset` accepts. Each evaluation reads it from
@@ -120,9 +109,6 @@ def fit(
       ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
         the average, which `jaxloop.optimizers.ema_params(state)` returns.
       params_to_evaluate: A function of the state that returns the parameters for evaluations; see `LossStep`.
-      train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. `fit`
-        compiles it. The state can be any pytree.
-      eval_step: A pure function `(state, batch) -> outputs` to use for evaluations if `train_step` is given.
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. A finite dataset is repeated as often as necessary.
       eval_interval: When to evaluate: a number of epochs, or a schedule such as `every(steps=500)`, which can also fire
@@ -132,7 +118,7 @@ def fit(
       keep: The number of newest checkpoints to keep besides the best one; None for all of them.
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy" or, with its mode,
-        `("eval/score", "max")`. The default is "eval/loss" if `loss` and `eval_dataset` are given.
+        `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given.
       partitioner: Decides where the state and the batches are placed. If None, a single device is used. If "auto", all
         devices are used, and the state is replicated if it fits on each device, or sharded otherwise
         (`FSDPPartitioner`). The choice is logged.
@@ -175,16 +161,10 @@ def fit(
     partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
     options = {"loss": loss, "metrics": metrics, "inputs": inputs, "trainable": trainable, "ema": ema}
     options["params_to_evaluate"] = params_to_evaluate
-    if train_step is None:
-        _check_model(model, loss, optimizer, eval_step)
-        step, step_for_eval = _steps_of_model(model, optimizer, partitioner, seed, passes.first(), options)
-        make_state = step.abstract_state if dry_run else step.initialize_model
-        state = make_state(step.input_spec(passes.first()))
-        monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
-    else:
-        _check_functions({**options, "optimizer": optimizer}, eval_step, eval_dataset)
-        step, step_for_eval = _steps_of_functions(train_step, eval_step, model, partitioner, passes.first())
-        state = model
+    step, step_for_eval = _steps(model, optimizer, partitioner, seed, passes.first(), options)
+    make_state = step.abstract_state if dry_run else step.initialize_model
+    state = make_state(step.input_spec(passes.first()))
+    monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
 
     rows, saves = _schedule("log_interval", log_interval), every(loops=1) | last()
     if train_total_steps is not None:
@@ -204,8 +184,6 @@ def fit(
             writer = files.enter_context(contextlib.closing(default_writer(workdir)))
             if hparams is not None and not dry_run:
                 writer.write_hparams(dict(hparams))
-            if learning_rate(getattr(state, "opt_state", None)) is not None:
-                train_actions.append(LearningRateAction(writer, rows))
             train_actions += [SummaryAction(writer, rows, prefix="train/"), save]
             eval_actions.append(SummaryAction(writer, prefix="eval/"))
         train_loop = TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch)
@@ -247,32 +225,7 @@ def _check_data(train_dataset: Any, eval_dataset: Any, train_epochs: int | None,
         )
 
 
-def _check_model(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
-    if hasattr(model, "apply_gradients"):
-        raise TypeError(
-            f"fit without a train_step needs a model, got a state, {checks.describe(model)}. Give the model, with "
-            "loss=... and optimizer=...; or, to train your state, a train_step: "
-            "fit(state, data, train_step=function)."
-        )
-    if loss is None or optimizer is None or eval_step is not None:
-        raise ValueError(
-            "fit takes a model with a loss and an optimizer, or a state with a train_step (and an eval_step), got "
-            f"loss={loss!r}, optimizer={optimizer!r}, eval_step={eval_step!r}."
-        )
-
-
-def _check_functions(of_model: Mapping[str, Any], eval_step: Any, eval_dataset: Any) -> None:
-    for name, value in of_model.items():
-        if value is not None:
-            raise ValueError(
-                f"fit got a train_step and {name}, which is for training with a loss. Leave one of them out."
-            )
-    if (eval_step is None) != (eval_dataset is None):
-        got, missing = ("eval_dataset", "eval_step") if eval_step is None else ("eval_step", "eval_dataset")
-        raise ValueError(f"fit got a train_step and {got} without {missing}. Give both, or neither.")
-
-
-def _steps_of_model(
+def _steps(
     model: Any, optimizer: Any, partitioner: Any, seed: int, first_batch: types.Batch, options: dict[str, Any]
 ) -> tuple[LossStep, LossStep]:
     """Returns the train step and the eval step for a model with a loss."""
@@ -282,54 +235,3 @@ def _steps_of_model(
         partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), rows)
     step = make(partitioner, train=True, batch_size=rows, **options)
     return step, make(partitioner, use_ema=options["ema"] is not None, **options)
-
-
-def _steps_of_functions(
-    train_step: Any, eval_step: Any, state: Any, partitioner: Any, first_batch: types.Batch
-) -> tuple[FunctionStep, FunctionStep]:
-    """Returns the train step and the eval step for the user's functions."""
-    if partitioner == "auto":
-        partitioner = partition.choose(state, checks.num_examples(first_batch))
-
-    def evaluate(state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        return state, eval_step(state, batch)
-
-    return FunctionStep(train_step, partitioner, train=True), FunctionStep(evaluate, partitioner)
-
-
-def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_epochs: int = 5) -> optax.Schedule:
-    r"""Returns a learning-rate schedule: a linear warm-up to `base_lr`, then a cosine decay to `base_lr / 100`.
-
-    With `w = warmup_epochs * steps_per_epoch` and `T = epochs * steps_per_epoch`, the learning rate at step `t` is
-
-    - for `t < w`: `base_lr * (0.1 + 0.9 t / w)`;
-    - for `w <= t <= T`: `base_lr * (0.01 + 0.99 (1 + cos(pi (t - w) / (T - w))) / 2)`;
-    - after `T`: `base_lr / 100`.
-
-    The cosine decay was proposed by Loshchilov and Hutter, https://arxiv.org/abs/1608.03983, and the warm-up
-    by Goyal et al., https://arxiv.org/abs/1706.02677.
-
-    Args:
-      base_lr: The peak learning rate, which is reached at the end of the warm-up.
-      steps_per_epoch: The number of optimizer updates per epoch.
-      epochs: The total number of training epochs, including the warm-up.
-      warmup_epochs: The number of warm-up epochs; 0 for no warm-up.
-
-    Returns:
-      An Optax schedule, to be passed as a learning rate, as in `optax.adam(lr_schedule(1e-3, 100))`.
-
-    >>> schedule = lr_schedule(1.0, steps_per_epoch=10, epochs=10, warmup_epochs=5)
-    >>> [round(float(schedule(step)), 3) for step in (0, 25, 50, 75, 100, 200)]
-    [0.1, 0.55, 1.0, 0.505, 0.01, 0.01]
-    """
-    if not base_lr > 0:
-        raise ValueError(f"base_lr must be positive, got {base_lr!r}.")
-    checks.check_positive("steps_per_epoch", steps_per_epoch)
-    checks.check_positive("epochs", epochs)
-    if not 0 <= warmup_epochs < epochs:
-        raise ValueError(
-            f"warmup_epochs must be smaller than epochs, got warmup_epochs={warmup_epochs} and epochs={epochs}. "
-            "Lower it; 0 means no warm-up."
-        )
-    warmup_steps, total_steps = warmup_epochs * steps_per_epoch, epochs * steps_per_epoch
-    return optax.warmup_cosine_decay_schedule(base_lr / 10, base_lr, warmup_steps, total_steps, base_lr / 100)

@@ -393,7 +393,7 @@ class LossStep(NumpyStep):
         # Metrics may have no derivative. An output may be of any class, such as a distribution.
         fixed = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, outputs)
         given = {name: metric(fixed, batch) for name, metric in self._metrics.items()}
-        return {"loss": result, **types.nnx_metrics_as_weighted({**more, **given})}
+        return {"loss": result, **more, **given}
 
 
 def _check_functions(step_class: type, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
@@ -402,46 +402,32 @@ def _check_functions(step_class: type, loss: LossFn | None, metrics: Mapping[str
             f"{step_class.__name__} needs one loss: the argument loss=, or a subclass that defines "
             f"loss(self, outputs, batch). It got {'both' if loss is not None else 'neither'}."
         )
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a dict of functions, {{'accuracy': function}}, got {metrics!r}.")
-    for name, value in {"loss": loss, **metrics}.items():
-        if value is not None and not callable(value):
-            raise TypeError(f"{name} must be a function of (outputs, batch), got {value!r}.")
+    is_dict_of_functions = isinstance(metrics, Mapping) and all(map(callable, metrics.values()))
+    if not is_dict_of_functions or not (loss is None or callable(loss)):
+        raise TypeError(
+            "loss must be a function of (outputs, batch), and metrics a dict of such functions, got "
+            f"loss={loss!r}, metrics={metrics!r}."
+        )
 
 
 def _inputs_of(inputs: str | int | Callable[[types.Batch], Any] | None, batch: types.Batch) -> Any:
     """Returns the part of a batch that the model receives; see the argument `inputs` of `LossStep`."""
     if callable(inputs):
         return inputs(batch)
-    if inputs is not None:
-        try:
+    try:
+        if inputs is not None:
             return batch[inputs]
-        except (KeyError, IndexError, TypeError):
-            shown = f"the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _describe(batch)
-            raise ValueError(f"The batch has no inputs={inputs!r}; it has {shown}.") from None
-    if isinstance(batch, Mapping):
-        found = [name for name in _INPUT_NAMES if name in batch]
-        if len(found) == 1:
-            return batch[found[0]]
-        which = f"more than one of them, {', '.join(map(repr, found))}" if found else "none of them"
+        if isinstance(batch, Mapping):
+            (name,) = [name for name in _INPUT_NAMES if name in batch]
+            return batch[name]
+        return batch if hasattr(batch, "dtype") else batch[0]
+    except (KeyError, IndexError, TypeError, ValueError):
+        has = f"the keys {quoted(list(batch))}" if isinstance(batch, Mapping) else f"{checks.describe(batch)}"
         raise ValueError(
-            f"By default, the model's inputs are the value under one of {', '.join(map(repr, _INPUT_NAMES))}, and "
-            f"the batch has {which}. Its keys are {', '.join(map(repr, batch))}. Name the key, inputs='...', or "
-            "give a function of the batch."
-        )
-    if isinstance(batch, tuple | list) and batch:
-        return batch[0]
-    if hasattr(batch, "dtype"):
-        return batch
-    raise ValueError(
-        f"A batch must be a dict, a tuple, a list or an array, got {_describe(batch)}. Give a function that "
-        "returns the model's inputs: inputs=lambda batch: ..."
-    )
-
-
-def _describe(batch: Any) -> str:
-    items = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-    return f"{checks.describe(batch)}{items}"
+            f"LossStep doesn't find the inputs of the model (inputs={inputs!r}) in the batch, which has {has}. Name "
+            "their key, inputs='...', or give a function of the batch. By default, they are the first element of a "
+            f"tuple or list, an array, or what a dict has under exactly one of {quoted(_INPUT_NAMES)}."
+        ) from None
 
 
 def _read_rows(outputs: Any, mask: Any) -> Any:

@@ -56,18 +56,11 @@ def _array_of(what: str, value: Any, mask: Any, parts: int) -> jax.Array:
             f"{what} is {checks.describe(value)}, but the leaves of the batch share no leading axis, so the number of "
             "examples is unknown. Return a scalar."
         )
-    rows, axes = mask.shape[0], tuple(range(1, value.ndim))
-    mean = f".mean(axis={axes[0] if len(axes) == 1 else axes})"
-    remedy = "Return one number for each example, or the mean over all as a scalar."
-    if value.shape[0] == rows and value.size == rows:
-        remedy = f"Take the mean over the other axes, {mean}, or leave out keepdims=True."
-    elif value.shape[0] == rows:
-        remedy = f"Return jaxloop.Weighted(values, mask), which leaves out padding, or, without padding, {mean}."
-    elif value.size == 1:
-        remedy = "Leave out keepdims=True, or take [0]."
+    rows = mask.shape[0]
     raise ValueError(
         f"{what} is {checks.describe(value)} for {rows} examples; it must be per example, {value.dtype}[{rows}], or a "
-        f"scalar. {remedy}"
+        "scalar. Take the mean over all axes but the first, without keepdims=True, or return "
+        "jaxloop.Weighted(values, mask) to leave out padding."
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from jaxloop import types
 from jaxloop.base import checks
@@ -49,7 +48,6 @@ class PaddingRunner(Runner):
         self.not_per_example: Sequence[str] | None = None
         self.eval_rows: int | None = None
         self._depending: Sequence[str] | None = None  # See `_names_that_depend_on_masked_rows`.
-        self._logged_reason: str | None = None
         self._full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
 
     # Hooks ---------------------------------------------------------------------------------------
@@ -113,15 +111,6 @@ class PaddingRunner(Runner):
                 f"{self.step!r} must fill up a batch of {num_real} {'unmasked ' * (mask is not None)}rows to {size}, "
                 "the size in other processes or a multiple of the devices and micro-batches, but that would change "
                 f"the result: {reason}. Drop the remainder, and give batches without masked rows."
-            )
-        if (mask is not None or self._depending) and reason != self._logged_reason:
-            self._logged_reason = reason
-            logging.warning(
-                "%r: %s, so short batches aren't padded, and rows whose mask is 0 are removed. The step is compiled "
-                "for each number of rows. To avoid this, drop the remainder, or give each batch a 'mask', and leave "
-                "out the rows in which it is 0, for example as negatives of a loss that compares examples.",
-                self.step,
-                reason,
             )
         batch = jax.tree.map(lambda leaf: leaf[is_real] if np.ndim(leaf) else leaf, batch)
         return MaskedBatch(batch, _all_real(num_real))

@@ -337,14 +337,13 @@ class OwnBatches:
 
     def vote(self, start: int, size: int) -> dict[str, Any]:
         """Returns a vote on the `size` batches after the first `start`. Reads those that are not `ahead` yet."""
-        began, records = timing.clock(), np.zeros(_MAX_BATCHES, _BATCH)
+        records = np.zeros(_MAX_BATCHES, _BATCH)
         try:
             while len(self.ahead) < start + size and self._error is None:
                 self._read_one()
         except (Exception, SystemExit) as error:
             self._error = error
         secs = self._stopwatch.training_secs()
-        self._stopwatch.secs_reading += timing.clock() - began
         found = [record for _, record in itertools.islice(self.ahead, start, start + size)]
         records[: len(found)] = found
         at_end = EMPTY if self._newest is None else ENDED

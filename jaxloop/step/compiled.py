@@ -283,8 +283,7 @@ class Programs:
         if not outputs:
             return outputs
         is_padded = checks.is_user_defined(self.step, "num_examples")  # The arrays may contain rows that don't count.
-        outputs = types.mean_losses(outputs, None if is_padded else checks.num_examples(batch))
-        return types.nnx_metrics_as_weighted(outputs)
+        return types.mean_losses(outputs, None if is_padded else checks.num_examples(batch))
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:

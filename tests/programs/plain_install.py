@@ -35,7 +35,7 @@ def check_package(directory):
     assert package == pathlib.Path(directory).resolve() / "jaxloop", f"jaxloop was imported from {package}"
     assert importlib.metadata.version("jaxloop") == jaxloop.__version__
     assert (package / "py.typed").is_file()
-    for name in jaxloop.__all__:
+    for name in dir(jaxloop):
         getattr(jaxloop, name)
     for module in pkgutil.walk_packages(jaxloop.__path__, "jaxloop."):
         importlib.import_module(module.name)

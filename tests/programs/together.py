@@ -1,7 +1,5 @@
 """Runs loops in two processes whose data differ in length, and prints the results."""
 
-import time
-
 import jax
 import numpy as np
 import optax
@@ -40,15 +38,6 @@ print("train", int(state.step), len(outputs["loss"]), train_loop.elapsed.samples
 print("left over", len(list(iterator)))
 
 
-def slow_in_second_process(number):
-    time.sleep(0 if first else 0.02)
-    return {"x": examples[:4], "y": examples[:4, :1]}
-
-
-slow_loop = jaxloop.TrainLoop(step, stat_names=jaxloop.stat_loop.ALL_STATS)
-_, outputs = slow_loop(step.initialize_model([1, 8]), jaxloop.from_index(slow_in_second_process), num_steps=20)
-lead = outputs[jaxloop.stat_loop.STAT_SLOWEST_PROCESS_SECS]
-print("slowest", outputs[jaxloop.stat_loop.STAT_SLOWEST_PROCESS], 0.2 < lead < 2)
 state, _ = train_loop(state, batches([4] * 9, 0), num_steps=5)
 print("five more", int(state.step))
 
