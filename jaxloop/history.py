@@ -356,10 +356,9 @@ class History:
         num_columns = min(len(curves), 4)
         num_lines = math.ceil(len(curves) / num_columns)
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
+        unit = "time (s)" if x == "time" else x
         for number, (name, paths) in enumerate(curves.items(), 1):
-            axes = figure.add_subplot(
-                num_lines, num_columns, number, xlabel={"time": "time (s)"}.get(x, x), ylabel=name
-            )
+            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=unit, ylabel=name)
             labels = [path.removesuffix(_dotted(name)).removesuffix(".") for path in paths]
             for path, label in zip(paths, labels, strict=True):
                 xs, ys = self.collect(x, path)
@@ -513,7 +512,7 @@ def _checked(value: Any, *keys: str) -> Any:
       TypeError: If the value is not a scalar.
     """
     if _is_on_device(type(value), getattr(value, "aval", None)):
-        if not _is_on_cpu():
+        if not metrics.is_on_cpu():
             value.copy_to_host_async()
         return value
     return _plain(value, *keys)
@@ -530,11 +529,6 @@ def _is_on_device(kind: type, aval: Any) -> bool:
 
 def _read(value: jax.Array) -> Any:
     return _LOST if isinstance(value, jax.Array) and value.is_deleted() else metrics.fetch_scalar(value)
-
-
-@functools.cache
-def _is_on_cpu() -> bool:
-    return jax.default_backend() == "cpu"  # It shares the memory of the host.
 
 
 def _plain(value: Any, *keys: str) -> bool | int | float | str:

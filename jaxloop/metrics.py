@@ -61,6 +61,12 @@ def fetch_scalar(array: jax.Array) -> bool | int | float:
     return np.asarray(array).item()
 
 
+@functools.cache
+def is_on_cpu() -> bool:
+    """Returns whether the devices are CPUs, which share the memory of the host. Starts JAX."""
+    return jax.default_backend() == "cpu"
+
+
 def wait(tree: Any) -> Any:
     """Blocks until the devices have computed a pytree, and returns it without reading its values."""
     if not isinstance(tree, jax.Array) or not is_ready(tree):

@@ -94,7 +94,7 @@ class Pending:
         if self.room > 0:
             return 0
         self.send()
-        most = _MOST_KEPT if self.are_plain and not _is_on_cpu() else 0
+        most = _MOST_KEPT if self.are_plain and not metrics.is_on_cpu() else 0
         return len(self._queue) - 1 if self.num_steps >= max(most, self.in_flight.limit) else 0
 
     def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
@@ -115,10 +115,10 @@ class Pending:
                     self._merge(name, column)
                 else:
                     rest[name] = column
-            if not _is_on_cpu() and number == self.in_flight.chunk and all(map(_is_stackable, rest.values())):
+            if not metrics.is_on_cpu() and number == self.in_flight.chunk and all(map(_is_stackable, rest.values())):
                 rest = _stack(rest)  # One transfer per name.
             groups.append((columns and rest, number))
-        if not _is_on_cpu():
+        if not metrics.is_on_cpu():
             for leaf in jax.tree.leaves(groups):
                 if isinstance(leaf, jax.Array):
                     leaf.copy_to_host_async()
@@ -153,7 +153,7 @@ class Pending:
             self.send()
         taken = self._queue[:number]
         if taken:
-            read = metrics.fetch if number is None or not _is_on_cpu() else metrics.view
+            read = metrics.fetch if number is None or not metrics.is_on_cpu() else metrics.view
             with self.in_flight.waiting():
                 values = read([each.groups if isinstance(each, Chunk) else each.sums for each in taken])
             pairs = zip(taken, values, strict=True)
@@ -480,11 +480,6 @@ def _is_stackable(column: Any) -> bool:
     return len({getattr(value, "dtype", None) for value in column}) == 1 and not jnp.issubdtype(
         column[0].dtype, jax.dtypes.prng_key
     )
-
-
-@functools.cache
-def _is_on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
 
 
 def _merge_along_axis(before: Sequence[Any], stacked: Any) -> Any:
