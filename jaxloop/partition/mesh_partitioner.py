@@ -1,15 +1,13 @@
 """The base class for partitioners that use a mesh, and the one that replicates the state."""
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -29,8 +27,8 @@ class MeshPartitioner(Partitioner):
 
     Args:
       mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, so that
-        `Step.run` can be written as if for a single device (and the conversion is logged). To keep them explicit, use
-        `ExplicitPartitioner`.
+        `Step.run` can be written as if for a single device. For a model that uses `out_sharding=` or `jax.reshard`,
+        which need explicit axes, use `ExplicitPartitioner`.
       data_axis: The name of the mesh axis over which batches are split. Batches are replicated over the other axes.
     """
 
@@ -41,10 +39,6 @@ class MeshPartitioner(Partitioner):
             raise ValueError(
                 f"data_axis {data_axis!r} is not an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}."
             )
-        changed = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != self._axis_type]
-        self._had_explicit = self._axis_type == AxisType.Auto and bool(changed)
-        if self._had_explicit:
-            logging.info("%s makes the explicit mesh axes %s automatic.", type(self).__name__, ", ".join(changed))
         self._data_axis = data_axis
         self._set_mesh(mesh)
 
@@ -159,23 +153,10 @@ class MeshPartitioner(Partitioner):
             return jax.device_put(state, self.sharding)
         return jax.tree.map(_place_in_all_processes, state, self.shardings_of(state))
 
-    @contextlib.contextmanager
-    def _naming_explicit_partitioner(self) -> Iterator[None]:
-        """Adds a note about `ExplicitPartitioner` to errors raised by a model that needs explicit axes."""
-        try:
-            yield
-        except Exception as error:
-            if self._had_explicit and any(word in str(error) for word in ("Auto", "PartitionSpec", "out_sharding")):
-                error.add_note(
-                    f"{type(self).__name__} makes explicit mesh axes automatic. For a model that uses out_sharding= or "
-                    "jax.reshard, use ExplicitPartitioner(mesh, data_axis)."
-                )
-            raise
-
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         @functools.wraps(fn)
         def with_mesh(*args, **kwargs):
-            with mesh_for_tracing(self._mesh), self._naming_explicit_partitioner():
+            with mesh_for_tracing(self._mesh):
                 return fn(*args, **kwargs)
 
         if "out_shardings" not in jit_kwargs:
@@ -204,16 +185,7 @@ class DataParallelPartitioner(MeshPartitioner):
         return not (has_own_sharding or checks.is_user_defined(self, "partition"))
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = jax.jit(init_fn, out_shardings=self._replicated)
-
-        def sharded_init(*args: Any, **kwargs: Any) -> Any:
-            with self._naming_explicit_partitioner():
-                return compiled(*args, **kwargs)
-
-        return sharded_init
-
-    def _reason_not_split(self, path, leaf):
-        return "data parallel: the state is replicated" if self._mesh.size > 1 else ""
+        return jax.jit(init_fn, out_shardings=self._replicated)
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:

@@ -17,9 +17,6 @@ from jaxloop.partition.layout import Layout, LeafLayout, dtype_of
 Rules = Iterable[tuple[str, Any]]
 """Pairs of a name (or name pattern) and the spec or mesh axes that it maps to."""
 
-SMALL = 2**12
-"""The number of elements below which a leaf isn't worth splitting or reporting."""
-
 
 class Partitioner(abc.ABC):
     """Places a `Step`'s state and batches on devices, and compiles its `run` for that placement.
@@ -120,29 +117,16 @@ class Partitioner(abc.ABC):
         Args:
           state: The state, or its shapes as returned by `jax.eval_shape`.
         """
-        return Layout(self._leaf_layout(*each) for each in checks.leaves_by_path(state).items())
-
-    def plot(self, state: Any, pattern: str = "") -> None:
-        """Prints diagrams of the sharded leaves of a state; see `Layout.plot`."""
-        self.report(state).plot(pattern)
-
-    def _leaf_layout(self, path: str, leaf: Any) -> LeafLayout:
-        sharding = leaf.sharding if self._holds(leaf) else self._sharding_of_leaf(path, leaf)
-        is_whole = sharding.is_fully_replicated
-        reason = self._reason_not_split(path, leaf) if is_whole and np.size(leaf) >= SMALL else ""
-        return LeafLayout(path, tuple(np.shape(leaf)), dtype_of(leaf), sharding, reason)
+        leaves = checks.leaves_by_path(state)
+        shardings = checks.leaves_by_path(self.shardings_of(state))
+        return Layout(
+            LeafLayout(path, np.shape(leaf), dtype_of(leaf), leaf.sharding if self._holds(leaf) else shardings[path])
+            for path, leaf in leaves.items()
+        )
 
     def _holds(self, leaf: Any) -> bool:
         """Returns whether a leaf is an array that has already been placed."""
         return isinstance(leaf, jax.Array)
-
-    def _sharding_of_leaf(self, path: str, leaf: Any) -> Any:
-        """Returns the sharding that a leaf will have."""
-        return self.sharding
-
-    def _reason_not_split(self, path: str, leaf: Any) -> str:
-        """Returns the reason for replicating a large leaf; an empty string on a single device."""
-        return ""
 
     def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
         """Returns an equivalent partitioner for other devices, such as those of a TPU topology.
