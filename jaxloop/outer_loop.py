@@ -14,7 +14,7 @@ from jaxloop import checkpoint, distributed, metrics, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, files
-from jaxloop.base.text import quiet_orbax, suggests
+from jaxloop.base.text import quiet_orbax
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Item
 from jaxloop.engine.feed import Source
@@ -43,11 +43,6 @@ if TYPE_CHECKING:
 
 STOP_LOOP = types.STOP_LOOP
 """The name of the output that a train or eval loop sets to end the experiment: `outputs[STOP_LOOP] = True`."""
-
-
-_suggests_lengths = suggests(
-    epochs="train_epochs", num_epochs="train_epochs", num_steps="train_total_steps", total_steps="train_total_steps"
-)
 
 
 @final
@@ -192,7 +187,6 @@ class OuterLoop:
         """The state after the last completed step, if the last call raised an exception; None otherwise."""
         return self._rescued_state
 
-    @_suggests_lengths
     def __call__(
         self,
         state: Any,
@@ -325,7 +319,6 @@ class OuterLoop:
             if self._job.is_shared and isinstance(failure, SystemExit):
                 distributed.exit_without_waiting(failure)
 
-    @_suggests_lengths
     def check(
         self,
         state: Any,

@@ -22,8 +22,6 @@ from typing import Any, Literal, NamedTuple, final
 import jax
 import numpy as np
 
-from jaxloop.base.text import suggests
-
 Unit = Literal["steps", "samples", "time", "loops"]
 _MOST_IN_32_BITS = 2**31 - 1
 NEVER = (sys.maxsize, math.inf)  # A step and a time that no run reaches.
@@ -234,12 +232,6 @@ def _checked(other: Any, operator: str) -> Schedule:
     return other
 
 
-_suggests_loops = suggests(
-    epochs="loops (with train_epochs, each epoch is one loop)", seconds="time", secs="time", examples="samples"
-)
-
-
-@_suggests_loops
 def every(
     steps: int | None = None,
     *,
@@ -266,7 +258,6 @@ def every(
     return _Every(*_only_one("every", steps, samples, time, loops, least=1))
 
 
-@_suggests_loops
 def at(
     steps: int | None = None,
     *,
@@ -287,7 +278,6 @@ def at(
     return _At(*_only_one("at", steps, samples, time, loops, least=0))
 
 
-@_suggests_loops
 def after(
     steps: int | None = None,
     *,

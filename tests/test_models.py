@@ -1,5 +1,3 @@
-from typing import Any, NamedTuple
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -289,18 +287,6 @@ class NeedsState(eqx.Module):
         return x, state
 
 
-class NoCall(eqx.Module):
-    w: jax.Array
-
-
-class Transformed(NamedTuple):
-    init: Any
-    apply: Any
-
-
-Transformed.__module__ = "haiku._src.transform"
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -309,11 +295,8 @@ Transformed.__module__ = "haiku._src.transform"
         ("net", "got str"),
         (None, "got NoneType"),
         ({}, "got dict"),
-        (NeedsState(jnp.ones(3)), r"NeedsState takes a state.*eqx.nn.make_with_state\(NeedsState\)"),
-        (NoCall(jnp.ones(3)), "NoCall has no __call__"),
         ({"w": np.ones(3), "n": np.arange(3)}, r"its leaf 'n' is int64\[3\], but gradients need floating-point arrays"),
         ({"w": np.ones(3), "f": print}, "its leaf 'f' is builtin_function_or_method"),
-        (Transformed(None, None), r"got Haiku's Transformed.*Give the pair \(model.init, lambda params, x, rng"),
     ],
 )
 def test_an_unsupported_model_is_rejected(model, message):
@@ -327,8 +310,7 @@ def test_an_unsupported_model_is_rejected(model, message):
         (NNXNet, {}, ValueError, "NNXNet is an NNX module class, so the Step needs nnx_model_args"),
         (NNXNet(rngs=nnx.Rngs(0)), {"nnx_model_args": ()}, ValueError, "NNXNet is an instance of an NNX module"),
         (EquinoxNet(KEY), {"nnx_model_args": ()}, ValueError, "EquinoxNet is an Equinox module"),
-        (EquinoxNet(KEY), {"acumulate": 4}, TypeError, "'acumulate'. Did you mean 'accumulate'"),
-        ({"w": np.ones(3)}, {"metric": {}}, TypeError, "'metric'. Did you mean 'metrics'"),
+        (EquinoxNet(KEY), {"acumulate": 4}, TypeError, "unexpected keyword argument 'acumulate'"),
     ],
 )
 def test_a_model_and_its_arguments_must_match(model, options, error, message):

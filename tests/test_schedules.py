@@ -319,18 +319,11 @@ def test_next_step_next_time_and_next_loop_never_miss_a_firing(plan, loop_steps,
 @pytest.mark.parametrize(
     ("call", "meant"),
     [
-        (lambda: every(epochs=1), "every has no argument 'epochs'. Did you mean loops"),
-        (lambda: jaxloop.fit(None, [], epochs=2), "fit has no argument 'epochs'. Did you mean train_epochs"),
-        (lambda: jaxloop.fit(None, [], num_steps=9), "Did you mean train_total_steps"),
-        (lambda: jaxloop.OuterLoop.check(None, None, num_steps=9), "Did you mean train_total_steps"),
-        (lambda: jf.loop(0, [], {}, num_steps=9), "Did you mean stop"),
-        (lambda: every(step=3), "every has no argument 'step'. Did you mean 'steps'"),
-        (lambda: jaxloop.data.batched([1], 1, shuffle=True), "batched has no argument 'shuffle'. Did you mean seed"),
         (lambda: every(2) | last, r"only with another schedule, got <function last .*Write last\(\)"),
         (lambda: every(2) & 5, "only with another schedule, got 5"),
     ],
 )
-def test_usual_wrong_names_of_lengths_are_answered_with_the_right_one(call, meant):
+def test_a_schedule_can_only_be_joined_with_a_schedule(call, meant):
     with pytest.raises(TypeError, match=meant):
         call()
 

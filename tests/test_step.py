@@ -288,46 +288,17 @@ class Updating(Step):
         return state.update_variables(updates) if self.keeps else state, {"loss": loss}
 
 
-class Applying(Updating):
-    def forward(self, state, params, x):
-        outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=self.train)(x)
-        return outputs, updates
-
-
-class ApplyingLinen(Updating):
-    def forward(self, state, params, x):
-        mutable = ["batch_stats"] if self.train else []
-        return state.apply_fn({**state.variables, "params": params}, x, train=self.train, mutable=mutable)
-
-
 class Rematerializing(Updating):
     def forward(self, state, params, x):
-        forward = super().forward
-        return jax.checkpoint(lambda *args: forward(*args))(state, params, x)  # A new function, so that it's traced.
-
-
-class Nested(Updating):
-    transform = staticmethod(jax.jit)
-
-    def run(self, state, batch):
-        run = super().run
-        return self.transform(lambda *args: run(*args))(state, batch)  # A new function, so that it's traced.
-
-
-class NestedInCheckpoint(Nested):
-    transform = staticmethod(jax.checkpoint)
+        return jax.checkpoint(lambda params, x: self.call_model(state, params, x))(params, x)
 
 
 @pytest.mark.parametrize(
     ("step_class", "model", "names"),
     [
-        *(
-            (step_class, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var")
-            for step_class in (Updating, ApplyingLinen, Rematerializing, Nested, NestedInCheckpoint)
-        ),
+        (Updating, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
+        (Rematerializing, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
         (Updating, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
-        (Applying, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
-        (Nested, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
     ],
 )
 def test_dropping_the_variables_that_a_forward_pass_changed_is_an_error(step_class, model, names):
@@ -360,11 +331,10 @@ def test_two_initializations_of_an_nnx_model_share_one_compilation():
     [
         (NNXNet, {}, ValueError, "NNXNet is an NNX module class, so the Step needs nnx_model_args"),
         (nn.Dense(1), {"nnx_model_args": (3,)}, ValueError, "the model is a Dense"),
-        (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
-        (nn.Dense(1), {"xyz": 1}, TypeError, "'xyz'. It takes base_prng, model"),
+        (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "unexpected keyword argument 'optimiser'"),
         (nn.Dense, {}, TypeError, "got the class Dense. Give an instance"),
         (NNXNet(4, rngs=nnx.Rngs(0)), {"nnx_model_args": (4,)}, ValueError, "is an instance of an NNX module"),
-        (NNXNet(4, rngs=nnx.Rngs(0)), {"rate": 0.1}, TypeError, "'rate'. It takes base_prng, model"),
+        (NNXNet(4, rngs=nnx.Rngs(0)), {"rate": 0.1}, TypeError, "unexpected keyword argument 'rate'"),
         (nn.Dense(1), {"partitioner": "mesh"}, TypeError, "partitioner must be a jaxloop Partitioner, got 'mesh'"),
     ],
 )
@@ -611,7 +581,6 @@ def test_actions_of_a_step_count_the_steps_within_the_loop():
         (lambda state: (state, {}, {}), "a tuple of 3"),
         (lambda state: (state, 1.0), "outputs as a dict with string keys or None, got float"),
         (lambda state: (state, {1: 2.0}), "under the key 1; the keys of outputs must be strings"),
-        (lambda state: (state, {"a": {"b": "text"}}), "run returned the output 'a/b' as the string 'text'"),
     ],
 )
 def test_invalid_results_of_run_raise(result, message):
@@ -639,11 +608,11 @@ def test_a_changed_state_structure_raises_and_names_the_leaf(change, message):
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
-        (np.array(["a"] * 8), r"batch\['id'\] is <U1\[8\], which holds strings"),
-        (np.array([b"a"] * 8), "holds strings"),
-        (np.array([object()] * 8), "holds Python objects"),
-        ("text", "is the string 'text'"),
-        ({1, 2}, "of type set"),
+        (np.array(["a"] * 8), r"batch\['id'\] is <U1\[8\], which JAX can't turn into an array"),
+        (np.array([object()] * 8), r"batch\['id'\] is object\[8\]"),
+        (np.ones(8, ">f4"), r"batch\['id'\] is >f4\[8\]"),
+        ("text", r"batch\['id'\] is str"),
+        ({1, 2}, r"batch\['id'\] is set"),
     ],
 )
 def test_unsupported_batch_leaves_raise_and_are_named(devices, leaf, message, data_parallel):
@@ -655,16 +624,9 @@ def test_unsupported_batch_leaves_raise_and_are_named(devices, leaf, message, da
     step(state, batches[0])  # The state was not donated.
 
 
-def test_numbers_in_another_byte_order_raise_and_are_named():
-    step, state, batches = examples.tiny_regression()
-    with pytest.raises(TypeError, match=r"batch\['x'\] is >f4\[8, 3\], .* Write array.astype\('float32'\)"):
-        step(state, {**batches[0], "x": batches[0]["x"].astype(">f4")})
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda x: x.tolist(), "batch['x'] a list of 8, not an array: write np.asarray(...), batch['y'] float32[8, 1]"),
         (lambda x: None, "batch['x'] None, batch['y'] float32[8, 1]"),
         (lambda x: 3.0, "batch['x'] float, batch['y'] float32[8, 1]"),
         (
@@ -692,7 +654,7 @@ def test_preprocess_batch_must_return_the_batch():
 def test_tensors_from_other_libraries_raise_with_a_suggested_fix():
     tf = pytest.importorskip("tensorflow")
     step, state, batches = examples.tiny_regression()
-    with pytest.raises(TypeError, match=r"batch\['x'\] is a tf.Tensor \(float32\[8, 3\]\).*as_numpy_iterator"):
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of tensorflow, float32\[8, 3\].*Step.begin"):
         step(state, jax.tree.map(tf.constant, batches[0]))
 
     class Tensor:
@@ -701,7 +663,7 @@ def test_tensors_from_other_libraries_raise_with_a_suggested_fix():
         __module__ = "torch"
         dtype, shape = "torch.float32", (8, 3)
 
-    with pytest.raises(TypeError, match=r"batch\['x'\] is a torch.Tensor \(torch.float32\[8, 3\]\).*Step.begin"):
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of torch, torch.float32\[8, 3\].*Step.begin"):
         step(state, {**batches[0], "x": Tensor()})
 
 
@@ -718,7 +680,7 @@ def batch_of(rows, dtype=np.float32, **more):
     return {"x": np.ones((rows, 3), dtype), "y": np.ones((rows, 1), np.float32), **more}
 
 
-def test_changing_batch_shapes_warn_once_and_raise_past_a_limit(warnings_logged):
+def test_changing_batch_shapes_warn_and_raise_past_a_limit(warnings_logged):
     step, state, _ = examples.tiny_regression()
     step.max_batch_shapes = 3
     for rows in (8, 8, 5, 8, 5):  # The last batch of an epoch may be short.
@@ -727,9 +689,8 @@ def test_changing_batch_shapes_warn_once_and_raise_past_a_limit(warnings_logged)
     for rows in (4, 8, 4):
         state, _ = step(state, batch_of(rows))
     (warning,) = warnings_logged()
-    assert "changed batch['x'] from float32[5, 3] to float32[4, 3], batch['y'] from" in warning
-    assert "drop_remainder" in warning
-    with pytest.raises(ValueError, match=r"has had 3 shapes, and max_batch_shapes=3 is the limit"):
+    assert "  batch['x']: float32[8, 3] -> float32[4, 3]\n  batch['y']: float32" in warning
+    with pytest.raises(ValueError, match=r"compiled for 3 shapes of batches, and max_batch_shapes=3 is the limit"):
         step(state, batch_of(7))
     assert int(step(state, batch_of(5))[0].step) == 9  # The state was not donated.
 
@@ -738,23 +699,7 @@ def test_a_leaf_that_becomes_none_is_named(warnings_logged):
     step, state, batches = examples.tiny_regression()
     for weight in (np.ones(8, np.float32), None, np.ones(8, np.float32)):
         state, _ = step(state, {**batches[0], "weight": weight})
-    assert "this one changed batch['weight'] from float32[8] to (none)." in warnings_logged()[0]
-
-
-def test_a_batch_longer_than_the_first_warns(warnings_logged):
-    step, state, _ = examples.tiny_regression()
-    for rows in (5, 8):
-        state, _ = step(state, batch_of(rows))
-    assert "changed batch['x'] from float32[5, 3] to float32[8, 3]" in warnings_logged()[0]
-
-
-def test_float64_warns_once(warnings_logged):
-    step, state, _ = examples.tiny_regression()
-    for _ in range(3):
-        state, _ = step(state, batch_of(8, np.float64))
-    (warning,) = warnings_logged()
-    assert warning.startswith("In _RegressionStep") and "batch['x'] is float64" in warning
-    assert ".astype(np.float32)" in warning
+    assert "  batch['weight']: float32[8] -> (none)" in warnings_logged()[0]
 
 
 @pytest.mark.parametrize(
@@ -784,16 +729,14 @@ class Counted(type(examples.tiny_regression()[0])):
 def test_a_state_leaf_that_jax_cannot_hold_raises_and_is_named(leaf):
     step, state, batches = examples.tiny_regression()
     state = state.replace(collections={"count": leaf})
-    message = "state/collections/count is (the string|int64.*, which JAX would silently truncate)"
+    message = "state/collections/count is (str|int64.*, which JAX would silently truncate)"
     with pytest.raises((TypeError, ValueError), match=message):
         step(state, batches[0])
     report = jaxloop.OuterLoop(TrainLoop(step)).check(state, batches)
     assert any(re.search(message, problem.text) for problem in report.problems)
 
 
-@pytest.mark.parametrize(
-    "count", [3, 3.0, np.int64(3), np.float32(3), np.asarray([3]), np.asarray(3.0), jnp.int32(3), jnp.asarray([[3.0]])]
-)
+@pytest.mark.parametrize("count", [3, 3.0, np.int64(3), np.float32(3), np.asarray(3.0), jnp.int32(3), jnp.asarray(3.0)])
 def test_num_examples_can_return_any_whole_number(count):
     _, state, batches = examples.tiny_regression()
     step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
@@ -817,13 +760,11 @@ def test_an_invalid_num_examples_raises_at_the_first_batch(count):
         TrainLoop(step)(state, batches, num_steps=2)
 
 
-def test_leaves_without_a_common_axis_count_as_one_example_with_one_warning(warnings_logged):
+def test_leaves_without_a_common_axis_count_as_one_example():
     step = make_step(lambda self, state, batch: (state.replace(step=state.step + 1), {}), train=True)
     loop = TrainLoop(step)
     loop(step.initialize_model([1, 3]), [{"x": np.ones([8, 3], np.float32), "y": np.ones(3, np.float32)}] * 3)
     assert loop.num_examples == [1, 1, 1]
-    (warning,) = warnings_logged()
-    assert warning.startswith("MadeStep") and "counts each batch as one example" in warning
 
 
 class Scaled(Step):

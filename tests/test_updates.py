@@ -65,8 +65,8 @@ def experiment(directory, step=STEP, *actions, **options):
 
 
 WRONG = {
-    "none": (Uncounted, r"state.step is now 0, not \d+. Each run must add one to it"),
-    "two": (CountsDouble, r"state.step is now \d+, not \d+. .*set the class attribute updates_per_step"),
+    "none": (Uncounted, r"state.step is now 0, not \d+. Each run must add 1 to it"),
+    "two": (CountsDouble, r"state.step is now \d+, not \d+. .*or correct updates_per_step"),
     "three of four": (
         CountsLess,
         r"state.step is now 3, not 4. Each run must add 4 to it, the value of CountsLess.updates_per_s",

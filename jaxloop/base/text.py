@@ -1,52 +1,12 @@
-"""Texts for people: names that are safe to display, suggestions in error messages, and the lines that a run logs."""
+"""Texts for people: names that are safe to display, and the lines that a run logs."""
 
 import contextlib
-import difflib
-import functools
-import inspect
 import logging as py_logging
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
 
 from absl import logging
 
 from jaxloop import distributed
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def suggests(**arguments: str) -> Callable[[_Function], _Function]:
-    """Returns a decorator for a function that people call with wrong argument names.
-
-    >>> @suggests(epochs="train_epochs")
-    ... def run(train_epochs=1): ...
-    >>> run(epochs=2)
-    Traceback (most recent call last):
-    ...
-    TypeError: run has no argument 'epochs'. Did you mean train_epochs?
-
-    Args:
-      **arguments: The right name for each usual wrong name. For other wrong names, the most similar argument is
-        suggested.
-    """
-
-    def decorate(function: _Function) -> _Function:
-        known = list(inspect.signature(function).parameters)
-        shown = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs:
-                if name not in known:
-                    similar = [repr(each) for each in difflib.get_close_matches(name, known, 1)]
-                    meant = arguments.get(name) or next(iter(similar), None)
-                    hint = f"It takes {', '.join(known)}." if meant is None else f"Did you mean {meant}?"
-                    raise TypeError(f"{shown} has no argument {name!r}. {hint}")
-            return function(*args, **kwargs)
-
-        return cast(_Function, call)
-
-    return decorate
 
 
 def printable(text: object) -> str:

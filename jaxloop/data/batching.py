@@ -9,11 +9,9 @@ import numpy as np
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.base.text import suggests
 from jaxloop.data.sources import IndexedBatches, check_int, is_endless, is_hugging_face, made_by
 
 
-@suggests(batch_size="size", shuffle="seed", epochs="num_epochs", drop_last="drop_remainder", collate_fn="collate")
 def batched(
     rows: Any,
     size: int,
@@ -65,7 +63,7 @@ def _batches(
     make_pass = functools.partial(_batches, take, length, size, drop_remainder, num_epochs or 1)
     if num_epochs is None:
         endless = lambda number: take(np.arange(number * size, (number + 1) * size))
-        return IndexedBatches(endless, None, ((size, 0),), make_pass)
+        return IndexedBatches(endless, None, (0,), make_pass)
     total = num_epochs * length
     offset = number_of_pass * total
     num_batches = total // size if drop_remainder else -(-total // size)
@@ -73,9 +71,9 @@ def _batches(
     def make_batch(number: int) -> types.Batch:
         return take(offset + np.arange(number * size, min((number + 1) * size, total)))
 
-    last = num_batches - 1  # It may be short.
-    firsts = {min(total - last * size, size): last, **({size: 0} if last else {})}
-    return IndexedBatches(make_batch, num_batches, tuple(sorted(firsts.items())), make_pass)
+    has_short_batch = num_batches > 1 and total < num_batches * size
+    firsts = (num_batches - 1, 0) if has_short_batch else (0,)
+    return IndexedBatches(make_batch, num_batches, firsts, make_pass)
 
 
 # The examples ----------------------------------------------------------------------------------------------

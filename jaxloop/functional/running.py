@@ -13,7 +13,7 @@ from etils import epath
 from jaxloop import checkpoint as checkpoints
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, encoding
-from jaxloop.base.text import announce, quiet_orbax, suggests
+from jaxloop.base.text import announce, quiet_orbax
 from jaxloop.engine.agenda import Rank
 from jaxloop.engine.feed import Source
 from jaxloop.engine.rehearse import Course
@@ -32,7 +32,6 @@ from jaxloop.processes import agreement, lock
 from jaxloop.schedules import Elapsed, Schedule, is_always, is_never, planned_steps
 
 
-@suggests(num_steps="stop", train_total_steps="stop", steps="stop", total="stop", total_steps="stop")
 def loop(
     state: Any,
     dataset: Any,

@@ -22,7 +22,6 @@ from jaxloop.actions import (
 from jaxloop.actions.learning_rate_action import learning_rate
 from jaxloop.base import checks
 from jaxloop.base.files import absolute
-from jaxloop.base.text import suggests
 from jaxloop.data.sources import pass_of
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.experiment.specs import CheckpointSpec, EvalSpec
@@ -33,15 +32,6 @@ from jaxloop.schedules import Schedule, every, last
 from jaxloop.train_loop import TrainLoop
 
 
-@suggests(
-    epochs="train_epochs",
-    num_epochs="train_epochs",
-    num_steps="train_total_steps",
-    steps="train_total_steps",
-    batch_size="jaxloop.data.batched(arrays, batch_size), which makes batches of arrays",
-    accumulate="jaxloop.LossStep(..., accumulate=...)",
-    verbose="progress",
-)
 def fit(
     model: Any,
     train_dataset: Any,

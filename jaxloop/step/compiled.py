@@ -28,8 +28,8 @@ class Compiled:
     training without `jit_kwargs`, the carry is a flat state if the partitioner can compile functions that take
     arbitrary pytrees. In all other cases, it is the state itself.
 
-    If the function is traced again for any reason other than a new batch shape, a warning lists the leaves that
-    changed.
+    If the function is traced again, a warning lists the leaves that changed. The second shape of batches causes none,
+    because it may be that of a short last batch. After `Step.max_batch_shapes` of them, one more raises an error.
 
     Args:
       programs: The programs of the step.
@@ -116,9 +116,9 @@ class Compiled:
         @functools.wraps(run)
         def traced(state: Any, batch: types.Batch) -> Any:
             signature = _signature(state, batch)
-            if self._signatures and signature not in self._signatures:
-                _explain_trace(self._name, self._signatures, signature)
-            self._signatures.append(signature)
+            if signature not in self._signatures:
+                self._check_trace(signature)
+                self._signatures.append(signature)
             self._begin_compiling()
             return run(state, batch)
 
@@ -132,6 +132,32 @@ class Compiled:
         compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
         is_shared = agreement.is_shared(self._partitioner.mesh)
         return _SameInAllProcesses(self._name, compiled, self._programs.batch_watch) if is_shared else compiled
+
+    def _check_trace(self, new: dict[str, str]) -> None:
+        """Warns about the leaves that differ from those of the most similar earlier trace."""
+        of_state = lambda trace: [leaf for leaf in trace if leaf.startswith("state/")]
+        traces = [trace for trace in self._signatures if of_state(trace) == of_state(new)]
+        if not traces:
+            return  # A state with other leaves, such as one without an optimizer's, is a different kind of state.
+        changes = min((checks.changes(old, new) for old in traces), key=len)
+        dtype_of = lambda text: text.partition("[")[0]
+        is_shape = all(leaf.startswith("batch") and dtype_of(old) == dtype_of(now) for leaf, old, now in changes)
+        if is_shape and (self._evaluates or len(traces) == 1):
+            return
+        lines, most = "\n".join(checks.change_lines(changes)), self._programs.step.max_batch_shapes
+        if is_shape and len(traces) >= most:
+            raise ValueError(
+                f"{self._name}.run was compiled for {len(traces)} shapes of batches, and max_batch_shapes={most} is "
+                f"the limit. These leaves changed again (before -> now):\n{lines}\nPad the batches to one shape, or "
+                "drop a short last batch (drop_remainder=True). Or set max_batch_shapes of the step."
+            )
+        logging.warning(
+            "%s.run is compiled again because these leaves changed (before -> now):\n%s\nGive all batches one shape, "
+            "and all states and batches the same dtypes, without weak types: jnp.asarray(0.0) is weakly typed, "
+            "jnp.float32(0.0) is not.",
+            self._name,
+            lines,
+        )
 
     def _begin_compiling(self) -> None:
         """Logs that compilation begins, and counts the time until the dispatch returns as compile time."""
@@ -165,21 +191,19 @@ class _SameInAllProcesses:
         self._known: set[Any] = set()
 
     def __call__(self, state: Any, batch: types.Batch) -> Any:
+        is_flat = isinstance(state, FlatState)
+        given = batch[1] if is_flat else batch
         if self._batch_watch.may_differ:
-            found = checks.batch_leaves(batch[1] if isinstance(state, FlatState) else batch)
             agreement.check_same(
                 f"The batch of {self._name}",
-                [f"{path}: {checks.describe(leaf)}" for path, leaf in found.items()],
+                [f"{path}: {checks.describe(leaf)}" for path, leaf in checks.batch_leaves(given).items()],
                 "Give the batches of all processes the same leaves, dtypes and shapes, except for the number of rows.",
             )
         leaves, structure = jax.tree.flatten(batch)
         form = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if form not in self._known:
             program = self.trace(state, batch).lower().as_text()
-            if isinstance(state, FlatState):
-                signature = _signature(state.whole(batch[0]), batch[1])
-            else:
-                signature = _signature(state, batch)
+            signature = _signature(state.whole(batch[0]) if is_flat else state, given)
             described = [f"{name}: {leaf}" for name, leaf in signature.items()]
             digest = hashlib.sha256(program.encode()).hexdigest()[:12]
             lines = [f"jax {jax.__version__}", *described, f"compiled program {digest}, {len(program)} characters"]
@@ -267,15 +291,14 @@ class Programs:
         hook = f"{type(self.step).__name__}.run"
         with forward.noting_changes() as changed:
             result = self.step.run(state, batch)
-        new_state, outputs = checks.check_run(result, hook)
+        new_state, outputs = checks.check_result(result, hook)
         checks.check_same_state(state, new_state, hook)
-        trace = lambda: jax.make_jaxpr(lambda *args: self.step.run(*args)[0])(state, batch).jaxpr
-        forward.check_updates_kept(state, new_state, changed, repr(self.step), trace)
+        forward.check_updates_kept(state, new_state, changed, repr(self.step))
         return new_state, self._reported(outputs, batch)
 
     def evaluate(self, state: Any, batch: types.Batch) -> types.Output:
         """Calls the step's `run`, and returns only its outputs."""
-        result = checks.check_run(self.step.run(state, batch), f"{type(self.step).__name__}.run")
+        result = checks.check_result(self.step.run(state, batch), f"{type(self.step).__name__}.run")
         return self._reported(result[1], batch)
 
     def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
@@ -293,26 +316,6 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
     return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}
-
-
-def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, str]) -> None:
-    """Warns about the leaves that differ from those of the most similar earlier trace."""
-    of_state = lambda signature: [leaf for leaf in signature if leaf.startswith("state/")]
-    traces = [trace for trace in traces if of_state(trace) == of_state(new)]
-    if not traces:
-        return  # A state with other leaves, such as one without an optimizer's, is a different kind of state.
-    changes = min((checks.changes(old, new) for old in traces), key=len)
-    without_shape = lambda text: text.partition("[")[0] + text.partition("]")[2]
-    is_shape_of_batch = lambda leaf, old, now: leaf.startswith("batch") and without_shape(old) == without_shape(now)
-    changes = [change for change in changes if not is_shape_of_batch(*change)]
-    if not changes:
-        return  # `checks.BatchWatch` warns about shapes of batches.
-    logging.warning(
-        "%s.run is compiled again because these leaves changed (before -> now):\n%s\nGive all states and batches the "
-        "same dtypes, without weak types: jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
-        name,
-        "\n".join(checks.change_lines(changes)),
-    )
 
 
 def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -8,7 +8,6 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,23 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.interpreters import partial_eval
 
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.types import nnx
 
 
-def with_arguments(
-    model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], step_class: type
-) -> Any:
+def with_arguments(model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any]) -> Any:
     """Converts a model as `adapt` does, and binds the arguments of an NNX class.
 
     Args:
       model: A model of any kind, or None.
       nnx_model_args: The step's argument of the same name.
       options: The keyword arguments that no constructor of the step defines.
-      step_class: The class of the step.
 
     Raises:
       ValueError: If `nnx_model_args` is missing for an NNX class, or is given for any other kind of model.
@@ -56,18 +51,9 @@ def with_arguments(
             f"nnx_model_args={nnx_model_args!r} is for an NNX module class, but {what}. Leave it out, or give the "
             "class of an NNX module."
         )
-    for name in options:
-        known = _options_of(step_class)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
-        raise TypeError(f"Step got an unexpected keyword {name!r}.{hint}")
+    if options:
+        raise TypeError(f"Step got an unexpected keyword argument {next(iter(options))!r}.")
     return model
-
-
-def _options_of(step_class: type) -> list[str]:
-    """Returns the names of the arguments that a class and its base classes define."""
-    parameters = (each for base in step_class.__mro__ for each in _parameters(base).values())
-    return list(dict.fromkeys(each.name for each in parameters if each.kind not in _VARIADIC))
 
 
 def init_fn(
@@ -180,49 +166,31 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
     else:
         apply_fn = apply_fn if isinstance(apply_fn, Forward) else FunctionApply(apply_fn)
         outputs, updates = apply_fn.forward(state, params, inputs, train=train, rngs=rngs)
-        if train and updates is not None:
-            _note_changes({"batch_stats": state.batch_stats, "collections": state.collections}, updates)
+    changed = _changed.get()
+    if train and updates is not None and changed is not None:
+        kept = {id(leaf) for leaf in jax.tree.leaves(updates)}
+        changed += [leaf for leaf in jax.tree.leaves((state.batch_stats, state.collections)) if id(leaf) not in kept]
     return outputs, (updates if train else _sown_part(updates)) or None
 
 
-# The paths of the variables that forward passes in training mode have changed, and their values before the change; None
-# outside `noting_changes`.
-_changed: contextvars.ContextVar[list[tuple[str, Any]] | None] = contextvars.ContextVar("changed", default=None)
+# The variables that forward passes in training mode have changed, before the change; None outside `noting_changes`.
+_changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("changed", default=None)
 
 
 @contextlib.contextmanager
-def noting_changes() -> Iterator[list[tuple[str, Any]]]:
+def noting_changes() -> Iterator[list[Any]]:
     """A context manager that collects the variables of a state that forward passes in training mode change.
 
-    The list holds their paths, and their values before the change.
+    The list holds their values before the change.
     """
     token = _changed.set(changed := [])
     try:
-        with nn.intercept_methods(_note_changes_of_linen):
-            yield changed
+        yield changed
     finally:
         _changed.reset(token)
 
 
-def _note_changes(before: Any, after: Any) -> None:
-    changed, kept = _changed.get(), {id(leaf) for leaf in jax.tree.leaves(after)}
-    if changed is not None:
-        changed += [each for each in checks.leaves_by_path(before).items() if id(each[1]) not in kept]
-
-
-def _note_changes_of_linen(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    scope = context.module.scope
-    if scope is None or scope.path:
-        return method(*args, **kwargs)
-    before = checks.leaves_by_path(context.module.variables)
-    outputs = method(*args, **kwargs)
-    _note_changes(before, context.module.variables)
-    return outputs
-
-
-def check_updates_kept(
-    before: Any, after: Any, changed: Sequence[tuple[str, Any]], step: str, trace: Callable[[], Any]
-) -> None:
+def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], step: str) -> None:
     """Raises an error if a step updates the state but drops the variables that the forward pass changed.
 
     Args:
@@ -230,40 +198,19 @@ def check_updates_kept(
       after: The state that `run` returned.
       changed: The list from `noting_changes`.
       step: A description of the step.
-      trace: A function that returns the jaxpr of `run`. It is called if a forward pass ran inside a transformation such
-        as `jax.jit` or `jax.checkpoint`, where variables can be recognized only by their paths.
     """
-    old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for _, leaf in changed}
+    old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for leaf in changed}
     new = checks.leaves_by_path(after)
     dropped = [path for path, leaf in new.items() if id(leaf) in lost]
-    unchanged = {path: id(leaf) in old for path, leaf in new.items()}
-    inner = {path for path, leaf in changed if id(leaf) not in old}
-    if inner and not dropped:
-        jaxpr = trace()
-        unchanged = {path: _is_returned_unchanged(jaxpr, place) for place, path in enumerate(new)}
-        ends = {path: [name for name in new if f"/{name}".endswith(f"/{path}")] for path in inner}
-        lost_names = {name for names in ends.values() if all(unchanged[name] for name in names) for name in names}
-        dropped = [name for name in new if name in lost_names]
-    if dropped and not all(unchanged.values()):
+    if dropped and not all(id(leaf) in old for leaf in new.values()):
         raise ValueError(
             f"{step} returns variables unchanged that the model's forward pass changed: {checks.listed(dropped)}. Each "
             "step would start from the same values: dropout would repeat its mask, and running statistics would never "
-            "move. Keep the second result of call_model or apply_fn, outputs, updates = self.call_model(...), return "
+            "move. Keep the second result of call_model, outputs, updates = self.call_model(...), return "
             "updates from the loss function (has_aux=True), and store them: "
             "state = state.apply_gradients(grads=grads).update_variables(updates). If the old values are right, call "
             "the model with train=False, or return copies of them (jnp.copy)."
         )
-
-
-def _is_returned_unchanged(jaxpr: Any, place: int) -> bool:
-    """Returns whether the output at `place` is the argument at `place`, perhaps passed through nested functions."""
-    needed, needs = partial_eval.dce_jaxpr(jaxpr, [number == place for number in range(len(jaxpr.outvars))])
-    return [number for number, is_needed in enumerate(needs) if is_needed] == [place] and _is_without_operations(needed)
-
-
-def _is_without_operations(jaxpr: Any) -> bool:
-    nested = [each.params.get("jaxpr") for each in jaxpr.eqns]
-    return all(each is not None and _is_without_operations(getattr(each, "jaxpr", each)) for each in nested)
 
 
 def sown_losses(updates: Any) -> list[Any]:
@@ -414,7 +361,7 @@ class NNXApply(Forward):
         if train is None:
             return self.graphdef.apply(*self._new_variables(states))
         graphdef, state = nnx.split(self.module(states, train=train))
-        return _Noting(graphdef.apply(state), states) if train else graphdef.apply(state)
+        return graphdef.apply(state)
 
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
         model = self.module((params, state.batch_stats, state.collections), train=train)
@@ -450,23 +397,6 @@ class NNXApply(Forward):
 
     def __hash__(self) -> int:
         return self._hash
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class _Noting:
-    """Wraps the result of `graphdef.apply(state)`, or a method of it, to note which variables a call changes."""
-
-    applied: Any
-    states: Sequence[Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs, (graphdef, updates) = self.applied(*args, **kwargs)
-        _note_changes(dict(zip(("params", "batch_stats", "collections"), self.states, strict=False)), updates)
-        return outputs, (graphdef, updates)
-
-    def __getattr__(self, name: str) -> "_Noting":
-        return _Noting(getattr(self.applied, name), self.states)
 
 
 @final
@@ -594,11 +524,6 @@ def adapt(model: Any) -> Any:
         return _adapt_equinox(*model)
     if _is_of("equinox", model):
         return _adapt_equinox(model, None)
-    if _is_of("haiku", model):
-        raise TypeError(
-            f"{_SUPPORTED_MODELS}, got Haiku's {name}, whose apply takes its key before the inputs. Give the pair "
-            "(model.init, lambda params, x, rng: model.apply(params, rng, x))."
-        )
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         init, apply = model
         make = lambda key, inputs, init_kwargs: (init(key, inputs, **init_kwargs), {}, {})
@@ -624,17 +549,9 @@ def _is_equinox_state(value: Any) -> bool:
 def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
     import equinox as eqx
 
-    name = type(model).__name__
-    if not callable(model):
-        raise TypeError(f"The Equinox module {name} has no __call__, which the forward pass needs. Define it.")
-    if state is None and "state" in _parameters(type(model).__call__):
-        raise TypeError(
-            f"The Equinox module {name} takes a state. Give the pair that makes both: "
-            f"model=eqx.nn.make_with_state({name})(...)."
-        )
     params, static = eqx.partition(model, eqx.is_inexact_array)
     arrays = (params, {}, {} if state is None else {"state": state})
-    return AdaptedModel(f"{name} is an Equinox module", EquinoxApply(static), arrays)
+    return AdaptedModel(f"{type(model).__name__} is an Equinox module", EquinoxApply(static), arrays)
 
 
 def _adapt_params(params: Any) -> AdaptedModel:
@@ -720,8 +637,4 @@ def _is_shape_and_dtype(leaf: Any) -> bool:
     plain_pair = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields") and len(leaf) == 2
     if not plain_pair or not _is_shape(leaf[0]) or isinstance(leaf[1], jax.ShapeDtypeStruct | _ARRAYS):
         return False
-    if isinstance(leaf[1], str | np.dtype):
-        return True
-    return (isinstance(leaf[1], type) and issubclass(leaf[1], np.generic | int | float | bool)) or hasattr(
-        leaf[1], "dtype"
-    )
+    return isinstance(leaf[1], str | np.dtype | type) or hasattr(leaf[1], "dtype")

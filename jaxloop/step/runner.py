@@ -11,7 +11,6 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
@@ -59,7 +58,6 @@ class Runner:
         self.states: States = States(step)
         self.action_lists: tuple[ActionList, ActionList] = (ActionList(begin_actions), ActionList(end_actions))
         self.has_schedules: bool = any(each.has_schedules for each in self.action_lists)
-        self._has_warned_of_count = False
 
     def has_own(self, name: str) -> bool:
         """Returns True if the step's class or the step itself overrides a method of `Step`."""
@@ -97,14 +95,6 @@ class Runner:
             raise ValueError(
                 f"{type(step).__name__}.num_examples must return the number of examples in the batch, a whole number, "
                 f"got {value!r} for {checks.batch_in_words(batch)}."
-            )
-        is_default = count == 1 and not self._has_warned_of_count and not checks.is_user_defined(step, "num_examples")
-        if is_default and checks.num_examples(batch) is None:
-            self._has_warned_of_count = True
-            logging.warning(
-                "%r counts each batch as one example, because its leaves don't share a leading axis. Override "
-                "Step.num_examples(batch) for weighted means.",
-                step,
             )
         return count
 

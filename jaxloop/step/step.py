@@ -125,14 +125,9 @@ class Step:
     ):
         optimizer = NO_OPTIMIZER if optimizer is None else optimizer
         _check_key(base_prng)
-        adapted = forward.with_arguments(model, nnx_model_args, nnx_model_kwargs, type(self))
+        adapted = forward.with_arguments(model, nnx_model_args, nnx_model_kwargs)
         if not isinstance(partitioner, partition.Partitioner):
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
-        if types.is_nnx(optimizer, "Optimizer"):
-            raise TypeError(
-                "optimizer must be an Optax transformation such as optax.adam(1e-3), got an nnx.Optimizer, which is "
-                "bound to its own model. Give the transformation that it was made with: nnx_optimizer.tx."
-            )
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(f"optimizer must be an Optax transformation such as optax.adam(1e-3), got {optimizer!r}.")
         checks.check_positive(f"{type(self).__name__}.updates_per_step", self.updates_per_step)
@@ -185,8 +180,7 @@ class Step:
         """Returns the number of examples in a batch from the dataset. Means are weighted by this number.
 
         By default, this is the length of the leading axis. Override the method if batches are padded, or if the leaves'
-        leading axes differ. It may return any non-negative whole number, as an int, a float, or an array with one
-        element.
+        leading axes differ. It may return any non-negative whole number: an int, a float or a scalar array.
         """
         count = checks.num_examples(batch)
         return 1 if count is None else count
@@ -475,7 +469,7 @@ class Step:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = runner.begin(state, batch, per_loop_step_number, elapsed)
-        runner.batch_watch.look([batch], self)
+        runner.batch_watch.look([batch])
         state, outputs = runner.dispatch(state, batch)
         checks.mark_donated(given, repr(self))
         runner.states.remember(state)  # Before `end`: if that returns another state, the next step prepares it.
