@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.base.structures import compile_donating
 from jaxloop.partition.meshes import create_mesh, mesh_for_tracing, names_of
 from jaxloop.partition.partitioner import Partitioner
 
@@ -107,9 +106,6 @@ class MeshPartitioner(Partitioner):
                 axes = ", ".join(map(repr, self._mesh.axis_names))
                 raise ValueError(f"{who} {name!r}, which is not an axis of the mesh ({axes}).")
 
-    def _holds(self, leaf):
-        return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh
-
     def _put(self, batch: Any, shardings: Any) -> Any:
         """Places this process's part of a batch. If given shapes, returns the global shapes instead."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
@@ -161,7 +157,7 @@ class MeshPartitioner(Partitioner):
 
         if "out_shardings" not in jit_kwargs:
             jit_kwargs["out_shardings"] = (self.sharding, self.output_sharding)
-        return compile_donating(with_mesh, **jit_kwargs)
+        return jax.jit(with_mesh, **{"donate_argnums": 0, **jit_kwargs})
 
 
 class DataParallelPartitioner(MeshPartitioner):
@@ -178,11 +174,6 @@ class DataParallelPartitioner(MeshPartitioner):
     @property
     def sharding(self) -> NamedSharding:
         return self._replicated
-
-    @property
-    def takes_any_tree(self) -> bool:
-        has_own_sharding = type(self).sharding is not DataParallelPartitioner.sharding
-        return not (has_own_sharding or checks.is_user_defined(self, "partition"))
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn, out_shardings=self._replicated)

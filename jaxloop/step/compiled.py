@@ -25,8 +25,8 @@ class Compiled:
     """Compiles a step's `run` when it is first called, and again for each new batch shape.
 
     Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back. When
-    training without `jit_kwargs`, the carry is a flat state if the partitioner can compile functions that take
-    arbitrary pytrees. In all other cases, it is the state itself.
+    training without `jit_kwargs`, the carry is a flat state, unless the partitioner has its own `partition`, which may
+    expect a state. In all other cases, it is the state itself.
 
     If the function is traced again, a warning lists the leaves that changed. The second shape of batches causes none,
     because it may be that of a short last batch. After `Step.max_batch_shapes` of them, one more raises an error.
@@ -46,19 +46,14 @@ class Compiled:
         if policy != "ignore":
             run = programs.detector(policy).run
         self._programs, self._partitioner, self._evaluates = programs, partitioner, evaluates
-        # The state isn't flattened if there are `jit_kwargs` or per-leaf shardings, which refer to the state's tree.
-        self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
-        options, mesh = dict(jit_kwargs), partitioner.mesh
+        # The state isn't flattened if there are `jit_kwargs`, which may refer to the state's tree.
+        self._is_flat = not evaluates and not jit_kwargs and not checks.is_user_defined(partitioner, "partition")
+        options = dict(jit_kwargs)
         if fuses:
             run = _map(run) if evaluates else _scan(run)
         if evaluates:
             options.pop("donate_argnames", None)
             options |= {"donate_argnums": (), "out_shardings": partitioner.output_sharding}
-        elif self._is_flat:
-            options["donate_argnums"] = 0
-            if mesh is not None:
-                place = partitioner.sharding
-                options["out_shardings"] = (place, (place, partitioner.output_sharding))
         self._end_compiling: Callable[[Any], None] | None = None  # None unless it is compiling.
         self._signatures: list[dict[str, str]] = []
         self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
@@ -129,8 +124,13 @@ class Compiled:
             flat, step = FlatState.of(new_state)
             return flat, (step, outputs)
 
-        compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
-        is_shared = agreement.is_shared(self._partitioner.mesh)
+        partitioner = self._partitioner
+        if self._is_flat and partitioner.mesh is not None:
+            place: Any = partitioner.sharding
+            of_state, of_step = (place, place) if isinstance(place, jax.sharding.Sharding) else FlatState.of(place)
+            options = {**options, "out_shardings": (of_state, (of_step, partitioner.output_sharding))}
+        compiled = partitioner.partition(of_flat if self._is_flat else traced, **options)
+        is_shared = agreement.is_shared(partitioner.mesh)
         return _SameInAllProcesses(self._name, compiled, self._programs.batch_watch) if is_shared else compiled
 
     def _check_trace(self, new: dict[str, str]) -> None:
