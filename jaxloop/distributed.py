@@ -65,11 +65,6 @@ def initialize(
     if missing and COORDINATOR in os.environ:
         coordinator_address = os.environ[COORDINATOR]
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
-    if _has_started():
-        raise RuntimeError(
-            "jaxloop.distributed.initialize() must be called before JAX starts, but JAX has already started: an array "
-            "was made, or jax.devices() was called. Make it the first line of the program, after the imports."
-        )
     jax.config.update("jax_enable_preemption_service", False)  # It would swallow SIGTERM, which jaxloop handles.
     try:
         jax.distributed.initialize(
@@ -97,8 +92,8 @@ def is_first_process() -> bool:
     >>> is_first_process()
     True
     """
-    # Asking JAX before it has started would start it.
-    return not (jax.distributed.is_initialized() or _has_started()) or jax.process_index() == 0
+    # Otherwise, asking JAX might start it.
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def exit_without_waiting(error: SystemExit) -> None:
@@ -115,10 +110,6 @@ def exit_without_waiting(error: SystemExit) -> None:
 
     if error.code not in (None, 0):
         atexit.register(exit_now)
-
-
-def _has_started() -> bool:
-    return jax._src.xla_bridge.backends_are_initialized()  # pyright: ignore
 
 
 def place() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from etils import epath
 from jaxloop import checkpoint, data, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks
-from jaxloop.partition.layout import readable
+from jaxloop.partition.layout import Layout, readable
 from jaxloop.schedules import Elapsed
 from jaxloop.step import forward
 from jaxloop.step.compiled import stacked
@@ -304,16 +304,16 @@ class Step:
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def summary(self, state: Any, batch: types.BatchSpec = None) -> str:
-        """Returns a table of the model's parameters by module: shapes, dtypes, counts, bytes and shardings.
+        """Returns a table of the model's parameters, with their number and the size of the state.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
         >>> print(step.summary(state, batches[0]))  # doctest: +ELLIPSIS
-        module  parameters     dtype    number  per device  spec
-        (top)   bias [1]       float32       1         4 B
-                kernel [3, 1]  float32       3        12 B
-        total                                4        16 B  of 16 B
-        state: 20 B per device
+        path           shape   dtype    spec  per device
+        params/bias    [1]     float32               4 B
+        params/kernel  [3, 1]  float32              12 B
+                                                    16 B  of 16 B in total
+        4 parameters; state: 20 B per device
         a step: ... FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
 
         Args:
@@ -322,7 +322,9 @@ class Step:
             step's cost is added below the table.
         """
         layout = self._partitioner.report(state)
-        lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
+        params = Layout(leaf for leaf in layout.leaves if leaf.path.startswith("params/"))
+        number = f"{self.compute_num_params(state):,} parameters"
+        lines = [str(params), f"{number}; state: {readable(layout.bytes_per_device)} per device"]
         if batch is not None:
             self.compile(state, batch)
             lines.append(f"a step: {self._runner.programs.cost}")
