@@ -61,16 +61,13 @@ def test_step_0_can_be_restored_explicitly(tmp_path):
     assert int(step.restore_model(state, tmp_path, step=0).step) == 0
 
 
-@pytest.mark.parametrize("name", ["runs/one", "runs/one/checkpoints/3", "nowhere"])
-def test_restoring_without_checkpoints_raises_and_suggests_a_directory(tmp_path, logs, name):
+def test_restoring_without_checkpoints_raises(tmp_path, logs):
     step, state, _ = examples.tiny_regression()
-    save(tmp_path / "runs" / "one" / "checkpoints", (3, state))
-    near = r"Did you mean .*/runs/one/checkpoints, which has checkpoints up to step 3\?"
     for number in (None, 3):
-        with pytest.raises(FileNotFoundError, match=near if name != "nowhere" else "No checkpoint in "):
-            step.restore_model(state, tmp_path / name, number)
-        assert step.restore_model(state, tmp_path / name, number, missing_ok=True) is state
-    assert f"No checkpoint found in {tmp_path / name}" in logs.messages
+        with pytest.raises(FileNotFoundError, match="No checkpoint in "):
+            step.restore_model(state, tmp_path / "nowhere", number)
+        assert step.restore_model(state, tmp_path / "nowhere", number, missing_ok=True) is state
+    assert f"No checkpoint found in {tmp_path / 'nowhere'}" in logs.messages
 
 
 def test_restoring_a_missing_step_raises_and_lists_the_steps(tmp_path):
@@ -830,7 +827,6 @@ def test_failure_with_intact_files_is_not_damage(tmp_path):
     with pytest.raises(Exception) as caught:
         checkpoint.restore_newest(tmp_path, {"w": jax.ShapeDtypeStruct([64, 8], jnp.float32, sharding=uneven)})
     assert not isinstance(caught.value, checkpoint.CheckpointError)
-    assert "whose files match their checksums" in caught.value.__notes__[0]
     assert checkpoint.all_steps(tmp_path) == [1, 2]
 
 
@@ -964,19 +960,6 @@ def test_directory_lost_during_a_save_is_detected_before_the_commit(tmp_path, mo
         writer.save(1, STATE)
         writer.close()
     assert checkpoint.all_steps(tmp_path) == []
-
-
-def test_close_raises_if_a_saved_checkpoint_is_gone(tmp_path):
-    writer = checkpoint.CheckpointWriter(tmp_path)
-    writer.save(1, STATE)
-    writer.save(2, STATE)
-    writer.wait()
-    shutil.rmtree(tmp_path / "2")
-    with pytest.raises(
-        checkpoint.CheckpointError, match="of step 2 was saved, and then something else deleted"
-    ) as caught:
-        writer.close()
-    assert "clean-up job" in str(caught.value) and "free space" not in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [lambda path: path, orbax_checkpoint.CheckpointManager], ids=["directory", "manager"])

@@ -332,7 +332,7 @@ def test_two_initializations_of_an_nnx_model_share_one_compilation():
         (NNXNet, {}, ValueError, "NNXNet is an NNX module class, so the Step needs nnx_model_args"),
         (nn.Dense(1), {"nnx_model_args": (3,)}, ValueError, "the model is a Dense"),
         (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "unexpected keyword argument 'optimiser'"),
-        (nn.Dense, {}, TypeError, "got the class Dense. Give an instance"),
+        (nn.Dense, {}, TypeError, "got <class 'flax.linen.linear.Dense'>"),
         (NNXNet(4, rngs=nnx.Rngs(0)), {"nnx_model_args": (4,)}, ValueError, "is an instance of an NNX module"),
         (NNXNet(4, rngs=nnx.Rngs(0)), {"rate": 0.1}, TypeError, "unexpected keyword argument 'rate'"),
         (nn.Dense(1), {"partitioner": "mesh"}, TypeError, "partitioner must be a jaxloop Partitioner, got 'mesh'"),

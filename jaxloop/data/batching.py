@@ -136,12 +136,4 @@ def _access(rows: Any, collate: _Collate | None) -> tuple[int, _Take]:
 
 
 def _stacked(examples: Sequence[Any]) -> types.Batch:
-    if any(example is None for example in examples):  # Grain's `MapDataset.filter` leaves holes.
-        raise ValueError(
-            "batched(rows) has no element at one of its indices. Don't filter a dataset that is read by index."
-        )
-    try:
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
-    except ValueError as error:
-        error.add_note("in batched(rows), whose examples must have the same structure and shapes to form a batch")
-        raise
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)

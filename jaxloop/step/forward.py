@@ -110,10 +110,7 @@ def _init_nnx(new_model, optimizer, base_prng, init_kwargs) -> types.TrainState:
 def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> types.TrainState:
     if model.init is None:
         if init_kwargs:
-            raise TypeError(
-                f"initialize_model got {', '.join(init_kwargs)}, but {model.kind}, which has its initial parameters. "
-                "Leave out the keywords."
-            )
+            raise TypeError(f"{model.kind} and takes no {', '.join(init_kwargs)}, because it has its parameters.")
         params, batch_stats, collections = jax.tree.map(_copy, arrays)
     else:
         params, batch_stats, collections = model.init(_key(base_prng, "params"), example_inputs(spec), init_kwargs)
@@ -506,20 +503,14 @@ def adapt(model: Any) -> Any:
     Raises:
       TypeError: If the model isn't one of these kinds.
     """
-    name = type(model).__name__
-    if inspect.isclass(model):
-        if types.is_nnx_class(model):
-            return model
-        raise TypeError(
-            f"{_SUPPORTED_MODELS}, got the class {model.__name__}. Give an instance, {model.__name__}(...)."
-        )
-    if isinstance(model, nn.Module | AdaptedModel):
+    if isinstance(model, nn.Module | AdaptedModel) or types.is_nnx_class(model):
         return model
     if types.is_nnx(model, "Module"):
         model = nnx.clone(model)
         nnx.pop(model, types.nnx_sown_types())  # An earlier call may have sown values.
         graphdef, *arrays = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-        return AdaptedModel(f"{name} is an instance of an NNX module", NNXApply(graphdef), tuple(arrays))
+        kind = f"{type(model).__name__} is an instance of an NNX module"
+        return AdaptedModel(kind, NNXApply(graphdef), tuple(arrays))
     if isinstance(model, tuple) and len(model) == 2 and _is_equinox_state(model[1]):
         return _adapt_equinox(*model)
     if _is_of("equinox", model):
@@ -529,12 +520,6 @@ def adapt(model: Any) -> Any:
         make = lambda key, inputs, init_kwargs: (init(key, inputs, **init_kwargs), {}, {})
         return AdaptedModel("the model is a pair of functions (init, apply)", FunctionApply(apply), init=make)
     return _adapt_params(model)
-
-
-_SUPPORTED_MODELS = (
-    "model must be a Linen module, an NNX class or instance, an Equinox module, a pair of functions (init, apply), or "
-    "a pytree of parameters"
-)
 
 
 def _is_of(package: str, model: Any) -> bool:
@@ -555,16 +540,13 @@ def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
 
 
 def _adapt_params(params: Any) -> AdaptedModel:
-    is_array = lambda leaf: isinstance(leaf, float | np.ndarray | np.generic | jax.Array)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not any(is_array(leaf) for _, leaf in leaves):
-        raise TypeError(f"{_SUPPORTED_MODELS}, got {checks.describe(params)}.")
-    for path, leaf in leaves:
-        if not is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            where = f"leaf {checks.path_name(path)!r}" if path else "model"
+    is_param = lambda leaf: isinstance(leaf, float | _ARRAYS) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    leaves = checks.leaves_by_path(params)
+    for path, leaf in leaves.items() if leaves else [("", params)]:
+        if not is_param(leaf):
             raise TypeError(
-                f"model is a pytree of parameters, and its {where} is {checks.describe(leaf)}, but gradients need "
-                "floating-point arrays. Remove leaves that are not parameters, or cast them with .astype(np.float32)."
+                "model must be a Linen module, an NNX class or instance, an Equinox module, a pair of functions (init, "
+                f"apply), or a pytree of floating-point parameters, got {leaf!r:.100}{f' in {path}' if path else ''}."
             )
     return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", ParamsApply(), (params, {}, {}))
 

@@ -10,7 +10,6 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
@@ -170,11 +169,6 @@ class Runner:
             error.add_note("without a batch, because the dataset is None. If the step needs data, give a dataset.")
         else:
             error.add_note(f"with {checks.batch_in_words(batch)}")
-            if any(np.ndim(leaf) == 0 for leaf in checks.batch_leaves(batch).values() if not isinstance(leaf, str)):
-                error.add_note(
-                    "Some of its leaves have no axis. If the dataset yields examples instead of batches, write "
-                    "jaxloop.data.batched(dataset, 64, seed=0)."
-                )
 
     # After `run` ---------------------------------------------------------------------------------
 
