@@ -55,14 +55,10 @@ def initialize(
       shutdown_secs: Seconds that a process waits for the others after finishing normally.
 
     Raises:
-      ValueError: If only some of the first three arguments are given.
+      ValueError: If only some of the first three arguments are given, and JAX can't detect the others.
       RuntimeError: If JAX has already started, or the other processes didn't join in time.
     """
-    given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        raise ValueError(f"initialize needs {', '.join(given)}, or none of them, but got no {', '.join(missing)}.")
-    if missing and COORDINATOR in os.environ:
+    if coordinator_address is None and COORDINATOR in os.environ:
         coordinator_address = os.environ[COORDINATOR]
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
     jax.config.update("jax_enable_preemption_service", False)  # It would swallow SIGTERM, which jaxloop handles.
@@ -77,10 +73,11 @@ def initialize(
             shutdown_timeout_seconds=shutdown_secs,
         )
     except ValueError as error:
-        if coordinator_address is None and "coordinator_address should be defined" in str(error):
-            logging.info("No cluster was found: this is the only process.")
-            return
-        raise
+        is_given = (coordinator_address, num_processes, process_id) != (None, None, None)
+        if is_given or "coordinator_address should be defined" not in str(error):
+            raise
+        logging.info("No cluster was found: this is the only process.")
+        return
     if jax.process_count() > 1:
         sys.excepthook = _end_at_once
     logging.info("Process %d of %d, with %d of %d devices.", *place(), jax.local_device_count(), jax.device_count())

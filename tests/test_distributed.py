@@ -387,11 +387,6 @@ def test_initialize_after_jax_has_started_raises():
         distributed.initialize()
 
 
-def test_initialize_requires_all_arguments_or_none():
-    with pytest.raises(ValueError, match="or none of them, but got no num_processes, process_id"):
-        distributed.initialize("localhost:1234")
-
-
 def test_process_that_exits_ends_the_job_with_its_exit_code(tmp_path):
     job, _ = launch(JOB, tmp_path, "--fault=sys_exit", "--at=13", processes=2)
     ended = time.time() - (tmp_path / "fired").stat().st_mtime

@@ -157,13 +157,10 @@ def test_unused_rules_cause_warnings(warnings_logged):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            P("data"),
-            r"params/w, float32\[6, 64\]: its axis 0 of size 6 can't be divided evenly among the 4 devices of 'data'",
-        ),
+        (P("data"), r"params/w, float32\[6, 64\]: it has too few axes, or one that can't be divided evenly"),
         (P(None, ("data", "model")), None),
-        (P(("data", "model")), r"axis 0 of size 6 can't be divided evenly among the 8 devices of \('data', 'model'\)"),
-        (P(None, None, "data"), "it has 2 axes, but the rule has 3"),
+        (P(("data", "model")), "among the devices of {'data': 4, 'model': 2}"),
+        (P(None, None, "data"), "too few axes"),
     ],
     ids=str,
 )
@@ -186,7 +183,7 @@ def test_factored_optimizer_state_may_have_fewer_axes_than_the_rule():
 
 
 def test_a_rule_with_an_unknown_mesh_axis_raises():
-    with pytest.raises(ValueError, match=r"splits over 'tensor', which is not an axis of the mesh \('data', 'model'\)"):
+    with pytest.raises(ValueError, match="axis: tensor of .* is not found in mesh"):
         partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", P("tensor"))])
 
 
@@ -291,7 +288,7 @@ def test_logical_axis_rules_of_an_enclosing_context_apply():
 
 
 def test_a_logical_axis_rule_with_an_unknown_mesh_axis_raises():
-    with pytest.raises(ValueError, match=r"rule \('hidden', 'tensor'\) has 'tensor', which is not an axis of the mesh"):
+    with pytest.raises(ValueError, match="axis: tensor of .* is not found in mesh"):
         logical_step("Linen", [("hidden", "tensor")])
 
 

@@ -364,14 +364,7 @@ def test_training_without_an_optimizer_warns(warnings_logged):
 
 
 def test_applying_an_nnx_model_like_a_linen_module_raises():
-    class Wrong(NNXStep):
-        def run(self, state, batch):
-            return state, {"y": state.apply_fn({"params": state.params}, batch["x"])}
-
-    step = Wrong(KEY, NNXNet, nnx_model_args=(4,))
-    state = step.initialize_model(None)
-    with pytest.raises(TypeError, match=r"takes nnx.States, apply_fn\(params, batch_stats, collections, train"):
-        step.evaluate(state, BATCH)
+    state = NNXStep(KEY, NNXNet, nnx_model_args=(4,)).initialize_model(None)
     with pytest.raises(TypeError, match="is for Linen models.*step.call_model"):
         _ = state.variables
 
@@ -411,7 +404,7 @@ def test_run_is_traced_once():
     assert len(traces) == 1
 
 
-def test_an_alias_made_by_device_put_is_copied(logs):
+def test_an_alias_made_by_device_put_is_copied():
     step = make_step(advance, train=True)
     state = step.initialize_model([1, 3])
     alias = jax.device_put(
@@ -419,11 +412,10 @@ def test_an_alias_made_by_device_put_is_copied(logs):
     )
     assert alias["bias"] is not state.params["bias"]
     jaxloop.OuterLoop(TrainLoop(step))(state.replace(collections=alias), [BATCH])
-    assert "collections/bias (from params/bias)" in logs.text
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel, logs):
+def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel):
     class WithTarget(Step):
         def run(self, state, batch):
             params = jax.tree.map(lambda leaf: leaf - 1, state.params)
@@ -441,8 +433,6 @@ def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel
     for steps, expected in [(1, bias), (2, bias - 2), (4, bias - 2)]:
         state, _ = outer_loop(state, [BATCH] * 4, steps)
         assert (float(state.params["bias"][0]), float(state.collections["bias"][0])) == (bias - steps, expected)
-    for name in ("collections", "batch_stats"):
-        assert f"{name}/bias (from params/bias)" in logs.text
 
 
 def test_a_python_int_as_state_step_does_not_recompile():

@@ -152,9 +152,9 @@ def test_a_loop_counts_updates():
     [
         (
             (BATCHES, 30),
-            r"train_total_steps=30 is not a multiple of 4, .* \(Repeated.updates_per_step\). Give 28 or 32",
+            r"train_total_steps=30 is not a multiple of 4, .* \(Repeated.updates_per_step\)",
         ),
-        ((BATCHES, 40, 3), "train_loop_steps=3 is not a multiple of 4, .* Give 4."),
+        ((BATCHES, 40, 3), "train_loop_steps=3 is not a multiple of 4"),
     ],
 )
 def test_totals_must_be_multiples_of_updates_per_step(arguments, message, tmp_path):

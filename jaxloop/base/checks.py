@@ -31,6 +31,11 @@ def batch_leaves(batch: Any) -> dict[str, Any]:
     return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
 
 
+def is_tracer_class(kind: type) -> bool:
+    """Returns whether this is the class of values in a function that JAX traces. JAX has no public way to ask this."""
+    return issubclass(kind, jax.core.Tracer)
+
+
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and sharding of an array as a `jax.ShapeDtypeStruct`."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -135,10 +140,9 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
     """Raises an error unless `value`, a number of updates, is a multiple of the step's `updates_per_step`."""
     updates = step.updates_per_step
     if value is not None and value % updates:
-        below, above = value // updates * updates, (value // updates + 1) * updates
         raise ValueError(
             f"{name}={value} is not a multiple of {updates}, the number of updates that {step!r} makes per batch "
-            f"({type(step).__name__}.updates_per_step). Give {f'{below} or {above}' if below else above}."
+            f"({type(step).__name__}.updates_per_step)."
         )
 
 
@@ -351,27 +355,22 @@ _form = operator.attrgetter("shape", "dtype", "__class__")
 
 
 class BatchWatch:
-    """Checks a step's batches for integers that JAX would truncate, counts their rows, and compares their forms.
+    """Checks a step's batches for integers that JAX would truncate, and counts their rows.
 
     Hooks:
       look: Checks the next batches.
 
     Attributes:
       num_rows: The number of rows in the last batch; None if the leading axes of its leaves differ in length.
-      may_differ: True if the batches of the processes of a job have differed in more than their numbers of rows.
-      form: A description of the last batch, which is equal for all batches whose leaves have the same names, shapes
-        and dtypes. None before the first batch.
+      may_differ: True if the batches of the processes of a job have differed in more than their numbers of rows. The
+        processes then compare their batches before each step.
     """
 
     def __init__(self):
         self.num_rows: int | None = None
         self.may_differ: bool = False
-        self.form: list[Any] | None = None
+        self._form: list[Any] | None = None  # The names, shapes and dtypes of the last batch.
         self._wide: list[tuple[int, str, Any]] = []  # The 64-bit integers; see `_wide_integers`.
-
-    def expect_differences(self) -> None:
-        """Makes all processes compare their batches before each step."""
-        self.may_differ = True
 
     def look(self, batches: Sequence[Any]) -> int | None:
         """Checks the next batches.
@@ -391,9 +390,9 @@ class BatchWatch:
         except (AttributeError, TypeError):  # Not a dict of arrays.
             leaves, structure = structures.flatten(batch)
             form = [structure, *((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)]
-        if form != self.form:
+        if form != self._form:
             self._wide = _wide_integers(batch_leaves(batch))
-            self.form, self.num_rows = form, num_examples(batch)
+            self._form, self.num_rows = form, num_examples(batch)
         for each in batches if self._wide else ():
             _check_range(each, self._wide)
         return self.num_rows

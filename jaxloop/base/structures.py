@@ -56,15 +56,7 @@ class PerStructure:
         self._of = functools.lru_cache(MAX_STRUCTURES)(lambda structure: compile())
 
     def __call__(self, *args: Any) -> Any:
-        return self.of(*args)(*args)
-
-    def of(self, *args: Any) -> Any:
-        """Returns the function to call with arguments of this structure."""
-        return self._of(jax.tree.structure(args))
-
-    def trace(self, *args: Any) -> jax.stages.Traced:
-        """Traces the function for these arguments, which may be `jax.ShapeDtypeStruct`s."""
-        return self._of(jax.tree.structure(args)).trace(*args)
+        return self._of(jax.tree.structure(args))(*args)
 
 
 @final

@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -167,9 +166,8 @@ class RulesPartitioner(_LeafPartitioner):
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
         super().__init__(mesh, data_axis)
         self._rules = [(re.compile(pattern), PartitionSpec(*(spec or ()))) for pattern, spec in rules]
-        for pattern, spec in self._rules:
-            for entry in spec:
-                self._check_axes(entry, f"The rule {pattern.pattern!r} splits over")
+        for _, spec in self._rules:
+            NamedSharding(self._mesh, spec)  # Raises an error for an unknown axis.
 
     def _lay_out(self, state):
         is_known = self._sharding is not None
@@ -183,24 +181,17 @@ class RulesPartitioner(_LeafPartitioner):
         if rule is None:
             return PartitionSpec()
         pattern, spec = rule
-        problem = self._problem_of(spec, np.shape(leaf))
-        if not problem:
-            return spec
-        if path.startswith("opt_state"):  # Here, a parameter's leaf may have fewer axes.
-            return PartitionSpec()
-        raise ValueError(
-            f"The rule ({pattern.pattern!r}, {spec}) can't be applied to {path}, {checks.describe(leaf)}: {problem}. "
-            "Change the rule, add one for this leaf before it, or change the sizes of the model or the mesh."
-        )
-
-    def _problem_of(self, spec: PartitionSpec, shape: tuple[int, ...]) -> str:
-        if len(spec) > len(shape):
-            return f"it has {len(shape)} axes, but the rule has {len(spec)}"
-        for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
-            shards = math.prod(self._mesh.shape[name] for name in names_of(names))
-            if size % shards:
-                return f"its axis {axis} of size {size} can't be divided evenly among the {shards} devices of {names!r}"
-        return ""
+        try:
+            NamedSharding(self._mesh, spec).shard_shape(np.shape(leaf))
+        except (IndexError, ValueError) as error:
+            if path.startswith("opt_state"):  # Here, a parameter's leaf may have fewer axes.
+                return PartitionSpec()
+            raise ValueError(
+                f"The rule ({pattern.pattern!r}, {spec}) can't be applied to {path}, {checks.describe(leaf)}: it has "
+                f"too few axes, or one that can't be divided evenly among the devices of {dict(self._mesh.shape)}. "
+                "Change the rule, add one for this leaf before it, or change the sizes of the model or the mesh."
+            ) from error
+        return spec
 
 
 @final
@@ -230,8 +221,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
         super().__init__(mesh, data_axis)
         self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
-        for logical_name, axes in self._rules:
-            self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) has")
+        for _, axes in self._rules:
+            NamedSharding(self._mesh, PartitionSpec(axes))  # Raises an error for an unknown axis.
 
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         @functools.wraps(fn)

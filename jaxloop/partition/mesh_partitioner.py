@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.partition.meshes import create_mesh, mesh_for_tracing, names_of
+from jaxloop.partition.meshes import create_mesh, mesh_for_tracing
 from jaxloop.partition.partitioner import Partitioner
 
 
@@ -99,13 +99,6 @@ class MeshPartitioner(Partitioner):
         place = lambda leaf: self._splits[axis] if np.ndim(leaf) > axis else self._replicated
         return self._put(batch, jax.tree.map(place, batch))
 
-    def _check_axes(self, entry: Any, who: str) -> None:
-        """Raises an error if an entry of a `PartitionSpec` contains a name that isn't an axis of the mesh."""
-        for name in names_of(entry):
-            if name not in self._mesh.axis_names:
-                axes = ", ".join(map(repr, self._mesh.axis_names))
-                raise ValueError(f"{who} {name!r}, which is not an axis of the mesh ({axes}).")
-
     def _put(self, batch: Any, shardings: Any) -> Any:
         """Places this process's part of a batch. If given shapes, returns the global shapes instead."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
@@ -118,11 +111,9 @@ class MeshPartitioner(Partitioner):
         """Returns the global shape of a leaf, given the shape of this process's part."""
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return self._put(leaf, sharding)
-        names = [*sharding.spec, *[None] * leaf.ndim]
-        parts = self.shards // self._local_shards
-        shape = [
-            size * parts if name == self._data_axis else size for size, name in zip(leaf.shape, names, strict=False)
-        ]
+        shape, names = list(leaf.shape), tuple(sharding.spec)
+        if self._data_axis in names:
+            shape[names.index(self._data_axis)] *= self.shards // self._local_shards
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
 
     def _check_divides(self, batch, axis):

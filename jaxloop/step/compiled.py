@@ -14,7 +14,7 @@ from absl import logging
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.base.structures import FlatState, PerStructure
+from jaxloop.base.structures import FlatState
 from jaxloop.base.timing import Stopwatch, duration
 from jaxloop.processes import agreement
 from jaxloop.step import cost, forward, nonfinite
@@ -45,19 +45,18 @@ class Compiled:
         run: Callable[..., Any] = programs.evaluate if evaluates else programs.run
         if policy != "ignore":
             run = programs.detector(policy).run
-        self._programs, self._partitioner, self._evaluates = programs, partitioner, evaluates
+        self._programs, self._evaluates = programs, evaluates
         # The state isn't flattened if there are `jit_kwargs`, which may refer to the state's tree.
         self._is_flat = not evaluates and not jit_kwargs and not checks.is_user_defined(partitioner, "partition")
         options = dict(jit_kwargs)
         if fuses:
-            run = _map(run) if evaluates else _scan(run)
+            run = _fused(run, evaluates=evaluates)
         if evaluates:
             options.pop("donate_argnames", None)
             options |= {"donate_argnums": (), "out_shardings": partitioner.output_sharding}
         self._end_compiling: Callable[[Any], None] | None = None  # None unless it is compiling.
         self._signatures: list[dict[str, str]] = []
-        self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
-        self._newest: tuple[Any, Any] = (None, None)  # The structures of the latest call, and its function.
+        self._run, self._options = run, options
 
     def enter(self, state: Any) -> Any:
         """Converts a state to a carry for `call`."""
@@ -67,27 +66,16 @@ class Compiled:
         """Converts a carry from `enter` or `call` back to a state."""
         return carry[0].whole(carry[1]) if self._is_flat else carry
 
-    def call(self, carry: Any, batch: types.Batch, form: Any = None) -> tuple[Any, Any]:
-        """Dispatches a batch, and returns the new carry and the outputs. In training, the old carry is donated.
-
-        Args:
-          carry: See `enter`.
-          batch: The batch.
-          form: The batch's `form` from `checks.BatchWatch`. Batches with the same structure, shapes and dtypes
-            have the same form. If None, the batch is inspected, which takes about 5% as long as a small step.
-        """
+    def call(self, carry: Any, batch: types.Batch) -> tuple[Any, Any]:
+        """Dispatches a batch, and returns the new carry and the outputs. In training, the old carry is donated."""
         step = None
         try:
             if self._evaluates:
-                return carry, self._compiled_per_structure(carry, batch)
+                return carry, self._function(carry, batch)
             if not self._is_flat:
-                return self._compiled_per_structure(carry, batch)
+                return self._function(carry, batch)
             flat, step = carry
-            key, (newest_key, function) = (flat.structure, form), self._newest
-            if form is None or key != newest_key:
-                function = self._compiled_per_structure.of(flat, (step, batch))
-                self._newest = (key, function)
-            flat, (step, outputs) = function(flat, (step, batch))
+            flat, (step, outputs) = self._function(flat, (step, batch))
             return (flat, step), outputs
         finally:
             if self._end_compiling is not None:
@@ -101,13 +89,17 @@ class Compiled:
         try:
             if self._is_flat:
                 flat, step = FlatState.of(state)
-                return self._compiled_per_structure.trace(flat, (step, batch))
-            return self._compiled_per_structure.trace(state, batch)
+                return self._function.trace(flat, (step, batch))
+            return self._function.trace(state, batch)
         finally:
             if self._end_compiling is not None:
                 self._end_compiling(None)
 
-    def _compile(self, run: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @functools.cached_property
+    def _function(self) -> Any:
+        """The compiled function. It is made when the layout of the state is known."""
+        run, options, partitioner = self._run, self._options, self._programs.step.partitioner
+
         @functools.wraps(run)
         def traced(state: Any, batch: types.Batch) -> Any:
             signature = _signature(state, batch)
@@ -124,7 +116,6 @@ class Compiled:
             flat, step = FlatState.of(new_state)
             return flat, (step, outputs)
 
-        partitioner = self._partitioner
         if self._is_flat and partitioner.mesh is not None:
             place: Any = partitioner.sharding
             of_state, of_step = (place, place) if isinstance(place, jax.sharding.Sharding) else FlatState.of(place)
@@ -318,17 +309,15 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
     return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}
 
 
-def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _fused(run: Callable[[Any, Any], Any], *, evaluates: bool) -> Callable[[Any, Any], Any]:
+    """Returns a function that scans `run`, or an evaluation, over batches that were stacked with `stacked`."""
+
     def fused(state: Any, batches: Any) -> Any:
-        return _scan_batches(lambda _, batch: (None, evaluate(state, batch)), None, batches)[1]
-
-    return fused
-
-
-def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def fused(state: Any, batches: Any) -> Any:
-        # A new function per class, because JAX caches traces by function.
-        return _scan_batches(lambda *args: run(*args), state, batches)
+        body = lambda carry, batch: (carry, run(state, batch)) if evaluates else run(carry, batch)
+        is_none = isinstance(batches, _StackedNone)
+        carry = None if evaluates else state
+        found = jax.lax.scan(body, carry, None if is_none else batches, length=len(batches) if is_none else None)
+        return found[1] if evaluates else found
 
     return fused
 
@@ -342,13 +331,6 @@ class _StackedNone:
 
     def __len__(self) -> int:
         return self.length
-
-
-def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> Any:
-    """Scans over batches that were stacked with `stacked`."""
-    if isinstance(batches, _StackedNone):
-        return jax.lax.scan(body, carry, None, length=batches.length)
-    return jax.lax.scan(body, carry, batches)
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:

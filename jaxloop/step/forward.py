@@ -47,10 +47,7 @@ def with_arguments(model: Any, nnx_model_args: Sequence[Any] | None, options: Ma
     model = None if model is None else adapt(model)
     if nnx_model_args is not None:
         what = model.kind if isinstance(model, AdaptedModel) else f"the model is a {type(model).__name__}"
-        raise ValueError(
-            f"nnx_model_args={nnx_model_args!r} is for an NNX module class, but {what}. Leave it out, or give the "
-            "class of an NNX module."
-        )
+        raise ValueError(f"nnx_model_args={nnx_model_args!r} is for an NNX module class, but {what}. Leave it out.")
     if options:
         raise TypeError(f"Step got an unexpected keyword argument {next(iter(options))!r}.")
     return model
@@ -232,16 +229,10 @@ def mixes_examples(state: Any, *, train: bool) -> bool:
 
     This is the case for batch normalization in training. If so, a short batch must not be padded.
     """
-    if types.is_nnx(state.collections, "State"):
-        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
-        others = [
-            leaf
-            for leaf in jax.tree.leaves(state.collections, is_leaf=is_variable)
-            if not isinstance(leaf, nnx.RngState)
-        ]
-    else:
-        others = state.collections
-    has_statistics = bool(jax.tree.leaves(state.batch_stats)) or bool(others)
+    others = state.collections
+    if types.is_nnx(others, "State"):
+        _, others = nnx.split_state(others, nnx.RngState, ...)
+    has_statistics = bool(jax.tree.leaves((state.batch_stats, others)))
     module = _linen_module(state.apply_fn)
     # A Linen module without a mode flag can't know that it is being evaluated.
     knows_mode = module is None or bool(_mode_flags(type(module).__call__, train))
@@ -379,13 +370,6 @@ class NNXApply(Forward):
         return model
 
     def _new_variables(self, states: Sequence[Any]) -> Any:
-        for state in states:
-            if not isinstance(state, nnx.State):
-                raise TypeError(
-                    "The apply_fn of an NNX model takes nnx.States, apply_fn(params, batch_stats, collections, "
-                    f"train=...)(inputs), got {checks.describe(state)} among them. "
-                    "(apply_fn({'params': params}, inputs) is for Linen modules.)"
-                )
         # Copies the variables, because inside a gradient, NNX can only change variables created there.
         return jax.tree.map(lambda leaf: leaf, states)
 
@@ -454,16 +438,8 @@ class FunctionApply(Forward):
         return self.apply(params, inputs, **options), None
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class ParamsApply(Forward):
-    """The `apply_fn` for parameters without a model. It returns the parameters as the outputs."""
-
-    def __call__(self, params: Any) -> Any:
-        return params
-
-    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
-        return params, None
+PARAMS_APPLY = FunctionApply(lambda params, inputs=None: params)
+"""The `apply_fn` for parameters without a model. It returns the parameters as the outputs."""
 
 
 # Models of other kinds -------------------------------------------------------------------------------
@@ -511,7 +487,7 @@ def adapt(model: Any) -> Any:
         graphdef, *arrays = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
         kind = f"{type(model).__name__} is an instance of an NNX module"
         return AdaptedModel(kind, NNXApply(graphdef), tuple(arrays))
-    if isinstance(model, tuple) and len(model) == 2 and _is_equinox_state(model[1]):
+    if isinstance(model, tuple) and len(model) == 2 and _is_of("equinox", model[1]):
         return _adapt_equinox(*model)
     if _is_of("equinox", model):
         return _adapt_equinox(model, None)
@@ -525,10 +501,6 @@ def adapt(model: Any) -> Any:
 def _is_of(package: str, model: Any) -> bool:
     """Returns whether any of a model's base classes is from a package, without a slow import of the package."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
-
-
-def _is_equinox_state(value: Any) -> bool:
-    return _is_of("equinox", value) and type(value).__name__ == "State"
 
 
 def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
@@ -548,7 +520,7 @@ def _adapt_params(params: Any) -> AdaptedModel:
                 "model must be a Linen module, an NNX class or instance, an Equinox module, a pair of functions (init, "
                 f"apply), or a pytree of floating-point parameters, got {leaf!r:.100}{f' in {path}' if path else ''}."
             )
-    return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", ParamsApply(), (params, {}, {}))
+    return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", PARAMS_APPLY, (params, {}, {}))
 
 
 _ARRAYS = jax.Array | np.ndarray | np.generic

@@ -567,7 +567,6 @@ def _check_key(base_prng: Any) -> None:
     for key in base_prng.values() if isinstance(base_prng, Mapping) else [base_prng]:
         dtype: Any = getattr(key, "dtype", np.dtype(object))
         if not jnp.issubdtype(dtype, jax.dtypes.prng_key) and not (dtype == np.uint32 and np.ndim(key)):
-            seed = key if isinstance(key, int | np.integer) else 0
             raise TypeError(
-                f"base_prng must be a PRNG key or a dict of PRNG keys, got {base_prng!r}. Write jax.random.key({seed})."
+                f"base_prng must be a PRNG key or a dict of PRNG keys, got {base_prng!r}. Write jax.random.key(seed)."
             )
