@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from jaxloop import types
 from jaxloop.base import structures
@@ -33,7 +34,7 @@ def batch_leaves(batch: Any) -> dict[str, Any]:
 
 def is_tracer_class(kind: type) -> bool:
     """Returns whether this is the class of values in a function that JAX traces. JAX has no public way to ask this."""
-    return issubclass(kind, jax.core.Tracer)
+    return issubclass(kind, core.Tracer)
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -389,6 +389,8 @@ class Checkpoint:
         """
         names = {path: path for path in self.leaves} if names is None else names
         transforms = {} if transforms is None else transforms
+        if not all(isinstance(each, str) for pair in transforms.items() for each in pair):
+            raise TypeError(f"transforms must be a dict such as {{'**/Dense/**': '**/output/**'}}, got {transforms!r}.")
         if transforms == self.custom_metadata.get(TRANSFORMS_KEY):
             transforms = {}
         is_saved = lambda pattern: any(path_patterns.matches(pattern, name) for name in names)
@@ -481,9 +483,10 @@ def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
     except PermissionError:
         raise
     except Exception as error:
-        if opened.is_sealed:
-            raise
-        raise _damage_error(opened.path, [f"{item} can't be read: {type(error).__name__}: {error}"]) from error
+        if not opened.is_sealed:
+            raise _damage_error(opened.path, [f"{item} can't be read: {type(error).__name__}: {error}"]) from error
+        error.add_note(f"in {opened.path / item}, whose files match their checksums. If there are others, remove them.")
+        raise
 
 
 def place_of_ema(leaves: Collection[str]) -> str | None:

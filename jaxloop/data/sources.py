@@ -495,13 +495,10 @@ def check_is_dataset(data: Any) -> None:
     # A list of arrays is probably a list of batches, but a tuple of arrays is probably one batch.
     is_batch |= isinstance(data, tuple) and len(data) > 0 and all(map(is_array, data))
     if is_batch or isinstance(data, str | bytes) or not (hasattr(data, "__iter__") or hasattr(data, "__next__")):
-        what = checks.describe(data)
-        if isinstance(data, tuple):
-            what = f"a {what} of arrays, ({', '.join(map(checks.describe, data))})"
         raise TypeError(
-            f"A dataset must be an iterator or an iterable of batches, got {what}. For a single batch, write [batch]. "
-            "For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a function without arguments that "
-            "returns a dataset, write jaxloop.skippable(function)."
+            f"A dataset must be an iterator or an iterable of batches, got {checks.describe(data)}. For a single "
+            "batch, write [batch]. For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a function "
+            "without arguments that returns a dataset, write jaxloop.skippable(function)."
         )
 
 

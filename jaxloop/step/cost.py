@@ -218,7 +218,7 @@ def collectives_of(program: str) -> Sequence[Collective]:
     >>> collectives_of(program)
     (Collective(kind='all-reduce', count=1, bytes=32),)
     """
-    found: dict[str, dict[str, list[int]]] = collections.defaultdict(dict)  # By computation, then by kind.
+    found: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     sizes: dict[str, int] = {}
     here = entry = ""
@@ -233,20 +233,21 @@ def collectives_of(program: str) -> Sequence[Collective]:
             if kind in _KINDS:
                 operands = re.findall(r"%?([\w.-]+)", rest.split(")")[0])
                 size = max(sizes[name], sum(sizes.get(operand, 0) for operand in operands))
-                found[here].setdefault(kind, []).append(size)
+                found[here].append((kind, size))
             trips = int(each[1]) if what == "while" and (each := _TRIPS.search(line)) else 1
             calls[here] += [(body, trips) for body in _BODY.findall(line)]
 
-    def add(computation: str, times: int, totals: dict[str, list[int]]) -> None:
-        for kind, each in found[computation].items():
-            totals[kind] += [size for size in each for _ in range(times)]
-        for body, trips in calls[computation]:
-            add(body, times * trips, totals)
+    counts, totals = collections.Counter[str](), collections.Counter[str]()
 
-    totals: dict[str, list[int]] = collections.defaultdict(list)
-    add(entry, 1, totals)
-    collectives = [Collective(kind, len(each), sum(each)) for kind, each in totals.items()]
-    return tuple(sorted(collectives, key=lambda each: -each.bytes))
+    def add(computation: str, times: int) -> None:
+        for kind, size in found[computation]:
+            counts[kind] += times
+            totals[kind] += times * size
+        for body, trips in calls[computation]:
+            add(body, times * trips)
+
+    add(entry, 1)
+    return tuple(Collective(kind, counts[kind], size) for kind, size in totals.most_common())
 
 
 def _bytes_of(kind_of_value: str) -> int:
