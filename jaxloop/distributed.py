@@ -55,21 +55,12 @@ def initialize(
       shutdown_secs: Seconds that a process waits for the others after finishing normally.
 
     Raises:
-      ValueError: If only some of the first three arguments are given.
+      ValueError: If only some of the first three arguments are given, and JAX can't detect the others.
       RuntimeError: If JAX has already started, or the other processes didn't join in time.
     """
-    given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        raise ValueError(f"initialize needs {', '.join(given)}, or none of them, but got no {', '.join(missing)}.")
-    if missing and COORDINATOR in os.environ:
+    if coordinator_address is None and COORDINATOR in os.environ:
         coordinator_address = os.environ[COORDINATOR]
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
-    if _has_started():
-        raise RuntimeError(
-            "jaxloop.distributed.initialize() must be called before JAX starts, but JAX has already started: an array "
-            "was made, or jax.devices() was called. Make it the first line of the program, after the imports."
-        )
     jax.config.update("jax_enable_preemption_service", False)  # It would swallow SIGTERM, which jaxloop handles.
     try:
         jax.distributed.initialize(
@@ -82,10 +73,11 @@ def initialize(
             shutdown_timeout_seconds=shutdown_secs,
         )
     except ValueError as error:
-        if coordinator_address is None and "coordinator_address should be defined" in str(error):
-            logging.info("No cluster was found: this is the only process.")
-            return
-        raise
+        is_given = (coordinator_address, num_processes, process_id) != (None, None, None)
+        if is_given or "coordinator_address should be defined" not in str(error):
+            raise
+        logging.info("No cluster was found: this is the only process.")
+        return
     if jax.process_count() > 1:
         sys.excepthook = _end_at_once
     logging.info("Process %d of %d, with %d of %d devices.", *place(), jax.local_device_count(), jax.device_count())
@@ -97,8 +89,8 @@ def is_first_process() -> bool:
     >>> is_first_process()
     True
     """
-    # Asking JAX before it has started would start it.
-    return not (jax.distributed.is_initialized() or _has_started()) or jax.process_index() == 0
+    # Otherwise, asking JAX might start it.
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def exit_without_waiting(error: SystemExit) -> None:
@@ -115,10 +107,6 @@ def exit_without_waiting(error: SystemExit) -> None:
 
     if error.code not in (None, 0):
         atexit.register(exit_now)
-
-
-def _has_started() -> bool:
-    return jax._src.xla_bridge.backends_are_initialized()  # pyright: ignore
 
 
 def place() -> tuple[int, int]:

@@ -16,7 +16,6 @@ import numpy as np
 from absl import logging
 from etils import epath
 from flax import traverse_util
-from jax import core
 
 from jaxloop import metrics
 from jaxloop.base import checks, files
@@ -523,7 +522,7 @@ def _checked(value: Any, *keys: str) -> Any:
 def _is_on_device(kind: type, aval: Any) -> bool:
     """Returns whether a value is a scalar on a device, given its class and its `aval`."""
     numbers = (np.bool_, np.integer, np.floating)
-    is_array = issubclass(kind, jax.Array) and not issubclass(kind, core.Tracer)
+    is_array = issubclass(kind, jax.Array) and not checks.is_tracer_class(kind)
     return is_array and not aval.shape and any(jnp.issubdtype(aval.dtype, each) for each in numbers)
 
 
@@ -544,7 +543,7 @@ def _plain(value: Any, *keys: str) -> bool | int | float | str:
 
 def _no_scalar(value: Any, *keys: str) -> TypeError:
     path = printable(".".join(map(_dotted, keys)))
-    got = "a tracer of a compiled function" if isinstance(value, core.Tracer) else checks.describe(value)
+    got = "a tracer of a compiled function" if checks.is_tracer_class(type(value)) else checks.describe(value)
     return TypeError(
         f"The logs of a history hold scalars, got {got} under {path}. Reduce it to one, "
         "with value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."

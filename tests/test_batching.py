@@ -241,27 +241,9 @@ def test_stop_iteration_in_the_first_batch_of_a_size_is_an_error():
 # Sizes ----------------------------------------------------------------------------------------------------
 
 
-def test_declared_sizes_do_not_count_toward_max_batch_shapes(warnings_logged):
-    step = Regression()
-    loop, state = jaxloop.TrainLoop(step), step.initialize_model([1, 3])
-    step.max_batch_shapes = 2
-    state, _ = loop(state, data.batched(DATASET, 64, num_epochs=1))  # The last batch has 36 rows.
-    batch_of = lambda rows: {name: leaf[:rows] for name, leaf in DATASET.items()}
-    state, _ = loop(state, [batch_of(3)], num_steps=1)
-    assert warnings_logged() == []  # A short batch is fine.
-    with pytest.raises(ValueError, match="has had 2 shapes, and max_batch_shapes=2"):
-        loop(state, [batch_of(5)], num_steps=1)
-
-
-def test_undeclared_sizes_warn(warnings_logged):
-    train([{name: leaf[:rows] for name, leaf in DATASET.items()} for rows in (4, 4, 8, 8, 12)], 5)
-    assert any("compiles again for each shape" in text for text in warnings_logged())
-
-
 @pytest.mark.parametrize("steps_per_dispatch", [1, 2])
 def test_compile_covers_all_declared_sizes(steps_per_dispatch):
     dataset, step = data.batched(DATASET, 64, num_epochs=2), Regression()
-    assert dataset.batch_sizes == (8, 64)
     loop, state = jaxloop.TrainLoop(step, steps_per_dispatch=steps_per_dispatch), step.initialize_model([1, 3])
     loop.compile(state, dataset)
     assert set(step.traced) == {8, 64}
@@ -272,12 +254,12 @@ def test_compile_covers_all_declared_sizes(steps_per_dispatch):
 
 def test_check_compiles_all_sizes_and_reports_the_largest():
     plans = []
-    for dataset in (data.batched(DATASET, 64), data.batched(DATASET, 64, num_epochs=2)):
+    for dataset, sizes in ((data.batched(DATASET, 64), {64}), (data.batched(DATASET, 64, num_epochs=2), {8, 64})):
         step = Regression()
         report = jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(step.initialize_model([1, 3]), dataset, 4, 2)
         assert not report.problems, str(report)
         plans.append(report.plan["step"])
-        assert set(step.traced) == set(dataset.batch_sizes)
+        assert set(step.traced) == sizes
     assert plans[0] == plans[1]
 
 
@@ -294,8 +276,7 @@ def test_each_epoch_contains_each_example_once(size, seed, num_epochs):
     if seed is not None:
         assert len(set(map(tuple, epochs))) == num_epochs
     assert set(map(len, rows[:-1])) <= {size} and 0 < len(rows[-1]) <= size  # The last batch may be short.
-    assert set(dataset.batch_sizes) == set(map(len, rows))
-    assert [len(batch["row"]) for batch in dataset.first_of_each_size()] == list(dataset.batch_sizes)
+    assert [len(batch["row"]) for batch in dataset.first_of_each_size()] == sorted(set(map(len, rows)))
 
 
 @pytest.mark.parametrize("num_epochs", [None, 1, 2])
@@ -303,7 +284,7 @@ def test_a_short_last_batch_can_be_dropped(num_epochs):
     dataset = data.batched(DATASET, 30, seed=1, num_epochs=num_epochs, drop_remainder=True)
     seen = rows_of_epochs(dataset, 2)
     assert {len(rows) for rows in seen} == {30} and len(seen) == 2 * (ROWS * (num_epochs or 1) // 30)
-    assert dataset.batch_sizes == (30,)
+    assert len(dataset.first_of_each_size()) == 1
     kept = rows_of_epochs(data.batched(DATASET, 30, seed=1, num_epochs=num_epochs), 2)
     assert seen == [rows for rows in kept if len(rows) == 30]
 
@@ -355,7 +336,6 @@ def test_infinite_grain_dataset_keeps_its_order():
 
 def test_each_process_reads_its_share_of_each_batch():
     parts = [data.shard_for_process(shuffled(), process_index=place, process_count=2) for place in (0, 1)]
-    assert [part.batch_sizes for part in parts] == [(4,)] * 2
     both = zip(*(rows_of(part, 10) for part in parts), strict=True)
     assert [one + two for one, two in both] == rows_of(shuffled(), 10)
 
@@ -381,7 +361,6 @@ def test_each_process_reads_its_share_of_each_batch():
         (lambda: data.batched("abc", 4), TypeError, "read by their index, got str"),
         (lambda: data.batched(lambda row: row, 4), TypeError, "For a function of the index, write from_index"),
         (lambda: data.batched(DATASET, 101, drop_remainder=True, num_epochs=1), ValueError, "leaves no batch: .* 100"),
-        (lambda: next(iter(data.batched([1, None], 2))), ValueError, "Don't filter a dataset"),
         (lambda: next(iter(data.batched([np.ones(2), np.ones(3)], 2))), ValueError, "same shape"),
     ],
 )

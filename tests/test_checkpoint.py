@@ -61,16 +61,13 @@ def test_step_0_can_be_restored_explicitly(tmp_path):
     assert int(step.restore_model(state, tmp_path, step=0).step) == 0
 
 
-@pytest.mark.parametrize("name", ["runs/one", "runs/one/checkpoints/3", "nowhere"])
-def test_restoring_without_checkpoints_raises_and_suggests_a_directory(tmp_path, logs, name):
+def test_restoring_without_checkpoints_raises(tmp_path, logs):
     step, state, _ = examples.tiny_regression()
-    save(tmp_path / "runs" / "one" / "checkpoints", (3, state))
-    near = r"Did you mean .*/runs/one/checkpoints, which has checkpoints up to step 3\?"
     for number in (None, 3):
-        with pytest.raises(FileNotFoundError, match=near if name != "nowhere" else "No checkpoint in "):
-            step.restore_model(state, tmp_path / name, number)
-        assert step.restore_model(state, tmp_path / name, number, missing_ok=True) is state
-    assert f"No checkpoint found in {tmp_path / name}" in logs.messages
+        with pytest.raises(FileNotFoundError, match="No checkpoint in "):
+            step.restore_model(state, tmp_path / "nowhere", number)
+        assert step.restore_model(state, tmp_path / "nowhere", number, missing_ok=True) is state
+    assert f"No checkpoint found in {tmp_path / 'nowhere'}" in logs.messages
 
 
 def test_restoring_a_missing_step_raises_and_lists_the_steps(tmp_path):
@@ -231,7 +228,7 @@ def test_transforms_that_do_not_fit_the_state_raise(tmp_path):
         ({"**/gone/*": "**/kernel/*"}, ValueError, "matches no path"),
         ({"params/kernel": "params/weights"}, ValueError, r"params/kernel: \(none\) -> float32\[3, 1\]"),
         ({"params/kernel": "params/bias"}, ValueError, "A leaf is renamed to 'params/bias', but .*keep them apart"),
-        ({"(.*)old": orbax_checkpoint.Transform()}, TypeError, r"such as \{'\*\*/Dense_0/\*\*': '\*\*/output/\*\*'\}"),
+        ({"(.*)old": orbax_checkpoint.Transform()}, TypeError, r"such as \{'\*\*/Dense/\*\*': '\*\*/output/\*\*'\}"),
     ]:
         with pytest.raises(error, match=text):
             checkpoint.restore_newest(tmp_path, state, transforms=wrong)
@@ -621,7 +618,7 @@ def test_plain_manager_restores_a_checkpoint_of_the_writer(tmp_path):
     ("given", "error", "message"),
     [
         ({"run": {"a": np.float32(1)}}, TypeError, "run of a checkpoint must consist of numbers"),
-        ({"trees": {"a": {"b": "x"}}}, TypeError, "b is the string 'x'"),
+        ({"trees": {"a": {"b": "x"}}}, TypeError, "state/b is str"),
         (
             {"trees": {"a": {"x.y": np.ones(1), "x": {"y": np.ones(1)}}}},
             ValueError,
@@ -761,7 +758,7 @@ def test_directory_whose_name_is_not_exactly_a_step_is_no_checkpoint(runs, name)
 
 def test_file_that_breaks_a_checkpoint_from_outside_is_named_and_nothing_is_moved(runs):
     (runs / "2" / "default" / "checkpoint").write_text("{}, a file that Orbax would read")
-    with pytest.raises(ValueError, match=r"match their checksums. If there are other files in it, remove those"):
+    with pytest.raises(ValueError, match=r"match their checksums. If there are others, remove them"):
         checkpoint.restore_newest(runs, make_run(0)[0])
     assert checkpoint.all_steps(runs) == [1, 2]
 
@@ -830,7 +827,6 @@ def test_failure_with_intact_files_is_not_damage(tmp_path):
     with pytest.raises(Exception) as caught:
         checkpoint.restore_newest(tmp_path, {"w": jax.ShapeDtypeStruct([64, 8], jnp.float32, sharding=uneven)})
     assert not isinstance(caught.value, checkpoint.CheckpointError)
-    assert "whose files match their checksums" in caught.value.__notes__[0]
     assert checkpoint.all_steps(tmp_path) == [1, 2]
 
 
@@ -964,19 +960,6 @@ def test_directory_lost_during_a_save_is_detected_before_the_commit(tmp_path, mo
         writer.save(1, STATE)
         writer.close()
     assert checkpoint.all_steps(tmp_path) == []
-
-
-def test_close_raises_if_a_saved_checkpoint_is_gone(tmp_path):
-    writer = checkpoint.CheckpointWriter(tmp_path)
-    writer.save(1, STATE)
-    writer.save(2, STATE)
-    writer.wait()
-    shutil.rmtree(tmp_path / "2")
-    with pytest.raises(
-        checkpoint.CheckpointError, match="of step 2 was saved, and then something else deleted"
-    ) as caught:
-        writer.close()
-    assert "clean-up job" in str(caught.value) and "free space" not in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [lambda path: path, orbax_checkpoint.CheckpointManager], ids=["directory", "manager"])

@@ -218,7 +218,6 @@ def test_scaling_trains_alike_in_each_layout():
     assert "params/Dense_0/kernel          [64, 512]  float32  P(None, 'data')    16.0 KiB" in in_cell(
         "scaling", "report"
     )
-    assert "params/Dense_0/kernel: [64, 512] by P(None, 'model')" in in_cell("scaling", "picture-rules")
     assert "data parallel, 8        all-reduce 132 KiB" in in_cell("scaling", "cost")
     assert set(pictures(executed(_COLABS / "scaling.ipynb"))) == {"plot"}
     errors = in_cell("scaling", "errors")

@@ -382,13 +382,8 @@ def test_documented_jobset_passes_what_initialize_reads():
 
 def test_initialize_after_jax_has_started_raises():
     jax.devices()
-    with pytest.raises(RuntimeError, match="must be called before JAX starts, but JAX has already started"):
+    with pytest.raises(RuntimeError, match="must be called before any JAX calls"):
         distributed.initialize()
-
-
-def test_initialize_requires_all_arguments_or_none():
-    with pytest.raises(ValueError, match="or none of them, but got no num_processes, process_id"):
-        distributed.initialize("localhost:1234")
 
 
 def test_process_that_exits_ends_the_job_with_its_exit_code(tmp_path):

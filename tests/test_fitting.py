@@ -202,7 +202,7 @@ def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, a
         (
             {"optimizer": nnx.Optimizer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)},
             TypeError,
-            "must be an Optax transformation.*got an nnx.Optimizer.*Give the transformation.*nnx_optimizer.tx",
+            "must be an Optax transformation",
         ),
         ({"optimizer": 0.1}, TypeError, "must be an Optax transformation such as optax.adam.*got 0.1"),
         ({"progress": "bars"}, ValueError, "'auto', 'tqdm', 'plain', got 'bars'"),

@@ -305,7 +305,7 @@ def test_indivisible_batch_raises_in_training_but_not_in_evaluation(data_paralle
 @pytest.mark.parametrize("devices", [1, 4])
 def test_error_for_a_batch_with_strings_names_the_leaf(devices, data_parallel):
     batch = {**BATCH, "name": np.array(["a"] * 8)}
-    with pytest.raises(TypeError, match=r"batch\['name'\] is <U1\[8\], which holds strings"):
+    with pytest.raises(TypeError, match=r"batch\['name'\] is <U1\[8\], which JAX can't turn"):
         jf.step(sum_of_inputs, data_parallel(devices))({}, batch)
 
 

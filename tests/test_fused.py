@@ -304,7 +304,7 @@ def test_auto_reports_the_error_of_a_bad_batch_at_its_step():
     data[20]["y"] = np.array(["a"] * 8)
     step = make_step()
     loop = jaxloop.TrainLoop(step, steps_per_dispatch="auto")
-    with pytest.raises(TypeError, match=r"batch\['y'\] is .*strings") as caught:
+    with pytest.raises(TypeError, match=r"batch\['y'\] is .*, which JAX can't turn") as caught:
         loop(step.initialize_model([1, 3]), data)
     assert "after step 20" in caught.value.__notes__[-1]
     assert int(loop.rescued_state.step) == 20  # pyright: ignore[reportOptionalMemberAccess]

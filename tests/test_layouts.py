@@ -147,26 +147,20 @@ def test_the_first_matching_rule_also_applies_to_the_optimizer_state():
         assert params["Dense_1"]["bias"].sharding.spec == P()
 
 
-def test_unused_rules_and_large_leaves_without_a_rule_cause_warnings(warnings_logged):
+def test_unused_rules_cause_warnings(warnings_logged):
     partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("attention/.*/kernel", P(None, "model"))])
     state = {"params": {"embedding": np.zeros([128, 64], np.float32), "bias": np.zeros(3, np.float32)}}
     partitioner.place_state(state)
-    assert warnings_logged() == [
-        "The rule ('attention/.*/kernel', P(None, 'model')) matches no leaf of the state.",
-        "No rule matches params/embedding, so it is replicated. If you want that, add the rule ('', P()) at the end.",
-    ]
+    assert warnings_logged() == ["The rule ('attention/.*/kernel', P(None, 'model')) matches no leaf of the state."]
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            P("data"),
-            r"params/w, float32\[6, 64\]: its axis 0 of size 6 can't be divided evenly among the 4 devices of 'data'",
-        ),
+        (P("data"), r"params/w, float32\[6, 64\]: it has too few axes, or one that can't be divided evenly"),
         (P(None, ("data", "model")), None),
-        (P(("data", "model")), r"axis 0 of size 6 can't be divided evenly among the 8 devices of \('data', 'model'\)"),
-        (P(None, None, "data"), "it has 2 axes, but the rule has 3"),
+        (P(("data", "model")), "among the devices of {'data': 4, 'model': 2}"),
+        (P(None, None, "data"), "too few axes"),
     ],
     ids=str,
 )
@@ -189,7 +183,7 @@ def test_factored_optimizer_state_may_have_fewer_axes_than_the_rule():
 
 
 def test_a_rule_with_an_unknown_mesh_axis_raises():
-    with pytest.raises(ValueError, match=r"splits over 'tensor', which is not an axis of the mesh \('data', 'model'\)"):
+    with pytest.raises(ValueError, match="axis: tensor of .* is not found in mesh"):
         partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", P("tensor"))])
 
 
@@ -258,10 +252,12 @@ def test_logical_axes_follow_the_rules(kind, rules, spec):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "rules"), [("Linen", []), ("NNX", []), ("NNX", [("embed", None)])])
-def test_a_logical_axis_without_a_required_rule_raises(kind, rules):
+@pytest.mark.parametrize("rules", [[], [("embed", None)]])
+def test_a_logical_axis_without_a_rule_raises(rules):
     with pytest.raises(ValueError, match=r"uses the axis '(hidden|embed)'.*Add \('\1', \.\.\.\) to logical_axis_rules"):
-        logical_step(kind, rules).initialize_model([1, 3])
+        logical_step("Linen", rules).initialize_model([1, 3])
+    with pytest.raises(ValueError, match="not found in mesh"):  # The error of NNX.
+        logical_step("NNX", rules).initialize_model([1, 3])
 
 
 def test_logical_names_are_mapped_individually():
@@ -280,10 +276,6 @@ def test_logical_names_are_mapped_individually():
     expected = [P(("data", "model")), P("data", "model"), P(("data", "model")), P("model")]
     for key, spec in zip(annotated, expected, strict=True):
         assert sharding(specs[key]).is_equivalent_to(sharding(spec), 2), (key, specs[key])
-    model = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.zeros, ("a", None)))
-    partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data", rules)
-    with pytest.raises(ValueError, match="Use nn.with_logical_partitioning"):
-        LossStep(KEY, model, optax.sgd(0.1), partitioner, train=True, loss=loss).initialize_model([1, 8])
 
 
 def test_logical_axis_rules_of_an_enclosing_context_apply():
@@ -296,7 +288,7 @@ def test_logical_axis_rules_of_an_enclosing_context_apply():
 
 
 def test_a_logical_axis_rule_with_an_unknown_mesh_axis_raises():
-    with pytest.raises(ValueError, match=r"rule \('hidden', 'tensor'\) has 'tensor', which is not an axis of the mesh"):
+    with pytest.raises(ValueError, match="axis: tensor of .* is not found in mesh"):
         logical_step("Linen", [("hidden", "tensor")])
 
 
@@ -316,13 +308,11 @@ def test_create_mesh_uses_all_devices(axes, shape):
     ("axes", "message"),
     [
         ({"data": 3, "model": -1}, r"create_mesh\(data=3, model=-1\) does not fit 8 devices"),
-        (
-            {"data": 4},
-            r"sizes multiply to 4. Change them, or use some of the devices: devices=jax.devices\(\)",
-        ),
+        ({"data": 4}, r"To use some of them, give devices=jax.devices\(\)"),
         ({"data": -1, "model": -1}, "one may be -1"),
-        ({"data": 0}, "sizes of a mesh's axes must be positive"),
-        ({"data": 16}, "8 devices: the sizes multiply to 16"),
+        ({"data": 0}, "the sizes must be positive"),
+        ({"data": -2, "model": -4}, "the sizes must be positive"),
+        ({"data": 16}, "does not fit 8 devices"),
     ],
 )
 def test_create_mesh_rejects_sizes_that_do_not_fit(axes, message):
@@ -346,26 +336,13 @@ def test_report_is_a_table_of_leaf_layouts():
     assert str(partitioner.report(state)).splitlines() == [
         "path              shape       dtype    spec       per device",
         "params/embedding  [1000, 64]  float32  P('data')    31.2 KiB",
-        "params/odd        [71, 61]    float32  P()          16.9 KiB  "
-        "none of its axes divides by the 8 devices of 'data'",
+        "params/odd        [71, 61]    float32  P()          16.9 KiB",
         "params/small      [7]         float32  P()              28 B",
         "                                                    48.2 KiB  of 266.9 KiB in total",
     ]
 
 
-def test_summary_merges_equal_parameters_of_numbered_modules():
-    partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8))
-    block = lambda width: {"kernel": jax.ShapeDtypeStruct([width, 64], jnp.float32), "bias": jnp.zeros(3, jnp.bfloat16)}
-    params = {f"block_{number}": block(1024) for number in range(3)} | {"head": block(512)}
-    state = {"params": params, "opt_state": jnp.zeros([1024, 1024]), "step": jnp.zeros([], jnp.int32)}
-    assert partitioner.report(state).summary().splitlines() == [
-        "module       parameters         dtype      number  per device  spec",
-        "3 x block_*  bias [3]           bfloat16        9        18 B  P()",
-        "             kernel [1024, 64]  float32   196,608    96.0 KiB  P('data')",
-        "head         bias [3]           bfloat16        3         6 B  P()",
-        "             kernel [512, 64]   float32    32,768    16.0 KiB  P('data')",
-        "total                                     229,388   112.0 KiB  of 896.0 KiB",
-    ]
+def test_summary_is_the_same_for_abstract_and_real_states():
     step, state, batches = examples.tiny_regression()
     assert step.summary(step.abstract_state([1, 3]), batches[0]) == step.summary(state, batches[0])
     assert f"a step: {step.compute_num_flops(state, batches[0]):.3g} FLOPs" in step.summary(state, batches[0])
@@ -374,10 +351,7 @@ def test_summary_merges_equal_parameters_of_numbered_modules():
 def test_report_shows_the_future_layout_of_an_unplaced_state():
     state = {"params": {"w": jnp.zeros([64, 128])}, "step": 0}
     layout = partition.FSDPPartitioner(partition.create_mesh(data=8)).report(state)
-    assert [(leaf.path, leaf.spec, leaf.reason) for leaf in layout.leaves] == [
-        ("params/w", "P(None, 'data')", ""),
-        ("step", "P()", ""),
-    ]
+    assert [(leaf.path, leaf.spec) for leaf in layout.leaves] == [("params/w", "P(None, 'data')"), ("step", "P()")]
 
 
 def test_place_state_rejects_a_different_state():
@@ -400,17 +374,6 @@ def test_report_is_the_same_for_abstract_and_real_states(kind):
     assert str(before) == str(after) and before.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-def test_plot_shows_split_leaves(capsys):
-    partitioner = MAKE["rules"](mesh_of((4, 2)))
-    state = new_step(partitioner).initialize_model([1, 24])
-    partitioner.plot(state, "params|mu")
-    shown = capsys.readouterr().out
-    assert "params/Dense_1/kernel and 1 like it: [64, 32] by P('model', 'data')" in shown and "CPU 0" in shown
-    assert "Replicated: 2." in shown
-    with pytest.raises(ValueError, match="No leaf of the state has 'attention' in its path"):
-        partitioner.plot(state, "attention")
-
-
 # Automatic choice ------------------------------------------------------------------------------------
 
 
@@ -420,8 +383,6 @@ def test_plot_shows_split_leaves(capsys):
         (None, 16, partition.DataParallelPartitioner),
         (10**6, 16, partition.DataParallelPartitioner),
         (10**4, 16, partition.FSDPPartitioner),
-        (None, 10, partition.SingleDevicePartitioner),
-        (None, None, partition.SingleDevicePartitioner),
     ],
 )
 def test_choose_depends_on_the_devices_and_the_batch_size(memory, rows, kind, monkeypatch, logs):
@@ -431,6 +392,9 @@ def test_choose_depends_on_the_devices_and_the_batch_size(memory, rows, kind, mo
     assert type(partition.choose(state, rows)) is kind
     assert "partitioner='auto'" in logs.text
     assert type(partition.choose({"step": 0}, rows)) is not partition.FSDPPartitioner  # The state is a Python number.
+    for indivisible in (10, None):
+        with pytest.raises(ValueError, match="Batch to a multiple of this number"):
+            partition.choose(state, indivisible)
 
 
 def test_fit_can_use_all_devices(logs):
@@ -439,5 +403,5 @@ def test_fit_can_use_all_devices(logs):
     state, history = jaxloop.fit(Network(), data, partitioner="auto", **options)
     _, on_one = jaxloop.fit(Network(), data, **options)
     assert len(state.params["Dense_0"]["kernel"].sharding.device_set) == 8
-    assert "on 8 devices of unknown memory, the batch is split over all of them" in logs.text
+    assert "partitioner='auto' chose DataParallelPartitioner for 8 devices" in logs.text
     np.testing.assert_allclose(history.collect("loss"), on_one.collect("loss"), rtol=1e-5)

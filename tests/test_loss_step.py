@@ -765,7 +765,7 @@ def test_a_mask_must_contain_zeros_and_ones():
 
 def test_the_error_for_a_batch_of_strings_names_the_leaf():
     step = linear_step()
-    with pytest.raises(TypeError, match=r"batch\['id'\] is <U1\[8\], which holds strings"):
+    with pytest.raises(TypeError, match=r"batch\['id'\] is <U1\[8\], which JAX can't turn"):
         step.evaluate(step.initialize_model(), {**rows(8), "id": np.array(["a"] * 8)})
 
 

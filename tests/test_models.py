@@ -1,5 +1,3 @@
-from typing import Any, NamedTuple
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -289,31 +287,16 @@ class NeedsState(eqx.Module):
         return x, state
 
 
-class NoCall(eqx.Module):
-    w: jax.Array
-
-
-class Transformed(NamedTuple):
-    init: Any
-    apply: Any
-
-
-Transformed.__module__ = "haiku._src.transform"
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Dense, r"an Equinox module.*got the class Dense. Give an instance, Dense\(...\)"),
-        (lambda x: x, "a pair of functions .* or a pytree of parameters, got function"),
-        ("net", "got str"),
-        (None, "got NoneType"),
-        ({}, "got dict"),
-        (NeedsState(jnp.ones(3)), r"NeedsState takes a state.*eqx.nn.make_with_state\(NeedsState\)"),
-        (NoCall(jnp.ones(3)), "NoCall has no __call__"),
-        ({"w": np.ones(3), "n": np.arange(3)}, r"its leaf 'n' is int64\[3\], but gradients need floating-point arrays"),
-        ({"w": np.ones(3), "f": print}, "its leaf 'f' is builtin_function_or_method"),
-        (Transformed(None, None), r"got Haiku's Transformed.*Give the pair \(model.init, lambda params, x, rng"),
+        (nn.Dense, "an Equinox module.*got <class 'flax.linen.linear.Dense'>"),
+        (lambda x: x, "a pair of functions .* or a pytree of floating-point parameters, got <function"),
+        ("net", "got 'net'"),
+        (None, "got None"),
+        ({}, "got {}"),
+        ({"w": np.ones(3), "n": np.arange(3)}, r"got array\(\[0, 1, 2\]\) in n"),
+        ({"w": np.ones(3), "f": print}, "got <built-in function print> in f"),
     ],
 )
 def test_an_unsupported_model_is_rejected(model, message):
@@ -328,7 +311,6 @@ def test_an_unsupported_model_is_rejected(model, message):
         (NNXNet(rngs=nnx.Rngs(0)), {"nnx_model_args": ()}, ValueError, "NNXNet is an instance of an NNX module"),
         (EquinoxNet(KEY), {"nnx_model_args": ()}, ValueError, "EquinoxNet is an Equinox module"),
         (EquinoxNet(KEY), {"acumulate": 4}, TypeError, "'acumulate'. Did you mean 'accumulate'"),
-        ({"w": np.ones(3)}, {"metric": {}}, TypeError, "'metric'. Did you mean 'metrics'"),
     ],
 )
 def test_a_model_and_its_arguments_must_match(model, options, error, message):
@@ -338,7 +320,9 @@ def test_a_model_and_its_arguments_must_match(model, options, error, message):
 
 def test_a_model_with_parameters_takes_no_init_arguments():
     step = LossStep(KEY, {"w": np.ones(3)}, loss=lambda params, batch: 0.0)
-    with pytest.raises(TypeError, match="got rate, but a dict is a pytree of parameters, which has its initial"):
+    with pytest.raises(
+        TypeError, match="a dict is a pytree of parameters and takes no rate, because it has its parameters"
+    ):
         step.initialize_model(rate=0.5)
 
 

@@ -266,7 +266,10 @@ LOGICAL = {"annotate": nn.with_logical_partitioning, "names": ("embed", "heads")
         (lambda: partition.FSDPPartitioner(TWO_AXES, "data", min_size=1), Attention(nn.with_partitioning)),
         (lambda: partition.RulesPartitioner(TWO_AXES, "data", [("", P())]), Attention(nn.with_partitioning)),
         (lambda: partition.SPMDPartitioner(TWO_AXES, "data"), Attention(nn.with_partitioning)),
-        (lambda: partition.SPMDPartitioner(TWO_AXES, "data", [("heads", "model")]), Attention(**LOGICAL)),
+        (
+            lambda: partition.SPMDPartitioner(TWO_AXES, "data", [("heads", "model"), ("embed", None)]),
+            Attention(**LOGICAL),
+        ),
     ],
     ids="data parallel,fsdp,rules,spmd,logical".split(","),
 )
@@ -283,12 +286,6 @@ def test_layers_that_reshape_their_kernels_can_be_annotated(make, model):
         assert state.params["DenseGeneral_0"]["kernel"].sharding.is_equivalent_to(
             NamedSharding(TWO_AXES, P(None, "model")), 3
         )
-
-
-def test_a_logical_axis_without_a_rule_is_not_split_and_is_logged(logs):
-    partitioner = partition.SPMDPartitioner(TWO_AXES, "data", [("heads", "model")])
-    LinenStep(jax.random.key(0), Attention(**LOGICAL), partitioner=partitioner).initialize_model([1, 3])
-    assert "There is no logical axis rule for 'embed', so these axes are not split." in logs.messages
 
 
 # Explicit axes --------------------------------------------------------------------------------------------
@@ -340,14 +337,3 @@ def test_an_explicit_mesh_may_have_one_device(model):
         step = explicit_step(partitioner, model)
         losses.append(loop.Loop(step)(step.initialize_model([4, 3]), batches, num_steps=3)[1]["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "kind", [partition.DataParallelPartitioner, partition.SPMDPartitioner, partition.FSDPPartitioner]
-)
-def test_making_explicit_axes_automatic_is_logged_and_noted_in_errors(kind, logs):
-    partitioner = kind(EXPLICIT_AXES, "data")
-    assert f"{kind.__name__} makes the explicit mesh axes data, model automatic." in logs.messages
-    with pytest.raises(Exception) as caught:
-        explicit_step(partitioner).initialize_model([4, 3])
-    assert any("use ExplicitPartitioner(mesh, data_axis)" in note for note in caught.value.__notes__)

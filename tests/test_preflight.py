@@ -222,7 +222,7 @@ MISTAKES = {
     "a batch with text": (
         {"data": data_of(name=np.array(["a"] * 8))},
         "the train loop",
-        r"batch\['name'\] is <U1\[8\], which holds strings",
+        r"batch\['name'\] is <U1\[8\], which JAX can't turn",
         True,
     ),
     "a batch in float64": ({"data": data_of(w=np.ones(8))}, "the train loop", r"batch\['w'\] is float64", False),
@@ -340,7 +340,7 @@ MISTAKES = {
     "a step that leaves state.step unchanged": (
         {"step": step_returning(lambda state, outputs: (state.replace(step=state.step - 1), outputs))},
         "the train loop",
-        "returns state.step unchanged. Each run must add one to it",
+        "returns state.step unchanged. Each run must add 1 to it",
         True,
     ),
     "a loss that isn't a scalar": (

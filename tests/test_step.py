@@ -288,46 +288,17 @@ class Updating(Step):
         return state.update_variables(updates) if self.keeps else state, {"loss": loss}
 
 
-class Applying(Updating):
-    def forward(self, state, params, x):
-        outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=self.train)(x)
-        return outputs, updates
-
-
-class ApplyingLinen(Updating):
-    def forward(self, state, params, x):
-        mutable = ["batch_stats"] if self.train else []
-        return state.apply_fn({**state.variables, "params": params}, x, train=self.train, mutable=mutable)
-
-
 class Rematerializing(Updating):
     def forward(self, state, params, x):
-        forward = super().forward
-        return jax.checkpoint(lambda *args: forward(*args))(state, params, x)  # A new function, so that it's traced.
-
-
-class Nested(Updating):
-    transform = staticmethod(jax.jit)
-
-    def run(self, state, batch):
-        run = super().run
-        return self.transform(lambda *args: run(*args))(state, batch)  # A new function, so that it's traced.
-
-
-class NestedInCheckpoint(Nested):
-    transform = staticmethod(jax.checkpoint)
+        return jax.checkpoint(lambda params, x: self.call_model(state, params, x))(params, x)
 
 
 @pytest.mark.parametrize(
     ("step_class", "model", "names"),
     [
-        *(
-            (step_class, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var")
-            for step_class in (Updating, ApplyingLinen, Rematerializing, Nested, NestedInCheckpoint)
-        ),
+        (Updating, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
+        (Rematerializing, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
         (Updating, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
-        (Applying, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
-        (Nested, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
     ],
 )
 def test_dropping_the_variables_that_a_forward_pass_changed_is_an_error(step_class, model, names):
@@ -361,10 +332,9 @@ def test_two_initializations_of_an_nnx_model_share_one_compilation():
         (NNXNet, {}, ValueError, "NNXNet is an NNX module class, so the Step needs nnx_model_args"),
         (nn.Dense(1), {"nnx_model_args": (3,)}, ValueError, "the model is a Dense"),
         (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
-        (nn.Dense(1), {"xyz": 1}, TypeError, "'xyz'. It takes base_prng, model"),
-        (nn.Dense, {}, TypeError, "got the class Dense. Give an instance"),
+        (nn.Dense, {}, TypeError, "got <class 'flax.linen.linear.Dense'>"),
         (NNXNet(4, rngs=nnx.Rngs(0)), {"nnx_model_args": (4,)}, ValueError, "is an instance of an NNX module"),
-        (NNXNet(4, rngs=nnx.Rngs(0)), {"rate": 0.1}, TypeError, "'rate'. It takes base_prng, model"),
+        (NNXNet(4, rngs=nnx.Rngs(0)), {"rate": 0.1}, TypeError, "unexpected keyword argument 'rate'"),
         (nn.Dense(1), {"partitioner": "mesh"}, TypeError, "partitioner must be a jaxloop Partitioner, got 'mesh'"),
     ],
 )
@@ -373,9 +343,9 @@ def test_invalid_models_and_options_raise(model, options, error, message):
         Step(KEY, model, **options)
 
 
-@pytest.mark.parametrize(("key", "advice"), [(7, r"key\(7\)"), ({"params": None}, r"key\(0\)"), ("seed", r"key\(0\)")])
-def test_a_key_that_is_none_raises_with_advice(key, advice):
-    with pytest.raises(TypeError, match=rf"base_prng must be a PRNG key.*Write jax.random.{advice}"):
+@pytest.mark.parametrize("key", [7, {"params": None}, "seed"])
+def test_a_key_that_is_none_raises_with_advice(key):
+    with pytest.raises(TypeError, match=r"base_prng must be a PRNG key.*Write jax.random.key\(seed\)"):
         Step(key, nn.Dense(1))
 
 
@@ -394,14 +364,7 @@ def test_training_without_an_optimizer_warns(warnings_logged):
 
 
 def test_applying_an_nnx_model_like_a_linen_module_raises():
-    class Wrong(NNXStep):
-        def run(self, state, batch):
-            return state, {"y": state.apply_fn({"params": state.params}, batch["x"])}
-
-    step = Wrong(KEY, NNXNet, nnx_model_args=(4,))
-    state = step.initialize_model(None)
-    with pytest.raises(TypeError, match=r"takes nnx.States, apply_fn\(params, batch_stats, collections, train"):
-        step.evaluate(state, BATCH)
+    state = NNXStep(KEY, NNXNet, nnx_model_args=(4,)).initialize_model(None)
     with pytest.raises(TypeError, match="is for Linen models.*step.call_model"):
         _ = state.variables
 
@@ -441,7 +404,7 @@ def test_run_is_traced_once():
     assert len(traces) == 1
 
 
-def test_an_alias_made_by_device_put_is_copied(logs):
+def test_an_alias_made_by_device_put_is_copied():
     step = make_step(advance, train=True)
     state = step.initialize_model([1, 3])
     alias = jax.device_put(
@@ -449,11 +412,10 @@ def test_an_alias_made_by_device_put_is_copied(logs):
     )
     assert alias["bias"] is not state.params["bias"]
     jaxloop.OuterLoop(TrainLoop(step))(state.replace(collections=alias), [BATCH])
-    assert "collections/bias (from params/bias)" in logs.text
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel, logs):
+def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel):
     class WithTarget(Step):
         def run(self, state, batch):
             params = jax.tree.map(lambda leaf: leaf - 1, state.params)
@@ -471,8 +433,6 @@ def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel
     for steps, expected in [(1, bias), (2, bias - 2), (4, bias - 2)]:
         state, _ = outer_loop(state, [BATCH] * 4, steps)
         assert (float(state.params["bias"][0]), float(state.collections["bias"][0])) == (bias - steps, expected)
-    for name in ("collections", "batch_stats"):
-        assert f"{name}/bias (from params/bias)" in logs.text
 
 
 def test_a_python_int_as_state_step_does_not_recompile():
@@ -611,7 +571,6 @@ def test_actions_of_a_step_count_the_steps_within_the_loop():
         (lambda state: (state, {}, {}), "a tuple of 3"),
         (lambda state: (state, 1.0), "outputs as a dict with string keys or None, got float"),
         (lambda state: (state, {1: 2.0}), "under the key 1; the keys of outputs must be strings"),
-        (lambda state: (state, {"a": {"b": "text"}}), "run returned the output 'a/b' as the string 'text'"),
     ],
 )
 def test_invalid_results_of_run_raise(result, message):
@@ -639,11 +598,11 @@ def test_a_changed_state_structure_raises_and_names_the_leaf(change, message):
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
-        (np.array(["a"] * 8), r"batch\['id'\] is <U1\[8\], which holds strings"),
-        (np.array([b"a"] * 8), "holds strings"),
-        (np.array([object()] * 8), "holds Python objects"),
-        ("text", "is the string 'text'"),
-        ({1, 2}, "of type set"),
+        (np.array(["a"] * 8), r"batch\['id'\] is <U1\[8\], which JAX can't turn into an array"),
+        (np.array([object()] * 8), r"batch\['id'\] is object\[8\]"),
+        (np.ones(8, ">f4"), r"batch\['id'\] is >f4\[8\]"),
+        ("text", r"batch\['id'\] is str"),
+        ({1, 2}, r"batch\['id'\] is set"),
     ],
 )
 def test_unsupported_batch_leaves_raise_and_are_named(devices, leaf, message, data_parallel):
@@ -655,16 +614,9 @@ def test_unsupported_batch_leaves_raise_and_are_named(devices, leaf, message, da
     step(state, batches[0])  # The state was not donated.
 
 
-def test_numbers_in_another_byte_order_raise_and_are_named():
-    step, state, batches = examples.tiny_regression()
-    with pytest.raises(TypeError, match=r"batch\['x'\] is >f4\[8, 3\], .* Write array.astype\('float32'\)"):
-        step(state, {**batches[0], "x": batches[0]["x"].astype(">f4")})
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda x: x.tolist(), "batch['x'] a list of 8, not an array: write np.asarray(...), batch['y'] float32[8, 1]"),
         (lambda x: None, "batch['x'] None, batch['y'] float32[8, 1]"),
         (lambda x: 3.0, "batch['x'] float, batch['y'] float32[8, 1]"),
         (
@@ -692,7 +644,7 @@ def test_preprocess_batch_must_return_the_batch():
 def test_tensors_from_other_libraries_raise_with_a_suggested_fix():
     tf = pytest.importorskip("tensorflow")
     step, state, batches = examples.tiny_regression()
-    with pytest.raises(TypeError, match=r"batch\['x'\] is a tf.Tensor \(float32\[8, 3\]\).*as_numpy_iterator"):
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of tensorflow, float32\[8, 3\].*Step.begin"):
         step(state, jax.tree.map(tf.constant, batches[0]))
 
     class Tensor:
@@ -701,7 +653,7 @@ def test_tensors_from_other_libraries_raise_with_a_suggested_fix():
         __module__ = "torch"
         dtype, shape = "torch.float32", (8, 3)
 
-    with pytest.raises(TypeError, match=r"batch\['x'\] is a torch.Tensor \(torch.float32\[8, 3\]\).*Step.begin"):
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of torch, torch.float32\[8, 3\].*Step.begin"):
         step(state, {**batches[0], "x": Tensor()})
 
 
@@ -718,7 +670,7 @@ def batch_of(rows, dtype=np.float32, **more):
     return {"x": np.ones((rows, 3), dtype), "y": np.ones((rows, 1), np.float32), **more}
 
 
-def test_changing_batch_shapes_warn_once_and_raise_past_a_limit(warnings_logged):
+def test_changing_batch_shapes_warn_and_raise_past_a_limit(warnings_logged):
     step, state, _ = examples.tiny_regression()
     step.max_batch_shapes = 3
     for rows in (8, 8, 5, 8, 5):  # The last batch of an epoch may be short.
@@ -727,9 +679,8 @@ def test_changing_batch_shapes_warn_once_and_raise_past_a_limit(warnings_logged)
     for rows in (4, 8, 4):
         state, _ = step(state, batch_of(rows))
     (warning,) = warnings_logged()
-    assert "changed batch['x'] from float32[5, 3] to float32[4, 3], batch['y'] from" in warning
-    assert "drop_remainder" in warning
-    with pytest.raises(ValueError, match=r"has had 3 shapes, and max_batch_shapes=3 is the limit"):
+    assert "  batch['x']: float32[8, 3] -> float32[4, 3]\n  batch['y']: float32" in warning
+    with pytest.raises(ValueError, match=r"compiled for 3 shapes of batches, and max_batch_shapes=3 is the limit"):
         step(state, batch_of(7))
     assert int(step(state, batch_of(5))[0].step) == 9  # The state was not donated.
 
@@ -738,23 +689,7 @@ def test_a_leaf_that_becomes_none_is_named(warnings_logged):
     step, state, batches = examples.tiny_regression()
     for weight in (np.ones(8, np.float32), None, np.ones(8, np.float32)):
         state, _ = step(state, {**batches[0], "weight": weight})
-    assert "this one changed batch['weight'] from float32[8] to (none)." in warnings_logged()[0]
-
-
-def test_a_batch_longer_than_the_first_warns(warnings_logged):
-    step, state, _ = examples.tiny_regression()
-    for rows in (5, 8):
-        state, _ = step(state, batch_of(rows))
-    assert "changed batch['x'] from float32[5, 3] to float32[8, 3]" in warnings_logged()[0]
-
-
-def test_float64_warns_once(warnings_logged):
-    step, state, _ = examples.tiny_regression()
-    for _ in range(3):
-        state, _ = step(state, batch_of(8, np.float64))
-    (warning,) = warnings_logged()
-    assert warning.startswith("In _RegressionStep") and "batch['x'] is float64" in warning
-    assert ".astype(np.float32)" in warning
+    assert "  batch['weight']: float32[8] -> (none)" in warnings_logged()[0]
 
 
 @pytest.mark.parametrize(
@@ -784,16 +719,14 @@ class Counted(type(examples.tiny_regression()[0])):
 def test_a_state_leaf_that_jax_cannot_hold_raises_and_is_named(leaf):
     step, state, batches = examples.tiny_regression()
     state = state.replace(collections={"count": leaf})
-    message = "state/collections/count is (the string|int64.*, which JAX would silently truncate)"
+    message = "state/collections/count is (str|int64.*, which JAX would silently truncate)"
     with pytest.raises((TypeError, ValueError), match=message):
         step(state, batches[0])
     report = jaxloop.OuterLoop(TrainLoop(step)).check(state, batches)
     assert any(re.search(message, problem.text) for problem in report.problems)
 
 
-@pytest.mark.parametrize(
-    "count", [3, 3.0, np.int64(3), np.float32(3), np.asarray([3]), np.asarray(3.0), jnp.int32(3), jnp.asarray([[3.0]])]
-)
+@pytest.mark.parametrize("count", [3, 3.0, np.int64(3), np.float32(3), np.asarray(3.0), jnp.int32(3), jnp.asarray(3.0)])
 def test_num_examples_can_return_any_whole_number(count):
     _, state, batches = examples.tiny_regression()
     step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)

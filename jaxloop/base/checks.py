@@ -1,15 +1,14 @@
 """Checks of states, batches and step results. Errors say what was expected, what was found, and what to do."""
 
+import contextlib
 import functools
-import importlib.util
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax import core
 
 from jaxloop import types
@@ -31,6 +30,11 @@ def batch_leaf_name(path: Any) -> str:
 def batch_leaves(batch: Any) -> dict[str, Any]:
     """Returns a dict of a batch's leaves, keyed by name: `{"batch['image']": array}`."""
     return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+
+
+def is_tracer_class(kind: type) -> bool:
+    """Returns whether this is the class of values in a function that JAX traces. JAX has no public way to ask this."""
+    return issubclass(kind, core.Tracer)
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -62,14 +66,6 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 def first_lines(lines: Sequence[str]) -> list[str]:
     """Returns the first twelve lines. If there are more, a final line says how many were omitted."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
-
-
-def is_installed(package: str) -> bool:
-    """Returns whether a package can be imported."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # A placeholder in sys.modules.
-        return False
 
 
 def is_user_defined(thing: Any, name: str) -> bool:
@@ -145,42 +141,31 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
     """Raises an error unless `value`, a number of updates, is a multiple of the step's `updates_per_step`."""
     updates = step.updates_per_step
     if value is not None and value % updates:
-        below, above = value // updates * updates, (value // updates + 1) * updates
         raise ValueError(
             f"{name}={value} is not a multiple of {updates}, the number of updates that {step!r} makes per batch "
-            f"({type(step).__name__}.updates_per_step). Give {f'{below} or {above}' if below else above}."
+            f"({type(step).__name__}.updates_per_step)."
         )
 
 
 def counting_hint(step: Any) -> str:
     """Returns a hint, for error messages, about how a training step should update `state.step`."""
-    if step.updates_per_step > 1:
-        return (
-            f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: "
-            "call state.apply_gradients(grads=...) that many times, or state.replace(step=...). Or correct "
-            "updates_per_step."
-        )
     return (
-        "Each run must add one to it: return state.apply_gradients(grads=...), or "
-        "state.replace(step=state.step + 1). If it makes several updates with a batch, set the class attribute "
-        "updates_per_step."
+        f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: return "
+        "state.apply_gradients(grads=...) or state.replace(step=state.step + ...), or correct updates_per_step."
     )
 
 
 def whole_number(value: Any) -> int | None:
-    """Converts a number or a one-element array to an int, or returns None if its value isn't a non-negative integer.
+    """Converts a scalar to an int, or returns None if its value isn't a non-negative integer.
 
-    >>> whole_number(np.float32(8.0)), whole_number(np.array([8])), whole_number(1.5), whole_number("8")
+    >>> whole_number(np.float32(8.0)), whole_number(8), whole_number(1.5), whole_number("8")
     (8, 8, None, None)
     """
     if type(value) is int:
         return value if value >= 0 else None
-    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
+    if not isinstance(value, float | np.number | np.ndarray | jax.Array) or np.ndim(value):
         return None
-    array = np.asarray(value)
-    if array.size != 1 or array.dtype.kind not in "iuf" or not float(array.item()).is_integer() or array.item() < 0:
-        return None
-    return int(array.item())
+    return int(value) if float(value).is_integer() and value >= 0 else None
 
 
 def check_alive(state: Any, caller: str) -> None:
@@ -211,30 +196,25 @@ def adopt(state: Any) -> Any:
     """
     check_counter(getattr(state, "step", None))
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    first, copied, owned = dict[Any, Any](), list[str](), []
+    buffers, owned = set[Any](), []
     for path, leaf in leaves:
         if not isinstance(leaf, _ARRAYS):
             leaf = _on_device(path, leaf)
-        elif isinstance(leaf, jax.Array) and (known := first.setdefault(_buffer(leaf), path)) is not path:
-            copied.append(f"{path_name(path)} (from {path_name(known)})")
-            leaf = jnp.copy(leaf)
+        elif isinstance(leaf, jax.Array):
+            buffer = _buffer(leaf)
+            leaf = jnp.copy(leaf) if buffer in buffers else leaf
+            buffers.add(buffer)
         owned.append(leaf)
-    if copied:
-        logging.info("Copied arrays that appear twice in the state, which a step donates: %s.", listed(copied, show=3))
     return jax.tree.unflatten(structure, owned)
 
 
 def _buffer(leaf: jax.Array) -> Any:
     """Returns a key that two arrays share if they have the same buffer, as after `jax.device_put`."""
-    if (
-        isinstance(leaf, core.Tracer)
-        or leaf.is_deleted()
-        or not leaf.size
-        or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    ):
-        return id(leaf)
-    devices = leaf.devices()
-    return (leaf.unsafe_buffer_pointer(), *devices) if len(devices) == 1 else id(leaf)
+    if leaf.size:
+        # Deleted arrays, tracers and arrays on several devices have no buffer of their own.
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError, TypeError):
+            return leaf.unsafe_buffer_pointer(), *leaf.devices()
+    return id(leaf)
 
 
 def as_arrays(tree: Any) -> Any:
@@ -301,56 +281,26 @@ def problems_of_batch(batch: Any) -> Iterator[str]:
 def batch_in_words(batch: Any) -> str:
     """Describes up to eight leaves of a batch for an error message: `batch['x'] float32[8, 3], ...`.
 
-    Lists of numbers are shown as lists, because JAX would turn each number into a separate array. None leaves are also
-    shown, although JAX ignores them.
+    None leaves are also shown, although JAX ignores them.
     """
-    is_odd = lambda node: node is None or _is_list_of_numbers(node)
-    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
-    shown = [f"{batch_leaf_name(path)} {_in_words(leaf)}" for path, leaf in leaves[:8]]
-    more = [f"and {len(leaves) - 8} more"] if len(leaves) > 8 else []
-    return ", ".join([*shown, *more]) or f"nothing ({type(batch).__name__})"
-
-
-def _is_list_of_numbers(node: Any) -> bool:
-    """Returns whether a node is a (possibly nested) list of Python numbers."""
-    return isinstance(node, list) and bool(node) and (isinstance(node[0], int | float) or _is_list_of_numbers(node[0]))
-
-
-def _in_words(leaf: Any) -> str:
-    if isinstance(leaf, list):
-        return f"a list of {len(leaf)}, not an array: write np.asarray(...)"
-    return "None" if leaf is None else describe(leaf)
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda node: node is None)
+    shown = [f"{batch_leaf_name(path)} {'None' if leaf is None else describe(leaf)}" for path, leaf in leaves]
+    return listed(shown, show=8) or f"nothing ({type(batch).__name__})"
 
 
 def _problem_of_leaf(leaf: Any, remedy: str) -> str | None:
+    package = type(leaf).__module__.partition(".")[0]
+    if package in ("tensorflow", "torch"):
+        return (
+            f"a tensor of {package}, {describe(leaf)}. Convert it with jax.tree.map(np.asarray, batch) in Step.begin."
+        )
     dtype = getattr(leaf, "dtype", None)
-    match type(leaf).__module__.partition(".")[0]:
-        case "tensorflow":
-            return (
-                f"a tf.Tensor ({leaf.dtype.name}{list(leaf.shape)}), but a jitted step takes NumPy or JAX arrays. "
-                "Iterate over dataset.as_numpy_iterator() or tfds.as_numpy(dataset), or convert it to NumPy in "
-                "Step.begin: return state, jax.tree.map(np.asarray, batch)."
-            )
-        case "torch":
-            return (
-                f"a torch.Tensor ({leaf.dtype}{list(leaf.shape)}), but a jitted step takes NumPy or JAX arrays. "
-                "Convert it to NumPy in Step.begin: return state, jax.tree.map(np.asarray, batch)."
-            )
-        case "pandas" | "polars" | "pyarrow":
-            return (
-                f"a {type(leaf).__name__}, but a jitted step takes NumPy or JAX arrays. For a Hugging Face dataset, "
-                'write dataset.with_format("numpy").'
-            )
-    if isinstance(leaf, str | bytes):
-        return f"the string {leaf!r}, which no device can hold. {remedy}"
-    if isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.hasobject):
-        what = {"O": "Python objects", "S": "strings", "U": "strings"}.get(dtype.kind, "dates")
-        return f"{describe(leaf)}, which holds {what}: no device can hold them. {remedy}"
-    if isinstance(dtype, np.dtype) and not dtype.isnative:
-        return f"{describe(leaf)}, in the byte order of other machines. Write array.astype({dtype.name!r})."
-    if dtype is None and not isinstance(leaf, int | float | complex):
-        return f"of type {type(leaf).__name__}, which JAX can't turn into an array. {remedy}"
-    return None
+    is_number = isinstance(leaf, int | float | complex)
+    if isinstance(dtype, np.dtype):  # Not that of a PRNG key, for example.
+        is_number = dtype.kind in "biufcV" and dtype.isnative and not dtype.hasobject
+    elif dtype is not None:
+        return None
+    return None if is_number else f"{describe(leaf)}, which JAX can't turn into an array. {remedy}"
 
 
 def problem_of_dtypes(batch: Any) -> str | None:
@@ -361,10 +311,6 @@ def problem_of_dtypes(batch: Any) -> str | None:
     """
     leaves = batch_leaves(batch)
     _check_range(batch, _wide_integers(leaves))
-    return _float64_warning(leaves)
-
-
-def _float64_warning(leaves: dict[str, Any]) -> str | None:
     if names := [name for name, leaf in leaves.items() if _is_cut(leaf, "f")]:
         return (
             f"{', '.join(names)} is float64, which JAX converts to float32 at each step. Convert it when you make the "
@@ -379,27 +325,22 @@ def _is_cut(leaf: Any, kinds: str) -> bool:
     return is_wide and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
 
 
-def _wide_integers(leaves: dict[str, Any]) -> list[tuple[int, str, int, int]]:
-    """Returns the position, the name and the 32-bit limits of each leaf whose 64-bit integers JAX would truncate."""
-    limits = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32)}
-    wide = [
-        (index, name, limits[leaf.dtype.kind])
-        for index, (name, leaf) in enumerate(leaves.items())
-        if _is_cut(leaf, "iu")
-    ]
-    return [(index, name, int(limit.min), int(limit.max)) for index, name, limit in wide]
+def _wide_integers(leaves: dict[str, Any]) -> list[tuple[int, str, Any]]:
+    """Returns the position, the name and the 32-bit dtype of each leaf whose 64-bit integers JAX would truncate."""
+    narrow = lambda leaf: np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return [(place, name, narrow(leaf)) for place, (name, leaf) in enumerate(leaves.items()) if _is_cut(leaf, "iu")]
 
 
-def _check_range(tree: Any, wide: Sequence[tuple[int, str, int, int]]) -> None:
+def _check_range(tree: Any, wide: Sequence[tuple[int, str, Any]]) -> None:
     """Raises an error if a 64-bit integer doesn't fit into 32 bits."""
     leaves = jax.tree.leaves(tree)
-    for index, name, least, most in wide:
-        leaf = leaves[index]
-        if leaf.size and not least <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= most:
+    for place, name, limits in wide:
+        leaf = leaves[place]
+        if leaf.size and not limits.min <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= limits.max:
             raise ValueError(
                 f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, which JAX would silently "
-                f"truncate to {'int32' if least else 'uint32'}. Map them to smaller numbers, split them in two, or "
-                "call jax.config.update('jax_enable_x64', True) when the program starts."
+                f"truncate to {limits.dtype}. Map them to smaller numbers, split them in two, or call "
+                "jax.config.update('jax_enable_x64', True) when the program starts."
             )
 
 
@@ -415,48 +356,34 @@ _form = operator.attrgetter("shape", "dtype", "__class__")
 
 
 class BatchWatch:
-    """Checks a step's batches for changes in shape or dtype, and for dtypes that JAX would silently convert.
+    """Checks a step's batches for integers that JAX would truncate, and counts their rows.
 
     Hooks:
       look: Checks the next batches.
 
     Attributes:
-      declared_sizes: The batch sizes that the dataset declared in advance. If a batch has one of these sizes and is
-        otherwise like the first batch, it doesn't cause a warning or count toward the limit on shapes.
       num_rows: The number of rows in the last batch; None if the leading axes of its leaves differ in length.
-      may_differ: True if the batches of the processes of a job have differed in more than their numbers of rows.
-      form: A description of the last batch, which is equal for all batches whose leaves have the same names, shapes
-        and dtypes. None before the first batch.
+      may_differ: True if the batches of the processes of a job have differed in more than their numbers of rows. The
+        processes then compare their batches before each step.
     """
 
     def __init__(self):
-        self.declared_sizes: Collection[int] = ()
         self.num_rows: int | None = None
         self.may_differ: bool = False
-        self.form: list[Any] | None = None
-        self._seen: set[tuple[Any, ...]] = set()
-        self._leaves: dict[str, str] = {}
-        self._arrays: dict[str, Any] = {}  # The dtypes and shapes of the first batch.
-        self._wide: list[tuple[int, str, int, int]] = []  # The 64-bit integers; see `_wide_integers`.
-        self._has_warned = False
+        self._form: list[Any] | None = None  # The names, shapes and dtypes of the last batch.
+        self._wide: list[tuple[int, str, Any]] = []  # The 64-bit integers; see `_wide_integers`.
 
-    def expect_differences(self) -> None:
-        """Makes all processes compare their batches before each step."""
-        self.may_differ = True
-
-    def look(self, batches: Sequence[Any], step: Any) -> int | None:
-        """Checks a step's next batches. `step.max_batch_shapes` limits the number of different shapes.
+    def look(self, batches: Sequence[Any]) -> int | None:
+        """Checks the next batches.
 
         Args:
           batches: One batch, or several with the same shapes and dtypes.
-          step: The step that will run the batches.
 
         Returns:
           The number of rows in each batch, or None if the leading axes of its leaves differ in length.
 
         Raises:
-          ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits, or if the batches so
-            far have had too many different shapes.
+          ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
         """
         batch = batches[0]
         try:
@@ -464,63 +391,12 @@ class BatchWatch:
         except (AttributeError, TypeError):  # Not a dict of arrays.
             leaves, structure = structures.flatten(batch)
             form = [structure, *((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)]
-        if form != self.form:
-            self._check_closely(batch, form, step)
+        if form != self._form:
+            self._wide = _wide_integers(batch_leaves(batch))
+            self._form, self.num_rows = form, num_examples(batch)
         for each in batches if self._wide else ():
             _check_range(each, self._wide)
         return self.num_rows
-
-    def _check_closely(self, batch: Any, form: list[Any], step: Any) -> None:
-        by_path = batch_leaves(batch)
-        leaves = {path: describe(leaf) for path, leaf in by_path.items()}
-        self._wide = _wide_integers(by_path)
-        if not self._seen and (warning := _float64_warning(by_path)):
-            logging.warning("In %r, %s", step, warning)
-        key = tuple(sorted(leaves.items()))
-        is_declared = num_examples(batch) in self.declared_sizes and self._differs_in_rows(by_path)
-        if self._seen and key not in self._seen and not is_declared:
-            self._warn_of_change(by_path, leaves, step)
-        self._arrays = self._arrays or self._shapes_by_path(by_path)
-        if not is_declared:
-            self._seen.add(key)
-        self.form, self._leaves = form, leaves
-        self.num_rows = num_examples(batch)
-
-    def _warn_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
-        """Warns that a batch differs from the previous one, or raises an error after too many different shapes."""
-        shown = ", ".join(f"{path} from {before} to {leaf}" for path, before, leaf in changes(self._leaves, leaves))
-        what, remedy = "shape", "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
-        is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
-        if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
-            what, remedy = "shape and dtype", "Make each leaf an array of one dtype in all batches."
-        text = f"{step!r} compiles again for each {what} of its batches, and this one changed {shown}."
-        if len(self._seen) >= step.max_batch_shapes:
-            raise ValueError(
-                f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
-                f"limit. {remedy} Or set max_batch_shapes of the step."
-            )
-        # A short last batch of each epoch is fine.
-        if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
-            self._has_warned = True
-            logging.warning("%s %s This warning is logged once.", text, remedy)
-
-    @staticmethod
-    def _shapes_by_path(by_path: dict[str, Any]) -> dict[str, Any]:
-        return {path: (getattr(leaf, "dtype", None), np.shape(leaf)) for path, leaf in by_path.items()}
-
-    def _differs_in_rows(self, by_path: dict[str, Any]) -> bool:
-        """Returns whether a batch differs from the first one only in its number of rows."""
-        now = self._shapes_by_path(by_path)
-        if now.keys() != self._arrays.keys() or now == self._arrays:
-            return False
-        pairs = [(now[path], self._arrays[path]) for path in now]
-        return all(one[0] == two[0] and one[1][1:] == two[1][1:] for one, two in pairs)
-
-    def _is_short(self, by_path: dict[str, Any]) -> bool:
-        """Returns whether a batch differs from the first one only by having fewer rows."""
-        return self._differs_in_rows(by_path) and all(
-            np.shape(leaf)[:1] <= self._arrays[path][1][:1] for path, leaf in by_path.items()
-        )
 
 
 def num_examples(batch: Any) -> int | None:
@@ -579,18 +455,6 @@ def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
     for name in outputs or ():
         if not isinstance(name, str):
             raise TypeError(f"{hook} returned an output under the key {name!r}; the keys of outputs must be strings.")
-    return state, outputs
-
-
-def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Checks a compiled hook's result like `check_result`, and also raises an error if an output is a string."""
-    state, outputs = check_result(result, hook)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-        if isinstance(leaf, str | bytes):
-            raise TypeError(
-                f"{hook} returned the output {path_name(path)!r} as the string {leaf!r}, but compiled "
-                "functions return numbers and arrays. Return text from Step.end."
-            )
     return state, outputs
 
 

@@ -31,13 +31,11 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
     """
     path = files.absolute(directory)
     path.mkdir(parents=True, exist_ok=True)
-    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    if before != str(path):
-        # If the program has already compiled something, JAX has already decided which cache to use, if any.
-        from jax.experimental.compilation_cache import compilation_cache
+    # If the program has already compiled something, JAX has already decided which cache to use, if any.
+    from jax.experimental.compilation_cache import compilation_cache
 
-        compilation_cache.reset_cache()
-        logging.info("Compiled programs are cached in %s.", path)
+    compilation_cache.reset_cache()
+    logging.info("Compiled programs are cached in %s.", path)

@@ -4,7 +4,6 @@ The contents of a work directory are untrusted input. A FIFO would block a run f
 written to it, and a symbolic link would let the run overwrite a file elsewhere.
 """
 
-import contextlib
 import errno
 import functools
 import json
@@ -18,39 +17,25 @@ from etils import epath
 MAX_BYTES = 1 << 28
 """The default size limit of `read_bytes`, in bytes."""
 
-_KIND_NAMES = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
 _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Opens a regular file on a local file system, like `os.open`.
 
-    The last component of the path must not be a symbolic link, but earlier ones may be. `O_TRUNC` takes effect only
-    once the file is known to be regular.
+    The last component of the path must not be a symbolic link, but earlier ones may be. The file is truncated only once
+    it is known to be regular.
 
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
     """
-    with contextlib.suppress(FileNotFoundError):
-        found_mode = os.lstat(path).st_mode  # Checked before opening, because opening some devices has side effects.
-        if not stat.S_ISREG(found_mode):
-            raise _not_regular(path, found_mode)
+    # Checked before opening, because opening some devices has side effects.
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        message = "Expected a regular file, and found a link, a directory, a pipe or a device. Remove it"
+        raise OSError(errno.EINVAL, message, os.fspath(path))
     descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFE_FLAGS, mode)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # The file was replaced after the first check.
-            raise _not_regular(path, os.fstat(descriptor).st_mode)
-        if flags & os.O_TRUNC:
-            os.ftruncate(descriptor, 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    if flags & os.O_TRUNC:
+        os.ftruncate(descriptor, 0)
     return descriptor
 
 
@@ -64,7 +49,7 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
     ...     open_file(directory / "history.jsonl", "rb")
     ... except OSError as error:
     ...     print(error.strerror)
-    Expected a regular file, but found a FIFO. Remove it, or use a different directory
+    Expected a regular file, and found a link, a directory, a pipe or a device. Remove it
 
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
@@ -115,10 +100,6 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
       OSError: If the directory can't be created or written to. The message gives the reason.
     """
     path = absolute(directory)
-    if not is_remote(path) and "gs:/" in f"{path}/":
-        raise OSError(
-            errno.EINVAL, "Orbax would read 'gs:' in this path as a bucket. Use another name, or gs://bucket", str(path)
-        )
     probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this process is killed.
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -159,9 +140,3 @@ def make_directory(path: epath.PathLike) -> None:
 def is_remote(path: epath.PathLike) -> bool:
     """Returns True if a path is in a remote store (such as `gs://`), rather than on a local file system."""
     return "://" in os.fspath(path)
-
-
-def _not_regular(path: str | os.PathLike[str], mode: int) -> OSError:
-    kind = _KIND_NAMES.get(stat.S_IFMT(mode), "something else")
-    message = f"Expected a regular file, but found {kind}. Remove it, or use a different directory"
-    return OSError(errno.EINVAL, message, os.fspath(path))

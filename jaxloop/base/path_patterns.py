@@ -36,8 +36,7 @@ def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]
         is used.
 
     Raises:
-      ValueError: If a pattern matches no path, if a pattern and its new path have different wildcards, or if two paths
-        would get the same new path.
+      ValueError: If a pattern matches no path, or if a pattern and its new path have different wildcards.
     """
     paths, new_paths = list(paths), {}
     for pattern, target in patterns.items():
@@ -54,11 +53,6 @@ def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]
         for path, match in found:
             pairs = zip(_WILDCARD.split(target), [*match.groups(), ""], strict=True)
             new_paths.setdefault(path, "".join(text + names for text, names in pairs))
-    if len(set(new_paths.values())) < len(new_paths):
-        targets = list(new_paths.values())
-        twice = next(target for target in targets if targets.count(target) > 1)
-        both = [path for path, target in new_paths.items() if target == twice]
-        raise ValueError(f"{both[0]} and {both[1]} would both become {twice}. Give patterns that keep them apart.")
     return new_paths
 
 

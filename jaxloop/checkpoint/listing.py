@@ -46,12 +46,8 @@ def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
 
 
 def missing_error(directory: epath.PathLike) -> FileNotFoundError:
-    """Returns the error for a directory without checkpoints. It names the directory meant, if that is easily found."""
-    directory = absolute(directory)
-    text = f"No checkpoint in {directory}."
-    if near := all_paths([directory.parent, directory / "checkpoints"]):
-        text += f" Did you mean {near[-1].parent}, which has checkpoints up to step {near[-1].name}?"
-    return FileNotFoundError(text)
+    """Returns the error for a directory without checkpoints."""
+    return FileNotFoundError(f"No checkpoint in {absolute(directory)}.")
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:

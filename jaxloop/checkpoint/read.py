@@ -390,10 +390,7 @@ class Checkpoint:
         names = {path: path for path in self.leaves} if names is None else names
         transforms = {} if transforms is None else transforms
         if not all(isinstance(each, str) for pair in transforms.items() for each in pair):
-            raise TypeError(
-                "transforms must be a dict from patterns of saved paths to paths in the state, such as "
-                f"{{'**/Dense_0/**': '**/output/**'}}, got {transforms!r}."
-            )
+            raise TypeError(f"transforms must be a dict such as {{'**/Dense/**': '**/output/**'}}, got {transforms!r}.")
         if transforms == self.custom_metadata.get(TRANSFORMS_KEY):
             transforms = {}
         is_saved = lambda pattern: any(path_patterns.matches(pattern, name) for name in names)
@@ -488,10 +485,7 @@ def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
     except Exception as error:
         if not opened.is_sealed:
             raise _damage_error(opened.path, [f"{item} can't be read: {type(error).__name__}: {error}"]) from error
-        error.add_note(
-            f"while reading {item} of the checkpoint {opened.path}, whose files match their checksums. If there are "
-            "other files in it, remove those"
-        )
+        error.add_note(f"in {opened.path / item}, whose files match their checksums. If there are others, remove them.")
         raise
 
 

@@ -101,14 +101,6 @@ class Fingerprints:
 # Matching --------------------------------------------------------------------------------------------
 
 
-_REMEDIES = {
-    "state": "Build the model and the optimizer as they were when it was saved, use a different directory, or map the "
-    "old names onto the new ones with `transforms`.",
-    "template": "Give templates with the saved structure, shapes and dtypes, or use a different directory.",
-    "tree": "Give a tree of the same model, or choose leaves of the checkpoint with `paths`.",
-}
-
-
 def match(
     saved: Mapping[str, str],
     ours: Iterable[str],
@@ -165,7 +157,8 @@ def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, 
         lines = "\n".join(differences)
         raise ValueError(
             f"The checkpoint {path} does not fit this {what}. Leaves that differ (checkpoint -> {what}):\n{lines}\n"
-            f"{_REMEDIES[what]}"
+            "Build the model and the optimizer as they were when it was saved, map the old names onto the new ones, or "
+            "use a different directory."
         )
 
 

@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers
 from jaxloop import distributed
 from jaxloop.base import checks, files, timing
 from jaxloop.checkpoint import read, seal, stored
-from jaxloop.checkpoint.listing import METADATA_FILE, all_paths, all_steps
+from jaxloop.checkpoint.listing import METADATA_FILE, all_paths
 from jaxloop.checkpoint.read import CheckpointError
 from jaxloop.processes import agreement, lock
 from jaxloop.schedules import Schedule
@@ -64,7 +64,6 @@ class CheckpointWriter:
         self._policy: _Policy | None = None  # None if a manager was passed in, whose own options decide.
         self._manager: ocp.CheckpointManager | None = None  # None while no manager is open.
         self._saving: tuple[int, dict[str, Any]] = -1, {}  # The step and the metadata of the current or last save.
-        self._committed_step: int | None = None  # The step of the last commit since `close`.
         self._fingerprints = stored.Fingerprints()
         if isinstance(manager_or_directory, str | os.PathLike):
             self.directory: epath.Path = files.absolute(manager_or_directory)
@@ -188,7 +187,7 @@ class CheckpointWriter:
         problem = ""
         if distributed.is_first_process():
             try:
-                self._check_not_lost()
+                lock.check(self.directory)
                 if jax.process_count() > 1:
                     files.prepare_directory(self.directory)
             except (OSError, lock.DirectoryLostError) as error:
@@ -197,19 +196,6 @@ class CheckpointWriter:
                     raise
         if problem := agreement.gather_texts(problem)[0]:
             raise agreement.known_to_all_processes(RuntimeError(problem))
-
-    def _check_not_lost(self) -> None:
-        """Raises an error if the run's locked directory was moved or replaced, or if the last checkpoint is gone."""
-        lock.check(self.directory)
-        step = self._committed_step
-        if self._policy is None or step is None or (self.directory / str(step)).exists():
-            return
-        if max(all_steps(self.directory), default=-1) < step:  # Otherwise a newer one has replaced it.
-            raise lock.DirectoryLostError(
-                f"The checkpoint of step {step} was saved, and then something else deleted or moved it. Make sure that "
-                "no clean-up job or other program does so, and start the run again: it resumes from the newest "
-                "checkpoint that is left."
-            )
 
     def _open_manager(self) -> ocp.CheckpointManager:
         policy = self._policy
@@ -279,23 +265,21 @@ class CheckpointWriter:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failure(step, error) from error
-        self._committed_step = None if step < 0 else step
 
     def close(self) -> None:
         """Waits for the last save, and closes the writer's own manager.
 
         Raises:
-          CheckpointError: If the last save failed, or its checkpoint is no longer on disk. The error is raised only
-            once.
+          CheckpointError: If the last save failed, or if the directory that this process locked was moved or deleted.
+            The error is raised only once.
         """
         try:
             self.wait()
-            if self._committed_step is not None and distributed.is_first_process():
-                self._check_not_lost()
+            if self._policy is not None and self._manager is not None and distributed.is_first_process():
+                lock.check(self.directory)
         except (OSError, lock.DirectoryLostError) as error:
             raise self._failure(self._saving[0], error) from error
         finally:
-            self._committed_step = None
             if self._policy is not None and self._manager is not None:
                 manager, self._manager = self._manager, None
                 manager.close()

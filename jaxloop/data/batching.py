@@ -65,7 +65,7 @@ def _batches(
     make_pass = functools.partial(_batches, take, length, size, drop_remainder, num_epochs or 1)
     if num_epochs is None:
         endless = lambda number: take(np.arange(number * size, (number + 1) * size))
-        return IndexedBatches(endless, None, ((size, 0),), make_pass)
+        return IndexedBatches(endless, None, (0,), make_pass)
     total = num_epochs * length
     offset = number_of_pass * total
     num_batches = total // size if drop_remainder else -(-total // size)
@@ -73,9 +73,9 @@ def _batches(
     def make_batch(number: int) -> types.Batch:
         return take(offset + np.arange(number * size, min((number + 1) * size, total)))
 
-    last = num_batches - 1  # It may be short.
-    firsts = {min(total - last * size, size): last, **({size: 0} if last else {})}
-    return IndexedBatches(make_batch, num_batches, tuple(sorted(firsts.items())), make_pass)
+    has_short_batch = num_batches > 1 and total < num_batches * size
+    firsts = (num_batches - 1, 0) if has_short_batch else (0,)
+    return IndexedBatches(make_batch, num_batches, firsts, make_pass)
 
 
 # The examples ----------------------------------------------------------------------------------------------
@@ -138,12 +138,4 @@ def _access(rows: Any, collate: _Collate | None) -> tuple[int, _Take]:
 
 
 def _stacked(examples: Sequence[Any]) -> types.Batch:
-    if any(example is None for example in examples):  # Grain's `MapDataset.filter` leaves holes.
-        raise ValueError(
-            "batched(rows) has no element at one of its indices. Don't filter a dataset that is read by index."
-        )
-    try:
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
-    except ValueError as error:
-        error.add_note("in batched(rows), whose examples must have the same structure and shapes to form a batch")
-        raise
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)

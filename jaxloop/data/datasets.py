@@ -190,8 +190,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
         share = functools.partial(shard_for_process, process_index=place, process_count=count)
         make_batch = lambda index: _rows_of_process(data.make_batch(index), place, count)
         make_pass = lambda number: share(pass_of(data, number))
-        firsts = tuple((size // count, number) for size, number in data.firsts)
-        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, make_pass=data.make_pass and make_pass)
+        return dataclasses.replace(data, make_batch=make_batch, make_pass=data.make_pass and make_pass)
     if isinstance(data, list | tuple):
         return type(data)(_rows_of_process(batch, place, count) for batch in data)
     kinds = {base.__name__ for base in type(data).__mro__}

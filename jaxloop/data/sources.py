@@ -94,28 +94,22 @@ class IndexedBatches(Iterable[types.Batch]):
     Attributes:
       make_batch: A pure function that returns the batch with a given number.
       num_batches: The number of batches in an epoch; None for an endless dataset.
-      firsts: A pair `(size, number)` for each batch size that is known in advance, in ascending order. `number` is the
-        number of the first batch that has `size` examples.
+      firsts: The number of the first batch of each size, in ascending order of size; empty if the sizes are unknown.
       make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0);
         None if all passes are the same. The returned dataset has the same function.
     """
 
     make_batch: Callable[[int], types.Batch]
     num_batches: int | None
-    firsts: tuple[tuple[int, int], ...] = ()
+    firsts: tuple[int, ...] = ()
     make_pass: Callable[[int], "IndexedBatches"] | None = None
 
     def __iter__(self) -> IndexIterator:
         return IndexIterator(self)
 
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """All batch sizes, in ascending order; empty if they are not known in advance."""
-        return tuple(size for size, _ in self.firsts)
-
     def first_of_each_size(self) -> list[types.Batch]:
         """Returns the first batch of each size, in ascending order; only the first batch if no sizes are known."""
-        return [made_by(self.make_batch, number) for _, number in self.firsts or ((0, 0),)]
+        return [made_by(self.make_batch, number) for number in self.firsts or (0,)]
 
     @property
     def is_endless(self) -> bool:
@@ -501,13 +495,10 @@ def check_is_dataset(data: Any) -> None:
     # A list of arrays is probably a list of batches, but a tuple of arrays is probably one batch.
     is_batch |= isinstance(data, tuple) and len(data) > 0 and all(map(is_array, data))
     if is_batch or isinstance(data, str | bytes) or not (hasattr(data, "__iter__") or hasattr(data, "__next__")):
-        what = checks.describe(data)
-        if isinstance(data, tuple):
-            what = f"a {what} of arrays, ({', '.join(map(checks.describe, data))})"
         raise TypeError(
-            f"A dataset must be an iterator or an iterable of batches, got {what}. For a single batch, write [batch]. "
-            "For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a function without arguments that "
-            "returns a dataset, write jaxloop.skippable(function)."
+            f"A dataset must be an iterator or an iterable of batches, got {checks.describe(data)}. For a single "
+            "batch, write [batch]. For whole arrays, write jaxloop.data.batched(arrays, 64, seed=0). For a function "
+            "without arguments that returns a dataset, write jaxloop.skippable(function)."
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 
 from jaxloop import types
 from jaxloop.base import checks, timing
-from jaxloop.data.sources import NO_DATA, check_is_dataset, indexed, is_function
+from jaxloop.data.sources import NO_DATA, check_is_dataset, is_function
 from jaxloop.processes.agreement import Job, JointReader, OwnBatches
 
 
@@ -202,9 +202,6 @@ class LoopData:
             own = OwnBatches(read, runner, self._stopwatch)
             joint = JointReader(repr(loop), own, self._job, until_all_end=evaluates)
         self.feed = Feed(dataset, read, joint)
-        if not evaluates:
-            found = indexed(dataset)
-            runner.batch_watch.declared_sizes = () if found is None else found.batch_sizes
 
     def next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
         """Returns the batch that the next step would receive."""

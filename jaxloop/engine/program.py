@@ -183,12 +183,12 @@ class Program:
         runner, num_examples = self._runner, None
         if self._needs.counting:
             carry, batch, num_examples = self._prepare(carry, batch)
-        rows = 0 if self._evaluates else runner.batch_watch.look((batch,), self.step)
+        rows = 0 if self._evaluates else runner.batch_watch.look((batch,))
         if num_examples is None:
             num_examples = runner.count_examples(batch) if rows is None else rows
         try:
             placed = runner.place(batch, evaluates=self._evaluates) if self._needs.placing else batch
-            carry, outputs = self._compiled.call(carry, placed, runner.batch_watch.form)
+            carry, outputs = self._compiled.call(carry, placed)
         except Exception as error:
             runner.explain(error, batch)
             raise
@@ -262,11 +262,11 @@ class Program:
         whole = stacked(prepared)
         if whole is None:
             return None
-        rows = 0 if self._evaluates else self._runner.batch_watch.look(prepared, self.step)
+        rows = 0 if self._evaluates else self._runner.batch_watch.look(prepared)
         rows = self._runner.count_examples(prepared[0]) if rows is None else rows
         try:
             placed = self._runner.place(whole, evaluates=self._evaluates, fuses=True)
-            carry, outputs = compiled.call(carry, placed, self._runner.batch_watch.form)
+            carry, outputs = compiled.call(carry, placed)
         except Exception as error:
             self._runner.explain(error, prepared[0])
             raise

@@ -191,7 +191,7 @@ class LossStep(NumpyStep):
         )
         _check_functions(type(self), loss, metrics or {})
         adapted = forward.adapt(model)
-        takes_inputs = not isinstance(getattr(adapted, "apply_fn", None), forward.ParamsApply)
+        takes_inputs = getattr(adapted, "apply_fn", None) != forward.PARAMS_APPLY
         if not takes_inputs and (inputs is not None or compute_dtype is not None):
             raise ValueError(
                 f"{type(self).__name__} got {'inputs' if inputs is not None else 'compute_dtype'}, which is for a "

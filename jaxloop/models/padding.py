@@ -27,8 +27,8 @@ class MaskedBatch(NamedTuple):
 class _UnmaskedWatch(checks.BatchWatch):
     """Checks the batches without their masks."""
 
-    def look(self, batches: Sequence[Any], step: Any) -> int | None:
-        return super().look([each.batch if isinstance(each, MaskedBatch) else each for each in batches], step)
+    def look(self, batches: Sequence[Any]) -> int | None:
+        return super().look([each.batch if isinstance(each, MaskedBatch) else each for each in batches])
 
 
 @final

@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -17,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxloop.base import checks
 from jaxloop.partition.mesh_partitioner import MeshPartitioner
 from jaxloop.partition.meshes import mesh_for_tracing, names_of
-from jaxloop.partition.partitioner import SMALL, Rules
+from jaxloop.partition.partitioner import Rules
 from jaxloop.types import nnx
 
 
@@ -45,7 +44,7 @@ class _LaidOutPartitioner(MeshPartitioner):
         init_unboxed = _unboxing(init_fn)
 
         def sharded_init(*args: Any, **kwargs: Any) -> Any:
-            with self._naming_explicit_partitioner(), self._tracing():
+            with self._tracing():
                 self._lay_out_result(init_fn, *args, **kwargs)
                 return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
 
@@ -68,9 +67,6 @@ class _LaidOutPartitioner(MeshPartitioner):
         spec_of = lambda leaf: leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         self._hold(jax.tree.map(lambda leaf: NamedSharding(self._mesh, spec_of(leaf)), state))
         return super().layout_of(state)
-
-    def _sharding_of_leaf(self, path, leaf):
-        return checks.leaves_by_path(self.sharding)[path]
 
     def _hold(self, sharding: Any) -> None:
         by_path = checks.leaves_by_path
@@ -104,12 +100,12 @@ class _LeafPartitioner(_LaidOutPartitioner):
         self._lay_out(state)
         return MeshPartitioner.layout_of(self, state)
 
-    def _lay_out(self, state: Any) -> None:
-        of_leaf = lambda path, leaf: self._sharding_of_leaf(checks.path_name(path), leaf)
-        self._hold(jax.tree_util.tree_map_with_path(of_leaf, state))
+    def shardings_of(self, state: Any) -> Any:
+        of_leaf = lambda path, leaf: NamedSharding(self._mesh, self._spec_of(checks.path_name(path), leaf))
+        return jax.tree_util.tree_map_with_path(of_leaf, state)
 
-    def _sharding_of_leaf(self, path, leaf):
-        return NamedSharding(self._mesh, self._spec_of(path, leaf))
+    def _lay_out(self, state: Any) -> None:
+        self._hold(self.shardings_of(state))
 
 
 @final
@@ -117,7 +113,7 @@ class FSDPPartitioner(_LeafPartitioner):
     """Shards parameters and optimizer state over `data_axis`, just like the batch. This is known as FSDP or ZeRO-3.
 
     During a step, each device gathers the parameters that it needs from the other devices. On n devices, each device
-    holds 1/n of the state, except for leaves that are small or can't be divided evenly; `report` lists these leaves.
+    holds 1/n of the state, except for leaves that are small or can't be divided evenly.
 
     >>> from jaxloop.partition import create_mesh
     >>> FSDPPartitioner(create_mesh(data=-1)).data_axis
@@ -129,28 +125,18 @@ class FSDPPartitioner(_LeafPartitioner):
       min_size: The minimum number of elements for a leaf to be split. Smaller leaves are replicated.
     """
 
-    def __init__(self, mesh: Mesh, data_axis: str = "data", min_size: int = SMALL):
+    def __init__(self, mesh: Mesh, data_axis: str = "data", min_size: int = 2**12):
         super().__init__(mesh, data_axis)
         checks.check_positive("min_size", min_size)
         self._min_size = min_size
 
     def _spec_of(self, path, leaf):
-        axis = self._axis_to_split(leaf)
-        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self._data_axis)
-
-    def _axis_to_split(self, leaf: Any) -> int | None:
         shape = np.shape(leaf)
         axes = [axis for axis, size in enumerate(shape) if size and size % self.shards == 0]
         if self.shards == 1 or np.size(leaf) < self._min_size or not axes:
-            return None
-        return max(axes, key=lambda axis: (shape[axis], -axis))
-
-    def _reason_not_split(self, path, leaf):
-        if self.shards == 1:
-            return ""
-        if np.size(leaf) < self._min_size:
-            return f"smaller than min_size={self._min_size}"
-        return f"none of its axes divides by the {self.shards} devices of {self._data_axis!r}"
+            return PartitionSpec()
+        largest = max(axes, key=lambda axis: shape[axis])
+        return PartitionSpec(*[None] * largest, self._data_axis)
 
 
 @final
@@ -165,8 +151,7 @@ class RulesPartitioner(_LeafPartitioner):
     >>> mesh = create_mesh(data=-1, model=1)
     >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
 
-    Leaves without a matching rule are replicated. Warnings list large leaves without a matching rule, and rules that
-    don't match any leaf.
+    Leaves without a matching rule are replicated. A warning lists the rules that don't match any leaf.
 
     Args:
       mesh: See `MeshPartitioner`.
@@ -181,61 +166,32 @@ class RulesPartitioner(_LeafPartitioner):
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
         super().__init__(mesh, data_axis)
         self._rules = [(re.compile(pattern), PartitionSpec(*(spec or ()))) for pattern, spec in rules]
-        for pattern, spec in self._rules:
-            for entry in spec:
-                self._check_axes(entry, f"The rule {pattern.pattern!r} splits over")
+        for _, spec in self._rules:
+            NamedSharding(self._mesh, spec)  # Raises an error for an unknown axis.
 
     def _lay_out(self, state):
-        leaves, is_known = checks.leaves_by_path(state), self._sharding is not None
+        is_known = self._sharding is not None
         super()._lay_out(state)
-        if is_known:  # The warnings have already been logged.
-            return
-        for pattern, spec in self._rules:
-            if not any(pattern.search(path) for path in leaves):
+        for pattern, spec in () if is_known else self._rules:
+            if not any(pattern.search(path) for path in checks.leaves_by_path(state)):
                 logging.warning("The rule (%r, %s) matches no leaf of the state.", pattern.pattern, spec)
-        large = [path for path, leaf in leaves.items() if np.size(leaf) >= SMALL and self._rule_for(path) is None]
-        if large:
-            logging.warning(
-                "No rule matches %s, so it is replicated. If you want that, add the rule ('', P()) at the end.",
-                checks.listed(large, show=6),
-            )
-
-    def _rule_for(self, path: str) -> tuple[re.Pattern[str], PartitionSpec] | None:
-        return next(((pattern, spec) for pattern, spec in self._rules if pattern.search(path)), None)
 
     def _spec_of(self, path, leaf):
-        rule = self._rule_for(path)
+        rule = next((rule for rule in self._rules if rule[0].search(path)), None)
         if rule is None:
             return PartitionSpec()
         pattern, spec = rule
-        shape = np.shape(leaf)
-        problem = self._problem_of(spec, shape)
-        # In the optimizer state, a parameter's leaf may have fewer axes.
-        if problem and path.startswith("opt_state"):
-            return PartitionSpec()
-        if problem:
+        try:
+            NamedSharding(self._mesh, spec).shard_shape(np.shape(leaf))
+        except (IndexError, ValueError) as error:
+            if path.startswith("opt_state"):  # Here, a parameter's leaf may have fewer axes.
+                return PartitionSpec()
             raise ValueError(
-                f"The rule ({pattern.pattern!r}, {spec}) can't be applied to {path}, {checks.describe(leaf)}: "
-                f"{problem}. Change the rule, add one for this leaf before it, or change the sizes of the model or the "
-                "mesh."
-            )
+                f"The rule ({pattern.pattern!r}, {spec}) can't be applied to {path}, {checks.describe(leaf)}: it has "
+                f"too few axes, or one that can't be divided evenly among the devices of {dict(self._mesh.shape)}. "
+                "Change the rule, add one for this leaf before it, or change the sizes of the model or the mesh."
+            ) from error
         return spec
-
-    def _problem_of(self, spec: PartitionSpec, shape: tuple[int, ...]) -> str:
-        if len(spec) > len(shape):
-            return f"it has {len(shape)} axes, but the rule has {len(spec)}"
-        for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
-            shards = math.prod(self._mesh.shape[name] for name in names_of(names))
-            if size % shards:
-                return f"its axis {axis} of size {size} can't be divided evenly among the {shards} devices of {names!r}"
-        return ""
-
-    def _reason_not_split(self, path, leaf):
-        rule = self._rule_for(path)
-        if rule is None:
-            return "no rule matches it"
-        problem = self._problem_of(rule[1], np.shape(leaf))
-        return f"the rule {rule[0].pattern!r}" + (f": {problem}" if problem else " replicates it")
 
 
 @final
@@ -254,8 +210,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
     Args:
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`.
-      logical_axis_rules: Pairs `(logical name, axes)`, where `axes` is a mesh axis, a tuple of mesh axes, or None. As
-        in Flax, an axis of a Linen module isn't split if there is no rule for its logical name (such names are logged).
+      logical_axis_rules: Pairs `(logical name, axes)`, where `axes` is a mesh axis, a tuple of mesh axes, or None.
         `nn.with_logical_constraint` also uses these rules inside `run`.
 
     Raises:
@@ -266,9 +221,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
         super().__init__(mesh, data_axis)
         self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
-        self._unsharded: set[str] = set()  # The model's logical names without a rule.
-        for logical_name, axes in self._rules:
-            self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) has")
+        for _, axes in self._rules:
+            NamedSharding(self._mesh, PartitionSpec(axes))  # Raises an error for an unknown axis.
 
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -284,17 +238,11 @@ class SPMDPartitioner(_LaidOutPartitioner):
             yield
 
     def _lay_out_result(self, init_fn, *args, **kwargs):
-        try:
-            annotated = jax.eval_shape(init_fn, *args, **kwargs)
-        except ValueError as error:  # NNX checks the names when it creates a variable.
-            if unknown := re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error)):
-                raise self._unknown_axis(unknown[1]) from error
-            raise
+        annotated = jax.eval_shape(init_fn, *args, **kwargs)
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
         # Linen and NNX each read their own annotations.
-        of = nn if _boxes_of(annotated) else nnx
-        self._find_unsharded(annotated)
-        specs = of.get_partition_spec(annotated)
+        is_linen = any(map(_is_box, jax.tree.leaves(annotated, is_leaf=_is_box)))
+        specs = (nn if is_linen else nnx).get_partition_spec(annotated)
         self._hold(jax.tree.map(self._sharding_of, specs, is_leaf=is_spec))
 
     def _sharding_of(self, spec: PartitionSpec | None) -> NamedSharding:
@@ -305,42 +253,19 @@ class SPMDPartitioner(_LaidOutPartitioner):
             entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
-    def _find_unsharded(self, annotated: Any) -> None:
-        """Finds and logs the model's logical names for which there is no rule, if any rules were passed."""
-        boxes = [box for box in _boxes_of(annotated) if isinstance(box, nn.LogicallyPartitioned)]
-        names = {name for box in boxes for entry in box.names for name in names_of(entry)}
-        known = {*self._mesh.axis_names, *(name for name, _ in self._rules)}
-        self._unsharded = names - known if self._rules else set()
-        if self._unsharded:
-            shown = ", ".join(map(repr, sorted(self._unsharded)))
-            logging.info("There is no logical axis rule for %s, so these axes are not split.", shown)
-
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
         """Returns the mesh axes for a name, using its first rule whose axes are still unused."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
-        if name in self._unsharded:
-            return ()
         if not rules and name not in self._mesh.axis_names:
-            raise self._unknown_axis(name)
+            raise ValueError(
+                f"The model uses the axis {name!r}, which is not an axis of the mesh "
+                f"({', '.join(map(repr, self._mesh.axis_names))}), and there is no rule for it. Add ({name!r}, ...) to "
+                "logical_axis_rules, with a mesh axis or None."
+            )
         return next((axes for axes in rules if not used.intersection(axes)), ()) if rules else (name,)
 
     def _with_rules(self) -> contextlib.AbstractContextManager[None]:
         return nn.logical_axis_rules(self._rules) if self._rules else contextlib.nullcontext()
-
-    def _unknown_axis(self, name: str) -> ValueError:
-        if name in dict(self._rules):
-            return ValueError(
-                f"The model uses the logical axis {name!r} in nn.with_partitioning, which takes axes of the mesh. "
-                "Use nn.with_logical_partitioning."
-            )
-        return ValueError(
-            f"The model uses the axis {name!r}, which is not an axis of the mesh "
-            f"({', '.join(map(repr, self._mesh.axis_names))}), and there is no rule for it. Add ({name!r}, ...) to "
-            "logical_axis_rules, with a mesh axis or None."
-        )
-
-    def _reason_not_split(self, path, leaf):
-        return "the model does not annotate it" if self._mesh.size > 1 else ""
 
 
 @final
@@ -380,11 +305,6 @@ class ExplicitPartitioner(_LaidOutPartitioner):
 
 def _is_box(leaf: Any) -> bool:
     return isinstance(leaf, nn.meta.AxisMetadata)
-
-
-def _boxes_of(tree: Any) -> list[Any]:
-    """Returns those leaves of a pytree that carry Linen annotations."""
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_box) if _is_box(leaf)]
 
 
 def _unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,19 +2,13 @@
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, final
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxloop.base import checks
 from jaxloop.base.text import printable
-
-# The maximum number of diagrams, one per distinct layout.
-_MOST_PICTURES = 8
 
 
 @final
@@ -27,14 +21,12 @@ class LeafLayout:
       shape: The shape of the whole leaf.
       dtype: The dtype.
       sharding: The sharding.
-      reason: The reason a large leaf is replicated; empty for other leaves.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     sharding: Any
-    reason: str = ""
 
     @property
     def spec(self) -> str:
@@ -74,99 +66,19 @@ class Layout:
         """The number of bytes on one device."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
-    def plot(self, pattern: str = "") -> None:
-        """Prints one diagram per distinct layout of the sharded leaves, using JAX's visualizer.
-
-        Args:
-          pattern: A regular expression. Only leaves whose path contains a match are shown.
-
-        Raises:
-          ImportError: If rich, which draws the diagrams, is not installed.
-          ValueError: If no path matches.
-        """
-        if not checks.is_installed("rich"):
-            raise ImportError("Layout.plot needs rich, which is not installed. Run: pip install rich")
-        leaves = [leaf for leaf in self.leaves if re.search(pattern, leaf.path)]
-        if not leaves:
-            raise ValueError(
-                f"No leaf of the state has {pattern!r} in its path. One of the paths is {self.leaves[0].path}."
-            )
-        alike: dict[Any, list[LeafLayout]] = {}
-        for leaf in leaves:
-            if isinstance(leaf.sharding, NamedSharding) and not leaf.sharding.is_fully_replicated:
-                alike.setdefault((leaf.shape, leaf.spec), []).append(leaf)
-        largest_first = sorted(alike.values(), key=lambda group: -sum(leaf.bytes for leaf in group))
-        for first, *others in largest_first[:_MOST_PICTURES]:
-            more = f" and {len(others)} like it" if others else ""
-            print(f"{first.path}{more}: {list(first.shape)} by {first.spec}")
-            jax.debug.visualize_sharding(*_with_two_axes(first))
-        left = sum(map(len, largest_first[_MOST_PICTURES:]))
-        whole = len(leaves) - sum(map(len, alike.values()))
-        print(f"Replicated: {whole}." + (f" Split, but not shown: {left}." if left else ""))
-
     def __str__(self) -> str:
-        head = ("path", "shape", "dtype", "spec", "per device", "")
-        rows = [
-            (path, str(list(leaf.shape)), str(leaf.dtype), leaf.spec, readable(leaf.bytes_per_device), leaf.reason)
-            for leaf in self.leaves
-            for path in [printable(leaf.path)]
-        ]
-        total = ("", "", "", "", readable(self.bytes_per_device), f"of {readable(self.bytes)} in total")
-        return _table([head, *rows, total], "<<<<>")
-
-    def summary(self) -> str:
-        """Returns a table of the parameters by module. If the state has no `params`, all leaves count as parameters.
-
-        Modules whose names differ only in a number share a row for equal parameters, as in `12 x blocks/*/mlp`.
-
-        >>> from jaxloop import examples
-        >>> step, state, _ = examples.tiny_regression()
-        >>> print(step.partitioner.report(state).summary())
-        module  parameters     dtype    number  per device  spec
-        (top)   bias [1]       float32       1         4 B
-                kernel [3, 1]  float32       3        12 B
-        total                                4        16 B  of 16 B
-        """
-        params = [leaf for leaf in self.leaves if leaf.path.startswith("params/")] or self.leaves
-        # Equal leaves of modules whose names differ only in a number.
-        alike: dict[Any, list[tuple[str, LeafLayout]]] = {}
-        for leaf in params:
-            path = printable(leaf.path.removeprefix("params/").removesuffix("/value"))  # NNX appends the latter.
-            module, _, name = path.rpartition("/")
-            key = (re.sub(r"[0-9]+", "*", module), name, leaf.shape, leaf.dtype, leaf.spec)
-            alike.setdefault(key, []).append((module or "(top)", leaf))
-        rows, before = [("module", "parameters", "dtype", "number", "per device", "spec")], None
-        for (pattern, name, shape, dtype, spec), group in alike.items():
-            module = group[0][0] if len(group) == 1 else f"{len(group)} x {pattern}"
-            number = f"{sum(math.prod(leaf.shape) for _, leaf in group):,}"
-            here = readable(sum(leaf.bytes_per_device for _, leaf in group))
-            shown = "" if module == before else module
-            rows.append((shown, f"{name} {list(shape)}", str(dtype), number, here, spec))
-            before = module
-        number, here = sum(math.prod(leaf.shape) for leaf in params), sum(leaf.bytes_per_device for leaf in params)
-        whole = f"of {readable(sum(leaf.bytes for leaf in params))}"
-        rows.append(("total", "", "", f"{number:,}", readable(here), whole))
-        return _table(rows, "<<<>>")
+        rows = [("path", "shape", "dtype", "spec", "per device")]
+        for leaf in self.leaves:
+            size = readable(leaf.bytes_per_device)
+            rows.append((printable(leaf.path), str(list(leaf.shape)), str(leaf.dtype), leaf.spec, size))
+        rows.append(("", "", "", "", readable(self.bytes_per_device)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<<<>", widths, strict=True))
+        return "\n".join(form.format(*row) for row in rows) + f"  of {readable(self.bytes)} in total"
 
     def __repr__(self) -> str:
         per_device = f"{readable(self.bytes_per_device)} of {readable(self.bytes)} per device"
         return f"Layout({len(self.leaves)} leaves, {per_device})"
-
-
-def _table(rows: Sequence[Sequence[str]], alignment: str) -> str:
-    """Returns rows as a table, whose last column is not aligned."""
-    columns = zip(alignment, zip(*rows, strict=True), strict=False)
-    form = "  ".join([*(f"{{:{side}{max(map(len, column))}}}" for side, column in columns), "{}"])
-    return "\n".join(form.format(*row).rstrip() for row in rows)
-
-
-def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
-    """Returns the shape and the sharding of at most two axes of a leaf, preferably sharded axes."""
-    entries = (*leaf.sharding.spec, *[None] * len(leaf.shape))[: len(leaf.shape)]
-    by_weight = sorted(range(len(leaf.shape)), key=lambda axis: (entries[axis] is None, -leaf.shape[axis]))
-    axes = sorted(by_weight[:2])
-    spec = PartitionSpec(*(entries[axis] for axis in axes))
-    return tuple(leaf.shape[axis] for axis in axes), NamedSharding(leaf.sharding.mesh, spec)
 
 
 def dtype_of(leaf: Any) -> Any:

@@ -1,22 +1,19 @@
 """The base class for partitioners that use a mesh, and the one that replicates the state."""
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.base.structures import compile_donating
-from jaxloop.partition.meshes import create_mesh, mesh_for_tracing, names_of
+from jaxloop.partition.meshes import create_mesh, mesh_for_tracing
 from jaxloop.partition.partitioner import Partitioner
 
 
@@ -29,8 +26,8 @@ class MeshPartitioner(Partitioner):
 
     Args:
       mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, so that
-        `Step.run` can be written as if for a single device (and the conversion is logged). To keep them explicit, use
-        `ExplicitPartitioner`.
+        `Step.run` can be written as if for a single device. For a model that uses `out_sharding=` or `jax.reshard`,
+        which need explicit axes, use `ExplicitPartitioner`.
       data_axis: The name of the mesh axis over which batches are split. Batches are replicated over the other axes.
     """
 
@@ -41,10 +38,6 @@ class MeshPartitioner(Partitioner):
             raise ValueError(
                 f"data_axis {data_axis!r} is not an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}."
             )
-        changed = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != self._axis_type]
-        self._had_explicit = self._axis_type == AxisType.Auto and bool(changed)
-        if self._had_explicit:
-            logging.info("%s makes the explicit mesh axes %s automatic.", type(self).__name__, ", ".join(changed))
         self._data_axis = data_axis
         self._set_mesh(mesh)
 
@@ -106,16 +99,6 @@ class MeshPartitioner(Partitioner):
         place = lambda leaf: self._splits[axis] if np.ndim(leaf) > axis else self._replicated
         return self._put(batch, jax.tree.map(place, batch))
 
-    def _check_axes(self, entry: Any, who: str) -> None:
-        """Raises an error if an entry of a `PartitionSpec` contains a name that isn't an axis of the mesh."""
-        for name in names_of(entry):
-            if name not in self._mesh.axis_names:
-                axes = ", ".join(map(repr, self._mesh.axis_names))
-                raise ValueError(f"{who} {name!r}, which is not an axis of the mesh ({axes}).")
-
-    def _holds(self, leaf):
-        return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh
-
     def _put(self, batch: Any, shardings: Any) -> Any:
         """Places this process's part of a batch. If given shapes, returns the global shapes instead."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
@@ -128,11 +111,9 @@ class MeshPartitioner(Partitioner):
         """Returns the global shape of a leaf, given the shape of this process's part."""
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return self._put(leaf, sharding)
-        names = [*sharding.spec, *[None] * leaf.ndim]
-        parts = self.shards // self._local_shards
-        shape = [
-            size * parts if name == self._data_axis else size for size, name in zip(leaf.shape, names, strict=False)
-        ]
+        shape, names = list(leaf.shape), tuple(sharding.spec)
+        if self._data_axis in names:
+            shape[names.index(self._data_axis)] *= self.shards // self._local_shards
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
 
     def _check_divides(self, batch, axis):
@@ -159,28 +140,15 @@ class MeshPartitioner(Partitioner):
             return jax.device_put(state, self.sharding)
         return jax.tree.map(_place_in_all_processes, state, self.shardings_of(state))
 
-    @contextlib.contextmanager
-    def _naming_explicit_partitioner(self) -> Iterator[None]:
-        """Adds a note about `ExplicitPartitioner` to errors raised by a model that needs explicit axes."""
-        try:
-            yield
-        except Exception as error:
-            if self._had_explicit and any(word in str(error) for word in ("Auto", "PartitionSpec", "out_sharding")):
-                error.add_note(
-                    f"{type(self).__name__} makes explicit mesh axes automatic. For a model that uses out_sharding= or "
-                    "jax.reshard, use ExplicitPartitioner(mesh, data_axis)."
-                )
-            raise
-
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         @functools.wraps(fn)
         def with_mesh(*args, **kwargs):
-            with mesh_for_tracing(self._mesh), self._naming_explicit_partitioner():
+            with mesh_for_tracing(self._mesh):
                 return fn(*args, **kwargs)
 
         if "out_shardings" not in jit_kwargs:
             jit_kwargs["out_shardings"] = (self.sharding, self.output_sharding)
-        return compile_donating(with_mesh, **jit_kwargs)
+        return jax.jit(with_mesh, **{"donate_argnums": 0, **jit_kwargs})
 
 
 class DataParallelPartitioner(MeshPartitioner):
@@ -198,22 +166,8 @@ class DataParallelPartitioner(MeshPartitioner):
     def sharding(self) -> NamedSharding:
         return self._replicated
 
-    @property
-    def takes_any_tree(self) -> bool:
-        has_own_sharding = type(self).sharding is not DataParallelPartitioner.sharding
-        return not (has_own_sharding or checks.is_user_defined(self, "partition"))
-
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = jax.jit(init_fn, out_shardings=self._replicated)
-
-        def sharded_init(*args: Any, **kwargs: Any) -> Any:
-            with self._naming_explicit_partitioner():
-                return compiled(*args, **kwargs)
-
-        return sharded_init
-
-    def _reason_not_split(self, path, leaf):
-        return "data parallel: the state is replicated" if self._mesh.size > 1 else ""
+        return jax.jit(init_fn, out_shardings=self._replicated)
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:

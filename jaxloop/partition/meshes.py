@@ -22,24 +22,20 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
       **axes: The size of each axis. One size may be -1, in which case it is chosen so that the mesh uses all devices.
 
     Raises:
+      TypeError: If a size is not an int, or there is none.
       ValueError: If the product of the sizes isn't equal to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
     if not axes or any(isinstance(size, bool) or not isinstance(size, int | np.integer) for size in axes.values()):
         raise TypeError(f"create_mesh takes sizes by the names of axes, such as data=-1, model=2, got ({shown}).")
-    if list(axes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in axes.values()):
-        raise ValueError(
-            f"The sizes of a mesh's axes must be positive, except that one may be -1, got create_mesh({shown})."
-        )
     known = math.prod(size for size in axes.values() if size != -1)
-    if len(devices) % known or (-1 not in axes.values() and known != len(devices)):
-        some = f", or use some of the devices: devices=jax.devices()[:{known}]" if known < len(devices) else ""
+    sizes = tuple(len(devices) // max(known, 1) if size == -1 else size for size in axes.values())
+    if min(sizes) < 1 or list(axes.values()).count(-1) > 1 or math.prod(sizes) != len(devices):
         raise ValueError(
-            f"create_mesh({shown}) does not fit {len(devices)} devices: the sizes multiply to {known}. Change them"
-            f"{some}."
+            f"create_mesh({shown}) does not fit {len(devices)} devices: the sizes must be positive (one may be -1, for "
+            "the rest) and multiply to the number of devices. To use some of them, give devices=jax.devices()[:number]."
         )
-    sizes = tuple(len(devices) // known if size == -1 else size for size in axes.values())
     types_of_axes = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(sizes, tuple(axes), axis_types=types_of_axes, devices=devices)
 

@@ -11,14 +11,10 @@ from jax.sharding import Mesh, Sharding
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.base.structures import compile_donating
 from jaxloop.partition.layout import Layout, LeafLayout, dtype_of
 
 Rules = Iterable[tuple[str, Any]]
 """Pairs of a name (or name pattern) and the spec or mesh axes that it maps to."""
-
-SMALL = 2**12
-"""The number of elements below which a leaf isn't worth splitting or reporting."""
 
 
 class Partitioner(abc.ABC):
@@ -33,8 +29,7 @@ class Partitioner(abc.ABC):
       shard_short_batch: Called for each batch of an evaluation.
       shard_stacked_batches: Called for each dispatch of several steps, with their stacked batches.
       place_state: Called with each state that the step didn't create itself, such as a restored one.
-      mesh, data_axis, sharding, output_sharding, local_shards, places_batches, takes_any_tree: Properties that the
-        methods above use.
+      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: Properties that the methods above use.
     """
 
     @property
@@ -72,11 +67,6 @@ class Partitioner(abc.ABC):
         """True if `shard_batch` places batches on the devices; False if the jitted call takes host arrays directly."""
         return True
 
-    @property
-    def takes_any_tree(self) -> bool:
-        """True if the result of `partition` depends only on the leaves of the state, not on its tree structure."""
-        return False
-
     @abc.abstractmethod
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compiles `init_fn` so that each leaf of its result is created on the devices where it belongs."""
@@ -91,10 +81,7 @@ class Partitioner(abc.ABC):
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
         """Places the stacked batches of a dispatch on the devices. Their leading axis indexes the dispatch's steps."""
-        raise NotImplementedError(
-            f"{type(self).__name__} can't place several batches at once, which steps_per_dispatch needs. Define "
-            "shard_stacked_batches(batches), or leave steps_per_dispatch at 1."
-        )
+        raise NotImplementedError(f"{type(self).__name__} needs shard_stacked_batches(batches) for steps_per_dispatch.")
 
     def shardings_of(self, state: Any) -> Any:
         """Returns a pytree with the sharding of each leaf of a state."""
@@ -120,29 +107,11 @@ class Partitioner(abc.ABC):
         Args:
           state: The state, or its shapes as returned by `jax.eval_shape`.
         """
-        return Layout(self._leaf_layout(*each) for each in checks.leaves_by_path(state).items())
-
-    def plot(self, state: Any, pattern: str = "") -> None:
-        """Prints diagrams of the sharded leaves of a state; see `Layout.plot`."""
-        self.report(state).plot(pattern)
-
-    def _leaf_layout(self, path: str, leaf: Any) -> LeafLayout:
-        sharding = leaf.sharding if self._holds(leaf) else self._sharding_of_leaf(path, leaf)
-        is_whole = sharding.is_fully_replicated
-        reason = self._reason_not_split(path, leaf) if is_whole and np.size(leaf) >= SMALL else ""
-        return LeafLayout(path, tuple(np.shape(leaf)), dtype_of(leaf), sharding, reason)
-
-    def _holds(self, leaf: Any) -> bool:
-        """Returns whether a leaf is an array that has already been placed."""
-        return isinstance(leaf, jax.Array)
-
-    def _sharding_of_leaf(self, path: str, leaf: Any) -> Any:
-        """Returns the sharding that a leaf will have."""
-        return self.sharding
-
-    def _reason_not_split(self, path: str, leaf: Any) -> str:
-        """Returns the reason for replicating a large leaf; an empty string on a single device."""
-        return ""
+        shardings = checks.leaves_by_path(self.shardings_of(state))
+        return Layout(
+            LeafLayout(path, np.shape(leaf), dtype_of(leaf), shardings[path])
+            for path, leaf in checks.leaves_by_path(state).items()
+        )
 
     def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
         """Returns an equivalent partitioner for other devices, such as those of a TPU topology.
@@ -150,10 +119,7 @@ class Partitioner(abc.ABC):
         Raises:
           ValueError: If the mesh can't be built from these devices.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} can't be moved to other devices, which check(topology=...) needs. Define "
-            "moved_to(devices)."
-        )
+        raise NotImplementedError(f"{type(self).__name__} needs moved_to(devices) for check(topology=...).")
 
     def layout_of(self, state: Any) -> Any:
         """Returns the shapes of a state with this partitioner's shardings, no matter where the state is placed."""
@@ -211,10 +177,6 @@ class SingleDevicePartitioner(Partitioner):
     def places_batches(self) -> bool:
         return type(self).shard_batch is not SingleDevicePartitioner.shard_batch
 
-    @property
-    def takes_any_tree(self) -> bool:
-        return not checks.is_user_defined(self, "partition")
-
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn)
 
@@ -225,7 +187,7 @@ class SingleDevicePartitioner(Partitioner):
         return batches
 
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
-        return compile_donating(fn, **jit_kwargs)
+        return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})
 
 
 def _default_device() -> Any:

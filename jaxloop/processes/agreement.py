@@ -434,5 +434,5 @@ class JointReader:
         self._pace = self._pace.at(float(votes["secs"][0]))
         forms = votes["batches"]["form"]
         if np.any((forms != forms.max(0)) & (forms > 0)):
-            runner.batch_watch.expect_differences()  # The step's hooks may make them alike.
+            runner.batch_watch.may_differ = True  # The step's hooks may make them alike.
         self._agreed.extend(agree(votes, until_all_end=self._until_all_end, fill_to=runner.filler()))

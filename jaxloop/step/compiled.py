@@ -14,7 +14,7 @@ from absl import logging
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.base.structures import FlatState, PerStructure
+from jaxloop.base.structures import FlatState
 from jaxloop.base.timing import Stopwatch, duration
 from jaxloop.processes import agreement
 from jaxloop.step import cost, forward, nonfinite
@@ -25,11 +25,11 @@ class Compiled:
     """Compiles a step's `run` when it is first called, and again for each new batch shape.
 
     Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back. When
-    training without `jit_kwargs`, the carry is a flat state if the partitioner can compile functions that take
-    arbitrary pytrees. In all other cases, it is the state itself.
+    training without `jit_kwargs`, the carry is a flat state, unless the partitioner has its own `partition`, which may
+    expect a state. In all other cases, it is the state itself.
 
-    If the function is traced again for any reason other than a new batch shape, a warning lists the leaves that
-    changed.
+    If the function is traced again, a warning lists the leaves that changed. The second shape of batches causes none,
+    because it may be that of a short last batch. After `Step.max_batch_shapes` of them, one more raises an error.
 
     Args:
       programs: The programs of the step.
@@ -45,24 +45,18 @@ class Compiled:
         run: Callable[..., Any] = programs.evaluate if evaluates else programs.run
         if policy != "ignore":
             run = programs.detector(policy).run
-        self._programs, self._partitioner, self._evaluates = programs, partitioner, evaluates
-        # The state isn't flattened if there are `jit_kwargs` or per-leaf shardings, which refer to the state's tree.
-        self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
-        options, mesh = dict(jit_kwargs), partitioner.mesh
+        self._programs, self._evaluates = programs, evaluates
+        # The state isn't flattened if there are `jit_kwargs`, which may refer to the state's tree.
+        self._is_flat = not evaluates and not jit_kwargs and not checks.is_user_defined(partitioner, "partition")
+        options = dict(jit_kwargs)
         if fuses:
-            run = _map(run) if evaluates else _scan(run)
+            run = _fused(run, evaluates=evaluates)
         if evaluates:
             options.pop("donate_argnames", None)
             options |= {"donate_argnums": (), "out_shardings": partitioner.output_sharding}
-        elif self._is_flat:
-            options["donate_argnums"] = 0
-            if mesh is not None:
-                place = partitioner.sharding
-                options["out_shardings"] = (place, (place, partitioner.output_sharding))
         self._end_compiling: Callable[[Any], None] | None = None  # None unless it is compiling.
         self._signatures: list[dict[str, str]] = []
-        self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
-        self._newest: tuple[Any, Any] = (None, None)  # The structures of the latest call, and its function.
+        self._run, self._options = run, options
 
     def enter(self, state: Any) -> Any:
         """Converts a state to a carry for `call`."""
@@ -72,27 +66,16 @@ class Compiled:
         """Converts a carry from `enter` or `call` back to a state."""
         return carry[0].whole(carry[1]) if self._is_flat else carry
 
-    def call(self, carry: Any, batch: types.Batch, form: Any = None) -> tuple[Any, Any]:
-        """Dispatches a batch, and returns the new carry and the outputs. In training, the old carry is donated.
-
-        Args:
-          carry: See `enter`.
-          batch: The batch.
-          form: The batch's `form` from `checks.BatchWatch`. Batches with the same structure, shapes and dtypes
-            have the same form. If None, the batch is inspected, which takes about 5% as long as a small step.
-        """
+    def call(self, carry: Any, batch: types.Batch) -> tuple[Any, Any]:
+        """Dispatches a batch, and returns the new carry and the outputs. In training, the old carry is donated."""
         step = None
         try:
             if self._evaluates:
-                return carry, self._compiled_per_structure(carry, batch)
+                return carry, self._function(carry, batch)
             if not self._is_flat:
-                return self._compiled_per_structure(carry, batch)
+                return self._function(carry, batch)
             flat, step = carry
-            key, (newest_key, function) = (flat.structure, form), self._newest
-            if form is None or key != newest_key:
-                function = self._compiled_per_structure.of(flat, (step, batch))
-                self._newest = (key, function)
-            flat, (step, outputs) = function(flat, (step, batch))
+            flat, (step, outputs) = self._function(flat, (step, batch))
             return (flat, step), outputs
         finally:
             if self._end_compiling is not None:
@@ -106,19 +89,23 @@ class Compiled:
         try:
             if self._is_flat:
                 flat, step = FlatState.of(state)
-                return self._compiled_per_structure.trace(flat, (step, batch))
-            return self._compiled_per_structure.trace(state, batch)
+                return self._function.trace(flat, (step, batch))
+            return self._function.trace(state, batch)
         finally:
             if self._end_compiling is not None:
                 self._end_compiling(None)
 
-    def _compile(self, run: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @functools.cached_property
+    def _function(self) -> Any:
+        """The compiled function. It is made when the layout of the state is known."""
+        run, options, partitioner = self._run, self._options, self._programs.step.partitioner
+
         @functools.wraps(run)
         def traced(state: Any, batch: types.Batch) -> Any:
             signature = _signature(state, batch)
-            if self._signatures and signature not in self._signatures:
-                _explain_trace(self._name, self._signatures, signature)
-            self._signatures.append(signature)
+            if signature not in self._signatures:
+                self._check_trace(signature)
+                self._signatures.append(signature)
             self._begin_compiling()
             return run(state, batch)
 
@@ -129,9 +116,39 @@ class Compiled:
             flat, step = FlatState.of(new_state)
             return flat, (step, outputs)
 
-        compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
-        is_shared = agreement.is_shared(self._partitioner.mesh)
+        if self._is_flat and partitioner.mesh is not None:
+            place: Any = partitioner.sharding
+            of_state, of_step = (place, place) if isinstance(place, jax.sharding.Sharding) else FlatState.of(place)
+            options = {**options, "out_shardings": (of_state, (of_step, partitioner.output_sharding))}
+        compiled = partitioner.partition(of_flat if self._is_flat else traced, **options)
+        is_shared = agreement.is_shared(partitioner.mesh)
         return _SameInAllProcesses(self._name, compiled, self._programs.batch_watch) if is_shared else compiled
+
+    def _check_trace(self, new: dict[str, str]) -> None:
+        """Warns about the leaves that differ from those of the most similar earlier trace."""
+        of_state = lambda trace: [leaf for leaf in trace if leaf.startswith("state/")]
+        traces = [trace for trace in self._signatures if of_state(trace) == of_state(new)]
+        if not traces:
+            return  # A state with other leaves, such as one without an optimizer's, is a different kind of state.
+        changes = min((checks.changes(old, new) for old in traces), key=len)
+        dtype_of = lambda text: text.partition("[")[0]
+        is_shape = all(leaf.startswith("batch") and dtype_of(old) == dtype_of(now) for leaf, old, now in changes)
+        if is_shape and (self._evaluates or len(traces) == 1):
+            return
+        lines, most = "\n".join(checks.change_lines(changes)), self._programs.step.max_batch_shapes
+        if is_shape and len(traces) >= most:
+            raise ValueError(
+                f"{self._name}.run was compiled for {len(traces)} shapes of batches, and max_batch_shapes={most} is "
+                f"the limit. These leaves changed again (before -> now):\n{lines}\nPad the batches to one shape, or "
+                "drop a short last batch (drop_remainder=True). Or set max_batch_shapes of the step."
+            )
+        logging.warning(
+            "%s.run is compiled again because these leaves changed (before -> now):\n%s\nGive all batches one shape, "
+            "and all states and batches the same dtypes, without weak types: jnp.asarray(0.0) is weakly typed, "
+            "jnp.float32(0.0) is not.",
+            self._name,
+            lines,
+        )
 
     def _begin_compiling(self) -> None:
         """Logs that compilation begins, and counts the time until the dispatch returns as compile time."""
@@ -165,21 +182,19 @@ class _SameInAllProcesses:
         self._known: set[Any] = set()
 
     def __call__(self, state: Any, batch: types.Batch) -> Any:
+        is_flat = isinstance(state, FlatState)
+        given = batch[1] if is_flat else batch
         if self._batch_watch.may_differ:
-            found = checks.batch_leaves(batch[1] if isinstance(state, FlatState) else batch)
             agreement.check_same(
                 f"The batch of {self._name}",
-                [f"{path}: {checks.describe(leaf)}" for path, leaf in found.items()],
+                [f"{path}: {checks.describe(leaf)}" for path, leaf in checks.batch_leaves(given).items()],
                 "Give the batches of all processes the same leaves, dtypes and shapes, except for the number of rows.",
             )
         leaves, structure = jax.tree.flatten(batch)
         form = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if form not in self._known:
             program = self.trace(state, batch).lower().as_text()
-            if isinstance(state, FlatState):
-                signature = _signature(state.whole(batch[0]), batch[1])
-            else:
-                signature = _signature(state, batch)
+            signature = _signature(state.whole(batch[0]) if is_flat else state, given)
             described = [f"{name}: {leaf}" for name, leaf in signature.items()]
             digest = hashlib.sha256(program.encode()).hexdigest()[:12]
             lines = [f"jax {jax.__version__}", *described, f"compiled program {digest}, {len(program)} characters"]
@@ -267,15 +282,14 @@ class Programs:
         hook = f"{type(self.step).__name__}.run"
         with forward.noting_changes() as changed:
             result = self.step.run(state, batch)
-        new_state, outputs = checks.check_run(result, hook)
+        new_state, outputs = checks.check_result(result, hook)
         checks.check_same_state(state, new_state, hook)
-        trace = lambda: jax.make_jaxpr(lambda *args: self.step.run(*args)[0])(state, batch).jaxpr
-        forward.check_updates_kept(state, new_state, changed, repr(self.step), trace)
+        forward.check_updates_kept(state, new_state, changed, repr(self.step))
         return new_state, self._reported(outputs, batch)
 
     def evaluate(self, state: Any, batch: types.Batch) -> types.Output:
         """Calls the step's `run`, and returns only its outputs."""
-        result = checks.check_run(self.step.run(state, batch), f"{type(self.step).__name__}.run")
+        result = checks.check_result(self.step.run(state, batch), f"{type(self.step).__name__}.run")
         return self._reported(result[1], batch)
 
     def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
@@ -294,37 +308,15 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
     return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}
 
 
-def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, str]) -> None:
-    """Warns about the leaves that differ from those of the most similar earlier trace."""
-    of_state = lambda signature: [leaf for leaf in signature if leaf.startswith("state/")]
-    traces = [trace for trace in traces if of_state(trace) == of_state(new)]
-    if not traces:
-        return  # A state with other leaves, such as one without an optimizer's, is a different kind of state.
-    changes = min((checks.changes(old, new) for old in traces), key=len)
-    without_shape = lambda text: text.partition("[")[0] + text.partition("]")[2]
-    is_shape_of_batch = lambda leaf, old, now: leaf.startswith("batch") and without_shape(old) == without_shape(now)
-    changes = [change for change in changes if not is_shape_of_batch(*change)]
-    if not changes:
-        return  # `checks.BatchWatch` warns about shapes of batches.
-    logging.warning(
-        "%s.run is compiled again because these leaves changed (before -> now):\n%s\nGive all states and batches the "
-        "same dtypes, without weak types: jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
-        name,
-        "\n".join(checks.change_lines(changes)),
-    )
+def _fused(run: Callable[[Any, Any], Any], *, evaluates: bool) -> Callable[[Any, Any], Any]:
+    """Returns a function that scans `run`, or an evaluation, over batches that were stacked with `stacked`."""
 
-
-def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fused(state: Any, batches: Any) -> Any:
-        return _scan_batches(lambda _, batch: (None, evaluate(state, batch)), None, batches)[1]
-
-    return fused
-
-
-def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def fused(state: Any, batches: Any) -> Any:
-        # A new function per class, because JAX caches traces by function.
-        return _scan_batches(lambda *args: run(*args), state, batches)
+        body = lambda carry, batch: (carry, run(state, batch)) if evaluates else run(carry, batch)
+        is_none = isinstance(batches, _StackedNone)
+        carry = None if evaluates else state
+        found = jax.lax.scan(body, carry, None if is_none else batches, length=len(batches) if is_none else None)
+        return found[1] if evaluates else found
 
     return fused
 
@@ -338,13 +330,6 @@ class _StackedNone:
 
     def __len__(self) -> int:
         return self.length
-
-
-def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> Any:
-    """Scans over batches that were stacked with `stacked`."""
-    if isinstance(batches, _StackedNone):
-        return jax.lax.scan(body, carry, None, length=batches.length)
-    return jax.lax.scan(body, carry, batches)
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:

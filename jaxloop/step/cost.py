@@ -90,11 +90,8 @@ class DeviceMemoryError(MemoryError):
         self.available_bytes: int = available_bytes
 
 
-# "the total memory required for HLO temporaries (32.03G) exceeds available HBM (15.75G)", and its older forms.
-_TOO_LARGE = re.compile(
-    r"required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)|"
-    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"
-)
+# "the total memory required for HLO temporaries (32.03G) exceeds available HBM (15.75G)".
+_TOO_LARGE = re.compile(r"required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -107,7 +104,7 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if found := _TOO_LARGE.search(str(error)):
-            needed, needed_unit, available, available_unit = [each for each in found.groups() if each is not None]
+            needed, needed_unit, available, available_unit = found.groups()
             bytes_of = lambda number, unit: int(float(number) * 1024 ** " KMGT".index(unit or " "))
             raise DeviceMemoryError(bytes_of(needed, needed_unit), bytes_of(available, available_unit)) from error
         raise
@@ -221,7 +218,7 @@ def collectives_of(program: str) -> Sequence[Collective]:
     >>> collectives_of(program)
     (Collective(kind='all-reduce', count=1, bytes=32),)
     """
-    found: dict[str, dict[str, list[int]]] = collections.defaultdict(dict)  # By computation, then by kind.
+    found: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     sizes: dict[str, int] = {}
     here = entry = ""
@@ -236,20 +233,21 @@ def collectives_of(program: str) -> Sequence[Collective]:
             if kind in _KINDS:
                 operands = re.findall(r"%?([\w.-]+)", rest.split(")")[0])
                 size = max(sizes[name], sum(sizes.get(operand, 0) for operand in operands))
-                found[here].setdefault(kind, []).append(size)
+                found[here].append((kind, size))
             trips = int(each[1]) if what == "while" and (each := _TRIPS.search(line)) else 1
             calls[here] += [(body, trips) for body in _BODY.findall(line)]
 
-    def add(computation: str, times: int, totals: dict[str, list[int]]) -> None:
-        for kind, each in found[computation].items():
-            totals[kind] += [size for size in each for _ in range(times)]
-        for body, trips in calls[computation]:
-            add(body, times * trips, totals)
+    counts, totals = collections.Counter[str](), collections.Counter[str]()
 
-    totals: dict[str, list[int]] = collections.defaultdict(list)
-    add(entry, 1, totals)
-    collectives = [Collective(kind, len(each), sum(each)) for kind, each in totals.items()]
-    return tuple(sorted(collectives, key=lambda each: -each.bytes))
+    def add(computation: str, times: int) -> None:
+        for kind, size in found[computation]:
+            counts[kind] += times
+            totals[kind] += times * size
+        for body, trips in calls[computation]:
+            add(body, times * trips)
+
+    add(entry, 1)
+    return tuple(Collective(kind, counts[kind], size) for kind, size in totals.most_common())
 
 
 def _bytes_of(kind_of_value: str) -> int:
@@ -259,25 +257,20 @@ def _bytes_of(kind_of_value: str) -> int:
     return sum(width(name) * math.prod(int(size) for size in shape.split(",") if size) for name, shape in arrays)
 
 
-# Dense bfloat16 (float16 before Ampere), without sparsity, from the data sheets of NVIDIA and from "Cloud TPU system
-# architecture". On TPU v2 and v3, a JAX device is one core: half a chip. More specific names come first.
+# Dense bfloat16, without sparsity, from the data sheets of NVIDIA and from "Cloud TPU system architecture". More
+# specific names come first.
 _PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
     "L4": 121e12,
-    "V100": 125e12,
     "TPU v6": 918e12,
     "TPU v5p": 459e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
     "TPU v4": 275e12,
-    "TPU v3": 61.5e12,
-    "TPU v2": 22.5e12,
 }
 
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.interpreters import partial_eval
 
 from jaxloop import types
 from jaxloop.base import checks
@@ -52,22 +51,13 @@ def with_arguments(
     model = None if model is None else adapt(model)
     if nnx_model_args is not None:
         what = model.kind if isinstance(model, AdaptedModel) else f"the model is a {type(model).__name__}"
-        raise ValueError(
-            f"nnx_model_args={nnx_model_args!r} is for an NNX module class, but {what}. Leave it out, or give the "
-            "class of an NNX module."
-        )
+        raise ValueError(f"nnx_model_args={nnx_model_args!r} is for an NNX module class, but {what}. Leave it out.")
     for name in options:
-        known = _options_of(step_class)
+        known = dict.fromkeys(each for base in step_class.__mro__ for each in _parameters(base))
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
-        raise TypeError(f"Step got an unexpected keyword {name!r}.{hint}")
+        raise TypeError(f"Step got an unexpected keyword argument {name!r}.{hint}")
     return model
-
-
-def _options_of(step_class: type) -> list[str]:
-    """Returns the names of the arguments that a class and its base classes define."""
-    parameters = (each for base in step_class.__mro__ for each in _parameters(base).values())
-    return list(dict.fromkeys(each.name for each in parameters if each.kind not in _VARIADIC))
 
 
 def init_fn(
@@ -124,10 +114,7 @@ def _init_nnx(new_model, optimizer, base_prng, init_kwargs) -> types.TrainState:
 def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> types.TrainState:
     if model.init is None:
         if init_kwargs:
-            raise TypeError(
-                f"initialize_model got {', '.join(init_kwargs)}, but {model.kind}, which has its initial parameters. "
-                "Leave out the keywords."
-            )
+            raise TypeError(f"{model.kind} and takes no {', '.join(init_kwargs)}, because it has its parameters.")
         params, batch_stats, collections = jax.tree.map(_copy, arrays)
     else:
         params, batch_stats, collections = model.init(_key(base_prng, "params"), example_inputs(spec), init_kwargs)
@@ -180,49 +167,31 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
     else:
         apply_fn = apply_fn if isinstance(apply_fn, Forward) else FunctionApply(apply_fn)
         outputs, updates = apply_fn.forward(state, params, inputs, train=train, rngs=rngs)
-        if train and updates is not None:
-            _note_changes({"batch_stats": state.batch_stats, "collections": state.collections}, updates)
+    changed = _changed.get()
+    if train and updates is not None and changed is not None:
+        kept = {id(leaf) for leaf in jax.tree.leaves(updates)}
+        changed += [leaf for leaf in jax.tree.leaves((state.batch_stats, state.collections)) if id(leaf) not in kept]
     return outputs, (updates if train else _sown_part(updates)) or None
 
 
-# The paths of the variables that forward passes in training mode have changed, and their values before the change; None
-# outside `noting_changes`.
-_changed: contextvars.ContextVar[list[tuple[str, Any]] | None] = contextvars.ContextVar("changed", default=None)
+# The variables that forward passes in training mode have changed, before the change; None outside `noting_changes`.
+_changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("changed", default=None)
 
 
 @contextlib.contextmanager
-def noting_changes() -> Iterator[list[tuple[str, Any]]]:
+def noting_changes() -> Iterator[list[Any]]:
     """A context manager that collects the variables of a state that forward passes in training mode change.
 
-    The list holds their paths, and their values before the change.
+    The list holds their values before the change.
     """
     token = _changed.set(changed := [])
     try:
-        with nn.intercept_methods(_note_changes_of_linen):
-            yield changed
+        yield changed
     finally:
         _changed.reset(token)
 
 
-def _note_changes(before: Any, after: Any) -> None:
-    changed, kept = _changed.get(), {id(leaf) for leaf in jax.tree.leaves(after)}
-    if changed is not None:
-        changed += [each for each in checks.leaves_by_path(before).items() if id(each[1]) not in kept]
-
-
-def _note_changes_of_linen(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    scope = context.module.scope
-    if scope is None or scope.path:
-        return method(*args, **kwargs)
-    before = checks.leaves_by_path(context.module.variables)
-    outputs = method(*args, **kwargs)
-    _note_changes(before, context.module.variables)
-    return outputs
-
-
-def check_updates_kept(
-    before: Any, after: Any, changed: Sequence[tuple[str, Any]], step: str, trace: Callable[[], Any]
-) -> None:
+def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], step: str) -> None:
     """Raises an error if a step updates the state but drops the variables that the forward pass changed.
 
     Args:
@@ -230,40 +199,19 @@ def check_updates_kept(
       after: The state that `run` returned.
       changed: The list from `noting_changes`.
       step: A description of the step.
-      trace: A function that returns the jaxpr of `run`. It is called if a forward pass ran inside a transformation such
-        as `jax.jit` or `jax.checkpoint`, where variables can be recognized only by their paths.
     """
-    old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for _, leaf in changed}
+    old, lost = {id(leaf) for leaf in jax.tree.leaves(before)}, {id(leaf) for leaf in changed}
     new = checks.leaves_by_path(after)
     dropped = [path for path, leaf in new.items() if id(leaf) in lost]
-    unchanged = {path: id(leaf) in old for path, leaf in new.items()}
-    inner = {path for path, leaf in changed if id(leaf) not in old}
-    if inner and not dropped:
-        jaxpr = trace()
-        unchanged = {path: _is_returned_unchanged(jaxpr, place) for place, path in enumerate(new)}
-        ends = {path: [name for name in new if f"/{name}".endswith(f"/{path}")] for path in inner}
-        lost_names = {name for names in ends.values() if all(unchanged[name] for name in names) for name in names}
-        dropped = [name for name in new if name in lost_names]
-    if dropped and not all(unchanged.values()):
+    if dropped and not all(id(leaf) in old for leaf in new.values()):
         raise ValueError(
             f"{step} returns variables unchanged that the model's forward pass changed: {checks.listed(dropped)}. Each "
             "step would start from the same values: dropout would repeat its mask, and running statistics would never "
-            "move. Keep the second result of call_model or apply_fn, outputs, updates = self.call_model(...), return "
+            "move. Keep the second result of call_model, outputs, updates = self.call_model(...), return "
             "updates from the loss function (has_aux=True), and store them: "
             "state = state.apply_gradients(grads=grads).update_variables(updates). If the old values are right, call "
             "the model with train=False, or return copies of them (jnp.copy)."
         )
-
-
-def _is_returned_unchanged(jaxpr: Any, place: int) -> bool:
-    """Returns whether the output at `place` is the argument at `place`, perhaps passed through nested functions."""
-    needed, needs = partial_eval.dce_jaxpr(jaxpr, [number == place for number in range(len(jaxpr.outvars))])
-    return [number for number, is_needed in enumerate(needs) if is_needed] == [place] and _is_without_operations(needed)
-
-
-def _is_without_operations(jaxpr: Any) -> bool:
-    nested = [each.params.get("jaxpr") for each in jaxpr.eqns]
-    return all(each is not None and _is_without_operations(getattr(each, "jaxpr", each)) for each in nested)
 
 
 def sown_losses(updates: Any) -> list[Any]:
@@ -288,16 +236,10 @@ def mixes_examples(state: Any, *, train: bool) -> bool:
 
     This is the case for batch normalization in training. If so, a short batch must not be padded.
     """
-    if types.is_nnx(state.collections, "State"):
-        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
-        others = [
-            leaf
-            for leaf in jax.tree.leaves(state.collections, is_leaf=is_variable)
-            if not isinstance(leaf, nnx.RngState)
-        ]
-    else:
-        others = state.collections
-    has_statistics = bool(jax.tree.leaves(state.batch_stats)) or bool(others)
+    others = state.collections
+    if types.is_nnx(others, "State"):
+        _, others = nnx.split_state(others, nnx.RngState, ...)
+    has_statistics = bool(jax.tree.leaves((state.batch_stats, others)))
     module = _linen_module(state.apply_fn)
     # A Linen module without a mode flag can't know that it is being evaluated.
     knows_mode = module is None or bool(_mode_flags(type(module).__call__, train))
@@ -414,7 +356,7 @@ class NNXApply(Forward):
         if train is None:
             return self.graphdef.apply(*self._new_variables(states))
         graphdef, state = nnx.split(self.module(states, train=train))
-        return _Noting(graphdef.apply(state), states) if train else graphdef.apply(state)
+        return graphdef.apply(state)
 
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
         model = self.module((params, state.batch_stats, state.collections), train=train)
@@ -435,13 +377,6 @@ class NNXApply(Forward):
         return model
 
     def _new_variables(self, states: Sequence[Any]) -> Any:
-        for state in states:
-            if not isinstance(state, nnx.State):
-                raise TypeError(
-                    "The apply_fn of an NNX model takes nnx.States, apply_fn(params, batch_stats, collections, "
-                    f"train=...)(inputs), got {checks.describe(state)} among them. "
-                    "(apply_fn({'params': params}, inputs) is for Linen modules.)"
-                )
         # Copies the variables, because inside a gradient, NNX can only change variables created there.
         return jax.tree.map(lambda leaf: leaf, states)
 
@@ -450,23 +385,6 @@ class NNXApply(Forward):
 
     def __hash__(self) -> int:
         return self._hash
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class _Noting:
-    """Wraps the result of `graphdef.apply(state)`, or a method of it, to note which variables a call changes."""
-
-    applied: Any
-    states: Sequence[Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs, (graphdef, updates) = self.applied(*args, **kwargs)
-        _note_changes(dict(zip(("params", "batch_stats", "collections"), self.states, strict=False)), updates)
-        return outputs, (graphdef, updates)
-
-    def __getattr__(self, name: str) -> "_Noting":
-        return _Noting(getattr(self.applied, name), self.states)
 
 
 @final
@@ -527,16 +445,8 @@ class FunctionApply(Forward):
         return self.apply(params, inputs, **options), None
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class ParamsApply(Forward):
-    """The `apply_fn` for parameters without a model. It returns the parameters as the outputs."""
-
-    def __call__(self, params: Any) -> Any:
-        return params
-
-    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
-        return params, None
+PARAMS_APPLY = FunctionApply(lambda params, inputs=None: params)
+"""The `apply_fn` for parameters without a model. It returns the parameters as the outputs."""
 
 
 # Models of other kinds -------------------------------------------------------------------------------
@@ -576,29 +486,18 @@ def adapt(model: Any) -> Any:
     Raises:
       TypeError: If the model isn't one of these kinds.
     """
-    name = type(model).__name__
-    if inspect.isclass(model):
-        if types.is_nnx_class(model):
-            return model
-        raise TypeError(
-            f"{_SUPPORTED_MODELS}, got the class {model.__name__}. Give an instance, {model.__name__}(...)."
-        )
-    if isinstance(model, nn.Module | AdaptedModel):
+    if isinstance(model, nn.Module | AdaptedModel) or types.is_nnx_class(model):
         return model
     if types.is_nnx(model, "Module"):
         model = nnx.clone(model)
         nnx.pop(model, types.nnx_sown_types())  # An earlier call may have sown values.
         graphdef, *arrays = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-        return AdaptedModel(f"{name} is an instance of an NNX module", NNXApply(graphdef), tuple(arrays))
-    if isinstance(model, tuple) and len(model) == 2 and _is_equinox_state(model[1]):
+        kind = f"{type(model).__name__} is an instance of an NNX module"
+        return AdaptedModel(kind, NNXApply(graphdef), tuple(arrays))
+    if isinstance(model, tuple) and len(model) == 2 and _is_of("equinox", model[1]):
         return _adapt_equinox(*model)
     if _is_of("equinox", model):
         return _adapt_equinox(model, None)
-    if _is_of("haiku", model):
-        raise TypeError(
-            f"{_SUPPORTED_MODELS}, got Haiku's {name}, whose apply takes its key before the inputs. Give the pair "
-            "(model.init, lambda params, x, rng: model.apply(params, rng, x))."
-        )
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         init, apply = model
         make = lambda key, inputs, init_kwargs: (init(key, inputs, **init_kwargs), {}, {})
@@ -606,50 +505,29 @@ def adapt(model: Any) -> Any:
     return _adapt_params(model)
 
 
-_SUPPORTED_MODELS = (
-    "model must be a Linen module, an NNX class or instance, an Equinox module, a pair of functions (init, apply), or "
-    "a pytree of parameters"
-)
-
-
 def _is_of(package: str, model: Any) -> bool:
     """Returns whether any of a model's base classes is from a package, without a slow import of the package."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
-def _is_equinox_state(value: Any) -> bool:
-    return _is_of("equinox", value) and type(value).__name__ == "State"
-
-
 def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
     import equinox as eqx
 
-    name = type(model).__name__
-    if not callable(model):
-        raise TypeError(f"The Equinox module {name} has no __call__, which the forward pass needs. Define it.")
-    if state is None and "state" in _parameters(type(model).__call__):
-        raise TypeError(
-            f"The Equinox module {name} takes a state. Give the pair that makes both: "
-            f"model=eqx.nn.make_with_state({name})(...)."
-        )
     params, static = eqx.partition(model, eqx.is_inexact_array)
     arrays = (params, {}, {} if state is None else {"state": state})
-    return AdaptedModel(f"{name} is an Equinox module", EquinoxApply(static), arrays)
+    return AdaptedModel(f"{type(model).__name__} is an Equinox module", EquinoxApply(static), arrays)
 
 
 def _adapt_params(params: Any) -> AdaptedModel:
-    is_array = lambda leaf: isinstance(leaf, float | np.ndarray | np.generic | jax.Array)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not any(is_array(leaf) for _, leaf in leaves):
-        raise TypeError(f"{_SUPPORTED_MODELS}, got {checks.describe(params)}.")
-    for path, leaf in leaves:
-        if not is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            where = f"leaf {checks.path_name(path)!r}" if path else "model"
+    is_param = lambda leaf: isinstance(leaf, float | _ARRAYS) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    leaves = checks.leaves_by_path(params)
+    for path, leaf in leaves.items() if leaves else [("", params)]:
+        if not is_param(leaf):
             raise TypeError(
-                f"model is a pytree of parameters, and its {where} is {checks.describe(leaf)}, but gradients need "
-                "floating-point arrays. Remove leaves that are not parameters, or cast them with .astype(np.float32)."
+                "model must be a Linen module, an NNX class or instance, an Equinox module, a pair of functions (init, "
+                f"apply), or a pytree of floating-point parameters, got {leaf!r:.100}{f' in {path}' if path else ''}."
             )
-    return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", ParamsApply(), (params, {}, {}))
+    return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", PARAMS_APPLY, (params, {}, {}))
 
 
 _ARRAYS = jax.Array | np.ndarray | np.generic
@@ -720,8 +598,4 @@ def _is_shape_and_dtype(leaf: Any) -> bool:
     plain_pair = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields") and len(leaf) == 2
     if not plain_pair or not _is_shape(leaf[0]) or isinstance(leaf[1], jax.ShapeDtypeStruct | _ARRAYS):
         return False
-    if isinstance(leaf[1], str | np.dtype):
-        return True
-    return (isinstance(leaf[1], type) and issubclass(leaf[1], np.generic | int | float | bool)) or hasattr(
-        leaf[1], "dtype"
-    )
+    return isinstance(leaf[1], str | np.dtype | type) or hasattr(leaf[1], "dtype")

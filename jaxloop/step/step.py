@@ -15,7 +15,7 @@ from etils import epath
 from jaxloop import checkpoint, data, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks
-from jaxloop.partition.layout import readable
+from jaxloop.partition.layout import Layout, readable
 from jaxloop.schedules import Elapsed
 from jaxloop.step import forward
 from jaxloop.step.compiled import stacked
@@ -128,11 +128,6 @@ class Step:
         adapted = forward.with_arguments(model, nnx_model_args, nnx_model_kwargs, type(self))
         if not isinstance(partitioner, partition.Partitioner):
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
-        if types.is_nnx(optimizer, "Optimizer"):
-            raise TypeError(
-                "optimizer must be an Optax transformation such as optax.adam(1e-3), got an nnx.Optimizer, which is "
-                "bound to its own model. Give the transformation that it was made with: nnx_optimizer.tx."
-            )
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(f"optimizer must be an Optax transformation such as optax.adam(1e-3), got {optimizer!r}.")
         checks.check_positive(f"{type(self).__name__}.updates_per_step", self.updates_per_step)
@@ -185,8 +180,7 @@ class Step:
         """Returns the number of examples in a batch from the dataset. Means are weighted by this number.
 
         By default, this is the length of the leading axis. Override the method if batches are padded, or if the leaves'
-        leading axes differ. It may return any non-negative whole number, as an int, a float, or an array with one
-        element.
+        leading axes differ. It may return any non-negative whole number: an int, a float or a scalar array.
         """
         count = checks.num_examples(batch)
         return 1 if count is None else count
@@ -310,16 +304,16 @@ class Step:
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def summary(self, state: Any, batch: types.BatchSpec = None) -> str:
-        """Returns a table of the model's parameters by module: shapes, dtypes, counts, bytes and shardings.
+        """Returns a table of the model's parameters, with their number and the size of the state.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
         >>> print(step.summary(state, batches[0]))  # doctest: +ELLIPSIS
-        module  parameters     dtype    number  per device  spec
-        (top)   bias [1]       float32       1         4 B
-                kernel [3, 1]  float32       3        12 B
-        total                                4        16 B  of 16 B
-        state: 20 B per device
+        path           shape   dtype    spec  per device
+        params/bias    [1]     float32               4 B
+        params/kernel  [3, 1]  float32              12 B
+                                                    16 B  of 16 B in total
+        4 parameters; state: 20 B per device
         a step: ... FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
 
         Args:
@@ -328,7 +322,9 @@ class Step:
             step's cost is added below the table.
         """
         layout = self._partitioner.report(state)
-        lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
+        params = Layout(leaf for leaf in layout.leaves if leaf.path.startswith("params/"))
+        number = f"{self.compute_num_params(state):,} parameters"
+        lines = [str(params), f"{number}; state: {readable(layout.bytes_per_device)} per device"]
         if batch is not None:
             self.compile(state, batch)
             lines.append(f"a step: {self._runner.programs.cost}")
@@ -474,7 +470,7 @@ class Step:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = runner.begin(state, batch, per_loop_step_number, elapsed)
-        runner.batch_watch.look([batch], self)
+        runner.batch_watch.look([batch])
         state, outputs = runner.dispatch(state, batch)
         checks.mark_donated(given, repr(self))
         runner.states.remember(state)  # Before `end`: if that returns another state, the next step prepares it.
@@ -570,7 +566,6 @@ def _check_key(base_prng: Any) -> None:
     for key in base_prng.values() if isinstance(base_prng, Mapping) else [base_prng]:
         dtype: Any = getattr(key, "dtype", np.dtype(object))
         if not jnp.issubdtype(dtype, jax.dtypes.prng_key) and not (dtype == np.uint32 and np.ndim(key)):
-            seed = key if isinstance(key, int | np.integer) else 0
             raise TypeError(
-                f"base_prng must be a PRNG key or a dict of PRNG keys, got {base_prng!r}. Write jax.random.key({seed})."
+                f"base_prng must be a PRNG key or a dict of PRNG keys, got {base_prng!r}. Write jax.random.key(seed)."
             )

@@ -74,12 +74,12 @@ def link_to_device(path: pathlib.Path) -> None:
     path.symlink_to("/dev/full")
 
 
-# Objects in place of the lock file, each with a part of the expected error message.
-IMPOSTORS: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
-    "fifo": (os.mkfifo, "found a FIFO"),
-    "directory": (os.mkdir, "found a directory"),
-    "link": (link, "found a symbolic link"),
-    "device": (link_to_device, "found a symbolic link"),
+# Objects in place of the lock file.
+IMPOSTORS: dict[str, Callable[[pathlib.Path], Any]] = {
+    "fifo": os.mkfifo,
+    "directory": os.mkdir,
+    "link": link,
+    "device": link_to_device,
 }
 
 
