@@ -54,6 +54,7 @@ from jaxloop.partition import FSDPPartitioner as FSDPPartitioner
 from jaxloop.partition import Partitioner as Partitioner
 from jaxloop.partition import RulesPartitioner as RulesPartitioner
 from jaxloop.partition import SingleDevicePartitioner as SingleDevicePartitioner
+from jaxloop.partition import SPMDPartitioner as SPMDPartitioner
 from jaxloop.runs.accounts import goodput as goodput
 from jaxloop.runs.commands import tell as tell
 from jaxloop.runs.failures import replay as replay
@@ -62,10 +63,12 @@ from jaxloop.runs.watchdog import Watchdog as Watchdog
 from jaxloop.schedules import Elapsed as Elapsed
 from jaxloop.schedules import Schedule as Schedule
 from jaxloop.schedules import after as after
+from jaxloop.schedules import always as always
 from jaxloop.schedules import at as at
 from jaxloop.schedules import every as every
 from jaxloop.schedules import first as first
 from jaxloop.schedules import last as last
+from jaxloop.schedules import never as never
 from jaxloop.step import Step as Step
 from jaxloop.train_loop import TrainLoop as TrainLoop
 from jaxloop.types import Batch as Batch
