@@ -84,8 +84,7 @@ class OuterLoop:
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
         in a Git repository, the current commit is added as "commit".
-      watchdog: A `Watchdog` that ends the run if it hangs; None for no watchdog.
-      extensions: Objects that watch each run; see `Extension`.
+      extensions: Objects that watch each run, such as a `Watchdog`; see `Extension`.
       skip: The numbers of the batches to leave out, as if they had never been in the training data. Batches are
         numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the
         batch of step 48,213. In a multi-process job, each process leaves out its part of the batch.
@@ -109,7 +108,6 @@ class OuterLoop:
         workdir: epath.PathLike | None = None,
         log_interval: int | Schedule = 1,
         notes: Mapping[str, Any] | None = None,
-        watchdog: Extension | None = None,
         extensions: Sequence[Extension] = (),
         skip: Sequence[int] = (),
     ):
@@ -146,7 +144,7 @@ class OuterLoop:
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
             workdir = checkpoint_spec.checkpoint_dir
         workdir = None if workdir is None else files.absolute(workdir)
-        operated = runs.default_extensions(notes, watchdog, has_directory=bool(workdir or savers))
+        operated = runs.default_extensions(notes, has_directory=bool(workdir or savers))
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
         self._job = agreement.Job(shared[0])
         self._experiment = Experiment(

@@ -48,9 +48,3 @@ def test_a_slow_run_within_its_limits_goes_on(tmp_path):
 def test_limits_that_are_no_seconds_are_refused(limits):
     with pytest.raises(ValueError, match=rf"Watchdog.{next(iter(limits))} must be a positive number of seconds"):
         jaxloop.Watchdog(**limits)
-
-
-def test_what_is_no_watchdog_is_refused():
-    step, _, _ = examples.tiny_regression()
-    with pytest.raises(TypeError, match=r"Watchdog\(step_secs=600\)"):
-        jaxloop.OuterLoop(jaxloop.TrainLoop(step), watchdog=600)

@@ -56,7 +56,7 @@ class Watchdog(Extension):
     >>> import jaxloop
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
-    >>> outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), watchdog=Watchdog(step_secs=60))
+    >>> outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), extensions=[Watchdog(step_secs=60)])
     >>> state, _ = outer_loop(state, batches)
 
     Args:

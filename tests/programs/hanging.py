@@ -158,12 +158,14 @@ def main(directory, place, process):
         ),
         [jaxloop.EvalLoop(eval_step)],
         workdir=directory,
-        watchdog=jaxloop.Watchdog(
-            step_secs=LIMIT_SECS,
-            startup_secs=100,
-            eval_secs=30 if place in ("compiling", "slow") else LIMIT_SECS,
-            checkpoint_secs=30 if place == "slow" else LIMIT_SECS,
-        ),
+        extensions=[
+            jaxloop.Watchdog(
+                step_secs=LIMIT_SECS,
+                startup_secs=100,
+                eval_secs=30 if place in ("compiling", "slow") else LIMIT_SECS,
+                checkpoint_secs=30 if place == "slow" else LIMIT_SECS,
+            )
+        ],
     )
     evaluation = jaxloop.EvalSpec(data.from_index(lambda number: batch_of(number, "eval"), 9), name="test")
     state = train_step.initialize_model([1, 3])
