@@ -119,9 +119,10 @@ class TrainState(train_state.TrainState):
             `jax.grad` returns, `jax.tree.map(jnp.conj, grads)`, because optimizers subtract it.
           **kwargs: New values of other fields.
         """
+        state = self.replace(opt_state=_with_initial_params(self.opt_state, self.params))
         if _may_overwrite(grads):
-            return super().apply_gradients(grads=grads, **kwargs)
-        return _updated(self, grads).replace(**kwargs)
+            return super(TrainState, state).apply_gradients(grads=grads, **kwargs)
+        return _updated(state, grads).replace(**kwargs)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -203,6 +204,42 @@ def _updated(state: Any, grads: Any) -> Any:
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+
+def params_to_evaluate(state: Any) -> Any:
+    """Returns the parameters for which the optimizer's method is meant to be evaluated.
+
+    For `optax.contrib.schedule_free`, these are the averages that the method keeps, as
+    `optax.contrib.schedule_free_eval_params` returns them. For all other optimizers, they are `state.params`.
+    """
+    params = state.params
+    opt_state = _with_initial_params(getattr(state, "opt_state", None), params)
+    for node in filter(_is_free, jax.tree.leaves(opt_state, is_leaf=_is_free)):
+        value = lambda z, y, b1=node.b1: y if _is_masked(z) else ((y - (1 - b1) * z) / b1).astype(y.dtype)
+        params = jax.tree.map(value, node.z, params, is_leaf=_is_masked)
+    return params
+
+
+def _with_initial_params(opt_state: Any, params: Any) -> Any:
+    """Returns an optimizer's state in which the averages of `schedule_free` start at the parameters.
+
+    It changes them only before the first update, because parameters may be loaded after the optimizer's state is made.
+    """
+
+    def start(node: Any) -> Any:
+        is_alike = lambda z, y: not _is_masked(z) and getattr(y, "shape", None) == z.shape
+        value = lambda z, y: jnp.where(node.step_count == 1, y.astype(z.dtype), z) if is_alike(z, y) else z
+        return node._replace(z=jax.tree.map(value, node.z, params, is_leaf=_is_masked)) if _is_free(node) else node
+
+    return jax.tree.map(start, opt_state, is_leaf=_is_free)
+
+
+def _is_free(node: Any) -> bool:
+    return isinstance(node, optax.contrib.ScheduleFreeState)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 class MetricType(enum.Enum):

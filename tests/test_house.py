@@ -84,7 +84,7 @@ BUDGET = {
     "step": 1274,
     "testing": 108,
     "train_loop": 39,
-    "types": 160,
+    "types": 178,
 }
 # The attributes and methods of the classes with more than the limits.
 LARGE_CLASSES = {

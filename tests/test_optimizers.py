@@ -290,6 +290,41 @@ def test_a_pattern_may_omit_the_last_component_of_an_nnx_path():
     assert not matches("head", "head/kernel/value")
 
 
+@pytest.mark.parametrize("trainable", [None, "head/**"])
+def test_a_schedule_free_optimizer_is_evaluated_with_its_averages(trainable):
+    optimizer = optax.contrib.schedule_free_sgd(0.05, b1=0.5)
+    options = {"loss": loss, "optimizer": optimizer, "train_epochs": 2, "progress": None, "trainable": trainable}
+    state, history = jaxloop.fit(Linen(), BATCHES, BATCHES, **options)
+    free = state.opt_state.inner_states["0"].inner_state if trainable else state.opt_state
+    head = optax.contrib.schedule_free_eval_params(free._replace(z=free.z["head"]), state.params["head"])
+    body = state.params["body"]
+    if not trainable:
+        body = optax.contrib.schedule_free_eval_params(free._replace(z=free.z["body"]), body)
+    averaged = state.replace(params={"body": body, "head": head}, opt_state=())
+    _, outputs = jaxloop.EvalLoop(make_step(train=False))(averaged, BATCHES)
+    assert history.collect("eval.loss")[-1] == pytest.approx(float(jaxloop.summarize(outputs)["loss"]), rel=1e-5)
+    assert bits(head) != bits(state.params["head"])
+
+
+@pytest.mark.parametrize("model", [Linen(), NNX], ids=["Linen", "NNX"])
+@pytest.mark.parametrize("trainable", [None, "head/**"])
+def test_a_schedule_free_optimizer_starts_from_loaded_parameters(model, trainable):
+    step = make_step(model, optax.contrib.schedule_free_sgd(0.05, b1=0.5), trainable=trainable)
+    first = step.initialize_model([1, 4])
+    loaded = jax.tree.map(lambda leaf: leaf + 1, first.params)
+    given = first.replace(params=loaded)
+    created = given.replace(opt_state=first.tx.init(loaded))
+    assert bits(step.params_to_evaluate(given)) == bits(loaded)
+    states = [train(step, steps=3, state=jax.tree.map(jnp.copy, state)) for state in (given, created)]
+    assert bits(states[0].params) == bits(states[1].params)
+    assert bits(step.params_to_evaluate(states[0])) == bits(step.params_to_evaluate(states[1]))
+
+
+def test_a_schedule_free_optimizer_may_have_parameters_of_another_shape():
+    step = make_step(optimizer=optax.flatten(optax.contrib.schedule_free_sgd(0.05, b1=0.5)))
+    assert int(train(step, steps=3).step) == 3
+
+
 def test_restoring_a_schedule_free_checkpoint_without_its_optimizer_is_warned_about(tmp_path, warnings_logged):
     optimizer = optax.contrib.schedule_free_sgd(0.05, b1=0.5)
     options = {"loss": loss, "optimizer": optimizer, "train_total_steps": 4, "progress": None, "workdir": tmp_path}

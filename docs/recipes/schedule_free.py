@@ -33,9 +33,9 @@ class DigitsStep(jaxloop.Step):
         return state, {"loss": loss, "accuracy": accuracy}
 
 
-class AveragedStep(DigitsStep):
+class TrainingParameters(DigitsStep):
     def params_to_evaluate(self, state):
-        return optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
+        return state.params
 
 
 rng = np.random.default_rng(0)
@@ -55,7 +55,7 @@ key, model = jax.random.key(0), Network()
 train_step = DigitsStep(key, model, optimizer, train=True)
 outer_loop = jaxloop.OuterLoop(
     jaxloop.TrainLoop(train_step),
-    [jaxloop.EvalLoop(DigitsStep(key, model)), jaxloop.EvalLoop(AveragedStep(key, model))],
+    [jaxloop.EvalLoop(TrainingParameters(key, model)), jaxloop.EvalLoop(DigitsStep(key, model))],
 )
 specs = [jaxloop.EvalSpec([test_batch], interval=every(steps=50), name=name) for name in ("training", "averaged")]
 state, _ = outer_loop(

@@ -333,10 +333,11 @@ class Step:
     def params_to_evaluate(self, state: Any) -> Any:
         """Returns the parameters for evaluations, predictions and exports, which may differ from those in training.
 
-        By default, these are `state.params`. `LossStep`, `fit` and `jaxloop.export` call this hook. In your own `run`,
-        call it if the step evaluates: `params = state.params if self.train else self.params_to_evaluate(state)`.
+        By default, these are `state.params` or, for `optax.contrib.schedule_free`, the averages that the optimizer
+        keeps. `LossStep`, `fit` and `jaxloop.export` call this hook. In your own `run`, call it if the step evaluates:
+        `params = state.params if self.train else self.params_to_evaluate(state)`.
         """
-        return state.params
+        return types.params_to_evaluate(state)
 
     def call_model(
         self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
