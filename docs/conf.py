@@ -118,7 +118,8 @@ def link_to_copies(app, docname, content):
 # Signatures -----------------------------------------------------------------------------------------
 
 # Classes, in the place of what these names stand for.
-_ALIASES = {name: type(name, (), {"__module__": "jaxloop"}) for name in ("Batch", "BatchSpec", "Output", "PRNGType")}
+_ALIASES = {name: type(name, (), {"__module__": "jaxloop.types"}) for name in ("BatchSpec", "Output", "PRNGType")}
+_ALIASES["Batch"] = type("Batch", (), {"__module__": "jaxloop"})
 
 
 def name_aliases(app, obj, bound_method):

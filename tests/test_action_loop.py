@@ -104,7 +104,7 @@ def test_interval_must_be_a_positive_int(interval, error):
 
 def test_non_action_raises():
     step, _, _ = examples.tiny_regression()
-    with pytest.raises(TypeError, match="An action must be a jaxloop.actions.Action, got <function"):
+    with pytest.raises(TypeError, match="An action must be a jaxloop.Action, got <function"):
         ActionLoop(step, end_actions=[lambda state, outputs: None])
 
 

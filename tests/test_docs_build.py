@@ -67,7 +67,9 @@ def public_names(module):
     return {name for name in names if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("name", [each for each in dir(jaxloop) if not inspect.ismodule(getattr(jaxloop, each))])
+@pytest.mark.parametrize(
+    "name", [each for each in public_names(jaxloop) if not inspect.ismodule(getattr(jaxloop, each))]
+)
 def test_each_public_name_is_described_once(described, name):
     kinds = [kind for kind, names in described.items() if f"jaxloop.{name}" in names]
     assert len(kinds) == 1
@@ -77,7 +79,7 @@ def test_each_public_name_is_described_once(described, name):
 def test_each_fixed_name_is_described_where_experiments_import_it(described, module):
     names = {name for kind in described.values() for name in kind}
     for name in FIXED_NAMES[module].split():
-        assert f"jaxloop.{name}" in names or f"jaxloop.{module}.{name}" in names, name
+        assert names & {f"jaxloop.{name}", f"jaxloop.{module}.{name}", f"jaxloop.types.{name}"}, name
 
 
 def test_each_name_of_the_loop_language_is_described(described):

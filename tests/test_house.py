@@ -60,7 +60,7 @@ BUDGET = {
     "__init__": 61,
     "__main__": 67,
     "action_loop": 53,
-    "actions": 1296,
+    "actions": 1295,
     "base": 643,
     "check": 931,
     "checkpoint": 871,

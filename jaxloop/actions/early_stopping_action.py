@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -100,7 +99,7 @@ class EarlyStoppingAction(Action):
 
     def change(self, name: str, value: Any) -> None:
         """Changes `patience` or `min_delta`."""
-        is_number = isinstance(value, numbers.Real) and 0 <= value < math.inf
+        is_number = isinstance(value, int | float) and 0 <= value < math.inf
         if name == "patience" and is_number and value > 0 and value == int(value):
             self._patience = int(value)
         elif name == "min_delta" and is_number:
