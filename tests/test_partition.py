@@ -101,6 +101,17 @@ def test_an_action_may_keep_the_step_count(kind, fused):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first) if leaf is not first.step)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_count_stays_readable_whoever_compiles(kind):
+    step, state, batches = examples.tiny_regression(partitioner=KINDS[kind]())
+    count = step.partitioner.partition(lambda state, batch: (state.replace(step=state.step + 1), {}))
+    counted, _ = count(state, step.shard_batch(batches[0]))
+    assert (int(state.step), int(counted.step)) == (0, 1) and state.params["kernel"].is_deleted()
+    step.compile(keep_unused=True)
+    trained, _ = step(counted, batches[0])
+    assert (int(counted.step), int(trained.step)) == (1, 2) and counted.params["kernel"].is_deleted()
+
+
 def test_jit_arguments_override_the_partitioners_own():
     partitioner = partition.SingleDevicePartitioner()
     state = {"w": jnp.ones(2)}

@@ -122,3 +122,51 @@ def _step_index(structure: Any) -> int | None:
 
 
 jax.tree_util.register_pytree_with_keys(FlatState, _with_paths, FlatState, operator.attrgetter("leaves", "structure"))
+
+
+@final
+class Donating:
+    """A compiled function of `(state, batch)` that donates every leaf of the state except `state.step`.
+
+    A hook or an action that keeps a reference to `state.step` can therefore still read it after the update.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxloop import examples
+    >>> _, state, _ = examples.tiny_regression()
+    >>> add = Donating(lambda state, batch: jax.tree.map(lambda leaf: leaf + batch.astype(leaf.dtype), state))
+    >>> new_state = add(state, jnp.int32(1))
+    >>> int(state.step), state.params["kernel"].is_deleted()
+    (0, True)
+
+    Args:
+      fn: A pure function.
+      **jit_kwargs: Arguments of `jax.jit`.
+    """
+
+    def __init__(self, fn: Callable[[Any, Any], Any], **jit_kwargs: Any):
+        def of_parts(flat: FlatState, step: Any, batch: Any) -> Any:
+            return fn(flat.whole(step), batch)
+
+        of_parts.__name__ = of_parts.__qualname__ = getattr(fn, "__name__", "fn")
+        self._of_parts = jax.jit(of_parts, donate_argnums=0, **jit_kwargs)
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        return self._of_parts(*FlatState.of(state), batch)
+
+    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """Traces the function for these arguments, which may be `jax.ShapeDtypeStruct`s."""
+        return self._of_parts.trace(*FlatState.of(state), batch)
+
+
+def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:
+    """Compiles `fn(state, batch)`. By default, every leaf of the state except `state.step` is donated.
+
+    Args:
+      fn: A pure function.
+      **jit_kwargs: Arguments of `jax.jit`. Those that refer to the function's arguments (`in_shardings`,
+        `donate_argnums`, `static_argnums`, ...) apply to the signature `(state, batch)`. If any of them is given,
+        `state.step` is donated together with the rest of the state.
+    """
+    if any(name == "in_shardings" or "argn" in name for name in jit_kwargs):
+        return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})
+    return Donating(fn, **jit_kwargs)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import types
 from jaxloop.base import checks
+from jaxloop.base.structures import compile_donating
 from jaxloop.partition.meshes import create_mesh, mesh_for_tracing
 from jaxloop.partition.partitioner import Partitioner
 
@@ -148,7 +149,7 @@ class MeshPartitioner(Partitioner):
 
         if "out_shardings" not in jit_kwargs:
             jit_kwargs["out_shardings"] = (self.sharding, self.output_sharding)
-        return jax.jit(with_mesh, **{"donate_argnums": 0, **jit_kwargs})
+        return compile_donating(with_mesh, **jit_kwargs)
 
 
 class DataParallelPartitioner(MeshPartitioner):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, Sharding
 
 from jaxloop import types
 from jaxloop.base import checks
+from jaxloop.base.structures import compile_donating
 from jaxloop.partition.layout import Layout, LeafLayout, dtype_of
 
 Rules = Iterable[tuple[str, Any]]
@@ -187,7 +188,7 @@ class SingleDevicePartitioner(Partitioner):
         return batches
 
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
-        return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})
+        return compile_donating(fn, **jit_kwargs)
 
 
 def _default_device() -> Any:

@@ -48,7 +48,7 @@ class Compiled:
         self._programs, self._evaluates = programs, evaluates
         # The state isn't flattened if there are `jit_kwargs`, which may refer to the state's tree.
         self._is_flat = not evaluates and not jit_kwargs and not checks.is_user_defined(partitioner, "partition")
-        options = dict(jit_kwargs)
+        options = {"donate_argnums": 0} if self._is_flat else dict(jit_kwargs)  # `state.step` is another argument.
         if fuses:
             run = _fused(run, evaluates=evaluates)
         if evaluates:
