@@ -10,6 +10,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
@@ -169,6 +170,10 @@ class Runner:
             error.add_note("without a batch, because the dataset is None. If the step needs data, give a dataset.")
         else:
             error.add_note(f"with {checks.batch_in_words(batch)}")
+            if any(np.ndim(leaf) == 0 for leaf in checks.batch_leaves(batch).values()):
+                error.add_note(
+                    "Leaves without axes may be examples: jaxloop.data.batched(dataset, 64, seed=0) batches."
+                )
 
     # After `run` ---------------------------------------------------------------------------------
 
