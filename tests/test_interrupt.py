@@ -72,6 +72,22 @@ def test_a_reentered_context_starts_without_a_request():
         assert not interrupt.requested
 
 
+@pytest.mark.parametrize(("seconds", "raises"), [(1.9, True), (2.1, False)])
+def test_ctrl_c_soon_after_the_previous_run_took_one_raises(seconds, raises, monkeypatch):
+    clock, interrupt = Clock(), Interruptible()
+    monkeypatch.setattr(time, "monotonic", clock)
+    with interrupt:
+        press_ctrl_c()
+    clock.now += seconds
+    try:
+        with interrupt:
+            press_ctrl_c()
+            assert interrupt.requested and not raises
+    except KeyboardInterrupt:
+        assert raises
+    assert handlers() == [signal.default_int_handler, signal.SIG_DFL]
+
+
 def test_after_sigterm_only_the_outermost_context_exits_with_143(warnings_logged):
     reached = []
     with pytest.raises(SystemExit) as exit_, Interruptible() as outer:

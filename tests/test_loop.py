@@ -263,7 +263,7 @@ def test_a_train_step_must_increment_the_step():
     step = Stuck(jax.random.key(0), nn.Dense(1), train=True, optimizer=optax.sgd(0.1))
     loop = TrainLoop(step)
     with pytest.raises(
-        ValueError, match=r"ran on \d+ batch(es)? from state.step 0, and state.step is now 0, not \d+.*\+ 1"
+        ValueError, match=r"ran on \d+ batch(es)? from state.step 0, and state.step is now 0, not \d+.*add 1 to it"
     ):
         loop(step.initialize_model([1, 3]), [{"x": np.ones(3)}] * 3)
 

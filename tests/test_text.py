@@ -32,6 +32,7 @@ def test_unprintable_characters_are_escaped():
 
 def test_only_the_first_process_shows_an_announcement_unless_info_lines_are_shown(monkeypatch, caplog):
     before = logging.get_verbosity()
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     try:
         for process in (0, 1):
             monkeypatch.setattr(jax, "process_index", lambda process=process: process)

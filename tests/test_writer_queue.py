@@ -161,6 +161,7 @@ def test_a_run_hides_rows_of_earlier_processes_only():
 
 
 def test_only_the_first_process_writes(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     writer = GatedWriter()
     action = actions.SummaryAction(writer)

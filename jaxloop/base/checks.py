@@ -151,7 +151,7 @@ def counting_hint(step: Any) -> str:
     """Returns a hint, for error messages, about how a training step should update `state.step`."""
     return (
         f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: return "
-        "state.apply_gradients(grads=...) or state.replace(step=state.step + ...), or correct updates_per_step."
+        "state.apply_gradients(grads=...) or state.replace(step=...), or correct updates_per_step."
     )
 
 

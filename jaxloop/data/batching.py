@@ -10,7 +10,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.base.text import suggests
-from jaxloop.data.sources import IndexedBatches, check_int, is_endless, is_hugging_face, made_by
+from jaxloop.data.sources import IndexedBatches, check_int, is_hugging_face, made_by
 
 
 @suggests(batch_size="size", shuffle="seed", epochs="num_epochs", drop_last="drop_remainder", collate_fn="collate")
@@ -93,8 +93,6 @@ def _stream(rows: Any, seed: int | None, collate: _Collate | None) -> tuple[int,
     if seed is None:
         return length, lambda places: take(places % length)
     check_int("batched(..., seed)", seed, "or None")
-    if is_endless(rows):
-        raise ValueError("batched(rows, seed=...) needs rows that end. Don't repeat them: epochs follow each other.")
 
     @functools.lru_cache(maxsize=2)  # A batch may contain examples of two epochs.
     def order(epoch: int) -> np.ndarray:

@@ -120,8 +120,8 @@ def fit(
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy" or, with its mode,
         `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given.
       partitioner: Decides where the state and the batches are placed. If None, a single device is used. If "auto", all
-        devices are used, and the state is replicated if it fits on each device, or sharded otherwise
-        (`FSDPPartitioner`). The choice is logged.
+        devices are used, so the rows of a batch must be a multiple of their number. The state is replicated if it fits
+        on each device, or sharded otherwise (`FSDPPartitioner`). The choice is logged.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for initializing the parameters and for dropout.
       steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.

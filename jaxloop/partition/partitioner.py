@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
@@ -172,7 +173,7 @@ class SingleDevicePartitioner(Partitioner):
 
     @property
     def sharding(self) -> Sharding:
-        return jax.sharding.SingleDeviceSharding(self._device or _default_device())
+        return jax.sharding.SingleDeviceSharding(self._device) if self._device else jnp.zeros(()).sharding
 
     @property
     def places_batches(self) -> bool:
@@ -189,8 +190,3 @@ class SingleDevicePartitioner(Partitioner):
 
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         return compile_donating(fn, **jit_kwargs)
-
-
-def _default_device() -> Any:
-    device = getattr(jax.config, "jax_default_device", None)
-    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]

@@ -16,6 +16,8 @@ from typing import Any, final
 
 from absl import logging
 
+# A Ctrl-C this soon after one that ended an earlier run is meant to stop the program, which keeps starting runs.
+_SECOND_WITHIN_SECS = 2.0
 # A second SIGTERM this soon after the first counts as the same one: `timeout` sends it to its child twice, and under
 # systemd, a launcher may forward a signal that its child has already received.
 _SAME_WITHIN_SECS = 0.1
@@ -45,7 +47,8 @@ class Interruptible:
     The second signal ends the process at once, with exit code 128 + the signal's number, even if the main thread hangs
     in native code: a thread watches for signals. No `finally` blocks run, and the child processes of `multiprocessing`
     are killed. Interactive sessions, and programs that use `signal.set_wakeup_fd`, have no such thread. There, the
-    second signal has Python's default effect, so that Ctrl-C raises `KeyboardInterrupt`.
+    second signal has Python's default effect, so that Ctrl-C raises `KeyboardInterrupt`. A Ctrl-C up to 2 s after one
+    that ended an earlier run also raises it.
 
     If the processes of a job have not agreed on the first signal after 15 s, because one of them hangs, the process
     exits in the same way. Saved checkpoints stay intact in all cases.
@@ -70,6 +73,7 @@ class Interruptible:
         self.unconfirmed: int | None = None  # A signal that has no effect yet.
         self.pauses: bool = False  # True if the run pauses after the current dispatch.
         self._pause_is_unconfirmed = False
+        self._last_ctrl_c = float("-inf")  # When the last Ctrl-C ended a run: this one or an earlier one.
         self._replaced: dict[int, tuple[Any, Any]] = {}  # The handlers of the program, and those in their place.
         self._watch: _Watch | None = None
 
@@ -182,8 +186,12 @@ class Interruptible:
             )
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        is_first = self.signum in _NO_SIGNALS and self.unconfirmed is None
-        if not is_first and self._watch is None:
+        is_first, is_repeated = self.signum in _NO_SIGNALS and self.unconfirmed is None, False
+        if is_first and signum == signal.SIGINT:
+            # A program may start one short run after another, and each would swallow one Ctrl-C.
+            now = time.monotonic()
+            is_repeated, self._last_ctrl_c = now - self._last_ctrl_c < _SECOND_WITHIN_SECS, now
+        if is_repeated or not (is_first or self._watch):
             self._restore_handlers()
             if signum == signal.SIGINT:
                 raise KeyboardInterrupt
