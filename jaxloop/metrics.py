@@ -81,7 +81,8 @@ def is_ready(array: Any) -> bool:
     """
     if not isinstance(array, jax.Array):
         return True
-    return hasattr(array, "is_ready") and not array.is_deleted() and array.is_ready()
+    asks = getattr(array, "is_ready", None)
+    return asks is not None and not array.is_deleted() and asks()
 
 
 def _read(array: jax.Array) -> Any:
