@@ -152,12 +152,12 @@ def test_failure_to_record_does_not_hide_the_error(data_parallel, tmp_path, logs
 
 def test_replay_error_names_what_is_missing(data_parallel, tmp_path):
     step, state = make(1, data_parallel)
-    fail(jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path), state, batches(80, {70}))
+    fail(jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path), state, batches(160, {150}))
     with pytest.raises(ValueError, match="the state of step .* is not available; the given one is of step 0"):
         jaxloop.replay(tmp_path, step)
-    state, _ = jaxloop.TrainLoop(step, nan_policy="raise")(step.initialize_model([1, 3]), batches(80), num_steps=69)
+    state, _ = jaxloop.TrainLoop(step, nan_policy="raise")(step.initialize_model([1, 3]), batches(160), num_steps=149)
     after, _ = jaxloop.replay(tmp_path, step, state=state)
-    assert int(after.step) == 70 and int(state.step) == 69
+    assert int(after.step) == 150 and int(state.step) == 149
     other = RegressionStep(jax.random.key(1), nn.Dense(2), optax.sgd(0.1), train=True)
     with pytest.raises(ValueError, match="PRNG keys .* differ from those"):
         jaxloop.replay(tmp_path, other)

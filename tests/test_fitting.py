@@ -278,4 +278,7 @@ def test_single_examples_in_place_of_batches_are_named():
     options = {"loss": lambda outputs, batch: outputs[..., 0] - batch["y"], "optimizer": optax.sgd(0.1), "inputs": "x"}
     with pytest.raises(Exception) as raised:
         jaxloop.fit(nn.Dense(1), rows, train_epochs=1, progress=None, **options)
-    assert "jaxloop.data.batched(dataset, 64, seed=0) batches" in "".join(raised.value.__notes__)
+    assert (
+        "If the dataset yields examples instead of batches, write jaxloop.data.batched(dataset, 64, seed=0)"
+        in "".join(raised.value.__notes__)
+    )

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clu import metrics as clu_metrics
 from programs.clock import Clock
 
 import jaxloop
@@ -878,15 +879,33 @@ def test_objects_with_loop_callback_are_callbacks():
         jf.loop(0, BATCHES, {jf.every(1): [count, Bad()]}, stop=3)
 
 
-def test_compiled_function_matches_a_train_loop(assert_same):
+def test_step_as_a_callback_matches_a_train_loop(assert_same):
     step, state, batches = examples.tiny_regression()
     expected, outputs = jaxloop.TrainLoop(step)(state, batches, 50)
     _, state, _ = examples.tiny_regression()
-    by_function, history, _ = jf.loop(state, batches, {jf.every(1): regression}, stop=50)
+    by_step, history, _ = jf.loop(state, batches, {jf.every(1): step}, stop=50)
+    _, state, _ = examples.tiny_regression()
+    by_function, same, _ = jf.loop(state, batches, {jf.every(1): regression}, stop=50)
+    assert_same(by_step, expected)
     assert_same(by_function, expected)
-    assert history.collect("loss") == [float(loss) for loss in outputs["loss"]]
-    with pytest.raises(TypeError, match="A callback is .*, got .* A TrainLoop runs a Step."):
-        jf.loop(state, batches, {jf.every(1): step}, stop=50)
+    assert history.collect("loss") == same.collect("loss") == [float(loss) for loss in outputs["loss"]]
+
+
+def test_arrays_returned_by_a_step_are_outputs():
+    class Reporting(jaxloop.Step):
+        def run(self, state, batch):
+            value = jaxloop.MetricWithMetadata(jnp.float32(2))
+            return state, {"scalar": value, "nested": {"a": jnp.float32(1)}, "array": batch["x"], **others}
+
+    mixed = {"mean": jnp.float32(1), "array": jnp.ones(2), "average": clu_metrics.Average.empty()}
+    image = jaxloop.MetricWithMetadata(jnp.ones([1, 2, 2, 3]), jaxloop.MetricType.IMAGE)
+    others = {"mixed": mixed, "image": image, "key": jax.random.key(0)}
+    step, state, batches = examples.tiny_regression()
+    reporting = Reporting(jax.random.key(0), step.model)
+    _, history, _ = jf.loop(state, batches, {jf.every(1): reporting}, stop=2)
+    assert history.collect("metrics.scalar", "nested.a") == ([2.0, 2.0], [1.0, 1.0])
+    assert [outputs["array"].shape for _, outputs in history.outputs] == [(8, 3), (8, 3)]
+    assert [outputs.keys() for _, outputs in history.outputs] == [{"array", *others}] * 2
 
 
 class Note(actions.Action):

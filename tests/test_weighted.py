@@ -206,9 +206,6 @@ def test_functional_loop_weights_means_by_tokens(wrap, writer):
     assert history.collect("metrics.loss (weight)") == [batch["counts"].sum() for batch in BATCHES]
     total = sum(batch["counts"].sum() for batch in BATCHES)
     assert means[0].metrics["loss (weight)"] == total and history.collect("test.loss (weight)") == [total]
-    least = jf.inner_loop("least", lambda state: jf.loop(state, BATCHES, {jf.every(1): log}), min)
-    _, again, _ = jf.loop(state, BATCHES[:1], {jf.every(1): least})
-    assert again.paths() == ["least.loss"] and again.collect("loss") == [min(history.collect("metrics.loss"))]
 
 
 def test_functional_train_step_differentiates_the_mean_over_tokens_or_examples():

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
@@ -150,11 +151,13 @@ class FunctionTask(Item):
 
 def _report_of(callback: Callback) -> Report:
     """Returns a function that calls a callback of any kind, except for an action."""
+    if isinstance(callback, Step):
+        return lambda loop_state: _report_of_step(callback, loop_state)
     name, call = name_of(callback), getattr(callback, "__loop_callback__", None)
-    if isinstance(callback, Step) or inspect.isclass(callback) or not (callable(callback) or call):
+    if inspect.isclass(callback) or not (callable(callback) or call):
         raise TypeError(
-            f"A callback is a function of up to four of ({', '.join(ARGUMENTS)}), an object with __loop_callback__ "
-            f"or an Action, got {callback!r}. A TrainLoop runs a Step."
+            f"A callback is a function of up to four of ({', '.join(ARGUMENTS)}), an object with __loop_callback__, a "
+            f"Step or an Action, got {callback!r}."
         )
     if call is not None:
         return lambda loop_state: outputs_logs_and_state(call(loop_state), name, loop_state.state)
@@ -168,6 +171,26 @@ def _report_compiled(program: Program, loop_state: LoopState) -> tuple[Any, Any,
     carry, found, _ = program._run_one(loop_state.state, loop_state.batch)
     assert found is not None
     return found["outputs"], found["logs"], carry
+
+
+def _report_of_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
+    """Calls a `Step`. Its numbers are logged as metrics, and its other values are outputs."""
+    now = loop_state.elapsed
+    state, found = step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
+    is_scalar = lambda value: isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR
+    plain = {name: value.value if is_scalar(value) else value for name, value in (found or {}).items()}
+    numbers = {name: value for name, value in plain.items() if _holds_numbers(value)}
+    outputs = {name: value for name, value in plain.items() if name not in numbers}
+    return outputs or None, Logs(metrics=Logs(numbers)), state
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Returns whether a value is a number, or a dict in which all values are."""
+    if isinstance(value, Mapping):
+        return all(map(_holds_numbers, value.values()))
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.number))
+    return isinstance(value, bool | int | float | types.Weighted)
 
 
 @final

@@ -70,8 +70,8 @@ class LoopState:
 Callback = Any
 """A callback of any kind that a loop accepts.
 
-A callback is an `Action`, an object with a `__loop_callback__` method, or a function that takes up to four arguments:
-`(state, batch, elapsed, loop_state)`.
+A callback is a `Step`, an `Action`, an object with a `__loop_callback__` method, or a function that takes up to four
+arguments: `(state, batch, elapsed, loop_state)`.
 """
 
 Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]

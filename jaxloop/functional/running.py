@@ -49,7 +49,7 @@ def loop(
     checkpoints last. A callback is a function that takes up to four positional arguments, `(state, batch, elapsed,
     loop_state)`, in this order; any further parameters need defaults. It returns None, logs, `(logs, state)`, or
     `(outputs, logs, state)`, where any element of a tuple may be None. It may also return just a state, unless the
-    state is a tuple or a dictionary. jaxloop's `Action`s are callbacks too, and so are objects with a
+    state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are callbacks too, and so are objects with a
     `__loop_callback__(loop_state) -> (logs, state)` method.
 
     The logs of a step become one row of the history. The loop doesn't wait for the devices unless a callback reads a

@@ -109,8 +109,9 @@ def _path(directory: epath.PathLike, name: str) -> str:
 
 def _this_process() -> str:
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    command = shlex.join(sys.orig_argv)[:_COMMAND_LENGTH]
-    return f"process {os.getpid()} on {socket.gethostname()}, since {now} ({command})"
+    command = shlex.join(sys.orig_argv)
+    shortened = command if len(command) <= _COMMAND_LENGTH else f"{command[:_COMMAND_LENGTH]}..."
+    return f"process {os.getpid()} on {socket.gethostname()}, since {now} ({shortened})"
 
 
 def _read_holder(path: str) -> str:
