@@ -115,7 +115,7 @@ class _TrackerWriter(abc.ABC):
             self._end("finished")
             saved = (position or {}).get("run")
             if saved is None and self._file.exists():
-                saved = files.read_bytes(self._file).decode().strip()
+                saved = files.read_bytes(self._file).decode(errors="replace").strip()
             if saved is not None and not re.fullmatch("[0-9a-z]{8,64}", str(saved)):
                 text = f"{saved!r} is not a tracked run of {type(self).__name__}."
                 raise ValueError(f"{text} Delete {self._file} to begin a new one.")

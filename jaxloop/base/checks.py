@@ -363,6 +363,7 @@ class BatchWatch:
 
     Attributes:
       num_rows: The number of rows in the last batch; None if the leading axes of its leaves differ in length.
+      form: The names, shapes and dtypes of the last batch; None before the first one.
       may_differ: True if the batches of the processes of a job have differed in more than their numbers of rows. The
         processes then compare their batches before each step.
     """
@@ -370,7 +371,7 @@ class BatchWatch:
     def __init__(self):
         self.num_rows: int | None = None
         self.may_differ: bool = False
-        self._form: list[Any] | None = None  # The names, shapes and dtypes of the last batch.
+        self.form: list[Any] | None = None
         self._wide: list[tuple[int, str, Any]] = []  # The 64-bit integers; see `_wide_integers`.
 
     def look(self, batches: Sequence[Any]) -> int | None:
@@ -391,9 +392,9 @@ class BatchWatch:
         except (AttributeError, TypeError):  # Not a dict of arrays.
             leaves, structure = structures.flatten(batch)
             form = [structure, *((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)]
-        if form != self._form:
+        if form != self.form:
             self._wide = _wide_integers(batch_leaves(batch))
-            self._form, self.num_rows = form, num_examples(batch)
+            self.form, self.num_rows = form, num_examples(batch)
         for each in batches if self._wide else ():
             _check_range(each, self._wide)
         return self.num_rows

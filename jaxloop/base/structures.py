@@ -56,7 +56,11 @@ class PerStructure:
         self._of = functools.lru_cache(MAX_STRUCTURES)(lambda structure: compile())
 
     def __call__(self, *args: Any) -> Any:
-        return self._of(jax.tree.structure(args))(*args)
+        return self.of(*args)(*args)
+
+    def of(self, *args: Any) -> Any:
+        """Returns the function to call with arguments of this structure."""
+        return self._of(jax.tree.structure(args))
 
 
 @final

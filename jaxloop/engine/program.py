@@ -188,7 +188,7 @@ class Program:
             num_examples = runner.count_examples(batch) if rows is None else rows
         try:
             placed = runner.place(batch, evaluates=self._evaluates) if self._needs.placing else batch
-            carry, outputs = self._compiled.call(carry, placed)
+            carry, outputs = self._compiled.call(carry, placed, runner.batch_watch.form)
         except Exception as error:
             runner.explain(error, batch)
             raise
@@ -266,7 +266,7 @@ class Program:
         rows = self._runner.count_examples(prepared[0]) if rows is None else rows
         try:
             placed = self._runner.place(whole, evaluates=self._evaluates, fuses=True)
-            carry, outputs = compiled.call(carry, placed)
+            carry, outputs = compiled.call(carry, placed, self._runner.batch_watch.form)
         except Exception as error:
             self._runner.explain(error, prepared[0])
             raise
