@@ -68,7 +68,7 @@ def public_names(module):
 
 
 @pytest.mark.parametrize(
-    "name", [each for each in public_names(jaxloop) if not inspect.ismodule(getattr(jaxloop, each))]
+    "name", sorted(each for each in public_names(jaxloop) if not inspect.ismodule(getattr(jaxloop, each)))
 )
 def test_each_public_name_is_described_once(described, name):
     kinds = [kind for kind, names in described.items() if f"jaxloop.{name}" in names]
