@@ -76,8 +76,8 @@ def test_each_metric_type_uses_its_writer_method(writer):
         "write_audios": ["sound"],
         "write_texts": ["note"],
     }
-    histograms = [(list(call[2]), *call[3:]) for call in writer.written if call[0] == "write_histograms"]
-    assert histograms == [(["per_example"],), (["weights"], {"num_buckets": {"weights": 7}})]
+    histograms = [(list(call[2]), call[3]) for call in writer.written if call[0] == "write_histograms"]
+    assert histograms == [(["per_example"], {"num_buckets": None}), (["weights"], {"num_buckets": {"weights": 7}})]
     assert [call[3] for call in writer.written if call[0] == "write_audios"] == [{"sample_rate": 16_000}]
     assert {call[1] for call in writer.written} == {7} and writer.flushes == 1
 

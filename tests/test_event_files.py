@@ -69,7 +69,7 @@ def test_unclosed_writer_closes_its_file_when_garbage_collected(tmp_path):
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_a_full_disk_raises_and_later_points_are_written(size, tmp_path):
+def test_no_point_is_lost_on_a_full_disk_and_a_checkpoint_contains_the_unwritten_ones(size, tmp_path):
     writer = actions.default_writer(tmp_path)
     action = actions.SummaryAction(writer)
     action(None, {"loss": 0.5}, step_num=1)
@@ -79,6 +79,7 @@ def test_a_full_disk_raises_and_later_points_are_written(size, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
     try:
         action(None, {"x" * size: 0.5, "loss": 0.5}, step_num=2)
+        assert [call["step"] for call in action.state_dict()["unwritten"]] == [2]
         with pytest.raises(OSError, match=f"File too large: '{path}'"):
             action.flush()
     finally:
@@ -86,7 +87,7 @@ def test_a_full_disk_raises_and_later_points_are_written(size, tmp_path):
     action(None, {"loss": 0.25}, step_num=3)
     assert action.state_dict() == {}
     writer.close()
-    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [3, "0.25"]]
+    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.5"], [3, "0.25"]]
 
 
 def test_flush_syncs_to_disk_and_a_closed_writer_can_write_again(tmp_path, monkeypatch):

@@ -256,15 +256,16 @@ def test_two_names_that_are_the_same_in_the_tracker_raise(mlflow, tmp_path):
         actions.MlflowWriter(tmp_path).write_scalars(1, {"a@b": 0.5, "a#b": 0.25})
 
 
-def test_an_error_names_its_source_and_no_point_is_duplicated(mlflow, tmp_path):
+def test_an_error_names_its_source_and_no_point_is_lost_or_duplicated(mlflow, tmp_path):
     mlflow.fails = 1
     with pytest.raises(ConnectionError) as caught:
         run(tmp_path, 1000, save=1000)
     notes = "\n".join(caught.value.__notes__)
     assert f"in MlflowWriter, whose tracked run is {next(iter(mlflow.runs))}" in notes
-    assert "in SummaryAction(interval=every(steps=1)), after step 1, writing " in notes
+    assert "in SummaryAction(interval=every(steps=1)), after step 1: write_scalars of" in notes
     run(tmp_path, 1000, save=1000)
-    assert mlflow.losses[-1][0] == 1000 and len(mlflow.runs) == 1
+    assert [step for step, _ in mlflow.losses] == list(range(1, 1001))
+    assert len(mlflow.runs) == 1
     assert len({(each.key, each.step) for each in mlflow.metrics}) == len(mlflow.metrics)
 
 
@@ -296,7 +297,7 @@ def test_an_unwritable_database_raises(tracker, tmp_path, monkeypatch):
         action(None, {"loss": 0.5}, step_num=8)
     notes = "\n".join(caught.value.__notes__)
     assert f"in {type(writer).__name__}, whose tracked run is" in notes
-    assert "in SummaryAction(interval=1), after step 7, writing loss: write_scalars" in notes
+    assert "in SummaryAction(interval=1), after step 7: write_scalars of loss" in notes
 
 
 # How a run ended ----------------------------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ def test_an_invalid_identity_raises(run, mlflow, tmp_path):
 def test_a_writer_without_required_methods_raises(missing):
     has = {"write_scalars", "flush"} - {missing}
     writer = types.SimpleNamespace(**dict.fromkeys(has, print))
-    with pytest.raises(TypeError, match="SummaryAction takes a writer with write_scalars and flush"):
+    with pytest.raises(TypeError, match=f"SummaryAction takes a writer with the methods .* lacks {missing}"):
         actions.SummaryAction(writer)
 
 
@@ -412,7 +413,7 @@ def test_an_unsupported_kind_is_skipped_with_one_warning(mlflow, tmp_path, logs)
     writer = actions.MlflowWriter(tmp_path)
     action = actions.SummaryAction(writer)
     outputs = {"loss": 0.5, "weights": jaxloop.MetricWithMetadata(np.arange(6.0), jaxloop.MetricType.HISTOGRAM)}
-    warning = "SummaryAction does not write the output 'weights': its writer has no method for it."
+    warning = "SummaryAction does not write the output 'weights': its writer has no write_histograms."
     assert list(action.check(None, outputs)) == [warning]
     for step in (1, 2):
         action(None, outputs, step_num=step)

@@ -7,10 +7,8 @@ from typing import Any, final
 from absl import logging
 
 from jaxloop import metrics, types
-from jaxloop.actions.action import Action, check_state_dict
-from jaxloop.actions.writer_queue import WriterQueue
+from jaxloop.actions.writer_queue import Call, WriterAction
 from jaxloop.base import checks
-from jaxloop.base.text import printable
 from jaxloop.schedules import Schedule
 
 _METHODS = {
@@ -23,7 +21,7 @@ _METHODS = {
 
 
 @final
-class SummaryAction(Action):
+class SummaryAction(WriterAction):
     """Writes a summary of all steps since the action was last called.
 
     Scalars are averaged over these steps, weighted by the number of examples. `clu.metrics` objects are written as
@@ -33,7 +31,8 @@ class SummaryAction(Action):
 
     All actions that share a writer also share a background thread, which writes in the order in which the actions are
     called. The loop waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint
-    is saved and before the run ends. If the writer raises an error, the next call to the action raises it again.
+    is saved and before the run ends. If the writer raises an error, the next call to the action raises it again, with a
+    note that lists the values that could not be written. A resumed run writes these values first.
 
     Args:
       writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as
@@ -45,10 +44,6 @@ class SummaryAction(Action):
       prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from that of the
         train loop.
       summary_writer: Another name for `writer`.
-
-    Attributes:
-      summary_writer: The writer.
-      prefix: The argument of the same name.
     """
 
     def __init__(
@@ -59,84 +54,79 @@ class SummaryAction(Action):
         prefix: str = "",
         summary_writer: Any = None,
     ):
-        super().__init__(interval)
         writer = checks.only_one("SummaryAction", writer=writer, summary_writer=summary_writer)
-        if not (hasattr(writer, "write_scalars") and hasattr(writer, "flush")):
-            raise TypeError(
-                f"SummaryAction takes a writer with write_scalars and flush, got {writer!r}. "
-                "jaxloop.default_writer(workdir) makes one."
-            )
-        self.summary_writer: Any = writer
-        self.prefix: str = prefix
-        self._queue = WriterQueue.of(writer)
+        super().__init__(writer, interval)
+        self._prefix = prefix
         self._warned: set[str] = set()
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         scalars, media = metrics.scalars_and_media(outputs)
+        calls = []
         if scalars:
-            self._write(step_num, "write_scalars", {self.prefix + name: value for name, value in scalars.items()})
-        for name, metric in media.items():
-            if metric.type in self._methods:
-                self._write_metric(step_num, name, metric)
-        for text in self._not_written(outputs, scalars, media):
+            values = {self._prefix + name: value for name, value in scalars.items()}
+            calls.append(Call(self, step_num, "write_scalars", values))
+        calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in self._methods]
+        self._queue.put(*calls)
+        for text in _not_written(outputs, scalars, media, self._methods):
             if text not in self._warned:
                 self._warned.add(text)
                 logging.warning(text)
 
-    def _write(self, step: int, method: str, values: Mapping[str, Any], **options: Any) -> None:
-        place = f"{self}, after step {step}, writing {', '.join(map(printable, values))}"
-        self._queue.put(place, method, step, values, **options)
-
-    def _write_metric(self, step: int, name: str, metric: types.MetricWithMetadata) -> None:
-        metadata, full_name = metric.metadata or {}, self.prefix + name
-        options: dict[str, Any] = dict(metadata) if metric.type is types.MetricType.AUDIO else {}
-        if metric.type is types.MetricType.HISTOGRAM and "num_buckets" in metadata:
-            options["num_buckets"] = {full_name: metadata["num_buckets"]}
+    def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
+        """Returns the call that writes a non-scalar metric."""
+        options, metadata = {}, metric.metadata or {}
+        if metric.type is types.MetricType.AUDIO:
+            if "sample_rate" not in metadata:
+                raise ValueError(
+                    f"SummaryAction needs the sample rate of the audio output {name!r}: give "
+                    "MetricWithMetadata(value, MetricType.AUDIO, metadata={'sample_rate': 16_000})."
+                )
+            options["sample_rate"] = metadata["sample_rate"]
+        name = self._prefix + name
+        if metric.type is types.MetricType.HISTOGRAM:
+            options["num_buckets"] = {name: metadata["num_buckets"]} if "num_buckets" in metadata else None
         value = str(metric.value) if metric.type is types.MetricType.TEXT else metric.value
-        self._write(step, _METHODS[metric.type], {full_name: value}, **options)
+        return Call(self, step, _METHODS[metric.type], {name: value}, options)
 
     @functools.cached_property
     def _methods(self) -> dict[types.MetricType, str]:
         """The names of the methods that the writer has, keyed by the type of value that each method writes."""
-        return {kind: method for kind, method in _METHODS.items() if hasattr(self.summary_writer, method)}
-
-    def _not_written(self, outputs: types.Output, scalars: Mapping[str, Any], media: Mapping[str, Any]) -> list[str]:
-        """Returns a sentence for each output that is not written."""
-        names = [name for name, metric in media.items() if metric.type not in self._methods]
-        for name in sorted((outputs or {}).keys() - {*scalars, *media, types.STOP_LOOP}):
-            value = (outputs or {})[name]
-            is_empty = all(map(metrics.is_empty, value if isinstance(value, list) else [value]))
-            # A Collection named `eval` is written under names such as `eval/loss`.
-            if not is_empty and not any(each.startswith(f"{name}/") for each in (*scalars, *media)):
-                names.append(name)
-        return [f"SummaryAction does not write the output {name!r}: its writer has no method for it." for name in names]
+        return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         if outputs is None:
             yield f"{self!r} is one of the begin_actions, which receive no outputs. Add it to the end_actions."
-        yield from self._not_written(outputs, *metrics.scalars_and_media(outputs))
+        scalars, media = metrics.scalars_and_media(outputs)
+        for name, metric in media.items():
+            try:
+                if metric.type in self._methods:
+                    self._call(0, name, metric)
+            except ValueError as error:
+                yield str(error)
+        yield from _not_written(outputs, scalars, media, self._methods)
 
-    def before_checkpoint(self) -> None:
-        """Does nothing, because `state_dict` flushes the writer."""
+    @property
+    def prefix(self) -> str:
+        """The prefix that is added to each name."""
+        return self._prefix
 
-    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
-        if can_resume:
-            self._queue.begin_run(str(self), step_num)
 
-    def write_notes(self, notes: Mapping[str, Any]) -> None:
-        if notes and hasattr(self.summary_writer, "write_notes"):
-            self._queue.put(str(self), "write_notes", notes)
-
-    def end_run(self, status: str) -> None:
-        if hasattr(type(self.summary_writer), "write_status"):  # Not one that a `__getattr__` makes for any name.
-            self._queue.put(str(self), "write_status", status)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self._queue.state_dict(str(self))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_state_dict(self, {"position"} & state_dict.keys(), state_dict)
-        self._queue.load_state_dict(state_dict)
-
-    def flush(self) -> None:
-        self._queue.flush()
+def _not_written(
+    outputs: types.Output,
+    scalars: Mapping[str, float],
+    media: Mapping[str, types.MetricWithMetadata],
+    methods: Mapping[types.MetricType, str],
+) -> list[str]:
+    """Returns a sentence for each output that is not written."""
+    reasons = {
+        name: f"its writer has no {_METHODS.get(metric.type, f'method for {metric.type}')}"
+        for name, metric in media.items()
+        if metric.type not in methods
+    }
+    for name in sorted((outputs or {}).keys() - {*scalars, *media, types.STOP_LOOP}):
+        value = (outputs or {})[name]
+        is_empty = all(map(metrics.is_empty, value if isinstance(value, list) else [value]))
+        # A Collection named `eval` is written under names such as `eval/loss`.
+        if not is_empty and not any(each.startswith(f"{name}/") for each in (*scalars, *media)):
+            reasons[name] = "it is neither a scalar, an array, a clu metric nor a MetricWithMetadata"
+    return [f"SummaryAction does not write the output {name!r}: {reason}." for name, reason in reasons.items()]

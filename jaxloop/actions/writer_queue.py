@@ -1,9 +1,10 @@
-"""The queue in front of a writer."""
+"""The queue in front of a writer, and the base class of the actions that use it."""
 
+import collections
 import concurrent.futures
 import copy
+import dataclasses
 import functools
-import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar, final
@@ -11,9 +12,45 @@ from typing import Any, ClassVar, final
 from absl import logging
 
 from jaxloop import distributed
+from jaxloop.actions.action import Action, check_state_dict
+from jaxloop.base.text import printable
+from jaxloop.schedules import Schedule
 
 MOST_PENDING = 64
 """The maximum number of pending calls. An action that requests more must wait."""
+
+
+@final
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A pending call to a writer's method, such as `write_scalars`, `flush` or `resume`.
+
+    Attributes:
+      action: The action that requested the call, or its description from a checkpoint.
+      step: The step to which the values belong.
+      method: The name of the method.
+      values: The values to write, by name.
+      options: Further keyword arguments.
+    """
+
+    action: Any
+    step: int
+    method: str
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def make(self, writer: Any) -> None:
+        """Calls the writer's method, and adds a note with the action, the step and the names to any error."""
+        try:
+            if self.method == "resume":
+                writer.resume(self.step, self.options["position"])
+            else:
+                arguments = (self.step, self.values) if self.values else ()
+                getattr(writer, self.method)(*arguments, **self.options)
+        except BaseException as error:
+            names = f" of {', '.join(map(printable, self.values))}" if self.values else ""
+            error.add_note(f"in {self.action}, after step {self.step}: {self.method}{names}")
+            raise
 
 
 @final
@@ -23,14 +60,16 @@ class WriterQueue:
     >>> import types
     >>> writer = types.SimpleNamespace(write_scalars=lambda step, values: print(step, values), flush=lambda: None)
     >>> queue = WriterQueue.of(writer)
-    >>> queue.put("an action, after step 10", "write_scalars", 10, {"loss": 0.5}); queue.flush()
+    >>> queue.put(Call("an action", 10, "write_scalars", {"loss": 0.5})); queue.flush()
     10 {'loss': 0.5}
 
     All actions with the same writer share its queue. The program makes all pending calls before it exits. If it is
     killed, the pending calls can be lost, but not those from before a checkpoint, because `state_dict` waits until
     everything is written and flushed. In a multi-process job, only the first process calls the writer.
 
-    If a call raises an error, the next request or flush raises it. The failed call is not repeated.
+    If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue. The next
+    request or flush raises the error, and the request after that retries the calls. A checkpoint saved in between
+    stores these calls, and a resumed run makes them first.
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
@@ -47,7 +86,7 @@ class WriterQueue:
 
     def __init__(self, writer: Any):
         self._writer = writer
-        self._room = threading.BoundedSemaphore(MOST_PENDING)
+        self._calls: collections.deque[Call] = collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxloop-writer")
         self._error: BaseException | None = None  # Still to be raised.
         self._needs_flush = False
@@ -58,25 +97,27 @@ class WriterQueue:
     def _writes(self) -> bool:  # Not asked before a run begins, because JAX may not have started.
         return distributed.is_first_process()
 
-    def put(self, place: str, method: str, *arguments: Any, **options: Any) -> None:
-        """Requests a call to one of the writer's methods. If the queue is full, waits until it has room.
+    def put(self, *calls: Call) -> None:
+        """Appends either all or none of the calls to the queue. If the queue is full, first waits until it is empty.
 
         Args:
-          place: The action and the step, for a note on an error of the call.
-          method: The name of the method.
-          *arguments: The arguments of the call, which are copied.
-          **options: Further keyword arguments.
+          calls: The calls to append. Their values are copied.
 
         Raises:
           BaseException: If an earlier call raised it.
         """
-        if not self._writes:
+        if not calls or not self._writes:
             return
+        for call in calls:
+            if call.method != "write_scalars":  # Numbers are immutable.
+                call.values = copy.deepcopy(call.values)
         self._raise_error()
-        if method != "write_scalars":  # Numbers are immutable.
-            arguments = copy.deepcopy(arguments)
+        if len(self._calls) + len(calls) > MOST_PENDING:
+            self._wait()
+            self._raise_error()
         self._needs_flush, self._begins_from = True, None
-        self._submit(place, method, *arguments, **options)
+        self._calls.extend(calls)
+        self._thread.submit(self._make_calls)
 
     def flush(self) -> None:
         """Waits until all calls have been made, and flushes the writer.
@@ -88,27 +129,34 @@ class WriterQueue:
         try:
             self._raise_error()
         finally:
-            self._needs_flush = False
-            self._writer.flush()
+            self._flush_writer()
 
-    def state_dict(self, place: str) -> dict[str, Any]:
-        """Flushes everything. Returns the writer's position, to be stored in a checkpoint.
+    def state_dict(self, action: Any) -> dict[str, Any]:
+        """Flushes everything. Returns the failed calls and the writer's position, to be stored in a checkpoint.
 
         Errors are raised later, not here, so that the checkpoint can be saved.
         """
         if not self._writes:
             return {}
-        if self._needs_flush:
-            self._needs_flush = False
-            self._submit(place, "flush")
         self._wait()
-        return {"position": self._writer.position()} if hasattr(self._writer, "position") else {}
+        try:
+            if self._needs_flush:
+                self._flush_writer()
+        except Exception as error:
+            error.add_note(f"in {action}: flush")
+            self._error = self._error or error
+        unwritten = [vars(call) | {"action": str(call.action)} for call in self._calls]
+        kept = {"unwritten": unwritten} if unwritten else {}
+        return kept | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Makes the next run continue from a writer's position in a checkpoint."""
+        """Replaces the queue's failed calls with those from a checkpoint, which the next run makes."""
+        calls = state_dict.get("unwritten", ()) if self._writes else ()
+        self._wait()
+        self._calls = collections.deque(Call(**call) for call in calls)  # All actions of a writer store the same calls.
         self._needs_flush, self._begins_from = True, state_dict
 
-    def begin_run(self, place: str, step: int) -> None:
+    def begin_run(self, action: Any, step: int) -> None:
         """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
 
         A resumed run does this once for all actions that share the writer. A new run does it only if this process
@@ -116,35 +164,86 @@ class WriterQueue:
         first checkpoint.
 
         Args:
-          place: The action that makes the request.
+          action: The action that makes the request.
           step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
         state_dict, self._begins_from = self._begins_from, None
-        if state_dict is not None and self._writes and hasattr(self._writer, "resume"):
-            # The position is None only if there is no checkpoint.
-            self._submit(place, "resume", step, state_dict.get("position", {}))
-
-    def _submit(self, *arguments: Any, **options: Any) -> None:
-        self._room.acquire()
-        self._thread.submit(self._call, *arguments, **options)
+        if state_dict is not None and self._writes:
+            if hasattr(self._writer, "resume"):
+                position = {"position": state_dict.get("position", {})}  # None only if there is no checkpoint.
+                self._calls.appendleft(Call(action, step, "resume", options=position))
+            self._thread.submit(self._make_calls)
 
     def _wait(self) -> None:
-        """Waits until the thread has made all calls that were requested."""
-        self._thread.submit(lambda: None).result()
+        """Waits until the thread has made all calls that were requested, or until one has failed."""
+        if self._calls:
+            self._thread.submit(lambda: None).result()
 
-    def _call(self, place: str, method: str, *arguments: Any, **options: Any) -> None:
-        try:
-            getattr(self._writer, method)(*arguments, **options)
-        except BaseException as error:
-            error.add_note(f"in {place}: {method}")
-            error.add_note("The call ran in the background; its error is raised when the writer is next used.")
-            if self._error is None:
+    def _flush_writer(self) -> None:
+        self._needs_flush = False
+        self._writer.flush()
+
+    def _make_calls(self) -> None:
+        while self._calls and self._error is None:
+            try:
+                self._calls[0].make(self._writer)
+                self._calls.popleft()
+            except BaseException as error:
+                error.add_note("The call ran in the background; its error is raised when the writer is next used.")
                 logging.error("Summaries could not be written. The next use of the writer raises the error: %r", error)
                 self._error = error
-        finally:
-            self._room.release()
 
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
+        if self._error is not None:
+            self._wait()  # Otherwise, an earlier request could already retry the call.
+            error, self._error = self._error, None
             raise error
+
+
+class WriterAction(Action):
+    """The base class of actions that write summaries. Actions with the same writer share its queue.
+
+    Args:
+      writer: Any object with the methods of `clu.metric_writers.MetricWriter`. It is flushed at the end of a
+        run but not closed, because the caller owns it.
+      interval: See `Action`.
+    """
+
+    def __init__(self, writer: Any, interval: int | Schedule):
+        super().__init__(interval)
+        if missing := [name for name in ("write_scalars", "flush") if not hasattr(writer, name)]:
+            raise TypeError(
+                f"{type(self).__name__} takes a writer with the methods of clu's MetricWriter, got {writer!r}. "
+                f"jaxloop.default_writer(workdir) makes one. This one lacks {' and '.join(missing)}."
+            )
+        self._summary_writer, self._queue = writer, WriterQueue.of(writer)
+
+    @property
+    def summary_writer(self) -> Any:
+        """The writer that was passed to the constructor."""
+        return self._summary_writer
+
+    def before_checkpoint(self) -> None:
+        """Does nothing, because `state_dict` flushes the writer and returns any failed calls."""
+
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
+        if can_resume:
+            self._queue.begin_run(self, step_num)
+
+    def write_notes(self, notes: Mapping[str, Any]) -> None:
+        if notes and hasattr(self._summary_writer, "write_notes"):
+            self._queue.put(Call(self, 0, "write_notes", options={"notes": notes}))
+
+    def end_run(self, status: str) -> None:
+        if hasattr(type(self._summary_writer), "write_status"):  # Not one that a `__getattr__` makes for any name.
+            self._queue.put(Call(self, 0, "write_status", options={"status": status}))
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._queue.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_state_dict(self, {"unwritten", "position"} & state_dict.keys(), state_dict)
+        self._queue.load_state_dict(state_dict)
+
+    def flush(self) -> None:
+        self._queue.flush()

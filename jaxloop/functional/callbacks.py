@@ -245,7 +245,8 @@ class ActionTask(ActionItem):
         if self.rank == Rank.SAVE:  # A checkpoint includes everything logged before it.
             end_row(loop_state)
         history, outputs = loop_state.history if self.action.needs_all_outputs else None, self._outputs()
-        self.context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": self.snapshot}
+        context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": self.snapshot}
+        self.context: Mapping[str, Any] = context
         super().call(moment._replace(state=loop_state.state, outputs=outputs))
         loop_state.stop_iteration |= outputs.asks_to_stop
         _pass_on_stop(loop_state, moment)
