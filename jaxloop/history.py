@@ -380,6 +380,8 @@ class History:
         values: dict[tuple[str, ...], Any] = {}
         _collect(logs, (), values)
         keys, numbers = tuple(values), _numbers_of(elapsed)
+        if not _is_plain(numbers):
+            numbers = tuple([_checked(number, unit) for number, unit in zip(numbers, _UNITS, strict=True)])
         form = _form_of(keys)
         for path in form.paths:
             self._newest[path] = len(self._rows)
@@ -527,7 +529,7 @@ def _is_on_device(kind: type, aval: Any) -> bool:
 
 
 def _read(value: jax.Array) -> Any:
-    return _LOST if isinstance(value, jax.Array) and value.is_deleted() else metrics.fetch_scalar(value)
+    return _LOST if value.is_deleted() else metrics.fetch_scalar(value)
 
 
 def _plain(value: Any, *keys: str) -> bool | int | float | str:

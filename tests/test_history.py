@@ -385,6 +385,15 @@ def test_a_donated_value_of_an_earlier_row_does_not_affect_later_rows():
     assert len(history.rows) == 66 and history.collect("eval") == [1.0] and history.collect("loss")[-1] == 7.0
 
 
+def test_counts_of_other_libraries_are_stored_as_python_numbers(tmp_path):
+    history = History(tmp_path / "history.jsonl")
+    history.commit(Elapsed(np.int64(3), np.int32(24), np.float32(1.5)), {"loss": 0.5})
+    assert json.loads(history.path.read_text())["elapsed"] == {"steps": 3, "samples": 24, "time": 1.5, "loops": 0}
+    history.commit(Elapsed(jnp.int32(4)), {"loss": 0.25})
+    assert history.collect("steps", "loss") == ([3, 4], [0.5, 0.25])
+    assert {type(count) for count in history.collect("steps")} == {int}
+
+
 def test_an_empty_row_is_written_immediately(tmp_path):
     history = History(tmp_path / "history.jsonl")
     for number in range(3):

@@ -129,7 +129,8 @@ class _Run:
     def __init__(
         self, loop_state: LoopState, tasks: Tasks, spec: RunSpec, count: Callable[[Any], int], *, has_history: bool
     ):
-        functions, actions, at_moments = list[FunctionTask](), dict[int, ActionTask](), list[tuple[Moment, Any]]()
+        functions, actions = list[FunctionTask](), dict[int, ActionTask]()
+        at_moments: list[tuple[Moment, FunctionTask | ActionTask]] = []
         for when, callback in _callbacks(tasks):
             if (action := action_of(callback)) is None:
                 task = FunctionTask(callback, loop_state)
