@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import jax
@@ -53,6 +53,7 @@ class _Form:
 
     Attributes:
       paths: The paths of the values.
+      groups: The first key of each path.
       places: The index in the row's tuple of each path, and of each field of its progress.
 
     Raises:
@@ -63,6 +64,7 @@ class _Form:
     def __init__(self, keys: tuple[tuple[str, ...], ...]):
         self._keys = keys
         self.paths = [".".join(map(_dotted, each)) for each in keys]
+        self.groups = {path.partition(".")[0] for path in self.paths}
         names = [*_UNITS, *self.paths]
         self.places = {name: place for place, name in enumerate(names)}
         if len(self.places) < len(names):
@@ -76,6 +78,10 @@ class _Form:
         """Returns a stored row as the program committed it."""
         values = dict(zip(self._keys, stored[len(_UNITS) :], strict=True))
         return Row(Elapsed(*stored[: len(_UNITS)]), traverse_util.unflatten_dict(values))
+
+    def to_record(self, stored: Sequence[Any]) -> dict[str, Any]:
+        """Returns a stored row as a flat dict: its progress, and its values by their paths."""
+        return {path: value for path in self.places if (value := self.value(stored, path)) is not None}
 
     def value(self, stored: Sequence[Any], path: str) -> Any:
         """Returns one value of a stored row, or None if the row doesn't have it or its weight is 0."""
@@ -270,9 +276,11 @@ class History:
         if not _matching(name, self._newest):
             return None
         path = find_path(name, self._newest)
-        if type(self._newest_value(path)) not in _PLAIN:
+        number = self._newest[path]
+        place = self._forms[number].places[path]
+        if type(self._rows[number][place]) not in _PLAIN:
             self.flush()
-        return self._row(self._newest[path]).elapsed, self._newest_value(path)
+        return self._row(number).elapsed, self._rows[number][place]
 
     def collect(self, *names: str) -> Any:
         """Returns one list of values per name, from the rows that have a value for every name.
@@ -293,8 +301,7 @@ class History:
         rows = [
             [form.value(stored, path) for path in paths] for form, stored in zip(self._forms, self._rows, strict=True)
         ]
-        rows = [values for values in rows if None not in values]
-        if self._rows and not rows:
+        if not (rows := [values for values in rows if None not in values]) and self._rows:
             logging.warning(
                 "No row of the history has all of %s, so the lists are empty. Train metrics and evaluations are in "
                 "separate rows: collect them one after the other.",
@@ -306,10 +313,16 @@ class History:
     def to_records(self) -> list[dict[str, Any]]:
         """Returns one flat dict per row, such as `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
         self.flush()
-        return [
-            {path: value for path in form.places if (value := form.value(stored, path)) is not None}
-            for form, stored in zip(self._forms, self._rows, strict=True)
-        ]
+        return [form.to_record(stored) for form, stored in zip(self._forms, self._rows, strict=True)]
+
+    def records_after(self, steps: int, *, without: Set[str]) -> list[dict[str, Any]]:
+        """Returns the records of the rows after a step with a path that doesn't start with any of the given names.
+
+        This method doesn't wait for the devices.
+        """
+        newest = zip(reversed(self._forms), reversed(self._rows), strict=True)
+        rows = list(itertools.takewhile(lambda each: each[1][0] > steps, newest))
+        return [form.to_record(row) for form, row in reversed(rows) if not form.groups <= without]
 
     # Keeping ---------------------------------------------------------------------------------------
 
@@ -388,10 +401,6 @@ class History:
         self._forms.append(form)
         self._rows.append((*numbers, *values.values()))
 
-    def _newest_value(self, path: str) -> Any:
-        number = self._newest[path]
-        return self._rows[number][self._forms[number].places[path]]
-
     def _row(self, index: int) -> Row:
         return self._forms[index].to_row(self._rows[index])
 
@@ -417,7 +426,8 @@ class History:
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Returns the paths to plot, keyed by the name of the plot that shows them."""
-        numbers = [path for path in self._newest if not isinstance(self._newest_value(path), str)]
+        newest = {path: self._rows[number][self._forms[number].places[path]] for path, number in self._newest.items()}
+        numbers = [path for path, value in newest.items() if not isinstance(value, str)]
         if not names:
             names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
         if not names:
@@ -501,6 +511,11 @@ def _collect(logs: Mapping[str, Any], outer: tuple[str, ...], values: dict[tuple
             values[keys] = _checked(value, *keys)
 
 
+def _read(value: Any) -> Any:
+    """Returns the value of a scalar on a device, or `_LOST`."""
+    return _LOST if value.is_deleted() else metrics.fetch_scalar(value)
+
+
 def _is_plain(values: Iterable[Any]) -> bool:
     """Returns True if all values are Python objects, rather than values on a device."""
     return _PLAIN.issuperset(map(type, values))
@@ -528,25 +543,16 @@ def _is_on_device(kind: type, aval: Any) -> bool:
     return is_array and not aval.shape and any(jnp.issubdtype(aval.dtype, each) for each in numbers)
 
 
-def _read(value: jax.Array) -> Any:
-    return _LOST if value.is_deleted() else metrics.fetch_scalar(value)
-
-
 def _plain(value: Any, *keys: str) -> bool | int | float | str:
-    """Returns a host scalar as a Python object."""
-    if isinstance(value, jax.Array):
-        raise _no_scalar(value, *keys)
-    plain = np.asarray(value).item() if getattr(value, "ndim", None) == 0 else value
+    """Returns a host scalar as a Python object. Raises TypeError for any other value."""
+    on_host = getattr(value, "ndim", None) == 0 and not isinstance(value, jax.Array)
+    plain = np.asarray(value).item() if on_host else value
     for kind, python in ((float, float), (bool, bool), (int, int), (str, str), (np.floating, float)):
         if isinstance(plain, kind):
             return python(plain)
-    raise _no_scalar(value, *keys)
-
-
-def _no_scalar(value: Any, *keys: str) -> TypeError:
     path = printable(".".join(map(_dotted, keys)))
     got = "a tracer of a compiled function" if checks.is_tracer_class(type(value)) else checks.describe(value)
-    return TypeError(
+    raise TypeError(
         f"The logs of a history hold scalars, got {got} under {path}. Reduce it to one, "
         "with value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."
     )
@@ -562,10 +568,9 @@ def _to_line(row: Row) -> bytes:
 def _parsed(line: bytes) -> tuple[Elapsed, Any]:
     """Returns the progress and the logs in a line."""
     fields = files.parse_json(line)
-    elapsed = fields["elapsed"]
-    if not (set(elapsed) <= set(_UNITS) and all([type(value) in (int, float) for value in elapsed.values()])):
-        raise ValueError(f"elapsed has {elapsed}, expected numbers under {', '.join(_UNITS)}")
-    return Elapsed(**elapsed), fields["logs"]
+    if not all([unit in _UNITS and type(number) in (int, float) for unit, number in fields["elapsed"].items()]):
+        raise ValueError(f"elapsed has {fields['elapsed']}, expected numbers under {', '.join(_UNITS)}")
+    return Elapsed(**fields["elapsed"]), fields["logs"]
 
 
 class _File:

@@ -169,6 +169,16 @@ def test_evaluation_results_are_separate_lines():
     assert run.lines[4].startswith("8/100") and len(run.lines) == 5
 
 
+def test_results_of_every_evaluation_between_two_updates_are_shown():
+    run = Run(total=100, seconds=0.01, interval=5)
+    for step in range(1, 5):
+        run.steps(1, {}).evaluation(test={"accuracy": step / 10})
+    run.action(None, {}, step_num=5, history=run.history)
+    run.close()
+    shown = [line for line in run.lines if "test" in line]
+    assert shown == [f"step {step}  test: accuracy 0.{step}000" for step in range(1, 5)]
+
+
 @pytest.mark.parametrize("bar", BARS)
 def test_a_resumed_run_restarts_its_timer_and_omits_old_results(bar):
     run = Run(bar=bar, total=5000, seconds=2.0)

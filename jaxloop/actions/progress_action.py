@@ -12,8 +12,9 @@ from jaxloop.actions.action import Action
 from jaxloop.base import checks
 from jaxloop.base.text import printable
 from jaxloop.history import History
-from jaxloop.schedules import Elapsed, Schedule, every, first, last
+from jaxloop.schedules import Schedule, every, first, last
 
+_NOT_EVALUATED = {"train", "jaxloop"}  # The groups of a history that no evaluation has.
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
 _LINE = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -199,26 +200,25 @@ class _Results:
     """The results of the evaluations of a run, as far as they have not been shown."""
 
     def __init__(self, step: int):
-        self._shown_until = step or -1  # Results of step 0 belong to a run that begins there.
+        self._step, self._shown_until = step, step or -1  # Results of step 0 belong to a run that begins there.
         self._history = History()
 
     def follow(self, history: History | None, step: int) -> None:
         """Takes the newest history. The step is lower than before if the run was rewound."""
         self._history = self._history if history is None else history
-        self._shown_until = min(self._shown_until, step - 1)
+        self._step, self._shown_until = step, min(self._shown_until, step - 1)
 
     def new_lines(self) -> list[str]:
-        """Returns a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each newest evaluation."""
+        """Returns a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each new evaluation."""
         results: dict[tuple[int, str], list[str]] = {}
-        for path in sorted(self._history.paths()):
-            group, _, name = path.partition(".")
-            if not name or group in ("train", "jaxloop") or name.startswith("jaxloop"):
-                continue  # Reading other values would wait for the devices.
-            elapsed, value = self._history.last(path) or (Elapsed(), "")
-            if elapsed.steps > self._shown_until and not isinstance(value, str):
-                shown = f"{printable(name.replace('.', '/'))} {_number(value)}"
-                results.setdefault((elapsed.steps, group), []).append(shown)
-        self._shown_until = max([self._shown_until, *(step for step, _ in results)])
+        for record in self._history.records_after(self._shown_until, without=_NOT_EVALUATED):
+            for path, value in sorted(record.items()):
+                group, _, name = path.partition(".")
+                hidden = not name or group in _NOT_EVALUATED or name.startswith("jaxloop")
+                if not hidden and not isinstance(value, str):
+                    shown = f"{printable(name.replace('.', '/'))} {_number(value)}"
+                    results.setdefault((record["steps"], group), []).append(shown)
+        self._shown_until = max([self._shown_until, self._step - 1, *(step for step, _ in results)])
         return [
             f"step {step:,}  {printable(group)}: {'  '.join(numbers)}"
             for (step, group), numbers in sorted(results.items())
