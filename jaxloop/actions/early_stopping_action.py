@@ -56,6 +56,7 @@ class EarlyStoppingAction(Action):
 
     Attributes:
       monitor: The `Monitor` of the metric.
+      patience: The argument of the same name.
 
     Args:
       monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
@@ -82,6 +83,7 @@ class EarlyStoppingAction(Action):
     ):
         super().__init__(interval)
         self.monitor: Monitor = Monitor(monitor, mode)
+        self.patience: int = 1
         self.change("patience", patience)
         self.change("min_delta", min_delta)
         self._restore_best = restore_best
@@ -101,16 +103,11 @@ class EarlyStoppingAction(Action):
         """Changes `patience` or `min_delta`."""
         is_number = isinstance(value, int | float) and 0 <= value < math.inf
         if name == "patience" and is_number and value > 0 and value == int(value):
-            self._patience = int(value)
+            self.patience = int(value)
         elif name == "min_delta" and is_number:
             self._min_delta = value
         else:
             raise ValueError(f"EarlyStoppingAction.{name} can't be {value!r}.")
-
-    @property
-    def patience(self) -> int:
-        """The number of consecutive measurements without an improvement after which the run ends."""
-        return self._patience
 
     @property
     def monitors(self) -> Sequence[str]:
@@ -137,7 +134,7 @@ class EarlyStoppingAction(Action):
 
     def __repr__(self) -> str:
         name, mode = self.monitor.name, self.monitor.mode
-        return f"EarlyStoppingAction({name!r}, patience={self._patience}, mode={mode!r}, interval={self.interval})"
+        return f"EarlyStoppingAction({name!r}, patience={self.patience}, mode={mode!r}, interval={self.interval})"
 
     def __call__(
         self,
@@ -156,38 +153,34 @@ class EarlyStoppingAction(Action):
         value = self.monitor.measured(outputs, history, now)
         if value is None:
             return
-        reason = self._reason_to_stop(state, value, now)
-        self._memory.stopped = reason is not None
+        memory, reason = self._memory, None
+        if self.monitor.has_failed(value):
+            memory.waits = math.inf  # No patience helps.
+            reason = f"{self.monitor.name} is {value}."
+        else:
+            memory.waits += 1
+            if self.monitor.improves(value, memory.best, self._min_delta):
+                memory.best, memory.best_elapsed, memory.waits = value, now, 0
+                if self._restore_best:
+                    self.kept_state = None  # Frees the previous copy, so that there are never three states.
+                    self.kept_state = jax.tree.map(_copy, state)
+            if self.is_out_of_patience:
+                assert (
+                    memory.best is not None and memory.best_elapsed is not None
+                )  # The first value is the best so far.
+                best = f"{memory.best:.6g} (step {memory.best_elapsed.steps})"
+                margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
+                period = f"{memory.waits:g} evaluation{'s' if memory.waits > 1 else ''}"
+                reason = f"{self.monitor.name} has not improved on {best}{margin} for {period}."
+        memory.stopped = reason is not None
         if reason is not None:
             outputs[types.STOP_LOOP] = True
             announce("Stopped at step %d: %s", now.steps, reason)
 
-    def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
-        """Records a value, and returns a sentence with the reason to stop the run, or None if it should continue."""
-        memory = self._memory
-        if self.monitor.has_failed(value):
-            memory.waits = math.inf  # No patience helps.
-            return f"{self.monitor.name} is {value}."
-        memory.waits += 1
-        if self.monitor.improves(value, memory.best, self._min_delta):
-            memory.best, memory.best_elapsed = value, now
-            if self._restore_best:
-                self.kept_state = None  # Frees the previous copy, so that there are never three states.
-                self.kept_state = jax.tree.map(_copy, state)
-            memory.waits = 0
-        return self._describe() if self.is_out_of_patience else None
-
     @property
     def is_out_of_patience(self) -> bool:
         """True if there was no improvement for as long as `patience` allows, or if the metric became NaN."""
-        return self._memory.waits >= self._patience
-
-    def _describe(self) -> str:
-        best, at = self._memory.best, self._memory.best_elapsed
-        assert best is not None and at is not None  # The first value is the best so far, unless it has failed.
-        period = f"{self._memory.waits:g} evaluation{'s' if self._memory.waits > 1 else ''}"
-        margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
-        return f"{self.monitor.name} has not improved on {best:.6g} (step {at.steps}){margin} for {period}."
+        return self._memory.waits >= self.patience
 
     def finish(self, state: Any) -> Any:
         memory, name = self._memory, printable(self.monitor.name)

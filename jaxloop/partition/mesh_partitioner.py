@@ -96,37 +96,21 @@ class MeshPartitioner(Partitioner):
     def _shard(self, batch: types.Batch, axis: int) -> types.Batch:
         if self._mesh.size == 1:
             return batch  # Passing host arrays to the jitted call is faster than device_put.
-        self._check_divides(batch, axis)
+        check_divides(batch, axis, self._local_shards, self._data_axis)
         place = lambda leaf: self._splits[axis] if np.ndim(leaf) > axis else self._replicated
         return self._put(batch, jax.tree.map(place, batch))
 
     def _put(self, batch: Any, shardings: Any) -> Any:
         """Places this process's part of a batch. If given shapes, returns the global shapes instead."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-            return jax.tree.map(self._placed_shape, batch, shardings)
+            num_parts = self.shards // self._local_shards
+            is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+            whole = lambda leaf, sharding: _global_shape(leaf, sharding, self._data_axis, num_parts)
+            place = lambda leaf, sharding: (whole if is_shape(leaf) else self._put)(leaf, sharding)
+            return jax.tree.map(place, batch, shardings)
         if not self._mesh.is_multi_process:
             return jax.device_put(batch, shardings)
         return jax.tree.map(lambda leaf, sharding: make_array_from_process_local_data(sharding, leaf), batch, shardings)
-
-    def _placed_shape(self, leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        """Returns the global shape of a leaf, given the shape of this process's part."""
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return self._put(leaf, sharding)
-        shape, names = list(leaf.shape), tuple(sharding.spec)
-        if self._data_axis in names:
-            shape[names.index(self._data_axis)] *= self.shards // self._local_shards
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
-
-    def _check_divides(self, batch, axis):
-        shards = self._local_shards
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            shape = np.shape(leaf)[axis:]
-            if shape and shape[0] % shards:
-                raise ValueError(
-                    f"{checks.batch_leaf_name(path)} has {shape[0]} rows, which can't be divided evenly among the "
-                    f"{shards} devices of mesh axis {self._data_axis!r}. Batch to a multiple of {shards}, or drop the "
-                    "remainder."
-                )
 
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
         shards = self._local_shards
@@ -169,6 +153,25 @@ class DataParallelPartitioner(MeshPartitioner):
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn, out_shardings=self._replicated)
+
+
+def check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -> None:
+    """Raises a ValueError unless the rows of all leaves, along an axis, can be divided evenly."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        shape = np.shape(leaf)[axis:]
+        if shape and shape[0] % shards:
+            raise ValueError(
+                f"{checks.batch_leaf_name(path)} has {shape[0]} rows, which can't be divided evenly among the "
+                f"{shards} devices of mesh axis {data_axis!r}. Batch to a multiple of {shards}, or drop the remainder."
+            )
+
+
+def _global_shape(leaf: Any, sharding: NamedSharding, data_axis: str, num_parts: int) -> jax.ShapeDtypeStruct:
+    """Returns the global shape of a leaf, given the shape of the part of one process."""
+    shape, names = list(leaf.shape), tuple(sharding.spec)
+    if data_axis in names:
+        shape[names.index(data_axis)] *= num_parts
+    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:

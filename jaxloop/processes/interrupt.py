@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
@@ -76,11 +77,6 @@ class Interruptible:
         self._last_ctrl_c = float("-inf")  # When the last Ctrl-C ended a run: this one or an earlier one.
         self._replaced: dict[int, tuple[Any, Any]] = {}  # The handlers of the program, and those in their place.
         self._watch: _Watch | None = None
-
-    @property
-    def awaits_agreement(self) -> bool:
-        """True if signals must be confirmed and none has been confirmed yet."""
-        return self._defers and self.signum in _NO_SIGNALS
 
     @property
     def requested(self) -> bool:
@@ -166,9 +162,11 @@ class Interruptible:
         if self._outer is None and threading.current_thread() is threading.main_thread():
             for signum, default in _DEFAULTS:
                 if signal.getsignal(signum) is default:
-                    self._replace_handler(signum, self._on_signal)
+                    self._replaced[signum] = default, self._on_signal
+                    _set_handler(signum, self._on_signal)
             if self._replaced and not hasattr(sys, "ps1"):
-                self._watch = _Watch.begin(self, frozenset(self._replaced))
+                awaits_agreement = lambda: self._defers and self.signum in _NO_SIGNALS
+                self._watch = _Watch.begin(awaits_agreement, frozenset(self._replaced))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -201,26 +199,11 @@ class Interruptible:
                 self.unconfirmed = signum
             else:
                 self.signum = signum
-            self._log(signum)
+            _announce(signum)
             # PyTorch's handler raises in the main thread if a worker has ended, and the signal may have ended workers.
-            if callable(signal.getsignal(signal.SIGCHLD)):
-                self._replace_handler(signal.SIGCHLD, signal.SIG_DFL)
-
-    def _log(self, signum: int) -> None:
-        with contextlib.suppress(RuntimeError):  # "reentrant call": the signal interrupted a write to the same stream.
-            if signum == signal.SIGINT:
-                logging.warning("Ctrl-C: the run stops after this step. Press Ctrl-C again to stop it at once.")
-            else:
-                logging.warning(
-                    "SIGTERM: the run stops after this step, saves, and exits with %d. A second one ends it at once.",
-                    _EXIT_CODE,
-                )
-
-    def _replace_handler(self, signum: int, handler: Any) -> None:
-        self._replaced[signum] = signal.getsignal(signum), handler
-        with contextlib.suppress(Exception):  # `signal.signal` first calls the handlers of pending signals.
-            signal.signal(signum, handler)
-        signal.signal(signum, handler)
+            if callable(theirs := signal.getsignal(signal.SIGCHLD)):
+                self._replaced[signal.SIGCHLD] = theirs, signal.SIG_DFL
+                _set_handler(signal.SIGCHLD, signal.SIG_DFL)
 
     def _restore_handlers(self) -> None:
         for signum, (theirs, ours) in list(self._replaced.items()):
@@ -230,19 +213,41 @@ class Interruptible:
             self._replaced.pop(signum, None)
 
 
+def _set_handler(signum: int, handler: Any) -> None:
+    with contextlib.suppress(Exception):  # `signal.signal` first calls the handlers of pending signals.
+        signal.signal(signum, handler)
+    signal.signal(signum, handler)
+
+
+def _announce(signum: int) -> None:
+    with contextlib.suppress(RuntimeError):  # "reentrant call": the signal interrupted a write to the same stream.
+        if signum == signal.SIGINT:
+            logging.warning("Ctrl-C: the run stops after this step. Press Ctrl-C again to stop it at once.")
+        else:
+            logging.warning(
+                "SIGTERM: the run stops after this step, saves, and exits with %d. A second one ends it at once.",
+                _EXIT_CODE,
+            )
+
+
 @final
 class _Watch:
-    """A thread that ends the process at the second signal, even if the main thread hangs."""
+    """A thread that ends the process at the second signal, even if the main thread hangs.
 
-    def __init__(self, interruptible: Interruptible, signums: frozenset[int]):
-        self._interruptible, self._signums = interruptible, signums
+    Args:
+      awaits_agreement: Whether the processes of a job must still agree on the first signal.
+      signums: The signals to watch for.
+    """
+
+    def __init__(self, awaits_agreement: Callable[[], bool], signums: frozenset[int]):
+        self._awaits_agreement, self._signums = awaits_agreement, signums
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
 
     @classmethod
-    def begin(cls, interruptible: Interruptible, signums: frozenset[int]) -> "_Watch | None":
+    def begin(cls, awaits_agreement: Callable[[], bool], signums: frozenset[int]) -> "_Watch | None":
         """Starts the thread. Returns None if the program already uses the wakeup file descriptor, as asyncio does."""
-        watch = cls(interruptible, signums)
+        watch = cls(awaits_agreement, signums)
         # Python writes the number of each signal to the pipe when the signal arrives, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
         if before != -1:
@@ -265,7 +270,7 @@ class _Watch:
         first, arrived = 0, 0.0
         while True:
             left = None  # The seconds until the job must have agreed on the first signal.
-            if first and self._interruptible.awaits_agreement:
+            if first and self._awaits_agreement():
                 left = arrived + _AGREEMENT_SECS - time.monotonic()
                 if left <= 0:
                     _exit_now(first)
