@@ -130,17 +130,14 @@ class History:
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
         self.outputs: list[tuple[Elapsed, Any]] = []
         """The `(elapsed, outputs)` pairs that were passed to `add_outputs`."""
-        self._file = None if path is None else _File(path, writes)
+        self.path: epath.Path | None = None if path is None else files.absolute(path)
+        """The file that the rows are written to, or None if they are kept only in memory."""
+        self._file = None if self.path is None else _File(self.path, writes)
         # The form and the stored values of each row. The garbage collector doesn't have to traverse tuples of numbers.
         self._forms: list[_Form] = []
         self._rows: list[tuple[Any, ...]] = []
         self._newest: dict[str, int] = {}  # The number of the newest row that has each path.
         self._num_read = 0  # The number of rows before the first one that may have device values.
-
-    @property
-    def path(self) -> epath.Path | None:
-        """The file that the rows are written to, or None if they are kept only in memory."""
-        return None if self._file is None else self._file.path
 
     # Writing ---------------------------------------------------------------------------------------
 
@@ -246,9 +243,6 @@ class History:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
 
     def __getitem__(self, index: int) -> Row:
         self.flush()
@@ -411,10 +405,8 @@ class History:
             form, stored = self._forms[number], self._rows[number]
             if not _is_plain(stored):
                 self._rows[number] = row = tuple([value if type(value) in _PLAIN else _read(value) for value in stored])
-                if _LOST in row:
-                    lost += [f"{path} at step {row[0]}" for path in form.paths if row[form.places[path]] is _LOST]
-        plain = itertools.takewhile(_is_plain, itertools.islice(self._rows, end, None))
-        self._num_read = end + sum(1 for _ in plain)
+                lost += [f"{path} at step {row[0]}" for path in form.paths if row[form.places[path]] is _LOST]
+        self._num_read = end + sum(1 for _ in itertools.takewhile(_is_plain, self._rows[end:]))
         if self._file is not None:
             self._file.append(self._row, self._num_read)
         if lost:

@@ -122,7 +122,7 @@ def test_collect_requires_names_that_are_strings():
 def test_rows_support_iteration_indexing_and_len():
     history = two_curves()
     assert len(history) == 6
-    assert history.rows == list(history) == [history[i] for i in range(6)]
+    assert history.rows == [*history] == [history[i] for i in range(6)]
     assert history[-1] == Row(Elapsed(4), {"test/loss": 0.5, "test/metrics": {"accuracy": 0.4}})
     assert history.paths() == ["train.loss", "test.loss", "test.metrics.accuracy"]
 
