@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import lineup, moments, transformer, workloads
-from benchmarks.lineup import AUTO, DEFAULTS, FUSED, REFERENCE, SCAN
+from benchmarks.lineup import DEFAULTS, FUSED, REFERENCE, SCAN
 from benchmarks.rounds import Comparison, compare
 
 
@@ -29,7 +29,7 @@ def matmul_peak(size: int = 8192, times: int = 50) -> float:
 def transformer_step(num_rounds: int = 4) -> Comparison:
     """Compares step times, and computes the share of the peak that the model reaches."""
     workload = transformer.workload()
-    chosen = {name: lineup.contestants_for(workload)[name] for name in (REFERENCE, DEFAULTS, AUTO)}
+    chosen = {name: lineup.contestants_for(workload)[name] for name in (REFERENCE, DEFAULTS, FUSED)}
     comparison = compare(workload, chosen, num_rounds)
     comparison.unit = "ms a step"
     num_params = sum(leaf.size for leaf in jax.tree.leaves(workload.first_params))
@@ -45,7 +45,7 @@ def small_model(name: str, num_rounds: int = 8) -> Comparison:
     """Compares contestants on a model whose step takes less time to compute than to dispatch."""
     workload = workloads.workload(name)
     workload = dataclasses.replace(workload, name=f"{name} on the GPU", title=f"{workload.title}, on the GPU")
-    fastest = (REFERENCE, SCAN, DEFAULTS, FUSED, AUTO)
+    fastest = (REFERENCE, SCAN, DEFAULTS, FUSED)
     return compare(workload, {each: lineup.contestants_for(workload)[each] for each in fastest}, num_rounds)
 
 

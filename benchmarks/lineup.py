@@ -24,7 +24,6 @@ HAND_WRITTEN_WITH_LOGS = "hand-written loop with summaries, read every 100 steps
 SCAN = "hand-written scan of 32"
 DEFAULTS = "TrainLoop"
 FUSED = "TrainLoop, steps_per_dispatch=32"
-AUTO = "TrainLoop, steps_per_dispatch='auto'"
 ON_ONE_DEVICE = "TrainLoop, DataParallelPartitioner on one device"
 FSDP = "TrainLoop, FSDPPartitioner"
 NAN_POLICY = "TrainLoop, nan_policy='raise'"
@@ -45,7 +44,6 @@ def contestants_for(workload: Workload) -> dict[str, Contestant]:
         SCAN: hand_written_scan,
         DEFAULTS: train_loop(layout),
         FUSED: train_loop(layout, steps_per_dispatch=SCAN_LENGTH),
-        AUTO: train_loop(layout, steps_per_dispatch="auto"),
     }
     if is_parallel:
         return lineup | {FSDP: train_loop(fsdp)}

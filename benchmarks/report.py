@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from benchmarks.lineup import (
-    AUTO,
     CLU,
     FIT,
     FUSED,
@@ -36,7 +35,6 @@ NOTES = {
     "simulated terminal, and keeps it in a list.",
     SCAN: "stacks 32 batches on the host and scans over them in one dispatch.",
     FUSED: "does the same in jaxloop, but has the losses of all steps on the host at the end.",
-    AUTO: "lets jaxloop choose between 1 and 32 steps per dispatch.",
     NAN_POLICY: "checks in each step that the numbers are finite.",
     WITH_LOGS: "an `OuterLoop` with a progress bar on a simulated terminal. It writes TensorBoard files and history "
     "rows every 100 steps.",

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Mapping
 
 from benchmarks.lineup import (
-    AUTO,
     DEFAULTS,
     FIT,
     FUNCTIONAL,
@@ -72,7 +71,6 @@ _REASONS = {
         FUSED: "The hand-written scan drops its losses. In addition to what the scan does, each dispatch copies its 32 "
         "losses to the host, and checks that its batches have one shape. This takes 1.6 us per step.",
         ON_ONE_DEVICE: f"{_NOISE} 1.116 (before a fix) and 1.019.",
-        AUTO: "The same reason as for steps_per_dispatch=32, which is what 'auto' chooses here.",
         FUNCTIONAL: f"{_LOSSES} The history of the functional loop has a row for each step, with its time. A callback "
         "returns a pytree of a custom class, which takes the jitted call 0.05 to 0.1 of a step to build.",
         FIT: f"{_LOSSES} The mask of `LossStep` is one more argument, which takes 0.06 of a step.",
@@ -115,14 +113,12 @@ TARGETS = [
     Target("W0", DEFAULTS, 1.00, against=KEEPS_LOSSES),
     Target("W0", ON_ONE_DEVICE, 1.00, against=KEEPS_LOSSES),
     Target("W0", FUSED, 1.15, against=SCAN),
-    Target("W0", AUTO, 1.15, against=SCAN),
     Target("W0", FUNCTIONAL, 1.30),
     Target("W0", FIT, 1.30),
     Target("W1", DEFAULTS, 1.05),
     Target("W1", FUSED, 0.82),
     Target("W1", WITH_LOGS, 1.05),
     Target("W2", DEFAULTS, 1.05),
-    Target("W2", AUTO, 1.05),
     Target("W3", DEFAULTS, 1.05),
     Target("W3", FUSED, 0.90),
     Target("W4", DEFAULTS, 1.00),

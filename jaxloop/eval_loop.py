@@ -1,7 +1,7 @@
 """The loop that evaluates a state."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from absl import logging
 
@@ -45,7 +45,7 @@ class EvalLoop(ActionLoop):
         end_actions: Sequence[Action] | None = None,
         global_batch_size: int | None = None,
         *,
-        steps_per_dispatch: int | Literal["auto"] = 1,
+        steps_per_dispatch: int = 1,
         max_steps_in_flight: int | None = None,
     ):
         super().__init__(

@@ -244,6 +244,9 @@ class History:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
     def __getitem__(self, index: int) -> Row:
         self.flush()
         return self._row(index)
@@ -523,20 +526,6 @@ def _checked(value: Any, *keys: str) -> Any:
         if not metrics.is_on_cpu():
             value.copy_to_host_async()
         return value
-    return _plain(value, *keys)
-
-
-# Both are called for each value of each step, so their speed matters.
-@functools.lru_cache
-def _is_on_device(kind: type, aval: Any) -> bool:
-    """Returns whether a value is a scalar on a device, given its class and its `aval`."""
-    numbers = (np.bool_, np.integer, np.floating)
-    is_array = issubclass(kind, jax.Array) and not checks.is_tracer_class(kind)
-    return is_array and not aval.shape and any(jnp.issubdtype(aval.dtype, each) for each in numbers)
-
-
-def _plain(value: Any, *keys: str) -> bool | int | float | str:
-    """Returns a host scalar as a Python object. Raises TypeError for any other value."""
     on_host = getattr(value, "ndim", None) == 0 and not isinstance(value, jax.Array)
     plain = np.asarray(value).item() if on_host else value
     for kind, python in ((float, float), (bool, bool), (int, int), (str, str), (np.floating, float)):
@@ -548,6 +537,15 @@ def _plain(value: Any, *keys: str) -> bool | int | float | str:
         f"The logs of a history hold scalars, got {got} under {path}. Reduce it to one, "
         "with value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."
     )
+
+
+# Called for each value of each step, so its speed matters.
+@functools.lru_cache
+def _is_on_device(kind: type, aval: Any) -> bool:
+    """Returns whether a value is a scalar on a device, given its class and its `aval`."""
+    numbers = (np.bool_, np.integer, np.floating)
+    is_array = issubclass(kind, jax.Array) and not checks.is_tracer_class(kind)
+    return is_array and not aval.shape and any(jnp.issubdtype(aval.dtype, each) for each in numbers)
 
 
 # The file --------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The loop that trains a state."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
@@ -56,9 +55,7 @@ class TrainLoop(ActionLoop):
         before such a point, they are dispatched one at a time. The exception is time schedules, which can't be
         predicted, so they wait for the end of the dispatch. The results are the same, except that XLA may round the
         last bit differently. `Step.begin` receives the state from before the dispatch and must not change it. If the
-        step has actions or overrides `end`, a ValueError is raised. "auto" compares 1 and 32 steps per dispatch on the
-        first 32 batches, using copies of the state. It keeps the faster setting, even after a resume. For these
-        batches, the hooks that precede `run` are called more than once. In a multi-process job, "auto" means 1.
+        step has actions or overrides `end`, a ValueError is raised.
       max_steps_in_flight: See `Loop`.
     """
 
@@ -71,7 +68,7 @@ class TrainLoop(ActionLoop):
         global_batch_size: int | None = None,
         *,
         nan_policy: nonfinite.NanPolicy = "ignore",
-        steps_per_dispatch: int | Literal["auto"] = 1,
+        steps_per_dispatch: int = 1,
         max_steps_in_flight: int | None = None,
     ):
         if isinstance(step, Step) and not step.train:

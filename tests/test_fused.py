@@ -15,8 +15,7 @@ from programs.whole_run import assert_resumed_exactly, copy_until
 
 import jaxloop
 from jaxloop import every
-from jaxloop.engine import auto, program
-from jaxloop.engine.feed import Feed
+from jaxloop.engine import program
 from jaxloop.step import nonfinite
 
 
@@ -258,7 +257,7 @@ def test_steps_that_cannot_be_fused_raise():
         jaxloop.TrainLoop(make_step(end_actions=[Note(1)]), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="OwnLoop overrides _run_one_step"):
         OwnLoop(make_step(), steps_per_dispatch=4)
-    for bad in (0, -1, 1.5, True):
+    for bad in (0, -1, 1.5, True, "auto"):
         with pytest.raises((TypeError, ValueError), match="steps_per_dispatch must be a positive int"):
             jaxloop.TrainLoop(make_step(), steps_per_dispatch=bad)  # pyright: ignore
     step = make_step(cls=WithBegin)
@@ -266,81 +265,15 @@ def test_steps_that_cannot_be_fused_raise():
         jaxloop.TrainLoop(step, steps_per_dispatch=4)(step.initialize_model([1, 3]), [batch_of(0)] * 8)
 
 
-# "auto" -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("one", "singly", "fused", "expected"),
-    [(20e-6, 1e-3, 2e-4, 32), (1e-3, 0.3, 3.0, 1), (20e-6, 1e-3, 0.99e-3, 1), (20e-6, 0.3, None, 1)],
-)
-def test_auto_keeps_the_faster_option(one, singly, fused, expected, monkeypatch):
-    secs = {"one": (one, one), "singly": (one, singly), "fused": (one, fused)}
-    monkeypatch.setattr(auto, "_secs", lambda run, state: secs[run.__name__])
-    step, feed = make_step(), Feed(iter([batch_of(number) for number in range(40)]))
-    found = auto.find_steps_per_dispatch(step, step.initialize_model([1, 3]), feed, evaluates=False)
-    assert found == expected and feed.num_ahead == 32
-
-
-@pytest.mark.parametrize("policy", ["ignore", "skip"])
-@pytest.mark.parametrize("faster", [1, 32])
-def test_auto_measures_on_copies_and_loses_no_step(faster, policy, monkeypatch):
-    def find(*args, **kwargs):
-        found.append(tried(*args, **kwargs))
-        return faster
-
-    tried, found, data = auto.find_steps_per_dispatch, [], [batch_of(number) for number in range(75)]
-    monkeypatch.setattr("jaxloop.engine.run.find_steps_per_dispatch", find)
-    state, outputs, noted, step = train("auto", iter(data), 70, interval=every(steps=40), nan_policy=policy)
-    expected, expected_outputs, expected_noted, _ = train(
-        faster, iter(data), 70, interval=every(steps=40), nan_policy=policy
-    )
-    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
-    np.testing.assert_array_equal(outputs["loss"], expected_outputs["loss"])
-    assert noted == expected_noted and found[0] in (1, 32) and len(found) == 1 and step.traces <= 2
-
-
-def test_auto_reports_the_error_of_a_bad_batch_at_its_step():
-    data = [batch_of(number) for number in range(40)]
-    data[20]["y"] = np.array(["a"] * 8)
-    step = make_step()
-    loop = jaxloop.TrainLoop(step, steps_per_dispatch="auto")
-    with pytest.raises(TypeError, match=r"batch\['y'\] is .*, which JAX can't turn") as caught:
-        loop(step.initialize_model([1, 3]), data)
-    assert "after step 20" in caught.value.__notes__[-1]
-    assert int(loop.rescued_state.step) == 20  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def test_auto_leaves_unfusable_steps_and_short_loops_unfused():
-    for cls in (WithEnd, WithBegin, FusableStep):
-        step = make_step(cls=cls)
-        loop = jaxloop.TrainLoop(step, steps_per_dispatch="auto")
-        number = 20 if cls is FusableStep else 40
-        state, outputs = loop(step.initialize_model([1, 3]), [batch_of(0)] * number)
-        assert int(state.step) == number == len(outputs["loss"])
-
-
-def test_a_resumed_run_keeps_the_choice_of_auto(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("jaxloop.engine.run.find_steps_per_dispatch", lambda *args, **kwargs: asked.append(1) or 32)
-    for total in (80, 160):
-        step = make_step()
-        save = jaxloop.CheckpointAction(tmp_path, interval=every(steps=80))
-        train_loop = jaxloop.TrainLoop(step, end_actions=[save], steps_per_dispatch="auto")
-        run = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(tmp_path))
-        run(step.initialize_model([1, 3]), [batch_of(number) for number in range(200)], total)
-    assert asked == [1] and step.traces == 2  # Once for fused steps and once for a single step.
-
-
 # Evaluations ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("at_once", [4, "auto"])
-def test_fused_evaluations_match_unfused_ones(devices, at_once, data_parallel):
+def test_fused_evaluations_match_unfused_ones(devices, data_parallel):
     step = make_step(None if devices == 1 else data_parallel(devices))
     state = step.initialize_model([1, 3])
     data = [batch_of(number, 4 if number in (5, 41) else 8) for number in range(42)]  # The last one is short.
-    one, other = (jaxloop.EvalLoop(step, stat_names=[], steps_per_dispatch=n)(state, data)[1] for n in (1, at_once))
+    one, other = (jaxloop.EvalLoop(step, stat_names=[], steps_per_dispatch=n)(state, data)[1] for n in (1, 4))
     assert list(one) == list(other) and one.num_examples == other.num_examples
     one, other = (jaxloop.summarize({name: each[name] for name in ("loss", "mean")}) for each in (one, other))
     assert one == pytest.approx(other, rel=1e-6) and one["mean"] == other["mean"]

@@ -7,5 +7,5 @@ outputs            `Outputs` holds the outputs of the steps, with a cursor for e
 program            `Program` runs steps. No other code repeats them. `InFlight` waits for the devices.
 feed               `Feed` reads batches, and keeps those that no step needs yet.
 engine, call       `Engine` is the loop over loops. `Call` is one call of it.
-auto, rehearse     The measurement of "auto"; a rehearsal of the agenda.
+rehearse           A rehearsal of the agenda.
 """

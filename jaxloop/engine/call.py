@@ -15,14 +15,14 @@ class Options:
     """How a loop runs its steps. See `TrainLoop`.
 
     Attributes:
-      steps_per_dispatch: The number of steps in one dispatch; None until "auto" has measured it.
+      steps_per_dispatch: The number of steps in one dispatch.
       nan_policy: What to do about NaN and infinity.
       max_in_flight: The maximum number of steps by which the host may run ahead; None for the default.
       evaluates: True if the loop never changes the state.
       checks_count: Whether to check that `state.step` counts the updates, once.
     """
 
-    steps_per_dispatch: int | None = 1
+    steps_per_dispatch: int = 1
     nan_policy: nonfinite.NanPolicy = "ignore"
     max_in_flight: int | None = None
     evaluates: bool = False
@@ -30,7 +30,7 @@ class Options:
 
     def in_flight(self, step: Step) -> int:
         """Returns the number of steps by which the host may run ahead."""
-        default = partition.max_steps_in_flight(step.partitioner.mesh, self.steps_per_dispatch or 1)
+        default = partition.max_steps_in_flight(step.partitioner.mesh, self.steps_per_dispatch)
         return self.max_in_flight or default
 
 

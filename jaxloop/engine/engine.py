@@ -5,7 +5,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from absl import logging
 
@@ -14,7 +14,6 @@ from jaxloop.actions.action import Action
 from jaxloop.base import checks
 from jaxloop.data.sources import indexed
 from jaxloop.engine.agenda import ActionItem, Ended, Moment, Rank
-from jaxloop.engine.auto import STEPS_TRIED
 from jaxloop.engine.call import Call, Failure, Options, Outcome
 from jaxloop.engine.feed import LoopData, as_iterator
 from jaxloop.engine.program import Program
@@ -363,12 +362,9 @@ class Engine:
 
     # Options --------------------------------------------------------------------------------------------
 
-    def set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
+    def set_steps_per_dispatch(self, value: int) -> None:
         """Sets the number of steps in one dispatch. Raises an error if they can't run in one."""
         name = type(self._loop).__name__
-        if value == "auto":  # The measurements of several processes would differ.
-            self.options.steps_per_dispatch = 1 if self.job.is_shared else None
-            return
         checks.check_positive(f"{name}.steps_per_dispatch", value)
         if value > 1 and checks.is_user_defined(self._loop, "_run_one_step"):
             raise ValueError(
@@ -383,7 +379,7 @@ class Engine:
         """Compiles everything needed to run steps on batches like this one; see `Loop.compile`."""
         options, dataset = self.options, indexed(batch)
         batches = [batch] if dataset is None else dataset.first_of_each_size()
-        numbers = sorted({options.steps_per_dispatch or STEPS_TRIED, 1}, reverse=True)
+        numbers = sorted({options.steps_per_dispatch, 1}, reverse=True)
         with self._loop.step._runner.programs.watched(options.nan_policy):
             for each, number in itertools.product(batches, numbers):
                 self._loop.step.compile(state, each, evaluates=options.evaluates, steps_per_dispatch=number)
@@ -405,20 +401,13 @@ class Engine:
           in_moment: True if some items may have to be called again after a resume.
         """
         saved, kept = self.run.state_dict(in_moment=in_moment)
-        own = {
-            "has_stopped": self.run.agenda.wants_stop,
-            "wraps_data": self.data.is_wrapped,
-            "steps_per_dispatch": self.options.steps_per_dispatch,
-        }
-        return saved | own, kept
+        return saved | {"has_stopped": self.run.agenda.wants_stop, "wraps_data": self.data.is_wrapped}, kept
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Restores a `state_dict`."""
         self.run.load_state_dict(saved, kept)
         self.run.agenda.stopped_by = "an earlier run" if saved["has_stopped"] else None
         self.data.is_wrapped = saved["wraps_data"]
-        if self.options.steps_per_dispatch is None:  # A different number could change the last bits of the results.
-            self.options.steps_per_dispatch = saved["steps_per_dispatch"]
 
     # Checks ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from jaxloop import metrics
 from jaxloop.base import checks
 from jaxloop.base.timing import Stopwatch
 from jaxloop.engine.agenda import Agenda, Item, Rank
-from jaxloop.engine.auto import STEPS_TRIED, find_steps_per_dispatch
 from jaxloop.engine.call import Call, Options
 from jaxloop.engine.feed import LoopData, Source
 from jaxloop.engine.outputs import Outputs
@@ -346,10 +345,7 @@ class Steps:
         deadline = run.clock.deadline(goal.time) if by_clock and feed.joint is None else math.inf
         room = 1 if program.runs_singly or (by_clock and feed.joint is not None) else room
         options = self._options
-        if options.steps_per_dispatch is None and room >= STEPS_TRIED:
-            options.steps_per_dispatch = find_steps_per_dispatch(step, call.state, feed, evaluates=not call.updates)
-            run.outputs.pending.in_flight.set_limit(options.in_flight(step))
-        size = options.steps_per_dispatch or 1
+        size = options.steps_per_dispatch
         if feed.joint is not None:
             self._data.source.mark(if_cheap=True)
         call.ran = ran = Ran(call.state, run.now.steps, pending.newest)

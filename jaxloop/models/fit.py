@@ -62,7 +62,7 @@ def fit(
     partitioner: partition.Partitioner | Literal["auto"] | None = None,
     progress: str | bool | None = "auto",
     seed: int = 0,
-    steps_per_dispatch: int | Literal["auto"] = 1,
+    steps_per_dispatch: int = 1,
     actions: Sequence[Action] = (),
     dry_run: bool = False,
     topology: str | None = None,
@@ -124,7 +124,7 @@ def fit(
         on each device, or sharded otherwise (`FSDPPartitioner`). The choice is logged.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for initializing the parameters and for dropout.
-      steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.
+      steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: If True, `fit` doesn't train or allocate memory for the state. It returns the report of
         `OuterLoop.check`, which contains the plan of the run and every problem found.
