@@ -395,3 +395,23 @@ def test_an_action_without_further_keywords_fails_in_its_constructor():
     message = r"Narrow.__call__ can't be called as \(state, outputs, step_num, .*'elapsed'.*step_num, \*\*kwargs\)"
     with pytest.raises(TypeError, match=message):
         Narrow(every(steps=10))
+
+
+def test_saves_come_last_whatever_their_category_in_the_time_report(tmp_path):
+    calls = []
+
+    class Save(jaxloop.CheckpointAction):
+        time_category = "actions"
+
+        def __call__(self, state, outputs, **kwargs):
+            calls.append("save")
+
+    class Last(jaxloop.Action):
+        runs_last, time_category = True, "checkpoints"
+
+        def __call__(self, state, outputs, **kwargs):
+            calls.append("last")
+
+    step, state, batches = examples.tiny_regression()
+    jaxloop.TrainLoop(step, end_actions=[Save(tmp_path), Last()])(state, batches, 3)
+    assert calls == ["last", "save"]

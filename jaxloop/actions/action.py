@@ -177,7 +177,10 @@ class Action(abc.ABC):
         check_state_dict(self, (), state_dict)
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
-        """Finishes all pending writes. Called at the end of a loop that runs without an `OuterLoop`."""
+        """Finishes all pending writes.
+
+        Called at the end of a loop that runs without an `OuterLoop`, by `before_checkpoint`, and by `close`.
+        """
 
     def close(self) -> None:
         """Finishes pending writes and releases resources.

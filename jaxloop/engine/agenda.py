@@ -11,6 +11,7 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import as_action
+from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import encoding
 from jaxloop.base.timing import Spent, Stopwatch
 from jaxloop.engine.outputs import Outputs
@@ -202,7 +203,7 @@ class ActionItem(Item):
         self.context: Mapping[str, Any] = context
         self.time_category: str | None = self.action.time_category
         self.name: str = type(self.action).__qualname__
-        last = Rank.SAVE if self.time_category == "checkpoints" else Rank.AFTER_EVALUATIONS
+        last = Rank.SAVE if isinstance(self.action, CheckpointAction) else Rank.AFTER_EVALUATIONS
         rank = rank if rank is not None else last if self.action.runs_last else Rank.ACTION
         uses, waits = self.action.uses_outputs, self.action.needs_all_outputs
         reads = uses and rank != Rank.ELSEWHERE

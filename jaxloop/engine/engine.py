@@ -336,12 +336,13 @@ class Engine:
         return min(ends, default=None)
 
     def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False) -> bool:
-        """Calls what is due at a moment between two calls.
+        """Calls what is due at a moment between two calls of the loop.
 
         Returns False if any of it asks the run to stop, or if a signal has kept any of it from being called.
 
-        There are two such moments: before the first step and, in a resumed run, at the step of the checkpoint. Nothing
-        is called twice at the same step.
+        Such moments come before the first step and, in a resumed run, at the step of the checkpoint. For an eval loop,
+        they come when its actions are still to be called, and when the training ends. Nothing is called twice at the
+        same step.
 
         Args:
           state: The state.

@@ -33,7 +33,7 @@ class Plan:
       total: The total number of updates.
       loop_steps: The number of updates per loop. Loops end at multiples of this number.
       stop: A schedule that ends the run.
-      items: Items other than the loop's own end actions: rows and evaluations.
+      items: Items other than the loop's own end actions, such as rows, evaluations and commands.
       context: Further keyword arguments for actions.
       source: What is done with the data.
       at: In an evaluation, the progress of the training.
@@ -344,8 +344,7 @@ class Steps:
         by_clock = goal.time < math.inf
         deadline = run.clock.deadline(goal.time) if by_clock and feed.joint is None else math.inf
         room = 1 if program.runs_singly or (by_clock and feed.joint is not None) else room
-        options = self._options
-        size = options.steps_per_dispatch
+        size = self._options.steps_per_dispatch
         if feed.joint is not None:
             self._data.source.mark(if_cheap=True)
         call.ran = ran = Ran(call.state, run.now.steps, pending.newest)
@@ -374,7 +373,7 @@ class Steps:
                 run.agenda.trim()
             call.place = step
             run.outputs.push(number, ran.state)
-            if options.checks_count:
+            if self._options.checks_count:
                 self.check_count()
         return number
 

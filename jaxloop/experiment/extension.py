@@ -20,7 +20,7 @@ from jaxloop.schedules import Elapsed
 
 
 class Extension:
-    """Watches the runs of an `OuterLoop`. It can't change their results.
+    """Watches the runs of an `OuterLoop`, without a place in their computation. Its items can end a run.
 
     >>> import jaxloop
     >>> from jaxloop import examples

@@ -78,7 +78,10 @@ class Partitioner(abc.ABC):
         """Places all rows of a host batch on the devices."""
 
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
-        """Places an evaluation batch on the devices, even if its size isn't divisible by the number of devices."""
+        """Places an evaluation batch on the devices. By default, as `shard_batch` does.
+
+        Mesh partitioners replicate a batch whose size isn't divisible by the number of devices.
+        """
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
