@@ -407,15 +407,15 @@ class OuterLoop:
                 **{f"eval {each.spec.name}": each.loop.engine for each in evaluations},
                 "data": data,
             }
-            run = WholeRun(
+            whole = WholeRun(
                 parts,
                 experiment.history,
                 self._job,
                 keys=train_loop.step.base_prng,
                 transforms=None if checkpoints is None else checkpoints.transforms,
             )
-            context["snapshot"] = run.snapshot
-            training = Training(experiment, evaluations, data, run, context)
+            context["snapshot"] = whole.snapshot
+            training = Training(experiment, evaluations, data, whole, context)
         return evaluations, training
 
     def _plan(self, training: Training, items: Sequence[Item]) -> None:

@@ -42,7 +42,7 @@ class Training:
       experiment: The experiment, with a train loop.
       evaluations: The evaluations of the call.
       data: The training data.
-      run: Everything that checkpoints contain besides the train state.
+      whole: Everything that checkpoints contain besides the train state.
       context: Further keyword arguments for actions.
       has_begun: True if the training has reached its first step.
       between_loops: The newest state; None while the train loop is running, because the loop holds it then.
@@ -51,7 +51,7 @@ class Training:
     experiment: Experiment
     evaluations: Sequence[Evaluation]
     data: TrainingData
-    run: WholeRun
+    whole: WholeRun
     context: Mapping[str, Any]
     has_begun: bool = False
     between_loops: Any = None
@@ -89,7 +89,7 @@ class Training:
         self.between_loops = state
         if not (end := self._end_reached()):
             engine.check_schedules()
-            check_not_empty(self.data.source, spec.train_dataset, loop, self.run.job)
+            check_not_empty(self.data.source, spec.train_dataset, loop, self.whole.job)
         # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
         # not fit it.
         if checkpoints is not None and distributed.is_first_process():
@@ -97,9 +97,9 @@ class Training:
         for action in experiment.actions:
             action.begin_run(step_num, can_resume=checkpoints is not None)
         experiment.extensions.moment(loop.elapsed)
-        self.run.rows.drop_later(step_num)
+        self.whole.rows.drop_later(step_num)
         self.data.left_out.record_detours(loop.elapsed, experiment.history)
-        stopped, requests = metrics.LoopOutputs({types.STOP_LOOP: True}), self.run.job.requests
+        stopped, requests = metrics.LoopOutputs({types.STOP_LOOP: True}), self.whole.job.requests
         if requests.requested and not end:
             self._tell_end()
             return state, stopped
@@ -132,7 +132,7 @@ class Training:
         state, outputs = engine.loops(state, data, lambda: steps_of_next_loop(self.loop))
         self.between_loops = state
         self._tell_end()
-        for error in self.save_now(state) if self.run.job.requests.requested else ():
+        for error in self.save_now(state) if self.whole.job.requests.requested else ():
             raise error
         return state, outputs if outputs or engine.run.loops > loops else None
 
@@ -146,7 +146,7 @@ class Training:
             try:
                 action.flush()  # After the commit, all processes know that the step is saved.
                 if step_num not in checkpoint.all_steps(action.directory):
-                    snapshot = self.run.snapshot(in_moment=True)
+                    snapshot = self.whole.snapshot(in_moment=True)
                     if action.save(step_num, state, None, **snapshot):
                         action.flush()
                         logging.info("%r saved the state of step %d.", action, step_num)
@@ -162,7 +162,7 @@ class Training:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.outcome.failure.reason)
         # The program makes the state of step 0 again. A save needs all processes. An exception such as
         # KeyboardInterrupt ends the program without a save.
-        if state is not None and step_num and self.run.job.knows(error) and isinstance(error, Exception | SystemExit):
+        if state is not None and step_num and self.whole.job.knows(error) and isinstance(error, Exception | SystemExit):
             self.save_now(state)
 
     def begin_detour(self, turn: types.TurnBack) -> None:
@@ -177,7 +177,7 @@ class Training:
         Raises:
           RuntimeError: If there is no checkpoint to return to, or if the run has turned back too many times.
         """
-        experiment, job, detours = self.experiment, self.run.job, self.data.left_out.detours
+        experiment, job, detours = self.experiment, self.whole.job, self.data.left_out.detours
         for directory in {action.directory for action in experiment.savers}:
             if job.is_first:
                 checkpoint.abandon(directory, turn.first)
@@ -198,7 +198,7 @@ class Training:
 
     def _tell_end(self) -> None:
         """Logs why the training ends at this step, unless that was planned."""
-        spec, step_num, requests = self.experiment.spec, self.loop.step_num, self.run.job.requests
+        spec, step_num, requests = self.experiment.spec, self.loop.step_num, self.whole.job.requests
         if requests.requested:
             saves = "; saving its state" if self.has_begun and self.experiment.savers else ""
             announce("Stopped by %s at step %d%s.", requests.signal_name, step_num, saves)
@@ -226,15 +226,15 @@ class Training:
         loop, spec, saved = self.loop, self.experiment.checkpoint_spec, list[epath.Path]()
         step_num = 0 if self.data.left_out.detours else step_num_of(state) if hasattr(state, "step") else loop.step_num
         if spec is not None:
-            saved = saved_paths(self.experiment.checkpoint_dirs, self.run.job)
+            saved = saved_paths(self.experiment.checkpoint_dirs, self.whole.job)
         if spec is not None and saved and int(saved[-1].name) >= step_num:
             given = checks.adopt(state)
-            opened, state = restore_newest(saved, given, spec, self.run.job)
+            opened, state = restore_newest(saved, given, spec, self.whole.job)
             elapsed = opened.elapsed()
             announce("Resumed at step %d from %s.", elapsed.steps, opened.path.parent)
             if int(saved[-1].name) > elapsed.steps:  # Those that were damaged have been moved away.
                 check_no_newer_checkpoints(self.experiment.savers, elapsed.steps)
-            restored = self.run.load(opened, given)
+            restored = self.whole.load(opened, given)
             self._begin(elapsed, restored)
             for item in loop.engine.run.agenda.items:  # The directory of each saver tells whether it saved this step.
                 if isinstance(item, ActionItem) and isinstance(item.action, CheckpointAction):
@@ -248,7 +248,7 @@ class Training:
             self._tell_fresh_start(spec, step_num)
         if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
             self._begin(Elapsed(step_num))
-        self.run.rows.begin(step_num)
+        self.whole.rows.begin(step_num)
         check_no_newer_checkpoints(self.experiment.savers, step_num)
         return state, False
 
@@ -262,7 +262,7 @@ class Training:
                 each.loop.resume(Elapsed(loops=loops // interval if isinstance(interval, int) else 0))
         if not restored:
             self.data.begin(elapsed.loops)
-            self.run.rows.begin(elapsed.steps)
+            self.whole.rows.begin(elapsed.steps)
             self.loop.resume(dataclasses.replace(elapsed, loops=loops))
 
     def _tell_fresh_start(self, spec: CheckpointSpec, step_num: int) -> None:

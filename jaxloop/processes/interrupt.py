@@ -4,7 +4,6 @@ Other threads can also pause a run between two steps, or end it.
 """
 
 import contextlib
-import multiprocessing
 import os
 import select
 import signal
@@ -290,8 +289,8 @@ class _Watch:
 def _exit_now(signum: int) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"jaxloop: the run did not end after Ctrl-C or SIGTERM. The process exits now.\n")
-    with contextlib.suppress(Exception):
-        for worker in multiprocessing.active_children():  # They may ignore signals and outlive this process.
+    with contextlib.suppress(Exception):  # There are no workers if this module was never imported.
+        for worker in sys.modules["multiprocessing"].active_children():  # They may ignore signals and outlive this one.
             worker.kill()
     os._exit(128 + signum)
 
