@@ -711,16 +711,6 @@ def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, war
     assert sum(bool(re.search(message, text)) for text in warnings_logged()) == 1
 
 
-def test_swapped_loops_and_a_spec_outside_a_list_raise():
-    step, state, batches = examples.tiny_regression()
-    train_loop, eval_loop = TrainLoop(step), EvalLoop(examples.tiny_regression(train=False)[0])
-    for loops in ((eval_loop, [train_loop]), (eval_loop,), (None, [train_loop])):
-        with pytest.raises(TypeError, match=r"got train_loop=.* Write OuterLoop\(train_loop, \[eval_loop\]\)"):
-            OuterLoop(*loops)
-    with pytest.raises(TypeError, match=r"must be a list of EvalSpecs.*eval_specs=\[eval_spec\]"):
-        OuterLoop(train_loop, [eval_loop])(state, batches, eval_specs=EvalSpec(batches))
-
-
 def test_the_check_of_a_custom_action_is_not_called_without_outputs(warnings_logged):
     class NeedsLoss(Note):
         def check(self, state, outputs):
@@ -850,68 +840,85 @@ def test_no_warning_is_logged_if_everything_ran(warnings_logged):
     assert warnings_logged() == []
 
 
+def train_loop():
+    return TrainLoop(examples.tiny_regression()[0])
+
+
+def eval_loop():
+    return EvalLoop(examples.tiny_regression()[0])
+
+
+def start(*loops, **options):
+    """Starts a run of 10 steps with an evaluation, or with other loops and arguments, which makes no step."""
+    _, state, batches = examples.tiny_regression()
+    arguments = {"train_dataset": batches, "train_total_steps": 10, "eval_specs": [EvalSpec(batches)], **options}
+    try:
+        OuterLoop(*(loops or (train_loop(), [eval_loop()])))(state, **arguments)
+    finally:
+        assert int(state.step) == 0
+
+
+def spec(**options):
+    return EvalSpec(**{"dataset": [], **options})
+
+
+IN_WRONG_PLACES = r"got train_loop=.* Write OuterLoop\(train_loop, \[eval_loop\]\)"
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("call", "error", "message"),
     [
-        ({"train_total_steps": 0}, ValueError, "train_total_steps must be a positive int or None, got 0"),
-        ({"train_total_steps": -5}, ValueError, "train_total_steps must be a positive int or None, got -5"),
-        ({"train_total_steps": 1.5}, TypeError, "train_total_steps must be a positive int or None, got 1.5"),
-        ({"train_loop_steps": 0}, ValueError, "train_loop_steps must be a positive int or None, got 0"),
-        ({"eval_specs": []}, ValueError, "has 1 eval_loops and was called with 0 eval_specs"),
-        ({"eval_specs": [None]}, TypeError, "eval_specs must contain EvalSpecs, got None"),
-        ({"train_dataset": None}, TypeError, "without a batch, because the dataset is None. If the step"),
+        (lambda: start(train_total_steps=0), ValueError, "train_total_steps must be a positive int or None, got 0"),
+        (lambda: start(train_total_steps=-5), ValueError, "train_total_steps must be a positive int or None, got -5"),
+        (lambda: start(train_total_steps=1.5), TypeError, "train_total_steps must be a positive int or None, got 1.5"),
+        (lambda: start(train_totel_steps=10), TypeError, "train_totel_steps"),
+        (lambda: start(train_loop_steps=0), ValueError, "train_loop_steps must be a positive int or None, got 0"),
+        (lambda: start(train_epochs=0), ValueError, "train_epochs must be a positive int"),
+        (lambda: start(train_epochs=2, train_loop_steps=5), ValueError, "train_epochs=2 and train_loop_steps=5"),
+        (lambda: start(train_epochs=2, train_dataset=iter([])), ValueError, "can be read more than once"),
+        (lambda: start(train_epochs=2, train_dataset=[]), ValueError, "yielded no batches"),
+        (lambda: start(train_dataset=None), TypeError, "without a batch, because the dataset is None. If the step"),
         (
-            {"train_dataset": None, "train_total_steps": None},
+            lambda: start(train_dataset=None, train_total_steps=None),
             ValueError,
             "got a train_loop without a train_dataset. Give the data",
         ),
-        ({"train_dataset": "train"}, TypeError, "A dataset must be an iterator"),
+        (lambda: start(train_dataset="train"), TypeError, "A dataset must be an iterator"),
+        (lambda: start(None, [eval_loop()]), ValueError, "got a train_dataset without a train_loop"),
+        (lambda: start(eval_specs=[]), ValueError, "has 1 eval_loops and was called with 0 eval_specs"),
+        (lambda: start(eval_specs=[None]), TypeError, "eval_specs must contain EvalSpecs, got None"),
+        (lambda: start(eval_specs=spec()), TypeError, r"must be a list of EvalSpecs.*eval_specs=\[eval_spec\]"),
+        (
+            lambda: start(train_loop(), [eval_loop(), eval_loop()], eval_specs=[spec(name="test")] * 2),
+            ValueError,
+            "Two EvalSpecs are named 'test'",
+        ),
+        (OuterLoop, ValueError, "it got neither"),
+        (lambda: OuterLoop(train_loop(), eval_loop()), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(eval_loop(), [train_loop()]), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(eval_loop()), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(None, [train_loop()]), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(train_loop(), [eval_loop()] * 2), ValueError, "OuterLoop got the same loop twice"),
+        (
+            lambda: OuterLoop(train_loop(), checkpoint_spec="runs"),
+            TypeError,
+            "checkpoint_spec must be a CheckpointSpec, .* got 'runs'",
+        ),
+        (lambda: CheckpointSpec("somewhere", -1), ValueError, "iterate_interval_secs must be at least 0, got -1"),
+        (lambda: spec(num_steps=0), ValueError, "EvalSpec.num_steps must be a positive int or None, got 0"),
+        (lambda: spec(eval_loop_interval=-1), ValueError, "EvalSpec.eval_loop_interval must be a pos.*, got -1"),
+        (lambda: spec(eval_loop_interval=2.0), TypeError, "got 2.0"),
+        (lambda: spec(dataset=None), ValueError, "EvalSpec needs a dataset"),
+        (lambda: spec(dataset_iterator=iter([])), ValueError, "needs num_steps, got None"),
+        (lambda: spec(interval=0), ValueError, "EvalSpec.interval must be .*positive.*got 0"),
+        (lambda: spec(interval=every(5), eval_loop_interval=2), ValueError, "Give one of them"),
+        (lambda: spec(name="train"), ValueError, "other than 'train'"),
+        (lambda: spec(name="a/b"), ValueError, "without / and ., .* got 'a/b'"),
     ],
 )
-def test_bad_arguments_raise_before_the_first_step(options, error, message):
-    step, state, batches = examples.tiny_regression()
-    arguments = {"train_dataset": batches, "train_total_steps": 10, "eval_specs": [EvalSpec(batches)], **options}
+def test_bad_arguments_raise_before_the_first_step(call, error, message):
     with pytest.raises(error, match=message):
-        OuterLoop(TrainLoop(step), [EvalLoop(step)])(state, **arguments)
-    assert int(state.step) == 0
-
-
-def test_a_misspelled_keyword_is_rejected():
-    step, state, batches = examples.tiny_regression()
-    with pytest.raises(TypeError, match="train_totel_steps"):
-        OuterLoop(TrainLoop(step))(state, batches, train_totel_steps=10)
-
-
-def test_a_dataset_without_a_train_loop_is_rejected():
-    step, state, batches = examples.tiny_regression()
-    with pytest.raises(ValueError, match="got a train_dataset without a train_loop"):
-        OuterLoop(eval_loops=[EvalLoop(step)])(state, batches, eval_specs=[EvalSpec(batches)])
-    with pytest.raises(ValueError, match="it got neither"):
-        OuterLoop()
-    with pytest.raises(TypeError, match=r"Write OuterLoop\(train_loop, \[eval_loop\]\)"):
-        OuterLoop(TrainLoop(step), EvalLoop(step))
-    with pytest.raises(TypeError, match="checkpoint_spec must be a CheckpointSpec, .* got 'runs'"):
-        OuterLoop(TrainLoop(step), checkpoint_spec="runs")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"num_steps": 0}, ValueError, "EvalSpec.num_steps must be a positive int or None, got 0"),
-        ({"eval_loop_interval": -1}, ValueError, "EvalSpec.eval_loop_interval must be a positive int or None, got -1"),
-        ({"eval_loop_interval": 2.0}, TypeError, "got 2.0"),
-        ({"dataset": None}, ValueError, "EvalSpec needs a dataset"),
-        ({"dataset_iterator": iter([])}, ValueError, "needs num_steps, got None"),
-    ],
-)
-def test_an_eval_spec_validates_its_arguments(options, error, message):
-    with pytest.raises(error, match=message):
-        EvalSpec(**{"dataset": [], **options})
-
-
-def test_a_checkpoint_spec_validates_its_arguments():
-    with pytest.raises(ValueError, match="iterate_interval_secs must be at least 0, got -1"):
-        CheckpointSpec("somewhere", iterate_interval_secs=-1)
+        call()
 
 
 @pytest.mark.parametrize("devices", [1, 8])
