@@ -10,6 +10,7 @@ import optax
 import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
+from programs.acts import Do, Record
 
 import jaxloop
 from jaxloop import checkpoint, metrics
@@ -233,11 +234,6 @@ def test_an_unknown_policy_is_rejected(data_parallel):
 # Whole runs -------------------------------------------------------------------------------------------
 
 
-class PressCtrlC(jaxloop.Action):
-    def __call__(self, state, outputs, **kwargs):
-        signal.raise_signal(signal.SIGINT)
-
-
 def run_whole(step, directory, policy, data, total=12, actions=()):
     actions = [jaxloop.CheckpointAction(directory, interval=jaxloop.every(steps=5)), *actions]
     train_loop = jaxloop.TrainLoop(step, end_actions=actions, nan_policy=policy)
@@ -278,7 +274,11 @@ def test_a_resumed_run_with_skips_matches_an_uninterrupted_one(
     step, data = made.setdefault(1, make(1, data_parallel)[0]), batches(12, {4, 7, 10})
     whole, _ = run_whole(step, tmp_path / "whole", "skip", data)
     broken, _ = run_whole(
-        step, tmp_path / "resumed", "skip", data, actions=[PressCtrlC(jaxloop.at(steps=interrupted_at))]
+        step,
+        tmp_path / "resumed",
+        "skip",
+        data,
+        actions=[Do(lambda **_: signal.raise_signal(signal.SIGINT), jaxloop.at(steps=interrupted_at))],
     )
     assert int(broken.step) == interrupted_at
     resumed, _ = run_whole(step, tmp_path / "resumed", "skip", data)
@@ -353,13 +353,9 @@ def test_other_steps_and_layouts_are_checked_too(make_step, data_parallel, asser
 
 
 def test_skipped_steps_are_counted_since_the_last_call_of_an_action(data_parallel):
-    seen = []
-
-    class Seen(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, **context):
-            seen.append((step_num, outputs.get("jaxloop/skipped_steps", 0)))
-
+    skipped = lambda step_num, outputs, **_: (step_num, outputs.get("jaxloop/skipped_steps", 0))
+    record = Record(jaxloop.every(steps=20), skipped)
     step, state = make(1, data_parallel)
-    loop = jaxloop.TrainLoop(step, end_actions=[Seen(jaxloop.every(steps=20))], nan_policy="skip")
+    loop = jaxloop.TrainLoop(step, end_actions=[record], nan_policy="skip")
     jaxloop.OuterLoop(loop)(state, iter(batches(60, {3, 23, 38, 41})), 60, 10)
-    assert seen == [(20, 1), (40, 2), (60, 1)]
+    assert record.seen == [(20, 1), (40, 2), (60, 1)]

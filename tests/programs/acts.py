@@ -24,8 +24,9 @@ class Record(Do):
 
 
 def lengths(interval=1):
-    """Records the step and the number of losses of each call."""
-    return Record(interval, lambda step_num, outputs, **_: (step_num, len(outputs["loss"])))
+    """Records the step and the number of losses of each call (None for a begin action)."""
+    count = lambda outputs: None if outputs is None else len(outputs["loss"])
+    return Record(interval, lambda step_num, outputs, **_: (step_num, count(outputs)))
 
 
 class Stop(jaxloop.Action):
