@@ -16,7 +16,6 @@ from jaxloop import (
     OuterLoop,
     actions,
     at,
-    checkpoint,
     every,
     examples,
     from_index,
@@ -60,21 +59,6 @@ def test_empty_loop_is_not_counted():
     loop = ActionLoop(step, end_actions=[note])
     loop(state, [])
     assert (note.seen, loop.loop_count) == ([], 0)
-
-
-def test_error_in_an_action_names_it_and_keeps_the_state():
-    step, state, batches = examples.tiny_regression()
-    loop = TrainLoop(step, end_actions=[Fail()])
-    with pytest.raises(OSError, match="the disk is gone") as caught:
-        loop(state, batches, num_steps=5)
-    assert caught.value.__notes__ == ["in Fail(interval=1), after step 5"]
-    assert int(loop.rescued_state.step) == 5
-
-
-def test_action_can_stop_the_run():
-    step, state, batches = examples.tiny_regression()
-    _, outputs = ActionLoop(step, end_actions=[Stop()])(state, batches, num_steps=5)
-    assert outputs[types.STOP_LOOP] is True
 
 
 @pytest.mark.parametrize(
@@ -261,13 +245,6 @@ def test_step_action_schedule_counts_training_steps():
     step = type(tiny)(tiny.base_prng, tiny.model, tiny.optimizer, train=True, end_actions=[count])
     TrainLoop(step)(tiny.initialize_model([1, 3]), batches, num_steps=7)
     assert count.seen == [(3, 24), (6, 48)]
-
-
-def test_standalone_loop_saves_on_a_schedule(tmp_path):
-    step, state, batches = examples.tiny_regression()
-    save = actions.CheckpointAction(tmp_path, every(steps=3))
-    TrainLoop(step, end_actions=[save])(state, batches, 10)
-    assert checkpoint.all_steps(tmp_path) == [3, 6, 9]
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])

@@ -146,26 +146,6 @@ def test_restoring_a_different_model_lists_the_mismatched_leaves(tmp_path):
     assert jnp.isfinite(state.params["kernel"]).all()  # Still usable.
 
 
-def test_transforms_rename_leaves(tmp_path):
-    class Renamed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2, name="new")(x)
-
-    class Original(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2, name="old")(x)
-
-    original = Step(jax.random.key(3), Original()).initialize_model([1, 3])
-    save(tmp_path, (3, original))
-    step = Step(jax.random.key(0), Renamed())
-    transforms = {"**/old/**": "**/new/**"}
-    restored = step.restore_model(step.initialize_model([1, 3]), tmp_path, transforms=transforms)
-    np.testing.assert_array_equal(restored.params["new"]["kernel"], original.params["old"]["kernel"])
-    checkpoint.Checkpoint.at(tmp_path, 3).check_fits(step.initialize_model([1, 3]), transforms)
-
-
 def test_transforms_rename_optimizer_state_and_nnx_leaves(tmp_path, assert_same):
     class Old(nnx.Module):
         def __init__(self, *, rngs):
@@ -373,10 +353,6 @@ def test_best_requires_a_directory_and_a_metric_name(tmp_path):
         CheckpointAction(tmp_path, best=("loss",))
     with pytest.raises(ValueError, match="keep must be a positive int or None, got 0"):
         CheckpointAction(tmp_path, keep=0)
-
-
-def test_checkpoint_action_runs_last():
-    assert CheckpointAction.runs_last and CheckpointAction.time_category == "checkpoints"
 
 
 # Metadata ---------------------------------------------------------------------------------------------

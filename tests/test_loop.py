@@ -79,26 +79,6 @@ def test_return_state_from_step_false_leaves_the_state_usable():
     Loop(step)(state, batches, num_steps=1)
 
 
-def test_begin_run_and_end_can_be_overridden():
-    class Doubled(Loop):
-        def begin(self, state, dataset):
-            state, iterator = super().begin(state, dataset)
-            return state, itertools.chain.from_iterable((batch, batch) for batch in iterator)
-
-        def run(self, state, dataset, num_steps):
-            state, outputs = super().run(state, dataset, num_steps)
-            return state, {**outputs, "note": "from run"}
-
-        def end(self, state, outputs):
-            state, outputs = super().end(state, outputs)
-            return state, {**outputs, "last": outputs["loss"][-1]}
-
-    step, state, batches = examples.tiny_regression()
-    _, outputs = Doubled(step)(state, batches[:2])
-    assert len(outputs["loss"]) == 4 and outputs["last"] == outputs["loss"][-1] and outputs["note"] == "from run"
-    assert outputs.num_examples == [8] * 4
-
-
 def test_update_outputs_sees_each_step_in_order_on_the_host():
     class Best(Loop):
         def update_outputs(self, loop_outputs, step_outputs):
@@ -109,21 +89,6 @@ def test_update_outputs_sees_each_step_in_order_on_the_host():
     step, state, batches = examples.tiny_regression()
     _, outputs = Best(step)(state, batches, num_steps=50)
     assert outputs["best"] == min(outputs["loss"])
-
-
-def test_batches_and_steps_can_be_overridden():
-    class Odd(Loop):
-        def _get_next_batch(self, dataset):
-            batch = super()._get_next_batch(dataset)
-            return {**batch, "x": -batch["x"]}
-
-        def _run_one_step(self, state, batch, per_loop_step_number):
-            state, outputs = super()._run_one_step(state, batch, per_loop_step_number)
-            return state, {**outputs, "number": per_loop_step_number}
-
-    step, state, batches = examples.tiny_regression()
-    _, outputs = Odd(step)(state, batches, num_steps=3)
-    assert outputs["number"] == [0, 1, 2]
 
 
 def failing_dataset(batches, after):

@@ -390,20 +390,6 @@ def test_flops_are_counted_with_the_partitioner_of_the_step(data_parallel):
     assert step.compute_num_flops(state, batches[0]) > 0
 
 
-def test_run_is_traced_once():
-    traces = []
-
-    def run(self, state, batch):
-        traces.append(1)
-        return advance(self, state, batch)
-
-    step = make_step(run)
-    state = step.initialize_model([1, 3])
-    for _ in range(5):
-        state, _ = step(state, BATCH)
-    assert len(traces) == 1
-
-
 def test_an_alias_made_by_device_put_is_copied():
     step = make_step(advance, train=True)
     state = step.initialize_model([1, 3])
@@ -757,32 +743,6 @@ def test_leaves_without_a_common_axis_count_as_one_example_with_one_warning(warn
     assert loop.num_examples == [1, 1, 1]
     (warning,) = warnings_logged()
     assert warning.startswith("MadeStep") and "counts each batch as one example" in warning
-
-
-class Scaled(Step):
-    """A step whose `shard_batch` adds a second part to the batch."""
-
-    def shard_batch(self, batch):
-        return super().shard_batch(batch), jnp.float32(2.0)
-
-    def run(self, state, batch):
-        batch, scale = batch
-        return (state.replace(step=state.step + 1) if self.train else state), {"scaled": scale * batch["x"].mean()}
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_a_custom_shard_batch_places_every_batch(train):
-    step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=train)
-    state, loop = step.initialize_model([1, 3]), (jaxloop.TrainLoop if train else jaxloop.EvalLoop)(step)
-    _, outputs = loop(state, [{"x": np.full([4, 3], 3.0, np.float32)}] * 3)
-    assert [float(value) for value in outputs["scaled"]] == [6.0] * 3
-
-
-@pytest.mark.parametrize("loop_class", ["TrainLoop", "EvalLoop"])
-def test_a_custom_shard_batch_cannot_be_fused(loop_class):
-    step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=loop_class == "TrainLoop")
-    with pytest.raises(ValueError, match="its own `shard_batch`, which places one batch"):
-        getattr(jaxloop, loop_class)(step, steps_per_dispatch=2)
 
 
 # Names ---------------------------------------------------------------------------------------------------

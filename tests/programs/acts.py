@@ -6,6 +6,8 @@ import jaxloop
 class Do(jaxloop.Action):
     """Calls a function with the arguments of each of its calls, by their names."""
 
+    closed = 0  # The number of calls of `close`.
+
     def __init__(self, function, interval=1, **attributes):
         super().__init__(interval)
         self.function = function
@@ -13,6 +15,9 @@ class Do(jaxloop.Action):
 
     def __call__(self, state, outputs, **context):
         return self.function(state=state, outputs=outputs, **context)
+
+    def close(self):
+        self.closed += 1
 
 
 class Record(Do):
