@@ -7,6 +7,7 @@ import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
 from flax import nnx
+from programs.fakes import Tensor
 
 import jaxloop
 from jaxloop import functional as jf
@@ -267,20 +268,6 @@ def test_missing_or_ambiguous_inputs_are_rejected(batch, inputs, message):
 
 
 def test_tensors_from_other_libraries_are_accepted():
-    class Tensor:
-        """The part of torch.Tensor that NumPy needs."""
-
-        __module__ = "torch"
-        dtype = "torch.float32"
-
-        def __init__(self, array):
-            self.array, self.shape = array, array.shape
-
-        detach = cpu = lambda self: self
-
-        def numpy(self):
-            return self.array
-
     step, batch = linear_step(), rows(4)
     state = step.initialize_model()
     outputs = step.evaluate(state, jax.tree.map(Tensor, batch))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from programs.acts import Fail, Record
+from programs.fakes import Tensor
 
 import jaxloop
 from jaxloop import CheckpointAction, CheckpointSpec, OuterLoop, TrainLoop, data, every, examples, functional, last
@@ -141,19 +142,6 @@ def test_tf_data_whose_state_cannot_be_saved_warns_before_the_first_batch(make):
 # PyTorch ---------------------------------------------------------------------------------------------
 
 
-class Tensor:
-    __module__ = "torch"
-
-    def __init__(self, array):
-        self.array = np.asarray(array)
-
-    def cpu(self):
-        return self
-
-    def numpy(self):
-        return self.array
-
-
 class Generator:
     """A stand-in for torch.Generator, and for the global generator."""
 
@@ -161,7 +149,7 @@ class Generator:
         self.number = seed
 
     def get_state(self):
-        return Tensor(np.asarray([self.number]))
+        return Tensor(np.asarray([self.number]), place="cpu", has_gradient=False)
 
     def set_state(self, state):
         self.number = int(state.array[0])

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from programs.fakes import Tensor
 
 import jaxloop
 from jaxloop import actions, examples, types
@@ -632,15 +633,8 @@ def test_tensors_from_other_libraries_raise_with_a_suggested_fix():
     step, state, batches = examples.tiny_regression()
     with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of tensorflow, float32\[8, 3\].*Step.begin"):
         step(state, jax.tree.map(tf.constant, batches[0]))
-
-    class Tensor:
-        """A minimal stand-in for `torch.Tensor`."""
-
-        __module__ = "torch"
-        dtype, shape = "torch.float32", (8, 3)
-
     with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of torch, torch.float32\[8, 3\].*Step.begin"):
-        step(state, {**batches[0], "x": Tensor()})
+        step(state, {**batches[0], "x": Tensor(batches[0]["x"])})
 
 
 def test_a_step_without_run_raises():
