@@ -252,8 +252,9 @@ class OwnLoop(jaxloop.TrainLoop):
 
 
 def test_steps_that_cannot_be_fused_raise():
-    with pytest.raises(ValueError, match="WithEnd.*it has its own `end`"):
-        jaxloop.TrainLoop(make_step(cls=WithEnd), steps_per_dispatch=4)
+    for loop_class in (jaxloop.TrainLoop, jaxloop.EvalLoop):
+        with pytest.raises(ValueError, match="WithEnd.*it has its own `end`"):
+            loop_class(make_step(cls=WithEnd), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="it has actions, which are called for each step"):
         jaxloop.TrainLoop(make_step(end_actions=[Note(1)]), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="OwnLoop overrides _run_one_step"):

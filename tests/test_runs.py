@@ -320,8 +320,7 @@ def test_an_interrupted_evaluation_is_repeated(number, schedule, how, tmp_path, 
     assert resumed.history.collect("steps", "test.loss") == whole.history.collect("steps", "test.loss")
 
 
-@pytest.mark.parametrize("how", ["exception", "ctrl-c", "kill"])
-@pytest.mark.parametrize("interval", [every(7), 1], ids=repr)
+@pytest.mark.parametrize(("how", "interval"), [("exception", every(7)), ("ctrl-c", 1), ("kill", every(7)), ("kill", 1)])
 @pytest.mark.parametrize(
     "options",
     [
