@@ -10,8 +10,9 @@ import optax
 import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
+from programs.acts import Fail, Record
 
-from jaxloop import actions, data, every, examples, metrics, partition, types
+from jaxloop import data, every, examples, metrics, partition, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.loop import Loop
 from jaxloop.step import Step
@@ -291,18 +292,13 @@ def test_any_pytree_can_be_a_state():
         def run(self, state, batch):
             return {"w": state["w"] + batch["x"].sum()}, {"w": state["w"]}
 
-    seen = []
-
-    class Note(actions.Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            seen.append(step_num)
-
+    note = Record()
     step = Plain(jax.random.key(0), nn.Dense(1), train=True)
-    loop = TrainLoop(step, end_actions=[Note()])
+    loop = TrainLoop(step, end_actions=[note])
     state = {"w": jnp.zeros(())}
     for _ in range(2):
         state, outputs = loop(state, [{"x": np.ones(3, np.float32)}] * 4)
-    assert float(state["w"]) == 24 and outputs["w"] == [12, 15, 18, 21] and seen == [4, 8]
+    assert float(state["w"]) == 24 and outputs["w"] == [12, 15, 18, 21] and note.seen == [4, 8]
 
 
 def test_end_is_not_called_without_a_step():
@@ -416,7 +412,7 @@ def test_skipping_checks_for_similar_batches_changes_no_result(kind):
     detector = str(train_on(kind, list, begin=lambda self, state, batch: (state, batch)))
     for as_data in (list, lambda batches: (each for each in batches)):
         assert str(train_on(kind, as_data)) == detector
-    assert str(train_on(kind, list, [Fails(every(time=1e6))])) == detector
+    assert str(train_on(kind, list, [Fail(every(time=1e6), uses_outputs=True)])) == detector
 
 
 @pytest.mark.parametrize("devices", [None, 8])
@@ -472,16 +468,11 @@ def test_a_custom_partitioner_places_each_batch(devices):
     assert partitioner.placed == 40
 
 
-class Fails(actions.Action):
-    def __call__(self, state, outputs, **kwargs):
-        raise OSError("the disk is gone")
-
-
 def test_forget_batches_discards_batches_read_before_a_seek():
     iterator = data.batches([{"x": np.full(1, number, np.float32)} for number in range(10)])
     start = iterator.position()
     step = Counts(jax.random.key(0), nn.Dense(1), train=True)
-    loop = TrainLoop(step, end_actions=[Fails(every(steps=3))])
+    loop = TrainLoop(step, end_actions=[Fail(every(steps=3), uses_outputs=True)])
     state = step.initialize_model([1, 1])
     with pytest.raises(OSError, match="the disk is gone"):
         loop(state, iterator)  # It has already read the fourth batch, to know whether the data continues.

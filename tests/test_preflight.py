@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from programs.acts import Record
 
 import jaxloop
 from jaxloop import after, at, checkpoint, every, examples, first, last
@@ -826,15 +827,6 @@ def test_the_plan_of_a_second_call_starts_where_the_first_ended(plan):
 # Forecasts compared with runs ---------------------------------------------------------------------------
 
 
-class Recorder(jaxloop.Action):
-    def __init__(self, interval):
-        super().__init__(interval)
-        self.steps = []
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self.steps.append(step_num)
-
-
 def random_interval(rng, *, most=4):
     """Returns a random interval of an action, whose calls can all be predicted."""
     pick = lambda: [
@@ -854,9 +846,9 @@ def random_interval(rng, *, most=4):
 def test_forecasts_of_random_runs_match_the_calls(seed):
     rng = random.Random(seed)
     step, state, batches = examples.tiny_regression(40)
-    train_actions = [Recorder(random_interval(rng)) for _ in range(4)]
-    eval_actions = [Recorder(rng.randrange(1, 3)), Recorder(every(rng.randrange(1, 9)))]
-    evaluated = Recorder(1)
+    train_actions = [Record(random_interval(rng)) for _ in range(4)]
+    eval_actions = [Record(rng.randrange(1, 3)), Record(every(rng.randrange(1, 9)))]
+    evaluated = Record(1)
     outer_loop = jaxloop.OuterLoop(
         jaxloop.TrainLoop(step, end_actions=train_actions),
         [jaxloop.EvalLoop(step, end_actions=[evaluated, *eval_actions])],
@@ -873,7 +865,7 @@ def test_forecasts_of_random_runs_match_the_calls(seed):
     predicted_calls = outer_loop.check(state, batches, **options).calls
     outer_loop(state, batches, **options)
     for action in (*train_actions, evaluated, *eval_actions):
-        assert list(predicted_calls[action].steps) == action.steps, (action, options, str(predicted_calls[action]))
+        assert list(predicted_calls[action].steps) == action.seen, (action, options, str(predicted_calls[action]))
 
 
 # Each case has the intervals of actions and evaluations, further options, and the number of batches.
@@ -915,8 +907,8 @@ def run_and_compare_with_check(case, state=None, directory=None, **options):
     """Runs a case, compares the calls with those that `check` predicts, and returns the state."""
     interval, evaluated, given, num_batches = PLANS[case]
     options = {**given, **options}
-    ends, evaluations, after_evaluations = map(Recorder, (interval, 1, interval))
-    in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.schedules.never())
+    ends, evaluations, after_evaluations = map(Record, (interval, 1, interval))
+    in_step = Record(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.schedules.never())
     example, first_state, batches = examples.tiny_regression(num_batches)
     kind = TwoUpdates if "updates" in case else type(example)
     step = kind(jax.random.key(0), example.model, example.optimizer, train=True, end_actions=[in_step])
@@ -939,7 +931,7 @@ def run_and_compare_with_check(case, state=None, directory=None, **options):
             str(report.calls[recorders.pop("eval's")]) == str(report.calls[recorders.pop("eval")]) == "at further steps"
         )
     predicted_steps = {name: list(report.calls[recorder].steps) for name, recorder in recorders.items()}
-    assert predicted_steps == {name: recorder.steps for name, recorder in recorders.items()}
+    assert predicted_steps == {name: recorder.seen for name, recorder in recorders.items()}
     assert not any(report.calls[recorder].rest for recorder in recorders.values())
     return state
 
@@ -1003,12 +995,12 @@ def test_forecasts_of_eval_actions_depend_on_their_evaluation():
 def test_a_new_run_of_the_same_loops_matches_the_forecast():
     step, state, batches = examples.tiny_regression()
     eval_step, _, _ = examples.tiny_regression(train=False)
-    action = Recorder(3)
+    action = Record(3)
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step, end_actions=[action])])
     outer_loop(state, batches, 20, 10, [jaxloop.EvalSpec(batches[:3])])  # A different run.
     _, state, _ = examples.tiny_regression()
     arguments = (batches, 100, 10, [jaxloop.EvalSpec(batches[:3])])
     predicted_steps = outer_loop.check(state, *arguments).calls[action].steps
-    action.steps.clear()
+    action.seen.clear()
     outer_loop(state, *arguments)
-    assert list(predicted_steps) == action.steps == [30, 60, 90]
+    assert list(predicted_steps) == action.seen == [30, 60, 90]

@@ -9,10 +9,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from programs.acts import Record
 from programs.fakes import Tensor
 
 import jaxloop
-from jaxloop import actions, examples, types
+from jaxloop import examples, types
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
 
@@ -533,21 +534,14 @@ def test_should_shard_batch_false_leaves_batches_unchanged():
 
 
 def test_actions_of_a_step_count_the_steps_within_the_loop():
-    class Note(actions.Action):
-        def __init__(self, interval):
-            super().__init__(interval)
-            self.noted = []
-
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            self.noted.append((step_num, outputs is None))
-
-    before, after = Note(1), Note(2)
+    what = lambda step_num, outputs, **_: (step_num, outputs is None)
+    before, after = Record(1, what), Record(2, what)
     step = make_step(advance, begin_actions=[before], end_actions=[after])
     state = step.initialize_model([1, 3])
     for number in range(4):
         state, _ = step(state, BATCH, per_loop_step_number=number)
-    assert before.noted == [(0, True), (1, True), (2, True), (3, True)]
-    assert after.noted == [(2, False), (4, False)]
+    assert before.seen == [(0, True), (1, True), (2, True), (3, True)]
+    assert after.seen == [(2, False), (4, False)]
 
 
 @pytest.mark.parametrize(
