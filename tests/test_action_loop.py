@@ -75,20 +75,6 @@ def test_non_action_raises():
         ActionLoop(step, end_actions=[lambda state, outputs: None])
 
 
-def test_images_of_loops_without_a_call_are_dropped():
-    class Images(type(examples.tiny_regression()[0])):
-        def end(self, state, outputs):
-            return state, {**outputs, "image": np.zeros([8, 8])}
-
-    tiny, state, batches = examples.tiny_regression()
-    size = Record(4, lambda outputs, **_: (len(outputs["loss"]), len(outputs["image"])))
-    step = Images(tiny.base_prng, tiny.model, tiny.optimizer)
-    loop = ActionLoop(step, end_actions=[size])
-    for _ in range(4):
-        state, _ = loop(state, batches, num_steps=2)
-    assert size.seen == [(8, 2)]
-
-
 # Inside the loop -----------------------------------------------------------------------------------
 
 

@@ -248,15 +248,6 @@ def counting_loop(step_class, loop_class=Loop, num_steps=100, devices=None):
     return loop_class(step)(step.initialize_model([1, 1]), dataset)
 
 
-def test_outputs_may_vary_between_steps():
-    class Sometimes(Counts):
-        def end(self, state, outputs):
-            return state, outputs if int(state.step) % 2 else None
-
-    _, outputs = counting_loop(Sometimes, num_steps=6)
-    assert outputs["loss"] == [0, 2, 4]
-
-
 def test_outputs_that_are_leaves_of_the_state_are_read_before_donation():
     class Leaves(Counts):
         def end(self, state, outputs):

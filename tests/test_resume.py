@@ -358,56 +358,6 @@ def test_two_checkpoint_actions_resume_from_the_newest_step_and_complete_each_ot
     assert_same(run_twice_saved(25, tmp_path), run_twice_saved(25, tmp_path / "uninterrupted"))
 
 
-class Keyed(TrainLoop):
-    """Stores a new key in the state when a loop begins."""
-
-    wraps = False
-
-    def begin(self, state, dataset):
-        BEGUN.append(int(state.step))
-        state = state.replace(collections={"key": jax.random.split(state.collections["key"])[0]})
-        state, iterator = super().begin(state, dataset)
-        return state, map(doubled, iterator) if self.wraps else iterator
-
-
-class Wrapping(Keyed):
-    wraps = True
-
-
-BEGUN = []
-
-
-def doubled(batch):
-    return {**batch, "y": 2 * batch["y"]}
-
-
-class Noisy(type(STEP)):
-    def run(self, state, batch):
-        noise = jax.random.normal(state.collections["key"], batch["y"].shape)
-        return super().run(state, {**batch, "y": batch["y"] + noise})
-
-
-NOISY = Noisy(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-
-
-@pytest.mark.parametrize("stop", [4, 6, 8])
-@pytest.mark.parametrize("kind", [Keyed, Wrapping])
-def test_begin_runs_once_per_loop_even_if_the_run_is_resumed(kind, stop, tmp_path, assert_same, interrupted):
-    def train(directory, number=None):
-        save = CheckpointAction(directory, every(steps=100))
-        outer_loop = OuterLoop(kind(NOISY, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory))
-        state = jax.tree.map(jax.numpy.copy, STATE).replace(collections={"key": jax.random.PRNGKey(1)})
-        return outer_loop(state, data.skippable(lambda: interrupted(BATCHES, number)), 12, 4)[0]
-
-    BEGUN.clear()
-    whole = train(tmp_path / "whole")
-    assert BEGUN == [0, 4, 8]
-    BEGUN.clear()
-    assert int(train(tmp_path / "broken", stop - 1).step) == stop
-    assert_same(train(tmp_path / "broken"), whole)
-    assert kind is Wrapping or BEGUN == [0, 4, 8]
-
-
 def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
     class Batches(list):
         def __iter__(self):

@@ -368,24 +368,6 @@ def test_restarting_a_finished_run_repeats_no_evaluation(tmp_path):
     assert experiment().collect("steps", "test.loss") == rows
 
 
-def test_ctrl_c_in_an_action_keeps_the_position_within_the_epoch(tmp_path, assert_same):
-    class Press(Seen):
-        def __call__(self, state, outputs, **kwargs):
-            _thread.interrupt_main()
-
-    def experiment(workdir, train_actions=()):
-        step, state, batches = examples.tiny_regression()
-        options = {"checkpoint_spec": CheckpointSpec(workdir), "train_dataset": batches[:5], "train_epochs": 4}
-        return run(state, step, None, train_actions=[*train_actions, actions.CheckpointAction(workdir, 1)], **options)
-
-    _, state, _ = experiment(tmp_path / "whole")
-    experiment(tmp_path / "broken", [Press(at(7))])
-    resumed, same, _ = experiment(tmp_path / "broken")
-    assert int(same.step) == 20
-    assert_same(state, same)
-    assert resumed.history.collect("steps", "loops", "train.loss")[:2] == ([5, 10, 15, 20], [1, 2, 3, 4])
-
-
 def test_a_step_whose_end_raises_is_counted(tmp_path, assert_same):
     def experiment(fails_at):
         tiny, state, batches = examples.tiny_regression()

@@ -201,18 +201,6 @@ def test_initialize_model_passes_keyword_arguments_to_the_model():
     assert state.params["Dense_0"]["kernel"].shape == (3, 4)
 
 
-def test_training_updates_all_variables_of_an_nnx_model():
-    step = NNXStep(KEY, NNXNet, optax.sgd(0.1), train=True, nnx_model_args=(4,), rate=0.1)
-    state = step.initialize_model([1, 3])
-    mean = np.asarray(state.batch_stats["norm"]["mean"][...])
-    for _ in range(3):
-        state, _ = step(state, {"x": np.arange(24, dtype=np.float32).reshape(8, 3)})
-    assert int(state.step) == 3
-    assert int(state.collections["calls"][...]) == 3
-    assert not np.allclose(state.batch_stats["norm"]["mean"][...], mean)
-    assert int(state.collections["dropout"]["rngs"]["count"][...]) == 3
-
-
 def test_an_nnx_instance_trains_like_its_class_and_is_not_modified(assert_same, data_parallel):
     model = NNXNet(4, rngs=nnx.Rngs(KEY), rate=0.1)
     before = jax.tree.map(np.copy, nnx.to_pure_dict(nnx.state(model, nnx.Param)))

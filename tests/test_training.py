@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from programs.acts import Do, Fail, Record, lengths
+from programs.acts import Do, Fail, Record
 
 import jaxloop
 from jaxloop import at, checkpoint, every, examples, last
@@ -303,33 +303,6 @@ def test_a_stop_reported_for_only_some_batches_ends_the_run():
     assert int(outer_loop(STATE, data, 40, 4)[0].step) == 4
 
 
-class Fails(jaxloop.TrainLoop):
-    """Fails once, when a loop begins."""
-
-    def begin(self, state, dataset):
-        if self.loop_count == 3 and not hasattr(self, "has_failed"):
-            self.has_failed = True
-            raise Broken
-        return super().begin(state, dataset)
-
-
-@pytest.mark.parametrize(("loop_class", "at"), [(jaxloop.TrainLoop, 2), (Fails, None)])
-def test_outputs_of_loops_before_a_failure_are_kept(loop_class, at, tmp_path):
-    count, saves = lengths(5), jaxloop.CheckpointAction(tmp_path, never())
-    for fault in ("the data raise", None):
-        train_loop = loop_class(STEP, end_actions=[count, saves], stat_names=[])
-        if fault is None:
-            train_loop.has_failed = True
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
-        data = batches(fault if at else None, at)
-        if fault:
-            with pytest.raises(Broken):
-                outer_loop(STATE, data, 20, 2)
-        else:
-            outer_loop(STATE, data, 20, 2)
-    assert count.seen == [(10, 10), (20, 10)]
-
-
 class Adding(jaxloop.TrainLoop):
     def update_outputs(self, loop_outputs, step_outputs):
         return super().update_outputs(loop_outputs, step_outputs)
@@ -614,24 +587,6 @@ def test_a_stop_ends_the_run_whatever_end_returns(at):
     assert int(state.step) == at
 
 
-def test_a_stop_requested_before_ctrl_c_is_kept(tmp_path):
-    interrupts = [True]
-
-    class EvalData:
-        def __iter__(self):
-            for batch in BATCHES[:4]:
-                if interrupts:
-                    interrupts.clear()
-                    signal.raise_signal(signal.SIGINT)
-                yield batch
-
-    for _ in range(2):  # The second run only makes up for the interrupted evaluation.
-        outer_loop = experiment(tmp_path, stop_at(5, every(steps=5)), save=every(steps=5))
-        state, _ = outer_loop(STATE, DATA, 30, 10, [jaxloop.EvalSpec(EvalData())])
-    assert int(state.step) == 5 and checkpoint.all_steps(tmp_path) == [5]
-    assert [(step, list(logs)) for step, logs in rows(outer_loop)] == [(5, ["train"]), (5, ["eval"])]
-
-
 def test_a_batch_read_ahead_by_an_earlier_call_is_not_counted(tmp_path):
     actions = [stop_at(7, every(steps=7)), jaxloop.CheckpointAction(tmp_path, jaxloop.at(steps=0))]
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions))
@@ -745,24 +700,6 @@ def test_an_action_that_saves_is_not_called_again_at_the_step_of_its_checkpoint(
     assert called == [[5, 10], [15, 20]]
 
 
-@pytest.mark.parametrize("length", [{}, {"train_loop_steps": 6}, {"train_epochs": 1}], ids=str)
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_the_last_step_is_known_if_the_data_end_where_a_loop_ends(is_interrupted, length, tmp_path):
-    seen, ends = [], []
-    for number in [11, None] if is_interrupted else [None]:
-        at_end, each = Seen(last()), Seen(every(steps=6))
-        train_loop = jaxloop.TrainLoop(
-            STEP, end_actions=[at_end, each, jaxloop.CheckpointAction(tmp_path, never())], stat_names=[]
-        )
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=last())
-        outer_loop(STATE, interrupted_data(number, 12), **length)
-        ends += [(step_num, is_last) for step_num, _, is_last, *_ in at_end.calls]
-        seen += [(step_num, is_last) for step_num, _, is_last, *_ in each.calls]
-    assert ends == [(12, True)] and outer_loop.history.collect("steps") == [12]
-    assert seen[0] == (6, False) and seen[1][0] == 12 and len(seen) == 2
-    assert is_interrupted or seen[1][1]
-
-
 @pytest.mark.parametrize("loop_steps", [5, 10])
 def test_the_time_report_of_an_action_does_not_contain_the_time_to_read_ahead(loop_steps, set_clock):
     seconds = [0.0]
@@ -795,34 +732,6 @@ def test_a_failed_evaluation_leaves_no_outputs_to_the_next_one():
     outputs = [each(STATE, eval_specs=[spec])[1] for each in (outer_loop, other)]
     assert [len(each["loss"]) for each in outputs] == [4, 4]
     assert outer_loop.history.collect("eval.loss") == other.history.collect("eval.loss")
-
-
-@pytest.mark.parametrize("saves", [1, never()], ids=repr)
-@pytest.mark.parametrize("interrupted_at", [1, 2], ids=["before its end", "at its last batch"])
-def test_a_signal_in_an_evaluation_does_not_end_the_resumed_run(interrupted_at, saves, tmp_path):
-    class Data:
-        def __init__(self, interrupted_at):
-            self.interrupted_at = interrupted_at
-
-        def __iter__(self):
-            for index, batch in enumerate(BATCHES):
-                if index == self.interrupted_at:
-                    signal.raise_signal(signal.SIGINT)
-                yield batch
-
-    def run(directory, interrupted_at=None):
-        evaluated = Seen()
-        train_loop = jaxloop.TrainLoop(STEP, end_actions=[jaxloop.CheckpointAction(directory, saves)], stat_names=[])
-        eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluated], stat_names=[])
-        outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], jaxloop.CheckpointSpec(directory))
-        spec = jaxloop.EvalSpec(Data(interrupted_at), num_steps=3)
-        outer_loop(STATE, DATA, 12, 4, [spec])
-        return train_loop.step_num, evaluated.calls, rows(outer_loop)
-
-    step_num, before, _ = run(tmp_path / "broken", interrupted_at)
-    assert step_num == 4 and len(before) == interrupted_at - 1
-    step_num, calls, found = run(tmp_path / "broken")
-    assert (step_num, before + calls, found) == run(tmp_path / "whole")
 
 
 def test_actions_prevented_by_an_exception_receive_what_end_returned_after_a_resume(tmp_path):
