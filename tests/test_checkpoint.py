@@ -397,23 +397,21 @@ def test_values_that_are_too_large_to_be_read_again_raise(tmp_path, monkeypatch)
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, run={"text": "x" * 2000})
 
 
-def test_circular_metadata_raises(tmp_path):
-    circle = {"a": []}
-    circle["a"].append(circle)
-    with pytest.raises(ValueError, match="Circular"):
-        checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=circle)
+CIRCLE = {"a": []}
+CIRCLE["a"].append(CIRCLE)
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
+        (CIRCLE, "Circular"),
         ({"a": {"b": [1, np.float32(2)]}}, r"metadata of a checkpoint must consist of numbers, strings, .*float32"),
         ({"a": {"x"}}, "metadata of a checkpoint must consist of numbers, strings, lists and dicts: .*set"),
         ({"a": {(1, 2): 3, "b": None}}, "metadata of a checkpoint .*keys must be str"),
     ],
 )
 def test_metadata_that_json_cannot_represent_raises(tmp_path, metadata, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=metadata)
 
 

@@ -115,28 +115,18 @@ def test_results_are_bit_identical_for_any_loop_length(assert_same):
         assert_same(run(loop_steps), expected)
 
 
-def test_intervals_continue_after_a_resume():
+@pytest.mark.parametrize("interval", [2, 3])
+def test_intervals_continue_after_a_resume(interval):
     def run(*totals):
-        note = Record(interval=3)
+        trained, evaluated = Record(interval), Record(interval)
         step, state, batches = examples.tiny_regression()
         for total in totals:
-            fresh = TrainLoop(step, end_actions=[note])
-            state, _ = OuterLoop(fresh)(state, batches, train_total_steps=total, train_loop_steps=10)
-        return note.seen
+            loops = TrainLoop(step, end_actions=[trained]), [EvalLoop(step, end_actions=[evaluated])]
+            state, _ = OuterLoop(*loops)(state, batches, total, 10, eval_specs=[EvalSpec(batches[:2])])
+        assert trained.seen == evaluated.seen
+        return trained.seen
 
-    assert run(100) == run(40, 100) == run(30, 100) == [30, 60, 90]
-
-
-def test_evaluation_intervals_continue_after_a_resume():
-    def run(*totals):
-        note = Record(interval=2)
-        step, state, batches = examples.tiny_regression()
-        for total in totals:
-            outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note])])
-            state, _ = outer_loop(state, batches, total, 10, eval_specs=[EvalSpec(batches[:2])])
-        return note.seen
-
-    assert run(60) == run(30, 60) == [20, 40, 60]
+    assert run(60) == run(40, 60) == run(30, 60) == list(range(10 * interval, 61, 10 * interval))
 
 
 def test_a_second_run_with_the_same_objects_restarts_its_intervals(writer):
@@ -443,13 +433,21 @@ def test_the_last_completed_step_is_rescued_even_after_a_save(devices, tmp_path,
     assert checkpoint.all_steps(tmp_path) == [10, 17]
 
 
-def test_an_error_in_an_action_of_a_step_loses_nothing(tmp_path):
-    step, state, batches = examples.tiny_regression(end_actions=[Fail(every(steps=15))])
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
-    with pytest.raises(OSError, match="the disk is gone"):
+@pytest.mark.parametrize(
+    ("step_actions", "loop_actions", "note", "saved"),
+    [
+        ([Fail(every(steps=15))], [], "in Fail(interval=every(steps=15)), after step 15", [10, 15]),
+        ([], [Fail(2)], "in Fail(interval=2), after step 20", [10, 20]),
+    ],
+    ids=["of a step", "of a loop"],
+)
+def test_an_error_in_an_action_loses_nothing(step_actions, loop_actions, note, saved, tmp_path):
+    step, state, batches = examples.tiny_regression(end_actions=step_actions)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[*loop_actions, actions.CheckpointAction(tmp_path)]))
+    with pytest.raises(OSError, match="the disk is gone") as caught:
         outer_loop(state, batches, 100, 10)
-    assert checkpoint.all_steps(tmp_path) == [10, 15]
-    assert int(outer_loop.rescued_state.step) == 15
+    assert note in caught.value.__notes__[0]
+    assert checkpoint.all_steps(tmp_path) == saved and int(outer_loop.rescued_state.step) == saved[-1]
 
 
 def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
@@ -462,16 +460,6 @@ def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
     state, _ = outer_loop(state, iterator, 40, 10)
     assert int(state.step) == 40 and len(list(iterator)) == 60
     assert "The run continues at step 30, which is past the newest checkpoint (step 20)." in logs.messages
-
-
-def test_an_error_in_an_action_of_a_loop_loses_nothing(tmp_path):
-    step, state, batches = examples.tiny_regression()
-    ckpt = actions.CheckpointAction(tmp_path, interval=100)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Fail(2), ckpt]))
-    with pytest.raises(OSError, match="the disk is gone") as caught:
-        outer_loop(state, batches, 100, 10)
-    assert "in Fail(interval=2), after step 20" in caught.value.__notes__
-    assert checkpoint.all_steps(tmp_path) == [20]
 
 
 def test_an_error_in_close_is_raised_unless_another_is_propagating():
