@@ -240,6 +240,7 @@ def run_loops(hook, at_once):
     train_loop, eval_loop = make_loops(hook, at_once)
     state, outputs = train_loop(train_loop.step.initialize_model(), map(batch_of, TRAIN_NUMBERS))
     assert outputs["x"] == [effect.x(number) for number in TRAIN_NUMBERS]
+    assert outputs.num_examples == [effect.weight(number) for number in TRAIN_NUMBERS]
     assert jaxloop.summarize(outputs)["x"] == pytest.approx(effect.mean(effect.x, TRAIN_NUMBERS))
     assert train_loop.elapsed.samples == sum(map(effect.weight, TRAIN_NUMBERS))
     assert float(state.params["sum"]) == effect.sum_after(STEPS, loops=1)
@@ -355,6 +356,21 @@ def test_an_action_over_two_loops_gets_what_run_returned_for_both():
     assert record.seen == [(8, [4.0, 4.0]), (16, [4.0, 4.0])]
 
 
+class Begins(jaxloop.TrainLoop):
+    seen = ()
+
+    def begin(self, state, dataset):
+        self.seen = [*self.seen, int(state.step)]
+        return super().begin(state, dataset)
+
+
+def test_begin_is_not_called_again_in_a_loop_that_a_resume_continues(tmp_path):
+    with pytest.raises(OSError, match="the disk is gone"):
+        run_one(Begins, 12, 4, end_actions=[Fail(at(steps=6))], workdir=tmp_path)
+    loop, *_ = run_one(Begins, 12, 4, workdir=tmp_path)
+    assert loop.seen == [8]
+
+
 class Lengths(jaxloop.TrainLoop):
     seen = ()
 
@@ -387,8 +403,8 @@ def test_a_steps_request_to_stop_takes_effect_at_the_end_of_its_loop(fails, tmp_
     if fails:
         with pytest.raises(OSError, match="the disk is gone"):
             run_one(jaxloop.TrainLoop, 40, 10, end_actions=[Fail(at(steps=7))], **options)
-    _, state, _ = run_one(jaxloop.TrainLoop, 40, 10, **options)
-    assert int(state.step) == 10
+    _, state, outputs = run_one(jaxloop.TrainLoop, 40, 10, **options)
+    assert int(state.step) == 10 and outputs[jaxloop.STOP_LOOP] is True
 
 
 class EndStops(jaxloop.TrainLoop):

@@ -179,7 +179,7 @@ def test_another_error_mentions_the_bad_state_and_does_not_save_it(data_parallel
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action], nan_policy="raise"))
     with pytest.raises(OSError, match="disk") as raised:
         outer_loop(state, train_dataset=failing(), train_total_steps=20)
-    assert checkpoint.all_steps(tmp_path) == [5]
+    assert checkpoint.all_steps(tmp_path) == [5] and outer_loop.rescued_state is None
     assert any("Step 8 is the first" in note for note in raised.value.__notes__)
 
 

@@ -412,6 +412,14 @@ def test_data_without_a_position_raises_and_explains_what_to_do(make, message):
     assert values(again) == everything
 
 
+def test_tf_data_that_was_read_ahead_knows_all_positions_since_the_start():
+    iterator = PositionedIterator(tf_data())
+    everything = values(iterator, 5)
+    again = PositionedIterator(tf_data())
+    again.seek(through_json(iterator.position(3)))
+    assert values(again, 2) == everything[3:]
+
+
 def test_skipped_batches_are_logged(logs):
     iterator = PositionedIterator(skippable(generate))
     values(iterator, 5)
