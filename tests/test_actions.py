@@ -262,22 +262,6 @@ def test_async_writers_are_supported():
     assert Writer.steps == [0, 1, 2]
 
 
-def test_save_copies_the_state(tmp_path):
-    """The next step may donate the state before the save has finished."""
-    step, state, batches = examples.tiny_regression()
-    action = actions.CheckpointAction(tmp_path)
-    state, _ = step(state, batches[0])
-    expected = np.array(state.params["kernel"])
-    action.save(1, state, None)
-    for batch in batches[:20]:
-        state, _ = step(state, batch)
-    action.close()
-    fresh, template, _ = examples.tiny_regression()
-    restored = fresh.restore_model(template, tmp_path)
-    np.testing.assert_array_equal(restored.params["kernel"], expected)
-    assert optax.tree.norm(restored.params) > 0
-
-
 # Several runs with the same action --------------------------------------------------------------------------
 
 

@@ -1,4 +1,3 @@
-import concurrent.futures
 import contextlib
 import errno
 import itertools
@@ -144,26 +143,6 @@ def test_restoring_a_different_model_lists_the_mismatched_leaves(tmp_path):
     assert "  params/kernel: float32[3, 2] -> bfloat16[3, 4]" in lines
     assert "  opt_state/0/trace/kernel: float32[3, 2] -> (none)" in lines
     assert jnp.isfinite(state.params["kernel"]).all()  # Still usable.
-
-
-def test_transforms_rename_leaves(tmp_path):
-    class Renamed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2, name="new")(x)
-
-    class Original(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2, name="old")(x)
-
-    original = Step(jax.random.key(3), Original()).initialize_model([1, 3])
-    save(tmp_path, (3, original))
-    step = Step(jax.random.key(0), Renamed())
-    transforms = {"**/old/**": "**/new/**"}
-    restored = step.restore_model(step.initialize_model([1, 3]), tmp_path, transforms=transforms)
-    np.testing.assert_array_equal(restored.params["new"]["kernel"], original.params["old"]["kernel"])
-    checkpoint.Checkpoint.at(tmp_path, 3).check_fits(step.initialize_model([1, 3]), transforms)
 
 
 def test_transforms_rename_optimizer_state_and_nnx_leaves(tmp_path, assert_same):
@@ -375,10 +354,6 @@ def test_best_requires_a_directory_and_a_metric_name(tmp_path):
         CheckpointAction(tmp_path, keep=0)
 
 
-def test_checkpoint_action_runs_last():
-    assert CheckpointAction.runs_last and CheckpointAction.time_category == "checkpoints"
-
-
 # Metadata ---------------------------------------------------------------------------------------------
 
 NOTED = {"elapsed": Elapsed(3, 96, 1.5, 2).to_dict(), "actions": [{"best": 0.5, "waits": 2, "name": None}], "on": True}
@@ -422,23 +397,21 @@ def test_values_that_are_too_large_to_be_read_again_raise(tmp_path, monkeypatch)
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, run={"text": "x" * 2000})
 
 
-def test_circular_metadata_raises(tmp_path):
-    circle = {"a": []}
-    circle["a"].append(circle)
-    with pytest.raises(ValueError, match="Circular"):
-        checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=circle)
+CIRCLE = {"a": []}
+CIRCLE["a"].append(CIRCLE)
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
+        (CIRCLE, "Circular"),
         ({"a": {"b": [1, np.float32(2)]}}, r"metadata of a checkpoint must consist of numbers, strings, .*float32"),
         ({"a": {"x"}}, "metadata of a checkpoint must consist of numbers, strings, lists and dicts: .*set"),
         ({"a": {(1, 2): 3, "b": None}}, "metadata of a checkpoint .*keys must be str"),
     ],
 )
 def test_metadata_that_json_cannot_represent_raises(tmp_path, metadata, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=metadata)
 
 
@@ -564,20 +537,6 @@ def test_trees_are_restored_onto_a_different_mesh(tmp_path, data_parallel, befor
     assert (
         checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"sums": {"x": shape}})["sums"]["x"].sharding == x.sharding
     )
-
-
-def test_mismatched_templates_are_listed_leaf_by_leaf(tmp_path):
-    save_runs(tmp_path, 3)
-    wrong = {
-        "loop/0": {"sum": np.zeros(3, np.float32), "n": np.float32(0), "key": jax.random.key(0)},
-        "gone": {"x": np.zeros(1)},
-    }
-    with pytest.raises(ValueError, match="does not fit this template") as caught:
-        checkpoint.Checkpoint.at(tmp_path, 3, "trees").trees(wrong)
-    assert str(caught.value).splitlines()[1:3] == [
-        "  loop/0/sum: float64[3] -> float32[3]",
-        "  gone/x: (none) -> float64[1]",
-    ]
 
 
 def test_dtype_is_never_cast_silently(tmp_path):
@@ -720,12 +679,6 @@ def test_restoring_a_damaged_step_raises_and_lists_the_files(runs, saved_runs):
     assert checkpoint.Checkpoint.at(runs, 2, "run").run() == make_run(2)[1]  # This item is intact.
     assert (template["w"] == make_run(0)[0]["w"]).all()
     assert checkpoint.all_steps(runs) == [1, 2] and not (runs / "damaged").exists()  # Only restore_newest moves them.
-
-
-def test_restore_newest_without_quarantines_moves_nothing(runs, warnings_logged):
-    (runs / "2" / "run" / "metadata").write_text("")
-    assert checkpoint.restore_newest(runs, make_run(0)[0], quarantines=False)[1] == 1
-    assert checkpoint.all_steps(runs) == [1, 2] and "Step 1 was restored instead" in warnings_logged()[-1]
 
 
 def test_nothing_is_restored_or_moved_if_all_checkpoints_are_damaged(runs):
@@ -886,22 +839,6 @@ def test_failed_save_of_a_manager_names_the_step(tmp_path, asynchronous):
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, SMALL)["w"], LARGE["w"])
 
 
-def test_save_that_cannot_be_sealed_is_discarded(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("The disk is gone.")
-
-    writer = checkpoint.CheckpointWriter(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(seal, "write", fail)
-        writer.save(1, STATE)
-        with pytest.raises(checkpoint.CheckpointError, match="The disk is gone"):
-            writer.close()
-    assert list(tmp_path.iterdir()) == []
-    writer.save(1, STATE)
-    writer.close()
-    assert checkpoint.all_steps(tmp_path) == [1]
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_save_without_a_directory_fails_at_once_and_leaks_no_thread(tmp_path, monkeypatch, code):
     def refuse(*args, **kwargs):
@@ -957,23 +894,6 @@ def test_directory_lost_during_a_save_is_detected_before_the_commit(tmp_path, mo
         writer.save(1, STATE)
         writer.close()
     assert checkpoint.all_steps(tmp_path) == []
-
-
-@pytest.mark.parametrize("make", [lambda path: path, orbax_checkpoint.CheckpointManager], ids=["directory", "manager"])
-def test_threads_save_concurrently(tmp_path, make):
-    writers = [checkpoint.CheckpointWriter(make(tmp_path / str(number))) for number in range(4)]
-    together = threading.Barrier(len(writers))
-
-    def save_often(writer):
-        for step in range(1, 6):
-            together.wait()
-            writer.save(step, STATE)
-        writer.close()
-
-    with concurrent.futures.ThreadPoolExecutor(len(writers)) as pool:
-        list(pool.map(save_often, writers))
-    for number in range(4):
-        assert checkpoint.all_steps(tmp_path / str(number))[-1] == 5
 
 
 def test_saving_to_an_unwritable_directory_names_the_step(tmp_path):

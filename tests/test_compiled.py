@@ -14,7 +14,6 @@ from flax import linen as nn
 
 import jaxloop
 from jaxloop import check
-from jaxloop.base.structures import FlatState
 from jaxloop.stat_loop import ALL_STATS, STAT_MFU
 from jaxloop.step import cost
 
@@ -98,15 +97,6 @@ def test_run_compiles_once_for_training_and_once_for_evaluation():
 
 
 # Flat states ------------------------------------------------------------------------------------------
-
-
-def test_leaves_of_a_flat_state_keep_their_names():
-    _, state = make()
-    names = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    flat, count = FlatState.of(state)
-    assert [".step", *names(flat)] == names(state) and ".params['kernel']" in names(state)
-    assert count is state.step and jax.tree.structure(flat.whole(count)) == jax.tree.structure(state)
-    assert jax.tree.map(lambda leaf: leaf.ndim, flat).whole(0) == jax.tree.map(jnp.ndim, state)
 
 
 @pytest.mark.parametrize("devices", [None, 1, 8])

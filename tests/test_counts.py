@@ -8,6 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from programs.acts import Do, lengths
 
 import jaxloop
 from jaxloop import every, examples, metrics
@@ -56,13 +57,12 @@ def test_end_of_a_loop_reads_device_values_only_if_something_is_due(log_interval
 def test_number_of_live_arrays_does_not_grow(options):
     alive = {}
 
-    class Count(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            if step_num in (100, 10_000):
-                gc.collect()
-                alive[step_num] = len(jax.live_arrays())
+    def count(step_num, **_):
+        if step_num in (100, 10_000):
+            gc.collect()
+            alive[step_num] = len(jax.live_arrays())
 
-    long_run(10_000, 100, end_actions=[Count(every(steps=100))], **options)
+    long_run(10_000, 100, end_actions=[Do(count, every(steps=100))], **options)
     assert alive[10_000] == alive[100]
 
 
@@ -162,12 +162,10 @@ def test_a_batch_that_a_loss_step_need_not_pad_takes_few_calls(calls):
 
 
 def test_a_batch_with_a_row_and_an_action_takes_few_calls(calls):
-    class Look(jaxloop.Action):
-        def __call__(self, state, outputs, **kwargs):
-            assert len(outputs["loss"]) == 1
-
+    look = lengths(every(steps=1))
     step, state, batches = examples.tiny_regression()
     marks = {30: True, 31: False}
-    run = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[Look(every(steps=1))]), log_interval=every(steps=1))
+    run = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[look]), log_interval=every(steps=1))
     run(state, marked(batches, marks, calls), 40)
+    assert look.seen == [(number, 1) for number in range(1, 41)]
     assert 20 < marks[31] <= 165, marks

@@ -144,37 +144,6 @@ def test_run_interrupted_twice_matches_an_uninterrupted_one(uninterrupted, tmp_p
     assert_same_training(state, uninterrupted.state)
 
 
-def test_ctrl_c_in_the_last_evaluation_stops_the_run_and_the_next_run_evaluates(
-    uninterrupted, tmp_path, monkeypatch, capsys
-):
-    class Interrupted(list):
-        reads = 0
-
-        def __iter__(self):
-            self.reads += 1
-            if self.reads == 3:
-                press_ctrl_c()
-            return super().__iter__()
-
-    load_digits = digits.load_digits
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-
-        def load(*arguments):
-            data = load_digits(*arguments)
-            return data._replace(test_batches=Interrupted(data.test_batches))
-
-        patch.setattr(digits, "load_digits", load)
-        run_short(tmp_path)
-    assert "Stopped at step 30 of 30." in capsys.readouterr().out
-    assert [steps for steps, _, logs in measured(tmp_path) if "test" in logs] == [10, 20]
-
-    state, _ = run_short(tmp_path)
-
-    assert "Resumed at step 30." in capsys.readouterr().out
-    assert_same_training(state, uninterrupted.state)
-    assert measured(tmp_path) == measured(uninterrupted.workdir)
-
-
 def test_killed_run_matches_an_uninterrupted_one(uninterrupted, capsys):
     assert measured(uninterrupted.at_step_25)[-1][0] == 20
 

@@ -74,20 +74,6 @@ def test_reason_for_stopping_is_logged(options, values, sentence, logs):
     assert logs.messages == [f"Stopped at step {stop}: {sentence}"]
 
 
-def test_eval_metric_is_read_from_the_history():
-    action, history = EarlyStoppingAction("test/accuracy", patience=2), History()
-    for step in range(50, 500, 50):
-        elapsed, outputs = Elapsed(step), {"accuracy": 0.1 * step}
-        history.commit(elapsed, {"train": {"accuracy": 0.1 * step}})
-        if step % 100 == 0:
-            history.commit(elapsed, {"test": {"accuracy": {100: 0.7, 200: 0.8}.get(step, 0.8)}})
-        action(None, outputs, step_num=step, elapsed=elapsed, history=history)
-        if outputs.get(STOP_LOOP):
-            break
-    assert step == 400 and action.best_elapsed == Elapsed(200)
-    assert EarlyStoppingAction.runs_last  # So that the evaluations of the step have finished.
-
-
 def states():
     """Yields the states of steps 100, 200, ..., and deletes the previous one, as a train step does."""
     _, state, _ = examples.tiny_regression()

@@ -9,7 +9,6 @@ from jaxloop import examples, metrics
 from jaxloop.engine import run
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.step import Step
-from jaxloop.train_loop import TrainLoop
 
 
 class ErrorStep(Step):
@@ -50,19 +49,6 @@ def test_evaluation_does_not_change_the_state():
     jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
-def test_evaluation_does_not_affect_training(assert_same):
-    def train(evaluates):
-        step, state, batches = examples.tiny_regression()
-        train_loop, eval_loop = TrainLoop(step), EvalLoop(step)
-        for _ in range(3):
-            state, _ = train_loop(state, batches, 5)
-            if evaluates:
-                eval_loop(state, batches, 7)
-        return jax.device_get(state)
-
-    assert_same(train(True), train(False))
-
-
 def test_return_state_from_step_raises():
     step, state, batches = examples.tiny_regression()
     with pytest.raises(ValueError, match="an evaluation can't change the state"):
@@ -90,16 +76,3 @@ def test_step_in_training_mode_warns(warnings_logged):
     tiny, _, _ = examples.tiny_regression()
     EvalLoop(ErrorStep(tiny.base_prng, tiny.model, tiny.optimizer, train=True))
     assert "a step with train=True" in warnings_logged()[0]
-
-
-def test_evaluation_compiles_once():
-    traces = []
-    tiny, state, _ = examples.tiny_regression()
-    step = ErrorStep(tiny.base_prng, tiny.model)
-    original = step.run
-    step.run = lambda state, batch: traces.append(1) or original(state, batch)
-    _, _, batches = short_batches(24, batch_size=8)
-    loop = EvalLoop(step)
-    loop(state, batches)
-    loop(state, batches)
-    assert len(traces) == 1

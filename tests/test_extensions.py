@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from programs.acts import Do
 
 import jaxloop
 from jaxloop import at, checkpoint, every, examples
@@ -92,14 +93,13 @@ def test_a_resumed_run_restores_the_states(tmp_path):
 
 
 def test_a_run_that_turns_back_begins_again(tmp_path):
-    class Once(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, history, **kwargs):
-            if "detour.step" not in history.paths():
-                raise jaxloop.TurnBack(step_num - 1, step_num, "I say so.")
+    def once(step_num, history, **_):
+        if "detour.step" not in history.paths():
+            raise jaxloop.TurnBack(step_num - 1, step_num, "I say so.")
 
     watching = Watching()
     save = jaxloop.CheckpointAction(tmp_path / "checkpoints", at(0) | every(steps=10))
-    outer_loop, state, batches = make(tmp_path, watching, end_actions=[Once(at(15)), save])
+    outer_loop, state, batches = make(tmp_path, watching, end_actions=[Do(once, at(15)), save])
     outer_loop(state, batches, 20)
     told = [each for each in watching.calls if each[0] != "moment"]
     assert told == [
@@ -112,13 +112,9 @@ def test_a_run_that_turns_back_begins_again(tmp_path):
 
 
 def test_an_action_outside_an_outer_loop_cannot_turn_back():
-    class Always(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            raise jaxloop.TurnBack(step_num, step_num, "I say so.")
-
     step, state, batches = examples.tiny_regression()
-    with pytest.raises(jaxloop.TurnBack, match="I say so. Only the train loop of an OuterLoop"):
-        jaxloop.TrainLoop(step, end_actions=[Always(at(5))])(state, batches)
+    with pytest.raises(jaxloop.TurnBack, match="It looks bad. Only the train loop of an OuterLoop"):
+        jaxloop.TrainLoop(step, end_actions=[Turns(at(5))])(state, batches)
 
 
 def test_items_of_an_extension_are_called_when_they_are_due():

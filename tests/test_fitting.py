@@ -5,6 +5,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from programs.acts import Fail
 
 import jaxloop
 from jaxloop import at, every
@@ -159,22 +160,12 @@ class Killed(BaseException):
     """An exception that nothing handles, like SIGKILL."""
 
 
-class DieAt(jaxloop.Action):
-    uses_outputs = False
-
-    def __init__(self, step):
-        super().__init__(at(step))
-
-    def __call__(self, state, outputs, **kwargs):
-        raise Killed
-
-
 @pytest.mark.parametrize("amount", [{"train_epochs": 4}, {"train_total_steps": 32}], ids=str)
 @pytest.mark.parametrize("killed_at", [7, 9, 16, 31])
 def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, assert_same):
     whole, history = fit_linear(eval_dataset=DICTS, **amount)
     with pytest.raises(Killed):
-        fit_linear(eval_dataset=DICTS, workdir=tmp_path, actions=[DieAt(killed_at)], **amount)
+        fit_linear(eval_dataset=DICTS, workdir=tmp_path, actions=[Fail(at(killed_at), Killed())], **amount)
     resumed, same = fit_linear(eval_dataset=DICTS, workdir=tmp_path, **amount)
     assert_same(whole, resumed)
     assert same.collect("steps", "eval.loss") == history.collect("steps", "eval.loss")

@@ -11,6 +11,7 @@ import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
 from programs import whole_run
+from programs.acts import Do
 from programs.whole_run import assert_resumed_exactly, copy_until
 
 import jaxloop
@@ -172,21 +173,17 @@ def test_non_finite_values_are_found_at_their_step(bad, policy):
         assert np.isfinite(state.params["kernel"]).all() and int(state.step) == 64
 
 
-class Idle(jaxloop.Action):
-    """An action that doesn't read outputs."""
-
-    uses_outputs = False
-
-    def __call__(self, state, outputs, **kwargs):
-        pass
-
-
 @pytest.mark.parametrize("bad", [3, 20, 37])
 def test_non_finite_flags_from_before_a_fused_dispatch_are_kept(bad):
     data = [batch_of(number) for number in range(64)]
     data[bad - 1]["x"][0, 0] = np.nan
     step = make_step()
-    loop = jaxloop.TrainLoop(step, end_actions=[Idle(jaxloop.at(steps=5))], nan_policy="raise", steps_per_dispatch=32)
+    loop = jaxloop.TrainLoop(
+        step,
+        end_actions=[Do(lambda **_: None, jaxloop.at(steps=5), uses_outputs=False)],
+        nan_policy="raise",
+        steps_per_dispatch=32,
+    )
     with pytest.raises(nonfinite.NonFiniteError) as caught:
         loop(step.initialize_model([1, 3]), data)
     assert caught.value.step_num == bad
@@ -251,8 +248,9 @@ class OwnLoop(jaxloop.TrainLoop):
 
 
 def test_steps_that_cannot_be_fused_raise():
-    with pytest.raises(ValueError, match="WithEnd.*it has its own `end`"):
-        jaxloop.TrainLoop(make_step(cls=WithEnd), steps_per_dispatch=4)
+    for loop_class in (jaxloop.TrainLoop, jaxloop.EvalLoop):
+        with pytest.raises(ValueError, match="WithEnd.*it has its own `end`"):
+            loop_class(make_step(cls=WithEnd), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="it has actions, which are called for each step"):
         jaxloop.TrainLoop(make_step(end_actions=[Note(1)]), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="OwnLoop overrides _run_one_step"):

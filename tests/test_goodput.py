@@ -8,10 +8,11 @@ import sys
 
 import pytest
 from absl import logging
+from programs.acts import Fail
 
 import jaxloop
 from jaxloop import __main__ as command_line
-from jaxloop import actions, every, examples
+from jaxloop import every, examples
 from jaxloop.runs.status import status
 
 
@@ -171,16 +172,11 @@ def test_a_run_continues_if_its_log_cannot_be_written(tmp_path, make, monkeypatc
 # Status ---------------------------------------------------------------------------------------------------
 
 
-class FailingAction(actions.Action):
-    def __call__(self, *_, **kwargs):
-        raise RuntimeError("no\nroom")
-
-
 @pytest.mark.parametrize(
     "options, state",
     [
         ({}, "finished"),
-        ({"end_actions": [FailingAction()]}, r"error: RuntimeError: no\nroom"),
+        ({"end_actions": [Fail(1, RuntimeError("no\nroom"), uses_outputs=True)]}, r"error: RuntimeError: no\nroom"),
         (
             {"end_actions": [jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=100.0)]},
             "stopped by EarlyStoppingAction",

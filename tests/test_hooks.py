@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from programs.acts import Do, Fail, Record
 
 import jaxloop
 from jaxloop import at, every
@@ -223,13 +224,6 @@ HOOKS = {
 }
 
 
-class Crash(jaxloop.Action):
-    """Raises an error."""
-
-    def __call__(self, state, outputs, **kwargs):
-        raise OSError("the machine is gone")
-
-
 def make_loops(hook, at_once, end_actions=()):
     """Returns a train loop and an eval loop with a hook."""
     step_class, loop_hooks = (hook, ()) if issubclass(hook, jaxloop.Step) else (Sum, (hook,))
@@ -246,6 +240,7 @@ def run_loops(hook, at_once):
     train_loop, eval_loop = make_loops(hook, at_once)
     state, outputs = train_loop(train_loop.step.initialize_model(), map(batch_of, TRAIN_NUMBERS))
     assert outputs["x"] == [effect.x(number) for number in TRAIN_NUMBERS]
+    assert outputs.num_examples == [effect.weight(number) for number in TRAIN_NUMBERS]
     assert jaxloop.summarize(outputs)["x"] == pytest.approx(effect.mean(effect.x, TRAIN_NUMBERS))
     assert train_loop.elapsed.samples == sum(map(effect.weight, TRAIN_NUMBERS))
     assert float(state.params["sum"]) == effect.sum_after(STEPS, loops=1)
@@ -260,7 +255,7 @@ def run_experiment(hook, at_once, directory, *, interval=1, crashes=False):
     Nothing is due at the end of a loop unless it is one of every `interval` loops.
     """
     effect, StepBeginEvaluation.evaluations = HOOKS[hook], 0
-    for crash in [[Crash(at(7))], []] if crashes else [[]]:
+    for crash in [[Fail(at(7), OSError("the machine is gone"), uses_outputs=True)], []] if crashes else [[]]:
         saving = [jaxloop.CheckpointAction(directory, every(steps=3))] if crashes else []
         train_loop, eval_loop = make_loops(hook, at_once, [*crash, *saving])
         outer_loop = jaxloop.OuterLoop(
@@ -324,6 +319,17 @@ def test_a_hook_that_is_called_between_steps_is_refused_with_several_per_dispatc
 # What hooks return, when it is read later ---------------------------------------------------------------
 
 
+NUMBERS = jaxloop.from_index(lambda number: batch_of(number + 1))
+
+
+def run_one(loop_class, total, loop_steps, *, step_class=Sum, end_actions=(), data=NUMBERS, **options):
+    """Runs a train loop of this class in an experiment, and returns the loop, the state and the outputs."""
+    loop = loop_class(step_class(jax.random.key(0), None, train=True), end_actions=end_actions)
+    state = loop.step.initialize_model(batch_of(1))
+    loop.outer_loop = jaxloop.OuterLoop(loop, **options)
+    return loop, *loop.outer_loop(state, data, total, loop_steps)
+
+
 class Numbered(jaxloop.TrainLoop):
     def end(self, state, outputs):
         state, outputs = super().end(state, outputs)
@@ -331,11 +337,8 @@ class Numbered(jaxloop.TrainLoop):
 
 
 def rows_of_numbered(total, loop_steps=4, **options):
-    step = Sum(jax.random.key(0), None, train=True)
-    outer_loop = jaxloop.OuterLoop(Numbered(step), log_interval=every(steps=6), **options)
-    data = jaxloop.from_index(lambda number: batch_of(number + 1))
-    outer_loop(step.initialize_model(batch_of(1)), data, total, loop_steps)
-    return [(row.elapsed.steps, row.logs["train"].get("ended_at")) for row in outer_loop.history]
+    loop, *_ = run_one(Numbered, total, loop_steps, log_interval=every(steps=6), **options)
+    return [(row.elapsed.steps, row.logs["train"].get("ended_at")) for row in loop.outer_loop.history]
 
 
 def test_a_row_inside_a_later_loop_has_the_plain_number_that_end_returned():
@@ -347,22 +350,25 @@ def test_a_resumed_row_has_the_plain_number_that_end_returned_before(tmp_path):
     assert rows_of_numbered(12, 12, workdir=tmp_path) == [(6, 5.0), (12, 12.0)]
 
 
-class Marked(LoopRun, jaxloop.TrainLoop):
-    pass
-
-
 def test_an_action_over_two_loops_gets_what_run_returned_for_both():
-    seen = []
+    record = Record(2, lambda step_num, outputs, **_: (step_num, outputs["own"]))
+    run_one(type("Marked", (LoopRun, jaxloop.TrainLoop), {}), 16, 4, end_actions=[record])
+    assert record.seen == [(8, [4.0, 4.0]), (16, [4.0, 4.0])]
 
-    class Seen(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, **context):
-            seen.append((step_num, outputs["own"]))
 
-    step = Sum(jax.random.key(0), None, train=True)
-    loop = Marked(step, end_actions=[Seen(2)])
-    state = step.initialize_model(batch_of(1))
-    jaxloop.OuterLoop(loop)(state, jaxloop.from_index(lambda n: batch_of(n + 1)), 16, 4)
-    assert seen == [(8, [4.0, 4.0]), (16, [4.0, 4.0])]
+class Begins(jaxloop.TrainLoop):
+    seen = ()
+
+    def begin(self, state, dataset):
+        self.seen = [*self.seen, int(state.step)]
+        return super().begin(state, dataset)
+
+
+def test_begin_is_not_called_again_in_a_loop_that_a_resume_continues(tmp_path):
+    with pytest.raises(OSError, match="the disk is gone"):
+        run_one(Begins, 12, 4, end_actions=[Fail(at(steps=6))], workdir=tmp_path)
+    loop, *_ = run_one(Begins, 12, 4, workdir=tmp_path)
+    assert loop.seen == [8]
 
 
 class Lengths(jaxloop.TrainLoop):
@@ -373,22 +379,12 @@ class Lengths(jaxloop.TrainLoop):
         return super().end(state, outputs)
 
 
-class Fails(jaxloop.Action):
-    uses_outputs = False
-
-    def __call__(self, state, outputs, *, step_num, **context):
-        raise OSError("the disk is full")
-
-
 def test_end_gets_all_outputs_of_a_loop_that_a_resume_continues(tmp_path):
     """Although the history has read some of them before the failure."""
-    for fails in ([Fails(at(steps=7))], []):
-        step = Sum(jax.random.key(0), None, train=True)
-        loop = Lengths(step, end_actions=fails)
-        outer_loop = jaxloop.OuterLoop(loop, log_interval=every(steps=5), workdir=tmp_path)
-        data = jaxloop.from_index(lambda number: batch_of(number + 1))
-        with contextlib.suppress(OSError):
-            outer_loop(step.initialize_model(batch_of(1)), data, 20, 10)
+    options = {"log_interval": every(steps=5), "workdir": tmp_path}
+    with pytest.raises(OSError, match="the disk is gone"):
+        run_one(Lengths, 20, 10, end_actions=[Fail(at(steps=7))], **options)
+    loop, *_ = run_one(Lengths, 20, 10, **options)
     assert loop.seen == [(10, 10), (20, 10)]
 
 
@@ -403,14 +399,12 @@ class Stops(Sum):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_steps_request_to_stop_takes_effect_at_the_end_of_its_loop(fails, tmp_path):
     """Also if the run fails in between."""
-    for actions in ([Fails(at(steps=7))], []) if fails else ([],):
-        step = Stops(jax.random.key(0), None, train=True)
-        loop = jaxloop.TrainLoop(step, end_actions=actions)
-        outer_loop = jaxloop.OuterLoop(loop, log_interval=jaxloop.schedules.never(), workdir=tmp_path)
-        data = jaxloop.from_index(lambda number: batch_of(number + 1))
-        with contextlib.suppress(OSError):
-            outer_loop(step.initialize_model(batch_of(1)), data, 40, 10)
-    assert loop.step_num == 10
+    options = {"step_class": Stops, "log_interval": jaxloop.schedules.never(), "workdir": tmp_path}
+    if fails:
+        with pytest.raises(OSError, match="the disk is gone"):
+            run_one(jaxloop.TrainLoop, 40, 10, end_actions=[Fail(at(steps=7))], **options)
+    _, state, outputs = run_one(jaxloop.TrainLoop, 40, 10, **options)
+    assert int(state.step) == 10 and outputs[jaxloop.STOP_LOOP] is True
 
 
 class EndStops(jaxloop.TrainLoop):
@@ -419,46 +413,25 @@ class EndStops(jaxloop.TrainLoop):
         return state, {**outputs, **({jaxloop.STOP_LOOP: True} if self.step_num == 20 else {})}
 
 
-class Reads(jaxloop.Action):
-    def __call__(self, state, outputs, *, step_num, **context):
-        outputs["x"]
-
-
 def test_an_action_that_reads_a_request_to_stop_later_does_not_repeat_it():
-    step = Sum(jax.random.key(0), None, train=True)
-    outer_loop = jaxloop.OuterLoop(EndStops(step, end_actions=[Reads(every(steps=25))]))
-    data = jaxloop.from_index(lambda number: batch_of(number + 1))
-    state, _ = outer_loop(step.initialize_model(batch_of(1)), data, 60, 10)
+    read = Do(lambda outputs, **_: outputs["x"], every(steps=25))
+    loop, state, _ = run_one(EndStops, 60, 10, end_actions=[read])
     assert int(state.step) == 20
-    state, _ = outer_loop(state, data, 60, 10)
+    state, _ = loop.outer_loop(state, NUMBERS, 60, 10)
     assert int(state.step) == 60
 
 
-class Collects(jaxloop.Action):
-    def __init__(self, interval):
-        super().__init__(interval)
-        self.seen = []
-
-    def __call__(self, state, outputs, *, step_num, **context):
-        self.seen.append((step_num, len(outputs["x"])))
-
-
 def test_an_action_that_is_new_at_a_resume_gets_the_outputs_since_then(tmp_path):
-    new = Collects(1)
-    for actions, total in ([], 20), ([new], 40):
-        step = Sum(jax.random.key(0), None, train=True)
-        loop = jaxloop.TrainLoop(step, end_actions=actions)
-        outer_loop = jaxloop.OuterLoop(loop, log_interval=every(steps=30), workdir=tmp_path)
-        data = jaxloop.from_index(lambda number: batch_of(number + 1))
-        outer_loop(step.initialize_model(batch_of(1)), data, total, 10)
+    new = Record(1, lambda step_num, outputs, **_: (step_num, len(outputs["x"])))
+    for end_actions, total in ([], 20), ([new], 40):
+        options = {"end_actions": end_actions, "log_interval": every(steps=30), "workdir": tmp_path}
+        run_one(jaxloop.TrainLoop, total, 10, **options)
     assert new.seen == [(30, 10), (40, 10)]
 
 
 def test_data_that_end_with_a_loop_return_that_loops_outputs_although_begin_wraps_them():
-    step = Sum(jax.random.key(0), None, train=True)
-    loop = type("Wraps", (LoopBegin, jaxloop.TrainLoop), {})(step, stat_names=[])
-    data = [batch_of(number) for number in TRAIN_NUMBERS]
-    state, outputs = jaxloop.OuterLoop(loop)(step.initialize_model(batch_of(1)), data, None, LOOP_STEPS)
+    wraps, data = type("Wraps", (LoopBegin, jaxloop.TrainLoop), {}), [batch_of(number) for number in TRAIN_NUMBERS]
+    _, state, outputs = run_one(wraps, None, LOOP_STEPS, data=data)
     assert int(state.step) == STEPS and len(outputs["x"]) == LOOP_STEPS
 
 
@@ -467,11 +440,6 @@ def test_the_examples_of_loops_whose_end_returns_no_outputs_are_counted():
         def end(self, state, outputs):
             return state, outputs if self.elapsed.steps == STEPS else None
 
-    class Watch(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            received.append((step_num, outputs.num_examples))
-
-    received, step = [], Sum(jax.random.key(0), None, train=True)
-    loop = Silent(step, end_actions=[Watch(3)])
-    jaxloop.OuterLoop(loop)(step.initialize_model(), [batch_of(number) for number in TRAIN_NUMBERS], STEPS, LOOP_STEPS)
-    assert received == [(STEPS, [2] * STEPS)]
+    record = Record(3, lambda step_num, outputs, **_: (step_num, outputs.num_examples))
+    run_one(Silent, STEPS, LOOP_STEPS, end_actions=[record])
+    assert record.seen == [(STEPS, [2] * STEPS)]

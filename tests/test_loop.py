@@ -10,8 +10,9 @@ import optax
 import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
+from programs.acts import Fail, Record
 
-from jaxloop import actions, data, every, examples, metrics, partition, types
+from jaxloop import data, every, examples, metrics, partition, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.loop import Loop
 from jaxloop.step import Step
@@ -79,26 +80,6 @@ def test_return_state_from_step_false_leaves_the_state_usable():
     Loop(step)(state, batches, num_steps=1)
 
 
-def test_begin_run_and_end_can_be_overridden():
-    class Doubled(Loop):
-        def begin(self, state, dataset):
-            state, iterator = super().begin(state, dataset)
-            return state, itertools.chain.from_iterable((batch, batch) for batch in iterator)
-
-        def run(self, state, dataset, num_steps):
-            state, outputs = super().run(state, dataset, num_steps)
-            return state, {**outputs, "note": "from run"}
-
-        def end(self, state, outputs):
-            state, outputs = super().end(state, outputs)
-            return state, {**outputs, "last": outputs["loss"][-1]}
-
-    step, state, batches = examples.tiny_regression()
-    _, outputs = Doubled(step)(state, batches[:2])
-    assert len(outputs["loss"]) == 4 and outputs["last"] == outputs["loss"][-1] and outputs["note"] == "from run"
-    assert outputs.num_examples == [8] * 4
-
-
 def test_update_outputs_sees_each_step_in_order_on_the_host():
     class Best(Loop):
         def update_outputs(self, loop_outputs, step_outputs):
@@ -109,21 +90,6 @@ def test_update_outputs_sees_each_step_in_order_on_the_host():
     step, state, batches = examples.tiny_regression()
     _, outputs = Best(step)(state, batches, num_steps=50)
     assert outputs["best"] == min(outputs["loss"])
-
-
-def test_batches_and_steps_can_be_overridden():
-    class Odd(Loop):
-        def _get_next_batch(self, dataset):
-            batch = super()._get_next_batch(dataset)
-            return {**batch, "x": -batch["x"]}
-
-        def _run_one_step(self, state, batch, per_loop_step_number):
-            state, outputs = super()._run_one_step(state, batch, per_loop_step_number)
-            return state, {**outputs, "number": per_loop_step_number}
-
-    step, state, batches = examples.tiny_regression()
-    _, outputs = Odd(step)(state, batches, num_steps=3)
-    assert outputs["number"] == [0, 1, 2]
 
 
 def failing_dataset(batches, after):
@@ -282,15 +248,6 @@ def counting_loop(step_class, loop_class=Loop, num_steps=100, devices=None):
     return loop_class(step)(step.initialize_model([1, 1]), dataset)
 
 
-def test_outputs_may_vary_between_steps():
-    class Sometimes(Counts):
-        def end(self, state, outputs):
-            return state, outputs if int(state.step) % 2 else None
-
-    _, outputs = counting_loop(Sometimes, num_steps=6)
-    assert outputs["loss"] == [0, 2, 4]
-
-
 def test_outputs_that_are_leaves_of_the_state_are_read_before_donation():
     class Leaves(Counts):
         def end(self, state, outputs):
@@ -326,18 +283,13 @@ def test_any_pytree_can_be_a_state():
         def run(self, state, batch):
             return {"w": state["w"] + batch["x"].sum()}, {"w": state["w"]}
 
-    seen = []
-
-    class Note(actions.Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            seen.append(step_num)
-
+    note = Record()
     step = Plain(jax.random.key(0), nn.Dense(1), train=True)
-    loop = TrainLoop(step, end_actions=[Note()])
+    loop = TrainLoop(step, end_actions=[note])
     state = {"w": jnp.zeros(())}
     for _ in range(2):
         state, outputs = loop(state, [{"x": np.ones(3, np.float32)}] * 4)
-    assert float(state["w"]) == 24 and outputs["w"] == [12, 15, 18, 21] and seen == [4, 8]
+    assert float(state["w"]) == 24 and outputs["w"] == [12, 15, 18, 21] and note.seen == [4, 8]
 
 
 def test_end_is_not_called_without_a_step():
@@ -451,7 +403,7 @@ def test_skipping_checks_for_similar_batches_changes_no_result(kind):
     detector = str(train_on(kind, list, begin=lambda self, state, batch: (state, batch)))
     for as_data in (list, lambda batches: (each for each in batches)):
         assert str(train_on(kind, as_data)) == detector
-    assert str(train_on(kind, list, [Fails(every(time=1e6))])) == detector
+    assert str(train_on(kind, list, [Fail(every(time=1e6), uses_outputs=True)])) == detector
 
 
 @pytest.mark.parametrize("devices", [None, 8])
@@ -507,16 +459,11 @@ def test_a_custom_partitioner_places_each_batch(devices):
     assert partitioner.placed == 40
 
 
-class Fails(actions.Action):
-    def __call__(self, state, outputs, **kwargs):
-        raise OSError("the disk is gone")
-
-
 def test_forget_batches_discards_batches_read_before_a_seek():
     iterator = data.batches([{"x": np.full(1, number, np.float32)} for number in range(10)])
     start = iterator.position()
     step = Counts(jax.random.key(0), nn.Dense(1), train=True)
-    loop = TrainLoop(step, end_actions=[Fails(every(steps=3))])
+    loop = TrainLoop(step, end_actions=[Fail(every(steps=3), uses_outputs=True)])
     state = step.initialize_model([1, 1])
     with pytest.raises(OSError, match="the disk is gone"):
         loop(state, iterator)  # It has already read the fourth batch, to know whether the data continues.

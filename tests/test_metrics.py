@@ -95,10 +95,11 @@ def test_media_have_the_right_type():
 
 def test_outputs_of_several_loops_are_joined_with_their_weights():
     seen = LoopOutputs()
-    seen.extend(LoopOutputs({"loss": [1.0], "images": [np.zeros([1, 2, 2, 1])], "rate": 5.0}, num_examples=[10]))
-    seen.extend(LoopOutputs({"loss": [4.0], "images": [np.ones([1, 2, 2, 1])], "rate": 7.0}, num_examples=[20]))
+    for loss, rate, number in ((1.0, 5.0, 10), (4.0, 7.0, 20)):
+        arrays = {"images": [np.full([1, 2, 2, 1], rate)], "table": [np.full([8, 8], rate)]}
+        seen.extend(LoopOutputs({"loss": [loss], **arrays, "rate": rate}, num_examples=[number]))
     assert summarize(seen) == {"loss": 3.0, "rate": 7.0}
-    assert len(seen["images"]) == 1  # Only the newest are kept.
+    assert len(seen["images"]) == len(seen["table"]) == 1  # Only the newest are kept.
 
 
 @pytest.mark.parametrize("kind", [MetricType.IMAGE, MetricType.HISTOGRAM, MetricType.AUDIO])

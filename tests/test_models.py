@@ -235,15 +235,6 @@ def test_an_apply_fn_that_is_a_function_is_called_like_the_apply_of_a_pair():
     assert forward.forward(state, state.params, X, train=True)[0][0] == 4
 
 
-def test_flags_without_a_default_are_passed_at_initialization():
-    class Picky(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            return nn.Dense(2)(x)
-
-    assert "Dense_0" in Step(KEY, Picky()).initialize_model([1, 3]).params
-
-
 # Initial parameters ------------------------------------------------------------------------------------
 
 
@@ -280,13 +271,6 @@ def test_a_model_can_be_a_single_array():
     assert state.params.shape == (3,) and not state.params.weak_type
 
 
-class NeedsState(eqx.Module):
-    w: jax.Array
-
-    def __call__(self, x, state):
-        return x, state
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -307,8 +291,6 @@ def test_an_unsupported_model_is_rejected(model, message):
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
-        (NNXNet, {}, ValueError, "NNXNet is an NNX module class, so the Step needs nnx_model_args"),
-        (NNXNet(rngs=nnx.Rngs(0)), {"nnx_model_args": ()}, ValueError, "NNXNet is an instance of an NNX module"),
         (EquinoxNet(KEY), {"nnx_model_args": ()}, ValueError, "EquinoxNet is an Equinox module"),
         (EquinoxNet(KEY), {"acumulate": 4}, TypeError, "'acumulate'. Did you mean 'accumulate'"),
     ],

@@ -13,43 +13,25 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from absl import logging
+from programs.acts import Do, Fail, Record, Stop
 
 import jaxloop
-from jaxloop import STOP_LOOP, actions, checkpoint, examples, metrics
+from jaxloop import STOP_LOOP, actions, checkpoint, examples
 from jaxloop.checkpoint import seal
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.history import History
 from jaxloop.outer_loop import CheckpointSpec, EvalContext, EvalSpec, OuterLoop
 from jaxloop.processes import lock
 from jaxloop.schedules import every, last
-from jaxloop.stat_loop import STAT_STEPS_PER_SEC
 from jaxloop.train_loop import TrainLoop
-
-
-class Note(actions.Action):
-    """Records the steps at which it was called."""
-
-    def __init__(self, interval=1, fails_at=None):
-        super().__init__(interval)
-        self.noted = []
-        self.fails_at = fails_at
-        self.closed = 0
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        if step_num == self.fails_at:
-            raise RuntimeError("the action failed")
-        self.noted.append(step_num)
-
-    def close(self):
-        self.closed += 1
 
 
 def train(state, step, batches, **options):
     """Runs a train loop and records where its loops end."""
-    note = Note()
+    note = Record()
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[note]))
     state, outputs = outer_loop(state, itertools.cycle(batches), **options)
-    return state, outputs, note.noted
+    return state, outputs, note.seen
 
 
 # Length of a run -------------------------------------------------------------------------------------
@@ -133,52 +115,30 @@ def test_results_are_bit_identical_for_any_loop_length(assert_same):
         assert_same(run(loop_steps), expected)
 
 
-def test_intervals_continue_after_a_resume():
+@pytest.mark.parametrize("interval", [2, 3])
+def test_intervals_continue_after_a_resume(interval):
     def run(*totals):
-        note = Note(interval=3)
+        trained, evaluated = Record(interval), Record(interval)
         step, state, batches = examples.tiny_regression()
         for total in totals:
-            fresh = TrainLoop(step, end_actions=[note])
-            state, _ = OuterLoop(fresh)(state, batches, train_total_steps=total, train_loop_steps=10)
-        return note.noted
+            loops = TrainLoop(step, end_actions=[trained]), [EvalLoop(step, end_actions=[evaluated])]
+            state, _ = OuterLoop(*loops)(state, batches, total, 10, eval_specs=[EvalSpec(batches[:2])])
+        assert trained.seen == evaluated.seen
+        return trained.seen
 
-    assert run(100) == run(40, 100) == run(30, 100) == [30, 60, 90]
-
-
-def test_evaluation_intervals_continue_after_a_resume():
-    def run(*totals):
-        note = Note(interval=2)
-        step, state, batches = examples.tiny_regression()
-        for total in totals:
-            outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note])])
-            state, _ = outer_loop(state, batches, total, 10, eval_specs=[EvalSpec(batches[:2])])
-        return note.noted
-
-    assert run(60) == run(30, 60) == [20, 40, 60]
+    assert run(60) == run(40, 60) == run(30, 60) == list(range(10 * interval, 61, 10 * interval))
 
 
 def test_a_second_run_with_the_same_objects_restarts_its_intervals(writer):
     step, state, batches = examples.tiny_regression()
-    note = Note(interval=3)
+    note = Record(interval=3)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[note, actions.SummaryAction(writer, interval=3)]))
     for _ in range(2):
         _, state, _ = examples.tiny_regression()
         outer_loop(state, batches, 40, 10)
-    assert note.noted == [30, 30]
+    assert note.seen == [30, 30]
     first, second = (value for _, value in writer.scalars("loss"))
     assert first == second
-
-
-def test_a_dataset_that_ends_at_the_end_of_a_loop_ends_the_run_there(warnings_logged):
-    class Last(TrainLoop):
-        def end(self, state, outputs):
-            state, outputs = super().end(state, outputs)
-            return state, {**outputs, "last": outputs["loss"][-1]}
-
-    step, state, batches = examples.tiny_regression()
-    state, outputs = OuterLoop(Last(step))(state, batches[:20], 100, 10)
-    assert int(state.step) == 20 and outputs["last"] == outputs["loss"][-1]
-    assert "ended at step 20 of train_total_steps=100" in warnings_logged()[-1]
 
 
 # Evaluation ------------------------------------------------------------------------------------------
@@ -186,7 +146,7 @@ def test_a_dataset_that_ends_at_the_end_of_a_loop_ends_the_run_there(warnings_lo
 
 def test_evaluations_follow_their_specs():
     step, state, batches = examples.tiny_regression()
-    notes = [Note(), Note(), Note()]
+    notes = [Record(), Record(), Record()]
     contexts = []
     specs = [
         EvalSpec(batches[:3]),
@@ -195,29 +155,18 @@ def test_evaluations_follow_their_specs():
     ]
     outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note]) for note in notes])
     state, outputs = outer_loop(state, batches, train_total_steps=40, train_loop_steps=10, eval_specs=specs)
-    assert [note.noted for note in notes] == [[10, 20, 30, 40], [20, 40], [30, 40]]
+    assert [note.seen for note in notes] == [[10, 20, 30, 40], [20, 40], [30, 40]]
     assert contexts[0] == EvalContext(is_continuous_eval=False, step_num=10, loop_count=1)
     assert len(outputs["loss"]) == 10  # From the train loop.
 
 
 def test_an_evaluation_needs_both_its_interval_and_its_function():
     step, state, batches = examples.tiny_regression()
-    note = Note()
+    note = Record()
     spec = EvalSpec(batches[:1], eval_loop_interval=2, should_eval_fn=lambda context: context.loop_count > 2)
     outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note])])
     outer_loop(state, batches, train_total_steps=60, train_loop_steps=10, eval_specs=[spec])
-    assert note.noted == [40, 60]
-
-
-def test_evaluations_do_not_affect_training(assert_same):
-    def run(eval_loops, specs):
-        step, state, batches = examples.tiny_regression()
-        outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step) for _ in range(eval_loops)])
-        return outer_loop(state, batches, train_total_steps=30, train_loop_steps=10, eval_specs=specs(batches))[0]
-
-    expected = run(0, lambda batches: [])
-    assert_same(run(1, lambda batches: [EvalSpec(batches)]), expected)
-    assert_same(run(2, lambda batches: [EvalSpec(batches, num_steps=3), EvalSpec(batches[:1])]), expected)
+    assert note.seen == [40, 60]
 
 
 def test_one_evaluation_runs_without_a_train_loop():
@@ -284,20 +233,10 @@ def test_an_eval_dataset_shorter_than_num_steps_causes_a_warning(warnings_logged
 # Stopping --------------------------------------------------------------------------------------------
 
 
-class StopAt(actions.Action):
-    def __init__(self, step_num):
-        super().__init__()
-        self.step_num = step_num
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        if step_num == self.step_num:
-            outputs[STOP_LOOP] = True
-
-
 @pytest.mark.parametrize("where", ["train", "eval"])
 def test_an_action_of_a_loop_stops_the_run(where, tmp_path):
     step, state, batches = examples.tiny_regression()
-    stop = [StopAt(20)]
+    stop = [Stop(2)]
     train_loop = TrainLoop(step, end_actions=stop if where == "train" else [])
     eval_loop = EvalLoop(step, end_actions=stop if where == "eval" else [])
     outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
@@ -305,17 +244,6 @@ def test_an_action_of_a_loop_stops_the_run(where, tmp_path):
     assert int(state.step) == 20 and outputs[STOP_LOOP] is True
     assert len(outputs["loss"]) == 10
     assert (tmp_path / "STOPPED").exists()
-
-
-def test_the_end_hook_of_a_loop_stops_the_run():
-    class Stops(TrainLoop):
-        def end(self, state, outputs):
-            state, outputs = super().end(state, outputs)
-            return state, {**outputs, STOP_LOOP: outputs["loss"][-1] < 0.1}
-
-    step, state, batches = examples.tiny_regression()
-    state, outputs = OuterLoop(Stops(step))(state, batches, 100, 5)
-    assert int(state.step) < 100 and outputs[STOP_LOOP] is True and outputs["loss"][-1] < 0.1
 
 
 def test_ctrl_c_returns_the_state_and_the_next_call_continues(tmp_path, logs, interrupted):
@@ -415,9 +343,9 @@ def test_the_stopped_file_is_found_under_a_tilde_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     resumable("~/run", 10)
     assert (tmp_path / "run" / "STOPPED").exists()
-    note = Note()
+    note = Record()
     continuous("~/run", note)
-    assert note.noted == [10]
+    assert note.seen == [10]
 
 
 @pytest.mark.parametrize("home", ["~/", ""], ids=["home", "relative"])
@@ -474,7 +402,7 @@ def test_an_exception_saves_the_last_completed_step_and_closes_everything(tmp_pa
         raise OSError("the network is gone")
 
     step, state, batches = examples.tiny_regression()
-    note = Note()
+    note = Record()
     ckpt = actions.CheckpointAction(tmp_path, interval=100)
     summary = actions.SummaryAction(writer)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[note, ckpt, summary]), checkpoint_spec=CheckpointSpec(tmp_path))
@@ -505,13 +433,21 @@ def test_the_last_completed_step_is_rescued_even_after_a_save(devices, tmp_path,
     assert checkpoint.all_steps(tmp_path) == [10, 17]
 
 
-def test_an_error_in_an_action_of_a_step_loses_nothing(tmp_path):
-    step, state, batches = examples.tiny_regression(end_actions=[Note(fails_at=15)])
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
-    with pytest.raises(RuntimeError, match="the action failed"):
+@pytest.mark.parametrize(
+    ("step_actions", "loop_actions", "note", "saved"),
+    [
+        ([Fail(every(steps=15))], [], "in Fail(interval=every(steps=15)), after step 15", [10, 15]),
+        ([], [Fail(2)], "in Fail(interval=2), after step 20", [10, 20]),
+    ],
+    ids=["of a step", "of a loop"],
+)
+def test_an_error_in_an_action_loses_nothing(step_actions, loop_actions, note, saved, tmp_path):
+    step, state, batches = examples.tiny_regression(end_actions=step_actions)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[*loop_actions, actions.CheckpointAction(tmp_path)]))
+    with pytest.raises(OSError, match="the disk is gone") as caught:
         outer_loop(state, batches, 100, 10)
-    assert checkpoint.all_steps(tmp_path) == [10, 15]
-    assert int(outer_loop.rescued_state.step) == 15
+    assert note in caught.value.__notes__[0]
+    assert checkpoint.all_steps(tmp_path) == saved and int(outer_loop.rescued_state.step) == saved[-1]
 
 
 def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
@@ -526,25 +462,14 @@ def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
     assert "The run continues at step 30, which is past the newest checkpoint (step 20)." in logs.messages
 
 
-def test_an_error_in_an_action_of_a_loop_loses_nothing(tmp_path):
-    step, state, batches = examples.tiny_regression()
-    ckpt = actions.CheckpointAction(tmp_path, interval=100)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Note(fails_at=20), ckpt]))
-    with pytest.raises(RuntimeError, match="the action failed") as caught:
-        outer_loop(state, batches, 100, 10)
-    assert "in Note(interval=1), after step 20" in caught.value.__notes__
-    assert checkpoint.all_steps(tmp_path) == [20]
-
-
 def test_an_error_in_close_is_raised_unless_another_is_propagating():
-    class Fails(Note):
+    class Unclosable(Record):
         def close(self):
-            super().close()
             raise OSError("can't close")
 
     step, state, batches = examples.tiny_regression()
-    failing, after = Fails(fails_at=30), Note()
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[failing, after]))
+    failing, after = Fail(every(steps=30), RuntimeError("the action failed")), Record()
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Unclosable(), failing, after]))
     with pytest.raises(OSError, match="can't close"):
         outer_loop(state, batches, 20, 10)
     assert after.closed == 1
@@ -567,15 +492,15 @@ def continuous(directory, note, **options):
 def test_an_evaluation_that_waits_for_a_missing_directory_warns(tmp_path, warnings_logged):
     waiting = f"Waiting for checkpoints in {tmp_path / 'missing'}, which doesn't exist yet."
     for directory, expected in [(tmp_path, []), (tmp_path / "missing", [waiting])]:
-        continuous(directory, Note(), iterate_stop_fn=lambda: True)
+        continuous(directory, Record(), iterate_stop_fn=lambda: True)
         assert [text for text in warnings_logged() if text.startswith("Waiting")] == expected
 
 
 def test_each_checkpoint_is_evaluated_until_training_stops(tmp_path):
     resumable(tmp_path, 30)
-    note = Note()
+    note = Record()
     state, outputs = continuous(tmp_path, note)
-    assert note.noted == [10, 20, 30]
+    assert note.seen == [10, 20, 30]
     step, _, batches = examples.tiny_regression()
     restored = step.restore_model(state, tmp_path)
     assert outputs["loss"] == EvalLoop(step)(restored, batches[:4])[1]["loss"]
@@ -591,10 +516,10 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     _, _, batches = examples.tiny_regression()
     trainer = threading.Thread(target=resumable, args=(tmp_path, 30, slow(batches)))
     trainer.start()
-    note = Note()
+    note = Record()
     continuous(tmp_path, note)
     trainer.join()
-    assert note.noted == [10, 20, 30]
+    assert note.seen == [10, 20, 30]
 
 
 @pytest.mark.parametrize("moment", ["before it is read", "half before", "after it was read"])
@@ -618,25 +543,25 @@ def test_a_checkpoint_deleted_while_it_is_restored_is_skipped(moment, tmp_path, 
         return restored
 
     monkeypatch.setattr(checkpoint, "restore", restore_while_it_is_deleted)
-    note = Note()
+    note = Record()
     continuous(tmp_path, note)
-    assert note.noted == [10, 30]
+    assert note.seen == [10, 30]
     assert "The checkpoint of step 20 was deleted before it could be evaluated." in warnings_logged()
 
 
 def test_a_damaged_checkpoint_raises_in_a_continuous_evaluation(tmp_path):
     resumable(tmp_path, 20)
     shutil.rmtree(tmp_path / "20" / "default")
-    note = Note()
+    note = Record()
     with pytest.raises(checkpoint.CheckpointError, match="20"):
         continuous(tmp_path, note)
-    assert note.noted == [10]
+    assert note.seen == [10]
 
 
 def test_the_initial_state_is_not_evaluated_if_all_checkpoints_are_deleted(tmp_path):
     resumable(tmp_path, 20)
 
-    class DeleteAll(Note):
+    class DeleteAll(Record):
         def __call__(self, state, outputs, **kwargs):
             super().__call__(state, outputs, **kwargs)
             shutil.rmtree(tmp_path / "10")
@@ -644,7 +569,7 @@ def test_the_initial_state_is_not_evaluated_if_all_checkpoints_are_deleted(tmp_p
 
     note = DeleteAll()
     continuous(tmp_path, note)
-    assert note.noted == [10]
+    assert note.seen == [10]
 
 
 def test_a_stop_function_replaces_the_stopped_file(tmp_path):
@@ -711,18 +636,8 @@ def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, war
     assert sum(bool(re.search(message, text)) for text in warnings_logged()) == 1
 
 
-def test_swapped_loops_and_a_spec_outside_a_list_raise():
-    step, state, batches = examples.tiny_regression()
-    train_loop, eval_loop = TrainLoop(step), EvalLoop(examples.tiny_regression(train=False)[0])
-    for loops in ((eval_loop, [train_loop]), (eval_loop,), (None, [train_loop])):
-        with pytest.raises(TypeError, match=r"got train_loop=.* Write OuterLoop\(train_loop, \[eval_loop\]\)"):
-            OuterLoop(*loops)
-    with pytest.raises(TypeError, match=r"must be a list of EvalSpecs.*eval_specs=\[eval_spec\]"):
-        OuterLoop(train_loop, [eval_loop])(state, batches, eval_specs=EvalSpec(batches))
-
-
 def test_the_check_of_a_custom_action_is_not_called_without_outputs(warnings_logged):
-    class NeedsLoss(Note):
+    class NeedsLoss(Record):
         def check(self, state, outputs):
             return [] if "loss" in outputs else ["There is no loss."]
 
@@ -747,7 +662,7 @@ def test_a_workdir_saves_nothing_where_an_explicit_checkpoint_spec_resumes(tmp_p
 def test_a_resumed_run_does_not_warn_of_what_happened_before(tmp_path, warnings_logged):
     for total in (95, 100):
         step, state, batches = examples.tiny_regression()
-        train_loop = TrainLoop(step, end_actions=[Note(every(30)), actions.EarlyStoppingAction("loss", patience=8)])
+        train_loop = TrainLoop(step, end_actions=[Record(every(30)), actions.EarlyStoppingAction("loss", patience=8)])
         options = {"workdir": tmp_path, "log_interval": every(steps=40)}
         outer_loop = OuterLoop(train_loop, [EvalLoop(examples.tiny_regression(train=False)[0])], **options)
         outer_loop(state, batches, total, 10, eval_specs=[EvalSpec(batches[:1], interval=every(50))])
@@ -777,10 +692,6 @@ def test_the_check_at_the_start_reads_no_batch_and_compiles_nothing(logs):
 
 @pytest.mark.parametrize("verbosity", [logging.WARNING, logging.INFO])
 def test_a_run_logs_where_it_saves_where_it_resumes_and_why_it_stops_early(verbosity, tmp_path, caplog):
-    class Stop(actions.Action):
-        def __call__(self, state, outputs, **kwargs):
-            outputs[STOP_LOOP] = True
-
     before = logging.get_verbosity()
     logging.set_verbosity(verbosity)  # WARNING is the default in a program that doesn't call absl.app.run.
     try:
@@ -844,74 +755,91 @@ def test_a_checkpoint_action_of_the_loop_replaces_the_one_of_the_workdir(tmp_pat
 
 def test_no_warning_is_logged_if_everything_ran(warnings_logged):
     step, state, batches = examples.tiny_regression()
-    train_loop = TrainLoop(step, end_actions=[Note(), Note(10)])
-    eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[Note(3)])
+    train_loop = TrainLoop(step, end_actions=[Record(), Record(10)])
+    eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[Record(3)])
     OuterLoop(train_loop, [eval_loop])(state, batches, 100, 10, eval_specs=[EvalSpec(batches[:1])])
     assert warnings_logged() == []
 
 
+def train_loop():
+    return TrainLoop(examples.tiny_regression()[0])
+
+
+def eval_loop():
+    return EvalLoop(examples.tiny_regression()[0])
+
+
+def start(*loops, **options):
+    """Starts a run of 10 steps with an evaluation, or with other loops and arguments, which makes no step."""
+    _, state, batches = examples.tiny_regression()
+    arguments = {"train_dataset": batches, "train_total_steps": 10, "eval_specs": [EvalSpec(batches)], **options}
+    try:
+        OuterLoop(*(loops or (train_loop(), [eval_loop()])))(state, **arguments)
+    finally:
+        assert int(state.step) == 0
+
+
+def spec(**options):
+    return EvalSpec(**{"dataset": [], **options})
+
+
+IN_WRONG_PLACES = r"got train_loop=.* Write OuterLoop\(train_loop, \[eval_loop\]\)"
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("call", "error", "message"),
     [
-        ({"train_total_steps": 0}, ValueError, "train_total_steps must be a positive int or None, got 0"),
-        ({"train_total_steps": -5}, ValueError, "train_total_steps must be a positive int or None, got -5"),
-        ({"train_total_steps": 1.5}, TypeError, "train_total_steps must be a positive int or None, got 1.5"),
-        ({"train_loop_steps": 0}, ValueError, "train_loop_steps must be a positive int or None, got 0"),
-        ({"eval_specs": []}, ValueError, "has 1 eval_loops and was called with 0 eval_specs"),
-        ({"eval_specs": [None]}, TypeError, "eval_specs must contain EvalSpecs, got None"),
-        ({"train_dataset": None}, TypeError, "without a batch, because the dataset is None. If the step"),
+        (lambda: start(train_total_steps=0), ValueError, "train_total_steps must be a positive int or None, got 0"),
+        (lambda: start(train_total_steps=-5), ValueError, "train_total_steps must be a positive int or None, got -5"),
+        (lambda: start(train_total_steps=1.5), TypeError, "train_total_steps must be a positive int or None, got 1.5"),
+        (lambda: start(train_totel_steps=10), TypeError, "train_totel_steps"),
+        (lambda: start(train_loop_steps=0), ValueError, "train_loop_steps must be a positive int or None, got 0"),
+        (lambda: start(train_epochs=0), ValueError, "train_epochs must be a positive int"),
+        (lambda: start(train_epochs=2, train_loop_steps=5), ValueError, "train_epochs=2 and train_loop_steps=5"),
+        (lambda: start(train_epochs=2, train_dataset=iter([])), ValueError, "can be read more than once"),
+        (lambda: start(train_epochs=2, train_dataset=[]), ValueError, "yielded no batches"),
+        (lambda: start(train_dataset=None), TypeError, "without a batch, because the dataset is None. If the step"),
         (
-            {"train_dataset": None, "train_total_steps": None},
+            lambda: start(train_dataset=None, train_total_steps=None),
             ValueError,
             "got a train_loop without a train_dataset. Give the data",
         ),
-        ({"train_dataset": "train"}, TypeError, "A dataset must be an iterator"),
+        (lambda: start(train_dataset="train"), TypeError, "A dataset must be an iterator"),
+        (lambda: start(None, [eval_loop()]), ValueError, "got a train_dataset without a train_loop"),
+        (lambda: start(eval_specs=[]), ValueError, "has 1 eval_loops and was called with 0 eval_specs"),
+        (lambda: start(eval_specs=[None]), TypeError, "eval_specs must contain EvalSpecs, got None"),
+        (lambda: start(eval_specs=spec()), TypeError, r"must be a list of EvalSpecs.*eval_specs=\[eval_spec\]"),
+        (
+            lambda: start(train_loop(), [eval_loop(), eval_loop()], eval_specs=[spec(name="test")] * 2),
+            ValueError,
+            "Two EvalSpecs are named 'test'",
+        ),
+        (OuterLoop, ValueError, "it got neither"),
+        (lambda: OuterLoop(train_loop(), eval_loop()), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(eval_loop(), [train_loop()]), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(eval_loop()), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(None, [train_loop()]), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(train_loop(), [eval_loop()] * 2), ValueError, "OuterLoop got the same loop twice"),
+        (
+            lambda: OuterLoop(train_loop(), checkpoint_spec="runs"),
+            TypeError,
+            "checkpoint_spec must be a CheckpointSpec, .* got 'runs'",
+        ),
+        (lambda: CheckpointSpec("somewhere", -1), ValueError, "iterate_interval_secs must be at least 0, got -1"),
+        (lambda: spec(num_steps=0), ValueError, "EvalSpec.num_steps must be a positive int or None, got 0"),
+        (lambda: spec(eval_loop_interval=-1), ValueError, "EvalSpec.eval_loop_interval must be a pos.*, got -1"),
+        (lambda: spec(eval_loop_interval=2.0), TypeError, "got 2.0"),
+        (lambda: spec(dataset=None), ValueError, "EvalSpec needs a dataset"),
+        (lambda: spec(dataset_iterator=iter([])), ValueError, "needs num_steps, got None"),
+        (lambda: spec(interval=0), ValueError, "EvalSpec.interval must be .*positive.*got 0"),
+        (lambda: spec(interval=every(5), eval_loop_interval=2), ValueError, "Give one of them"),
+        (lambda: spec(name="train"), ValueError, "other than 'train'"),
+        (lambda: spec(name="a/b"), ValueError, "without / and ., .* got 'a/b'"),
     ],
 )
-def test_bad_arguments_raise_before_the_first_step(options, error, message):
-    step, state, batches = examples.tiny_regression()
-    arguments = {"train_dataset": batches, "train_total_steps": 10, "eval_specs": [EvalSpec(batches)], **options}
+def test_bad_arguments_raise_before_the_first_step(call, error, message):
     with pytest.raises(error, match=message):
-        OuterLoop(TrainLoop(step), [EvalLoop(step)])(state, **arguments)
-    assert int(state.step) == 0
-
-
-def test_a_misspelled_keyword_is_rejected():
-    step, state, batches = examples.tiny_regression()
-    with pytest.raises(TypeError, match="train_totel_steps"):
-        OuterLoop(TrainLoop(step))(state, batches, train_totel_steps=10)
-
-
-def test_a_dataset_without_a_train_loop_is_rejected():
-    step, state, batches = examples.tiny_regression()
-    with pytest.raises(ValueError, match="got a train_dataset without a train_loop"):
-        OuterLoop(eval_loops=[EvalLoop(step)])(state, batches, eval_specs=[EvalSpec(batches)])
-    with pytest.raises(ValueError, match="it got neither"):
-        OuterLoop()
-    with pytest.raises(TypeError, match=r"Write OuterLoop\(train_loop, \[eval_loop\]\)"):
-        OuterLoop(TrainLoop(step), EvalLoop(step))
-    with pytest.raises(TypeError, match="checkpoint_spec must be a CheckpointSpec, .* got 'runs'"):
-        OuterLoop(TrainLoop(step), checkpoint_spec="runs")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"num_steps": 0}, ValueError, "EvalSpec.num_steps must be a positive int or None, got 0"),
-        ({"eval_loop_interval": -1}, ValueError, "EvalSpec.eval_loop_interval must be a positive int or None, got -1"),
-        ({"eval_loop_interval": 2.0}, TypeError, "got 2.0"),
-        ({"dataset": None}, ValueError, "EvalSpec needs a dataset"),
-        ({"dataset_iterator": iter([])}, ValueError, "needs num_steps, got None"),
-    ],
-)
-def test_an_eval_spec_validates_its_arguments(options, error, message):
-    with pytest.raises(error, match=message):
-        EvalSpec(**{"dataset": [], **options})
-
-
-def test_a_checkpoint_spec_validates_its_arguments():
-    with pytest.raises(ValueError, match="iterate_interval_secs must be at least 0, got -1"):
-        CheckpointSpec("somewhere", iterate_interval_secs=-1)
+        call()
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -925,17 +853,6 @@ def test_an_indivisible_training_batch_loses_nothing(devices, tmp_path, data_par
     with pytest.raises(ValueError, match=r"batch\['x'\] has 5 rows.*8 devices of mesh axis 'data'"):
         outer_loop(state, dataset, 15)
     assert checkpoint.all_steps(tmp_path) == [14]
-
-
-def test_a_run_reads_the_device_once_per_loop(monkeypatch):
-    reads = []
-    fetch = metrics.fetch
-    step, state, batches = examples.tiny_regression()
-    outer_loop = OuterLoop(TrainLoop(step, stat_names=[STAT_STEPS_PER_SEC]))
-    reads_device = lambda tree: any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
-    monkeypatch.setattr(metrics, "fetch", lambda tree: (reads_device(tree) and reads.append(1)) or fetch(tree))
-    outer_loop(state, itertools.cycle(batches), 200, 10)
-    assert 20 <= len(reads) <= 20 + 4
 
 
 # One directory, one run -------------------------------------------------------------------------------
@@ -984,12 +901,9 @@ def test_two_runs_in_one_workdir_do_not_mix_their_rows(tmp_path, other_run, trai
 
 
 def test_a_workdir_moved_during_the_run_raises(tmp_path):
-    class Move(actions.Action):
-        def __call__(self, state, outputs, **kwargs):
-            (tmp_path / "run").rename(tmp_path / "moved")
-
+    move = Do(lambda **_: (tmp_path / "run").rename(tmp_path / "moved"), 2)
     step, state, batches = examples.tiny_regression()
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Move(2)]), checkpoint_spec=None, workdir=tmp_path / "run")
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[move]), checkpoint_spec=None, workdir=tmp_path / "run")
     with pytest.raises(lock.DirectoryLostError, match="run is no longer the one"):
         outer_loop(state, batches, 4, 2)
 
@@ -1015,14 +929,12 @@ def test_trainers_in_separate_directories_run_in_parallel_threads(tmp_path):
 def test_one_of_two_trainers_in_one_directory_is_refused(tmp_path):
     together = threading.Barrier(2)
 
-    class Wait(actions.Action):
-        def __call__(self, state, outputs, **kwargs):
-            together.wait()  # Until the other trainer has been refused.
+    wait = lambda **_: together.wait()  # Until the other trainer has been refused.
 
     def train_it(number):
         step, state, batches = examples.tiny_regression()
         save = actions.CheckpointAction(tmp_path, every(2))
-        outer_loop = OuterLoop(TrainLoop(step, end_actions=[Wait(every(1)), save]))
+        outer_loop = OuterLoop(TrainLoop(step, end_actions=[Do(wait, every(1)), save]))
         together.wait()
         try:
             return int(outer_loop(state, batches, 1)[0].step)

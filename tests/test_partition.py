@@ -7,9 +7,9 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs.acts import Record
 
 from jaxloop import examples, loop, partition, train_loop, types
-from jaxloop.actions import Action
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.schedules import every
 from jaxloop.step import Step
@@ -87,17 +87,11 @@ def test_the_input_state_is_donated(make):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_action_may_keep_the_step_count(kind, fused):
     step, state, batches = examples.tiny_regression(partitioner=KINDS[kind]())
-    first, kept = state, []
-
-    class Keep(Action):
-        def __call__(self, state, outputs, **kwargs):
-            kept.append(state.step)
-
-    keep = Keep(every(steps=4))
+    first, keep = state, Record(every(steps=4), lambda state, **_: state.step)
     loops = train_loop.TrainLoop(step, end_actions=[keep], steps_per_dispatch=fused)
     state, _ = loops(state, batches, num_steps=12)
-    kept.append(step(state, batches[0])[0].step)
-    assert [int(count) for count in (first.step, *kept)] == [0, 4, 8, 12, 13]
+    counts = (first.step, *keep.seen, step(state, batches[0])[0].step)
+    assert list(map(int, counts)) == [0, 4, 8, 12, 13]
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first) if leaf is not first.step)
 
 

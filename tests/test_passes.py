@@ -9,6 +9,8 @@ import types
 import jax
 import numpy as np
 import pytest
+from programs.acts import Fail, Record
+from programs.fakes import Tensor
 
 import jaxloop
 from jaxloop import CheckpointAction, CheckpointSpec, OuterLoop, TrainLoop, data, every, examples, functional, last
@@ -140,19 +142,6 @@ def test_tf_data_whose_state_cannot_be_saved_warns_before_the_first_batch(make):
 # PyTorch ---------------------------------------------------------------------------------------------
 
 
-class Tensor:
-    __module__ = "torch"
-
-    def __init__(self, array):
-        self.array = np.asarray(array)
-
-    def cpu(self):
-        return self
-
-    def numpy(self):
-        return self.array
-
-
 class Generator:
     """A stand-in for torch.Generator, and for the global generator."""
 
@@ -160,7 +149,7 @@ class Generator:
         self.number = seed
 
     def get_state(self):
-        return Tensor(np.asarray([self.number]))
+        return Tensor(np.asarray([self.number]), place="cpu", has_gradient=False)
 
     def set_state(self, state):
         self.number = int(state.array[0])
@@ -358,21 +347,11 @@ def test_an_evaluation_does_not_advance_any_generator(torch):
 # Whole runs ------------------------------------------------------------------------------------------
 
 
-class Stop(jaxloop.Action):
-    """Ends a run after a step by raising an exception."""
-
-    def __init__(self, at):
-        super().__init__(every(1))
-        self.at = at
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        if step_num == self.at:
-            raise KeyError("stop")
-
-
 def train(directory, dataset, epochs=PASSES, stop=None, save=1):
     step_data = data.Passes(dataset)
-    actions = [CheckpointAction(directory, every(save) | every(loops=1))] + ([Stop(stop)] if stop else [])
+    actions = [CheckpointAction(directory, every(save) | every(loops=1))] + (
+        [Fail(jaxloop.at(stop), KeyError("stop"), uses_outputs=True)] if stop else []
+    )
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=actions), checkpoint_spec=CheckpointSpec(directory))
     state, _ = outer_loop(jax.tree.map(jax.numpy.copy, STATE), step_data, train_epochs=epochs)
     return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
@@ -476,17 +455,13 @@ def test_changed_data_raise_after_an_epoch_too(tmp_path):
 
 
 def test_changed_data_raise_after_a_failed_action_too(tmp_path):
-    class Fails(jaxloop.Action):
-        def __call__(self, state, outputs, **kwargs):
-            raise OSError("The network is gone.")
-
     def run(first, *actions):
         train_loop = TrainLoop(STEP, end_actions=[*actions, CheckpointAction(tmp_path, every(steps=2))])
         spec = CheckpointSpec(tmp_path, on_changed_data="raise")
         return OuterLoop(train_loop, checkpoint_spec=spec)(jax.tree.map(jax.numpy.copy, STATE), BATCHES[first:], 9)
 
-    with pytest.raises(OSError, match="The network is gone"):
-        run(0, Fails(jaxloop.at(steps=5)))
+    with pytest.raises(OSError, match="the disk is gone"):
+        run(0, Fail(jaxloop.at(steps=5), uses_outputs=True))
     with pytest.raises(ValueError, match=r"(?s)number 6, .*batch\['x'\]: float32\[8, 3\], checksum"):
         run(1)
     assert int(run(0)[0].step) == 9
@@ -505,23 +480,12 @@ class FailsLater:
         yield from BATCHES[:2]
 
 
-class Seen(jaxloop.Action):
-    """Notes the steps at which it is called."""
-
-    def __init__(self):
-        super().__init__(1)
-        self.steps = []
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self.steps.append(step_num)
-
-
 def test_an_epoch_that_cannot_begin_ends_the_run_after_the_actions_of_the_one_before(tmp_path):
-    seen = Seen()
+    seen = Record()
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[seen, CheckpointAction(tmp_path, interval=1)]))
     with pytest.raises(OSError, match="The disk is gone"):
         outer_loop(jax.tree.map(jax.numpy.copy, STATE), FailsLater(), train_epochs=2)
-    assert seen.steps == outer_loop.history.collect("steps") == jaxloop.checkpoint.all_steps(tmp_path) == [2]
+    assert seen.seen == outer_loop.history.collect("steps") == jaxloop.checkpoint.all_steps(tmp_path) == [2]
 
 
 def test_a_run_whose_evaluation_reads_a_generator_resumes_with_a_warning(tmp_path, warnings_logged):

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from programs.fakes import Tensor
 
 import jaxloop
 from jaxloop import data, examples
@@ -349,21 +350,9 @@ def test_the_state_of_tf_data_is_stored_outside_the_json():
 
 
 def test_the_state_of_a_torch_loader_may_contain_tensors(monkeypatch):
-    class Tensor:
-        __module__ = "torch"
-
-        def __init__(self, array):
-            self.array = array
-
-        def cpu(self):
-            return self
-
-        def numpy(self):
-            return self.array
-
     class Loader(WithStateDict):
         def state_dict(self):
-            return {"number": self.number, "generator": Tensor(np.arange(5, dtype=np.uint8))}
+            return {"number": self.number, "generator": Tensor(np.arange(5, dtype=np.uint8), has_gradient=False)}
 
         def load_state_dict(self, state_dict):
             assert isinstance(state_dict["generator"], Tensor) and state_dict["generator"].array.sum() == 10

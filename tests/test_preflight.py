@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from programs.acts import Record
 
 import jaxloop
 from jaxloop import after, at, checkpoint, every, examples, first, last
@@ -145,8 +146,16 @@ def test_a_correct_experiment_has_no_problems(plan, tmp_path):
     report.raise_errors()
 
 
-# MISTAKES maps each mistake to the changes to the plan, the place and the text of the reported problem, and whether it
-# is an error.
+# MISTAKES maps each mistake to the place and the text of the reported problem, whether it is an error, and the changes
+# to the plan.
+
+
+def error(where, text, **changes):
+    return where, text, True, changes
+
+
+def warning(where, text, **changes):
+    return where, text, False, changes
 
 
 def step_with(**methods):
@@ -213,331 +222,245 @@ NO_CHECKPOINTS = {"save": None, "best": None, "resumes": False}
 
 MISTAKES = {
     # The data.
-    "a batch of 30 on 4 devices": (
-        on_four_devices(data=data_of(rows=30)),
-        "the train loop",
-        "30 rows.*4 devices",
-        True,
+    "a batch of 30 on 4 devices": error(
+        "the train loop", "30 rows.*4 devices", **on_four_devices(data=data_of(rows=30))
     ),
-    "a batch with text": (
-        {"data": data_of(name=np.array(["a"] * 8))},
-        "the train loop",
-        r"batch\['name'\] is <U1\[8\], which JAX can't turn",
-        True,
+    "a batch with text": error(
+        "the train loop", r"batch\['name'\] is <U1\[8\], which JAX can't turn", data=data_of(name=np.array(["a"] * 8))
     ),
-    "a batch in float64": ({"data": data_of(w=np.ones(8))}, "the train loop", r"batch\['w'\] is float64", False),
-    "an id that doesn't fit into 32 bits": (
-        {"data": data_of(id=np.full(8, 2**40))},
+    "a batch in float64": warning("the train loop", r"batch\['w'\] is float64", data=data_of(w=np.ones(8))),
+    "an id that doesn't fit into 32 bits": error(
         "the train loop",
         r"batch\['id'\] is int64\[8\] with values from 1099511627776",
-        True,
+        data=data_of(id=np.full(8, 2**40)),
     ),
-    "leaves with different lengths": (
-        {"data": data_of(w=np.ones(3, np.float32))},
-        "the train loop",
-        "Each batch counts as one example",
-        False,
+    "leaves with different lengths": warning(
+        "the train loop", "Each batch counts as one example", data=data_of(w=np.ones(3, np.float32))
     ),
-    "train data without a batch": ({"data": []}, "the train data", r"\(list\) yielded no batches", True),
-    "one batch for a dataset": ({"data": batch_of()}, "the train data", "A dataset must be an iterator", True),
-    "train data that end early": (
-        {"data": [batch_of()] * 20},
-        "the train data",
-        "end at step 20, after 20 batches, and train_total_steps=300",
-        False,
+    "train data without a batch": error("the train data", r"\(list\) yielded no batches", data=[]),
+    "one batch for a dataset": error("the train data", "A dataset must be an iterator", data=batch_of()),
+    "train data that end early": warning(
+        "the train data", "end at step 20, after 20 batches, and train_total_steps=300", data=[batch_of()] * 20
     ),
-    "an endless run": (
-        {"options": {"train_total_steps": None}},
-        "the train loop",
-        "Nothing ends the run",
-        False,
-    ),
-    "endlessly repeated batches": (
-        {"data": itertools.repeat(batch_of()), "options": {"train_total_steps": None}, **NO_CHECKPOINTS},
+    "an endless run": warning("the train loop", "Nothing ends the run", options={"train_total_steps": None}),
+    "endlessly repeated batches": warning(
         "the train loop",
         "Nothing ends the run: its data have no end",
-        False,
+        data=itertools.repeat(batch_of()),
+        options={"train_total_steps": None},
+        **NO_CHECKPOINTS,
     ),
-    "a possibly endless generator": (
-        {"data": (batch_of() for _ in itertools.count()), "options": {"train_total_steps": None}, **NO_CHECKPOINTS},
+    "a possibly endless generator": warning(
         "the train loop",
         "Nothing ends the run: a generator does not say whether its data end",
-        False,
+        data=(batch_of() for _ in itertools.count()),
+        options={"train_total_steps": None},
+        **NO_CHECKPOINTS,
     ),
-    "preprocess_batch without a return value": (
-        {"step": step_with(preprocess_batch=lambda self, batch: None)},
+    "preprocess_batch without a return value": error(
         "the train loop",
         "Planted.preprocess_batch returned None. Return the batch",
-        True,
+        step=step_with(preprocess_batch=lambda self, batch: None),
     ),
-    "a generator without a position": (
-        {"data": Generated(lambda: itertools.repeat(batch_of(), 400))},
+    "a generator without a position": warning(
         "the train data",
         "a Generated can't report its position",
-        False,
+        data=Generated(lambda: itertools.repeat(batch_of(), 400)),
     ),
-    "data that don't return to a position": (
-        {
-            "data": jaxloop.skippable(
-                lambda: ({"x": np.full([8, 3], random.random(), np.float32), "y": ZEROS} for _ in range(400))
-            )
-        },
+    "data that don't return to a position": warning(
         "the train data",
         r"(?s)right batch. The next batch of a generator, .* batch\['x'\]: float32.*, checksum .* -> float32",
-        False,
+        data=jaxloop.skippable(
+            lambda: ({"x": np.full([8, 3], random.random(), np.float32), "y": ZEROS} for _ in range(400))
+        ),
     ),
-    "data that raise": (
-        {"data": jaxloop.from_index(lambda number: {}["image"])},
+    "data that raise": error(
         "the train data",
         "KeyError: 'image'\nat .*test_preflight.py",
-        True,
+        data=jaxloop.from_index(lambda number: {}["image"]),
     ),
     # The state.
-    "no state": ({"state": lambda state: None}, "the state", "The state is None", True),
-    "a step count that isn't an integer": (
-        {"state": lambda state: state.replace(step=jnp.float32(0))},
+    "no state": error("the state", "The state is None", state=lambda state: None),
+    "a step count that isn't an integer": error(
         "the state",
         r"state.step must be an integer scalar, the number of completed updates, got float32",
-        True,
+        state=lambda state: state.replace(step=jnp.float32(0)),
     ),
-    "a step count that isn't a scalar": (
-        {"state": lambda state: state.replace(step=jnp.zeros(2, int))},
+    "a step count that isn't a scalar": error(
         "the state",
         r"state.step must be an integer scalar, the number of completed updates, got int32\[2\]",
-        True,
+        state=lambda state: state.replace(step=jnp.zeros(2, int)),
     ),
-    "an evaluation that never runs, and an action that monitors it": (
-        {"eval_options": {"interval": every(1000), "name": "test"}, "eval_actions": (STOPPING("test/loss"),)},
+    "an evaluation that never runs, and an action that monitors it": warning(
         "eval 'test'",
         r"It would never run: interval=every\(steps=1000\)",
-        False,
+        eval_options={"interval": every(1000), "name": "test"},
+        eval_actions=(STOPPING("test/loss"),),
     ),
-    "a step count that would overflow": (
-        {"state": lambda state: state.replace(step=jnp.int8(0))},
+    "a step count that would overflow": error(
         "the train loop",
         "state.step, int8.*, counts to 127, and the run goes to step 300",
-        True,
+        state=lambda state: state.replace(step=jnp.int8(0)),
     ),
     # The step.
-    "a state that changes dtype": (
-        {"step": step_returning(lambda state, outputs: (to_bfloat16(state), outputs))},
+    "a state that changes dtype": error(
         "the train loop",
         "params/Dense_0/bias: float32.1. -> bfloat16.1.",
-        True,
+        step=step_returning(lambda state, outputs: (to_bfloat16(state), outputs)),
     ),
-    "a state instead of a pair": (
-        {"step": step_returning(lambda state, outputs: state)},
+    "a state instead of a pair": error(
         "the train loop",
         "run must return .state, outputs., a pair, got TrainState",
-        True,
+        step=step_returning(lambda state, outputs: state),
     ),
-    "outputs that aren't a dict": (
-        {"step": step_returning(lambda state, outputs: (state, outputs["loss"]))},
-        "the train loop",
-        "outputs as a dict",
-        True,
+    "outputs that aren't a dict": error(
+        "the train loop", "outputs as a dict", step=step_returning(lambda state, outputs: (state, outputs["loss"]))
     ),
-    "a step that leaves state.step unchanged": (
-        {"step": step_returning(lambda state, outputs: (state.replace(step=state.step - 1), outputs))},
+    "a step that leaves state.step unchanged": error(
         "the train loop",
         "returns state.step unchanged. Each run must add 1 to it",
-        True,
+        step=step_returning(lambda state, outputs: (state.replace(step=state.step - 1), outputs)),
     ),
-    "a loss that isn't a scalar": (
-        {
-            "step": step_with(outputs=lambda self, loss, batch: {"loss": batch["y"] + loss, "error": loss}),
-            "best": None,
-        },
+    "a loss that isn't a scalar": warning(
         "the train loop",
         r"The history stores scalars only, and would not contain 'loss', float32\[8, 1\]\. Return the mean",
-        False,
+        step=step_with(outputs=lambda self, loss, batch: {"loss": batch["y"] + loss, "error": loss}),
+        best=None,
     ),
-    "only per-example outputs": (
-        {
-            "step": step_with(outputs=lambda self, loss, batch: {"error": batch["y"][:, 0] + loss}),
-            "best": None,
-        },
+    "only per-example outputs": warning(
         "the train loop",
         r"would not contain 'error', float32\[8\]",
-        False,
+        step=step_with(outputs=lambda self, loss, batch: {"error": batch["y"][:, 0] + loss}),
+        best=None,
     ),
-    "an evaluation of a different model": (
-        {"eval_model": Network(width=8)},
+    "an evaluation of a different model": warning(
         "eval 'test'",
         r"Its step has the model Network\(.*width = 8.*the train step has Network\(.*width = 4.*same model",
-        False,
+        eval_model=Network(width=8),
     ),
-    "a traced value converted to a float": (
-        {"step": step_returning(lambda state, outputs: (state, {"loss": float(outputs["loss"])}))},
+    "a traced value converted to a float": error(
         "the train loop",
         "ConcretizationTypeError",
-        True,
+        step=step_returning(lambda state, outputs: (state, {"loss": float(outputs["loss"])})),
     ),
-    "a misspelled key of the batch": (
-        {"step": step_with(outputs=lambda self, loss, batch: {"loss": batch["labels"]})},
+    "a misspelled key of the batch": error(
         "the train loop",
         "KeyError: 'labels'\nat .*test_preflight.py",
-        True,
+        step=step_with(outputs=lambda self, loss, batch: {"loss": batch["labels"]}),
     ),
-    "outputs too large to keep": (
-        {"step": step_with(outputs=lambda self, loss, batch: {"loss": loss, "maps": jnp.zeros([300, 300, 40])})},
+    "outputs too large to keep": warning(
         "the train loop",
         r"100 steps .* 1.3 GiB. The largest output is 'maps', 13.7 MiB per step",
-        False,
+        step=step_with(outputs=lambda self, loss, batch: {"loss": loss, "maps": jnp.zeros([300, 300, 40])}),
     ),
     # Evaluations.
-    "an endless evaluation": ({"eval_data": data_of()}, "eval 'test'", "no end", True),
-    "an evaluation from an iterator": (
-        {"eval_data": iter([batch_of()])},
-        "eval 'test'",
-        "run more than once.*an iterator",
-        True,
+    "an endless evaluation": error("eval 'test'", "no end", eval_data=data_of()),
+    "an evaluation from an iterator": error(
+        "eval 'test'", "run more than once.*an iterator", eval_data=iter([batch_of()])
     ),
-    "an evaluation without a batch": ({"eval_data": []}, "eval 'test'", "yielded no batches", True),
-    "an evaluation that is too short": (
-        {"eval_options": {"num_steps": 10, "interval": every(100), "name": "test"}},
+    "an evaluation without a batch": error("eval 'test'", "yielded no batches", eval_data=[]),
+    "an evaluation that is too short": warning(
         "eval 'test'",
         "num_steps=10, but its dataset has only 2 batches",
-        False,
+        eval_options={"num_steps": 10, "interval": every(100), "name": "test"},
     ),
-    "an evaluation that never runs": (
-        {"eval_options": {"eval_loop_interval": 5, **TEST}, "best": None},
+    "an evaluation that never runs": warning(
         "eval 'test'",
         "never run: eval_loop_interval=5, and the run goes to step 300",
-        False,
+        eval_options={"eval_loop_interval": 5, **TEST},
+        best=None,
     ),
-    "eval data with different shapes": (
-        {"eval_data": [batch_of(x=np.ones([8, 2], np.float32))]},
-        "eval 'test'",
-        r"ScopeParamShapeError|\(2, 4\)",
-        True,
+    "eval data with different shapes": error(
+        "eval 'test'", r"ScopeParamShapeError|\(2, 4\)", eval_data=[batch_of(x=np.ones([8, 2], np.float32))]
     ),
     # Schedules.
-    "a schedule that never fires": (
-        {"train_actions": (Report(every(1000)),)},
+    "a schedule that never fires": warning(
         "Report(interval=every(steps=1000)) of the train loop",
         "never be called: interval=every.steps=1000., and the run goes to step 300",
-        False,
+        train_actions=(Report(every(1000)),),
     ),
-    "two schedules that never coincide": (
-        {"train_actions": (Report(every(7) & at(100)),)},
+    "two schedules that never coincide": warning(
         "Report(interval=every(steps=7) & at(steps=100)) of the train loop",
         "never be called",
-        False,
+        train_actions=(Report(every(7) & at(100)),),
     ),
-    "an interval of more loops than the run has": (
-        {"train_actions": (Report(4),)},
-        "Report(interval=4) of the train loop",
-        "interval=4 counts loops",
-        False,
+    "an interval of more loops than the run has": warning(
+        "Report(interval=4) of the train loop", "interval=4 counts loops", train_actions=(Report(4),)
     ),
-    "an interval of more steps than a loop has": (
-        {"step_actions": (Report(101),)},
+    "an interval of more steps than a loop has": warning(
         "Report(interval=101) of the train loop",
         "interval=101 counts steps within the loop",
-        False,
+        step_actions=(Report(101),),
     ),
-    "last() for an action of a step": (
-        {"step_actions": (Report(last()),)},
-        "Report(interval=last()) of the train loop",
-        "never be called",
-        False,
+    "last() for an action of a step": warning(
+        "Report(interval=last()) of the train loop", "never be called", step_actions=(Report(last()),)
     ),
-    "an interval of more evaluations than the run has": (
-        {"eval_actions": (Report(4),)},
-        "Report(interval=4) of eval 'test'",
-        "never be called",
-        False,
+    "an interval of more evaluations than the run has": warning(
+        "Report(interval=4) of eval 'test'", "never be called", eval_actions=(Report(4),)
     ),
-    "a log interval that never fires": ({"log_interval": every(500)}, "OuterLoop", "no row of the training", False),
-    "a profile after the last step": (
-        {"save": None, "resumes": False, "train_actions": ("profile",)},
-        "first_step=5000",
-        "never be called",
-        False,
+    "a log interval that never fires": warning("OuterLoop", "no row of the training", log_interval=every(500)),
+    "a profile after the last step": warning(
+        "first_step=5000", "never be called", save=None, resumes=False, train_actions=("profile",)
     ),
     # Actions.
-    "an unknown metric": (
-        {"train_actions": (STOPPING("test/accuracy"),)},
+    "an unknown metric": error(
         "EarlyStoppingAction('test/accuracy', patience=1, mode='max', interval=1) of the train loop",
         "No metric named 'test/accuracy'.*test/loss",
-        True,
+        train_actions=(STOPPING("test/accuracy"),),
     ),
-    "an unknown evaluation": (
-        {"best": "valid/loss"},
-        "best=('valid/loss', 'min')",
-        "No metric named 'valid/loss'",
-        True,
-    ),
-    "a metric that is never measured when its action runs": (
-        {"train_actions": (STOPPING("test/loss", interval=at(101) | at(201)),)},
+    "an unknown evaluation": error("best=('valid/loss', 'min')", "No metric named 'valid/loss'", best="valid/loss"),
+    "a metric that is never measured when its action runs": warning(
         "EarlyStoppingAction",
         "'test/loss' is not measured at any of these steps",
-        False,
+        train_actions=(STOPPING("test/loss", interval=at(101) | at(201)),),
     ),
-    "a best metric that is never measured at a save": (
-        {"save": at(50)},
+    "a best metric that is never measured at a save": warning(
         "CheckpointAction",
         "called once, at step 50, but 'test/loss' is not measured at any of these steps",
-        False,
+        save=at(50),
     ),
-    "early stopping as a begin action": (
-        {"begin_actions": (STOPPING("loss"),)},
-        "EarlyStoppingAction",
-        "can't stop a loop as one of its begin_actions",
-        True,
+    "early stopping as a begin action": error(
+        "EarlyStoppingAction", "can't stop a loop as one of its begin_actions", begin_actions=(STOPPING("loss"),)
     ),
-    "an action that can't be resumed": (
-        {"train_actions": (Forgetful(),)},
+    "an action that can't be resumed": error(
         "Forgetful(interval=1) of the train loop",
         r"state_dict returns \['count'\], but Forgetful has no load_state_dict",
-        True,
+        train_actions=(Forgetful(),),
     ),
-    "an action whose state can't be saved": (
-        {"train_actions": (Odd(),)},
-        "Odd(interval=1) of the train loop",
-        "value.*set",
-        True,
+    "an action whose state can't be saved": error(
+        "Odd(interval=1) of the train loop", "value.*set", train_actions=(Odd(),)
     ),
-    "an action that runs before the evaluation it monitors": (
-        {"train_actions": (Early(every(100)),)},
+    "an action that runs before the evaluation it monitors": warning(
         "Early(interval=every(steps=100)) of the train loop",
         "called before the evaluations of the same step. Set runs_last",
-        False,
+        train_actions=(Early(every(100)),),
     ),
-    "a check that returns a string": (
-        {"train_actions": (Wordy(),)},
+    "a check that returns a string": error(
         "Wordy(interval=1) of the train loop",
         "Wordy.check must yield sentences, or return a list, got 'all is lost'",
-        True,
+        train_actions=(Wordy(),),
     ),
-    "two curves with the same name": (
-        {"train_actions": (jaxloop.SummaryAction(WRITER),), "eval_actions": (jaxloop.SummaryAction(WRITER),)},
+    "two curves with the same name": warning(
         "SummaryAction(interval=1) of eval 'test'",
         "writes error, loss to the same writer as that of the train loop",
-        False,
+        train_actions=(jaxloop.SummaryAction(WRITER),),
+        eval_actions=(jaxloop.SummaryAction(WRITER),),
     ),
     # Checkpoints.
-    "checkpoints that are never saved": ({"save": None}, "the checkpoints", "has no CheckpointAction", False),
+    "checkpoints that are never saved": warning("the checkpoints", "has no CheckpointAction", save=None),
     # The arguments.
-    "both train_epochs and train_loop_steps": (
-        {"options": {"train_epochs": 2, "train_total_steps": None}},
+    "both train_epochs and train_loop_steps": error(
         "the arguments",
         "train_epochs=2 and train_loop_steps=100",
-        True,
+        options={"train_epochs": 2, "train_total_steps": None},
     ),
-    "no eval spec": (
-        {"options": {"eval_specs": []}, "best": None},
-        "the arguments",
-        "1 eval_loops.*0 eval_specs",
-        True,
-    ),
+    "no eval spec": error("the arguments", "1 eval_loops.*0 eval_specs", options={"eval_specs": []}, best=None),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_check_finds_each_mistake(mistake, plan, tmp_path):
-    changes, where, text, is_error = MISTAKES[mistake]
+    where, text, is_error, changes = MISTAKES[mistake]
     if changes.get("train_actions") == ("profile",):
         changes = {**changes, "train_actions": (jaxloop.ProfileAction(tmp_path / "profile", first_step=5000),)}
     report = plan(**changes).check()
@@ -904,15 +827,6 @@ def test_the_plan_of_a_second_call_starts_where_the_first_ended(plan):
 # Forecasts compared with runs ---------------------------------------------------------------------------
 
 
-class Recorder(jaxloop.Action):
-    def __init__(self, interval):
-        super().__init__(interval)
-        self.steps = []
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self.steps.append(step_num)
-
-
 def random_interval(rng, *, most=4):
     """Returns a random interval of an action, whose calls can all be predicted."""
     pick = lambda: [
@@ -932,9 +846,9 @@ def random_interval(rng, *, most=4):
 def test_forecasts_of_random_runs_match_the_calls(seed):
     rng = random.Random(seed)
     step, state, batches = examples.tiny_regression(40)
-    train_actions = [Recorder(random_interval(rng)) for _ in range(4)]
-    eval_actions = [Recorder(rng.randrange(1, 3)), Recorder(every(rng.randrange(1, 9)))]
-    evaluated = Recorder(1)
+    train_actions = [Record(random_interval(rng)) for _ in range(4)]
+    eval_actions = [Record(rng.randrange(1, 3)), Record(every(rng.randrange(1, 9)))]
+    evaluated = Record(1)
     outer_loop = jaxloop.OuterLoop(
         jaxloop.TrainLoop(step, end_actions=train_actions),
         [jaxloop.EvalLoop(step, end_actions=[evaluated, *eval_actions])],
@@ -951,7 +865,7 @@ def test_forecasts_of_random_runs_match_the_calls(seed):
     predicted_calls = outer_loop.check(state, batches, **options).calls
     outer_loop(state, batches, **options)
     for action in (*train_actions, evaluated, *eval_actions):
-        assert list(predicted_calls[action].steps) == action.steps, (action, options, str(predicted_calls[action]))
+        assert list(predicted_calls[action].steps) == action.seen, (action, options, str(predicted_calls[action]))
 
 
 # Each case has the intervals of actions and evaluations, further options, and the number of batches.
@@ -993,8 +907,8 @@ def run_and_compare_with_check(case, state=None, directory=None, **options):
     """Runs a case, compares the calls with those that `check` predicts, and returns the state."""
     interval, evaluated, given, num_batches = PLANS[case]
     options = {**given, **options}
-    ends, evaluations, after_evaluations = map(Recorder, (interval, 1, interval))
-    in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.schedules.never())
+    ends, evaluations, after_evaluations = map(Record, (interval, 1, interval))
+    in_step = Record(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.schedules.never())
     example, first_state, batches = examples.tiny_regression(num_batches)
     kind = TwoUpdates if "updates" in case else type(example)
     step = kind(jax.random.key(0), example.model, example.optimizer, train=True, end_actions=[in_step])
@@ -1017,7 +931,7 @@ def run_and_compare_with_check(case, state=None, directory=None, **options):
             str(report.calls[recorders.pop("eval's")]) == str(report.calls[recorders.pop("eval")]) == "at further steps"
         )
     predicted_steps = {name: list(report.calls[recorder].steps) for name, recorder in recorders.items()}
-    assert predicted_steps == {name: recorder.steps for name, recorder in recorders.items()}
+    assert predicted_steps == {name: recorder.seen for name, recorder in recorders.items()}
     assert not any(report.calls[recorder].rest for recorder in recorders.values())
     return state
 
@@ -1081,12 +995,12 @@ def test_forecasts_of_eval_actions_depend_on_their_evaluation():
 def test_a_new_run_of_the_same_loops_matches_the_forecast():
     step, state, batches = examples.tiny_regression()
     eval_step, _, _ = examples.tiny_regression(train=False)
-    action = Recorder(3)
+    action = Record(3)
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step, end_actions=[action])])
     outer_loop(state, batches, 20, 10, [jaxloop.EvalSpec(batches[:3])])  # A different run.
     _, state, _ = examples.tiny_regression()
     arguments = (batches, 100, 10, [jaxloop.EvalSpec(batches[:3])])
     predicted_steps = outer_loop.check(state, *arguments).calls[action].steps
-    action.steps.clear()
+    action.seen.clear()
     outer_loop(state, *arguments)
-    assert list(predicted_steps) == action.steps == [30, 60, 90]
+    assert list(predicted_steps) == action.seen == [30, 60, 90]

@@ -3,18 +3,16 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from programs.acts import Do, Stop, lengths
 
 from jaxloop import (
     STOP_LOOP,
-    Action,
     CheckpointAction,
     CheckpointSpec,
     EarlyStoppingAction,
@@ -32,7 +30,6 @@ from jaxloop import (
     last,
 )
 from jaxloop import functional as jf
-from jaxloop.processes import lock
 
 STEP, STATE, BATCHES = examples.tiny_regression()
 BY_INDEX = data.from_index(lambda number: BATCHES[number % 100])
@@ -197,27 +194,6 @@ def test_data_without_a_position_are_used_as_they_come_with_a_warning(tmp_path, 
     )
 
 
-def test_an_evaluation_that_reads_a_generator_is_warned_about_and_goes_on_after_a_resume(tmp_path, warnings_logged):
-    def evaluated(total):
-        spec = EvalSpec(None, (batch for batch in BATCHES), num_steps=3, interval=every(steps=10), name="test")
-        loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=10))])
-        outer_loop = OuterLoop(loop, [EvalLoop(EVAL_STEP)], CheckpointSpec(tmp_path), log_interval=every(steps=10))
-        outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, total, eval_specs=[spec])
-        return outer_loop.history.collect("steps", "test.loss")[0]
-
-    assert evaluated(20) == [10, 20]
-    assert len([text for text in warnings_logged() if text.startswith("In the evaluation 'test': ")]) == 1
-    assert evaluated(40) == [10, 20, 30, 40]
-
-
-def test_skippable_data_skip_the_batches_already_used(tmp_path, logs, assert_same):
-    dataset = data.skippable(lambda: (batch for batch in BATCHES))
-    run(tmp_path / "broken", 10, dataset)
-    _, state = run(tmp_path / "broken", 20, dataset)
-    assert_same(state, run(tmp_path / "whole", 20)[1])
-    assert "skipping 10 batches" in logs.text
-
-
 def early_stopped(directory, when, patience=2, total=40, stop=None):
     stopping = EarlyStoppingAction("eval/loss", patience, mode="max", restore_best=True, interval=every(steps=5))
     outer_loop = OuterLoop(
@@ -367,26 +343,6 @@ def test_the_last_row_is_added_after_a_crash_at_the_end_of_the_data(tmp_path):
     assert experiment(data.skippable(lambda: iter(BATCHES[:10]))) == [4, 8, 10]
 
 
-HOLDS_THE_LOCK = """
-import sys, time
-from jaxloop.processes import lock
-
-with lock.locked(sys.argv[1]):
-    print("locked", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_directory_in_use_by_another_process_raises(tmp_path):
-    command = [sys.executable, "-c", HOLDS_THE_LOCK, tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(lock.DirectoryInUseError, match=f"in use by process {other.pid} on "):
-            run(tmp_path)
-        other.kill()
-    assert int(run(tmp_path)[1].step) == 10  # A killed process doesn't hold the lock.
-
-
 @pytest.mark.parametrize("lost", ["rare", "often"])
 def test_two_checkpoint_actions_resume_from_the_newest_step_and_complete_each_other(lost, tmp_path, assert_same):
     def run_twice_saved(total, directory):
@@ -402,70 +358,19 @@ def test_two_checkpoint_actions_resume_from_the_newest_step_and_complete_each_ot
     assert_same(run_twice_saved(25, tmp_path), run_twice_saved(25, tmp_path / "uninterrupted"))
 
 
-class Keyed(TrainLoop):
-    """Stores a new key in the state when a loop begins."""
-
-    wraps = False
-
-    def begin(self, state, dataset):
-        BEGUN.append(int(state.step))
-        state = state.replace(collections={"key": jax.random.split(state.collections["key"])[0]})
-        state, iterator = super().begin(state, dataset)
-        return state, map(doubled, iterator) if self.wraps else iterator
-
-
-class Wrapping(Keyed):
-    wraps = True
-
-
-BEGUN = []
-
-
-def doubled(batch):
-    return {**batch, "y": 2 * batch["y"]}
-
-
-class Noisy(type(STEP)):
-    def run(self, state, batch):
-        noise = jax.random.normal(state.collections["key"], batch["y"].shape)
-        return super().run(state, {**batch, "y": batch["y"] + noise})
-
-
-NOISY = Noisy(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-
-
-@pytest.mark.parametrize("stop", [4, 6, 8])
-@pytest.mark.parametrize("kind", [Keyed, Wrapping])
-def test_begin_runs_once_per_loop_even_if_the_run_is_resumed(kind, stop, tmp_path, assert_same, interrupted):
-    def train(directory, number=None):
-        save = CheckpointAction(directory, every(steps=100))
-        outer_loop = OuterLoop(kind(NOISY, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory))
-        state = jax.tree.map(jax.numpy.copy, STATE).replace(collections={"key": jax.random.PRNGKey(1)})
-        return outer_loop(state, data.skippable(lambda: interrupted(BATCHES, number)), 12, 4)[0]
-
-    BEGUN.clear()
-    whole = train(tmp_path / "whole")
-    assert BEGUN == [0, 4, 8]
-    BEGUN.clear()
-    assert int(train(tmp_path / "broken", stop - 1).step) == stop
-    assert_same(train(tmp_path / "broken"), whole)
-    assert kind is Wrapping or BEGUN == [0, 4, 8]
-
-
 def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
     class Batches(list):
         def __iter__(self):
             evaluated.append(True)
             return super().__iter__()
 
-    class Fails(Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            called.append(step_num)
-            if called == [5, 10]:
-                raise OSError("The disk is gone.")
+    def fail_once(step_num, **_):
+        called.append(step_num)
+        if called == [5, 10]:
+            raise OSError("The disk is gone.")
 
     def resume():
-        eval_loop = EvalLoop(EVAL_STEP, end_actions=[Fails(1)])
+        eval_loop = EvalLoop(EVAL_STEP, end_actions=[Do(fail_once)])
         train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=5))])
         outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path)
         specs = [EvalSpec(Batches(BATCHES[:2]), eval_loop_interval=1)]
@@ -480,18 +385,13 @@ def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
 
 
 def test_the_stop_of_an_evaluation_survives_the_failure_of_its_next_action(tmp_path):
-    class Stops(Action):
-        def __call__(self, state, outputs, **kwargs):
-            outputs[STOP_LOOP] = True
-
-    class FailsOnce(Action):
-        def __call__(self, state, outputs, **kwargs):
-            failed.append(True)
-            if len(failed) == 1:
-                raise OSError("The disk is gone.")
+    def fail_once(**_):
+        failed.append(True)
+        if len(failed) == 1:
+            raise OSError("The disk is gone.")
 
     def resume():
-        eval_loop = EvalLoop(EVAL_STEP, end_actions=[Stops(1), FailsOnce(1)])
+        eval_loop = EvalLoop(EVAL_STEP, end_actions=[Stop(1), Do(fail_once)])
         train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=5))])
         outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
         return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 15, 5, [EvalSpec(BATCHES[:2])])[0]
@@ -504,18 +404,15 @@ def test_the_stop_of_an_evaluation_survives_the_failure_of_its_next_action(tmp_p
 
 @pytest.mark.parametrize("when", [last(), every(steps=7)])
 def test_a_stop_within_a_loop_ends_the_loop_even_if_a_signal_comes_at_that_step(when, tmp_path):
-    class Stops(Action):
-        def __call__(self, state, outputs, **kwargs):
-            outputs[STOP_LOOP] = True
-            if directory.name == "broken":
-                os.kill(os.getpid(), signal.SIGTERM)
+    def stop(outputs, **_):
+        outputs[STOP_LOOP] = True
+        if directory.name == "broken":
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    class Records(Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            called.append((directory.name, step_num, len(outputs["loss"])))
+    note = lambda step_num, outputs, **_: called.append((directory.name, step_num, len(outputs["loss"])))
 
     def train():
-        train_loop = TrainLoop(STEP, end_actions=[Stops(every(steps=7)), Records(1)])
+        train_loop = TrainLoop(STEP, end_actions=[Do(stop, every(steps=7)), Do(note)])
         outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], workdir=directory)
         outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 15, 5, [EvalSpec(BATCHES[:2], interval=when)])
         return [(row.elapsed.steps, row.elapsed.loops, row.logs) for row in outer_loop.history.rows]
@@ -555,20 +452,9 @@ def test_a_batch_that_a_failed_step_has_changed_is_not_compared_after_a_resume(t
     assert not any("is not the one that came next" in text for text in warnings_logged())
 
 
-class Lengths(Action):
-    """Records each call's step and number of outputs."""
-
-    def __init__(self, interval):
-        super().__init__(interval)
-        self.seen = []
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self.seen.append((step_num, len(outputs["loss"])))
-
-
 def test_what_a_checkpoint_does_not_contain_begins_at_its_step(tmp_path):
     run(tmp_path, 30, BY_INDEX, save=10)
-    of_train, of_eval = Lengths(every(steps=8)), Lengths(2)
+    of_train, of_eval = lengths(every(steps=8)), lengths(2)
     train_loop, eval_loop = TrainLoop(STEP, end_actions=[of_train]), EvalLoop(EVAL_STEP, end_actions=[of_eval])
     train_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 60)  # A call without a checkpoint, which is past it.
     of_train.seen.clear()

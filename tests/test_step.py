@@ -9,9 +9,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from programs.acts import Record
+from programs.fakes import Tensor
 
 import jaxloop
-from jaxloop import actions, examples, types
+from jaxloop import examples, types
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
 
@@ -199,18 +201,6 @@ def test_initialize_model_passes_keyword_arguments_to_the_model():
     assert state.params["Dense_0"]["kernel"].shape == (3, 4)
 
 
-def test_training_updates_all_variables_of_an_nnx_model():
-    step = NNXStep(KEY, NNXNet, optax.sgd(0.1), train=True, nnx_model_args=(4,), rate=0.1)
-    state = step.initialize_model([1, 3])
-    mean = np.asarray(state.batch_stats["norm"]["mean"][...])
-    for _ in range(3):
-        state, _ = step(state, {"x": np.arange(24, dtype=np.float32).reshape(8, 3)})
-    assert int(state.step) == 3
-    assert int(state.collections["calls"][...]) == 3
-    assert not np.allclose(state.batch_stats["norm"]["mean"][...], mean)
-    assert int(state.collections["dropout"]["rngs"]["count"][...]) == 3
-
-
 def test_an_nnx_instance_trains_like_its_class_and_is_not_modified(assert_same, data_parallel):
     model = NNXNet(4, rngs=nnx.Rngs(KEY), rate=0.1)
     before = jax.tree.map(np.copy, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
@@ -390,20 +380,6 @@ def test_flops_are_counted_with_the_partitioner_of_the_step(data_parallel):
     assert step.compute_num_flops(state, batches[0]) > 0
 
 
-def test_run_is_traced_once():
-    traces = []
-
-    def run(self, state, batch):
-        traces.append(1)
-        return advance(self, state, batch)
-
-    step = make_step(run)
-    state = step.initialize_model([1, 3])
-    for _ in range(5):
-        state, _ = step(state, BATCH)
-    assert len(traces) == 1
-
-
 def test_an_alias_made_by_device_put_is_copied():
     step = make_step(advance, train=True)
     state = step.initialize_model([1, 3])
@@ -546,21 +522,14 @@ def test_should_shard_batch_false_leaves_batches_unchanged():
 
 
 def test_actions_of_a_step_count_the_steps_within_the_loop():
-    class Note(actions.Action):
-        def __init__(self, interval):
-            super().__init__(interval)
-            self.noted = []
-
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            self.noted.append((step_num, outputs is None))
-
-    before, after = Note(1), Note(2)
+    what = lambda step_num, outputs, **_: (step_num, outputs is None)
+    before, after = Record(1, what), Record(2, what)
     step = make_step(advance, begin_actions=[before], end_actions=[after])
     state = step.initialize_model([1, 3])
     for number in range(4):
         state, _ = step(state, BATCH, per_loop_step_number=number)
-    assert before.noted == [(0, True), (1, True), (2, True), (3, True)]
-    assert after.noted == [(2, False), (4, False)]
+    assert before.seen == [(0, True), (1, True), (2, True), (3, True)]
+    assert after.seen == [(2, False), (4, False)]
 
 
 @pytest.mark.parametrize(
@@ -646,15 +615,8 @@ def test_tensors_from_other_libraries_raise_with_a_suggested_fix():
     step, state, batches = examples.tiny_regression()
     with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of tensorflow, float32\[8, 3\].*Step.begin"):
         step(state, jax.tree.map(tf.constant, batches[0]))
-
-    class Tensor:
-        """A minimal stand-in for `torch.Tensor`."""
-
-        __module__ = "torch"
-        dtype, shape = "torch.float32", (8, 3)
-
     with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of torch, torch.float32\[8, 3\].*Step.begin"):
-        step(state, {**batches[0], "x": Tensor()})
+        step(state, {**batches[0], "x": Tensor(batches[0]["x"])})
 
 
 def test_a_step_without_run_raises():
@@ -757,32 +719,6 @@ def test_leaves_without_a_common_axis_count_as_one_example_with_one_warning(warn
     assert loop.num_examples == [1, 1, 1]
     (warning,) = warnings_logged()
     assert warning.startswith("MadeStep") and "counts each batch as one example" in warning
-
-
-class Scaled(Step):
-    """A step whose `shard_batch` adds a second part to the batch."""
-
-    def shard_batch(self, batch):
-        return super().shard_batch(batch), jnp.float32(2.0)
-
-    def run(self, state, batch):
-        batch, scale = batch
-        return (state.replace(step=state.step + 1) if self.train else state), {"scaled": scale * batch["x"].mean()}
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_a_custom_shard_batch_places_every_batch(train):
-    step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=train)
-    state, loop = step.initialize_model([1, 3]), (jaxloop.TrainLoop if train else jaxloop.EvalLoop)(step)
-    _, outputs = loop(state, [{"x": np.full([4, 3], 3.0, np.float32)}] * 3)
-    assert [float(value) for value in outputs["scaled"]] == [6.0] * 3
-
-
-@pytest.mark.parametrize("loop_class", ["TrainLoop", "EvalLoop"])
-def test_a_custom_shard_batch_cannot_be_fused(loop_class):
-    step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=loop_class == "TrainLoop")
-    with pytest.raises(ValueError, match="its own `shard_batch`, which places one batch"):
-        getattr(jaxloop, loop_class)(step, steps_per_dispatch=2)
 
 
 # Names ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from programs.acts import Do, Fail, Record
 
 import jaxloop
 from jaxloop import at, checkpoint, every, examples, last
@@ -244,28 +245,30 @@ def test_loops_are_joined_if_nothing_is_due_at_their_ends(options, ends, monkeyp
 
 # Stops, outputs and counts in joined loops --------------------------------------------------------------------
 
-
-class Calls(jaxloop.Action):
-    """Calls a function with the step and the outputs."""
-
-    uses_outputs = True
-
-    def __init__(self, function, interval=1, runs_last=False):
-        super().__init__(interval)
-        self.function, self.runs_last = function, runs_last
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self.function(step_num, outputs)
+DATA = jaxloop.from_index(lambda number: BATCHES[number % 100])
+NEVER = never()
 
 
-def stop_at(number):
-    return lambda step_num, outputs: outputs.update({jaxloop.STOP_LOOP: True}) if step_num == number else None
+def fail_at(number, **attributes):
+    """Raises an error at a step, before the outputs of the step are read."""
+    return Fail(at(steps=number), Broken(), **attributes)
 
 
-def test_a_stop_within_a_loop_ends_the_run():
-    train_loop = jaxloop.TrainLoop(STEP, end_actions=[Calls(stop_at(4), every(steps=4))])
-    state, outputs = jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, itertools.cycle(BATCHES), 40, 10)
-    assert int(state.step) == 4 and len(outputs["loss"]) == 4 and outputs[jaxloop.STOP_LOOP]
+def run_until(fails, directory, *actions, data=DATA, length=(), loop_class=jaxloop.TrainLoop, log_interval=NEVER):
+    """Runs until an action fails, if one is given, and resumes. Returns the last outer loop and outputs."""
+    for more in ([fails], []) if fails else ([],):
+        save = jaxloop.CheckpointAction(directory, never())
+        train_loop = loop_class(STEP, end_actions=[*more, *actions, save], stat_names=[])
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(directory), log_interval=log_interval)
+        with pytest.raises(Broken) if more else contextlib.nullcontext():
+            _, outputs = outer_loop(STATE, data, *length)
+    return outer_loop, outputs
+
+
+def stop_at(number, interval, **attributes):
+    """Asks for the end of the run at a step, if it is called there."""
+    stop = lambda step_num, outputs, **_: outputs.update({jaxloop.STOP_LOOP: True}) if step_num == number else None
+    return Do(stop, interval, **attributes)
 
 
 class Averaging(type(STEP)):
@@ -280,12 +283,11 @@ def test_metrics_are_accumulated_per_loop(num_batches, options):
     found = []
     for loop_class in (jaxloop.TrainLoop, OneByOne):
         step = Averaging(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-        seen = []
-        action = Calls(lambda step_num, outputs: seen.append(outputs["average"][0].compute()), 2)  # noqa: B023
+        action = Record(2, lambda outputs, **_: outputs["average"][0].compute())
         train_loop = loop_class(step, end_actions=[action], stat_names=[], **options)
         data = jaxloop.from_index(lambda number: BATCHES[number], num_batches=num_batches)
         _, outputs = jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, data, 20, 2)
-        found.append([*map(repr, seen), repr(outputs["average"][0].compute()), len(outputs["loss"])])
+        found.append([*map(repr, action.seen), repr(outputs["average"][0].compute()), len(outputs["loss"])])
     assert found[0] == found[1]
 
 
@@ -301,67 +303,18 @@ def test_a_stop_reported_for_only_some_batches_ends_the_run():
     assert int(outer_loop(STATE, data, 40, 4)[0].step) == 4
 
 
-class Fails(jaxloop.TrainLoop):
-    """Fails once, when a loop begins."""
-
-    def begin(self, state, dataset):
-        if self.loop_count == 3 and not hasattr(self, "has_failed"):
-            self.has_failed = True
-            raise Broken
-        return super().begin(state, dataset)
+class Adding(jaxloop.TrainLoop):
+    def update_outputs(self, loop_outputs, step_outputs):
+        return super().update_outputs(loop_outputs, step_outputs)
 
 
-@pytest.mark.parametrize(("loop_class", "at"), [(jaxloop.TrainLoop, 2), (Fails, None)])
-def test_outputs_of_loops_before_a_failure_are_kept(loop_class, at, tmp_path):
-    seen, saves = [], jaxloop.CheckpointAction(tmp_path, never())
-    count = Calls(lambda step_num, outputs: seen.append((step_num, len(outputs["loss"]))), 5)
-    for fault in ("the data raise", None):
-        train_loop = loop_class(STEP, end_actions=[count, saves], stat_names=[])
-        if fault is None:
-            train_loop.has_failed = True
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
-        data = batches(fault if at else None, at)
-        if fault:
-            with pytest.raises(Broken):
-                outer_loop(STATE, data, 20, 2)
-        else:
-            outer_loop(STATE, data, 20, 2)
-    assert seen == [(10, 10), (20, 10)]
-
-
-def test_a_stop_that_a_step_reported_before_a_failure_ends_the_resumed_loop(tmp_path):
-    step = stops_at(3)(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-    fail = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), at(steps=6))
-    fail.uses_outputs = False
-    for actions in ([fail], []):
-        save = jaxloop.CheckpointAction(tmp_path, never())
-        train_loop = jaxloop.TrainLoop(step, end_actions=[*actions, save], stat_names=[])
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=every(1000))
-        with pytest.raises(Broken) if actions else contextlib.nullcontext():
-            state, _ = outer_loop(STATE, jaxloop.from_index(lambda number: BATCHES[number]), 30, 10)
-    assert int(state.step) == 10
-
-
-def test_a_resumed_loop_weights_what_update_outputs_added_before_the_resume(tmp_path):
-    class Adding(jaxloop.TrainLoop):
-        def update_outputs(self, loop_outputs, step_outputs):
-            return super().update_outputs(loop_outputs, step_outputs)
-
-        def end(self, state, outputs):
-            seen.append((len(outputs["loss"]), list(outputs.num_examples)))
-            return super().end(state, outputs)
-
-    seen, sizes = [], [8, 8, 4, 8, 8, 8]
-    batch = lambda number: {name: leaf[: sizes[number]] for name, leaf in BATCHES[number].items()}
-    for fails in (True, False):
-        fail = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), at(steps=4))
-        fail.uses_outputs = False
-        actions = [fail] if fails else []
-        train_loop = Adding(STEP, end_actions=[*actions, jaxloop.CheckpointAction(tmp_path, never())])
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=every(steps=2))
-        with pytest.raises(Broken) if fails else contextlib.nullcontext():
-            outer_loop(STATE, jaxloop.from_index(batch, num_batches=6), None, 6)
-    assert seen == [(6, sizes)]
+@pytest.mark.parametrize(("loop_class", "log_interval"), [(jaxloop.TrainLoop, NEVER), (Adding, every(steps=2))])
+def test_a_resumed_loop_returns_all_of_its_outputs_with_their_weights(loop_class, log_interval, tmp_path):
+    sizes = [8, 8, 4, 8, 8, 8]
+    data = jaxloop.from_index(lambda number: {k: leaf[: sizes[number]] for k, leaf in BATCHES[number].items()}, 6)
+    options = {"data": data, "length": (None, 6), "loop_class": loop_class, "log_interval": log_interval}
+    _, outputs = run_until(fail_at(4), tmp_path, **options)
+    assert (len(outputs["loss"]), outputs.num_examples) == (6, sizes)
 
 
 @pytest.mark.parametrize("end", [{"train_total_steps": 7}, {"stop": at(steps=7)}])
@@ -377,14 +330,9 @@ def test_a_signal_at_the_last_step_does_not_lose_the_last_row(end):
 
 
 def test_begin_actions_receive_the_time_since_their_last_call():
-    seen = []
-
-    class Begin(jaxloop.Action):
-        def __call__(self, state, outputs, *, spent, **kwargs):
-            seen.append(spent.steps)
-
-    jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, begin_actions=[Begin()]))(STATE, BATCHES, 12, 4)
-    assert seen == [0, 4, 4]
+    begin = Record(1, lambda spent, **_: spent.steps)
+    jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, begin_actions=[begin]))(STATE, BATCHES, 12, 4)
+    assert begin.seen == [0, 4, 4]
 
 
 class Doubling(jaxloop.TrainLoop):
@@ -402,33 +350,18 @@ class Renaming(jaxloop.TrainLoop):
 @pytest.mark.parametrize("fails_at", [None, 4, 6])
 @pytest.mark.parametrize("loop_class", [Doubling, Renaming])
 def test_an_int_interval_gets_what_the_hooks_made_of_several_loops(loop_class, fails_at, tmp_path):
-    seen = []
-    for fails in [True, False] if fails_at else [False]:
-        fail = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), at(steps=fails_at or 1), runs_last=True)
-        fail.uses_outputs = False
-        action = Calls(
-            lambda step_num, outputs: seen.append({name: len(values) for name, values in outputs.items()}), 3
-        )
-        ends = [action, *([fail] if fails else []), jaxloop.CheckpointAction(tmp_path, never())]
-        outer_loop = jaxloop.OuterLoop(
-            loop_class(STEP, end_actions=ends, stat_names=[]), None, jaxloop.CheckpointSpec(tmp_path), log_interval=3
-        )
-        with pytest.raises(Broken) if fails else contextlib.nullcontext():
-            outer_loop(STATE, jaxloop.from_index(lambda number: BATCHES[number]), 9, 3)
-    assert seen == [{"twice": 9}] and outer_loop.history.paths() == ["train.twice"]
+    action = Record(3, lambda outputs, **_: {name: len(values) for name, values in outputs.items()})
+    fails = fail_at(fails_at, runs_last=True) if fails_at else None
+    outer_loop, _ = run_until(fails, tmp_path, action, length=(9, 3), loop_class=loop_class, log_interval=3)
+    assert action.seen == [{"twice": 9}] and outer_loop.history.paths() == ["train.twice"]
 
 
 def test_begin_actions_of_a_second_call_do_not_see_the_end_of_the_first():
-    seen = []
-
-    class Begin(jaxloop.Action):
-        def __call__(self, state, outputs, *, elapsed, **kwargs):
-            seen.append(elapsed.is_last)
-
-    loop = jaxloop.TrainLoop(STEP, begin_actions=[Begin()])
+    begin = Record(1, lambda elapsed, **_: elapsed.is_last)
+    loop = jaxloop.TrainLoop(STEP, begin_actions=[begin])
     state, _ = loop(STATE, BATCHES, 5)
     loop(state, BATCHES, 5)
-    assert seen == [False, False]
+    assert begin.seen == [False, False]
 
 
 def test_metrics_of_the_call_after_a_failure_are_complete():
@@ -472,8 +405,8 @@ def test_statistics_of_a_loop_begin_where_the_last_one_ended(set_clock):
 
 
 def test_the_last_step_is_saved_despite_ctrl_c(tmp_path):
-    interrupts = Calls(lambda step_num, outputs: signal.raise_signal(signal.SIGINT), last())
-    actions = [Calls(stop_at(4), every(steps=4)), interrupts, jaxloop.CheckpointAction(tmp_path, last())]
+    interrupts = Do(lambda **_: signal.raise_signal(signal.SIGINT), last())
+    actions = [stop_at(4, every(steps=4)), interrupts, jaxloop.CheckpointAction(tmp_path, last())]
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions), log_interval=never())
     outer_loop(STATE, itertools.cycle(BATCHES), 40, 2)
     assert checkpoint.all_steps(tmp_path) == [4]
@@ -503,8 +436,8 @@ def test_should_eval_fn_is_not_called_again_after_a_resume(tmp_path):
 
     def run(fails):
         save = jaxloop.CheckpointAction(tmp_path, 1)
-        failing = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), 2, runs_last=True)
-        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*([failing] if fails else []), save])
+        failing = [Fail(2, Broken(), runs_last=True)] if fails else []
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*failing, save])
         spec = jaxloop.EvalSpec(BATCHES[:2], should_eval_fn=lambda context: asked.append(context.step_num) or True)
         outer_loop = jaxloop.OuterLoop(train_loop, [jaxloop.EvalLoop(EVAL_STEP)], jaxloop.CheckpointSpec(tmp_path))
         outer_loop(STATE, jaxloop.from_index(lambda number: BATCHES[number]), 8, 2, eval_specs=[spec])
@@ -516,33 +449,10 @@ def test_should_eval_fn_is_not_called_again_after_a_resume(tmp_path):
 
 
 def test_evaluations_check_no_schedules_between_steps(set_clock):
-    seen = []
-    action = Calls(lambda step_num, outputs: seen.append(len(outputs["loss"])), every(time=2.0))
+    action = Record(every(time=2.0), lambda outputs, **_: len(outputs["loss"]))
     set_clock(itertools.count(0.0, 1.0).__next__)
     jaxloop.EvalLoop(EVAL_STEP, end_actions=[action], stat_names=[])(STATE, BATCHES[:6])
-    assert seen == [6]
-
-
-def test_a_resumed_loop_returns_all_of_its_outputs(tmp_path):
-    fails = [True]
-
-    def batch(number):
-        if number == 2 and fails:
-            fails.clear()
-            raise Broken
-        return BATCHES[number]
-
-    for resumes in (False, True):
-        save = jaxloop.CheckpointAction(tmp_path, never())
-        train_loop = jaxloop.TrainLoop(STEP, end_actions=[save], stat_names=[])
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
-        data = jaxloop.from_index(batch, num_batches=6)
-        if not resumes:
-            with pytest.raises(Broken):
-                outer_loop(STATE, data, None, 6)
-        else:
-            _, outputs = outer_loop(STATE, data, None, 6)
-            assert len(outputs["loss"]) == len(outputs.num_examples) == 6
+    assert action.seen == [6]
 
 
 # Rows, evaluations and positions are not lost --------------------------------------------------------
@@ -561,7 +471,6 @@ def experiment(directory, *actions, save=1, log_interval=1, loop_class=jaxloop.T
     )
 
 
-DATA = jaxloop.from_index(lambda number: BATCHES[number % 100])
 AT_THE_END = [jaxloop.EvalSpec(BATCHES[:2], interval=last())]
 
 
@@ -591,7 +500,7 @@ class StopsAtItsEnd(jaxloop.TrainLoop):
 def test_restarting_a_stopped_run_keeps_all_rows(by, at, save, tmp_path):
     def run():
         loop_class = StopsAtItsEnd if by == "the hook" else jaxloop.TrainLoop
-        stops = Calls(stop_at(at if by == "an action" else None), every(steps=5), runs_last=True)
+        stops = stop_at(at if by == "an action" else None, every(steps=5), runs_last=True)
         outer_loop = experiment(tmp_path, stops, save=save, loop_class=loop_class)
         state, _ = outer_loop(STATE, DATA, 100, 10, AT_THE_END)
         return int(state.step), rows(outer_loop)
@@ -637,7 +546,7 @@ def test_an_evaluation_prevented_by_a_signal_runs_after_a_resume(first, tmp_path
 
 
 def test_a_stopped_run_keeps_its_position_in_wrapped_data(tmp_path):
-    stops = Calls(stop_at(15), every(steps=5))
+    stops = stop_at(15, every(steps=5))
     experiment(tmp_path, stops, save=last(), loop_class=Wrapping)(STATE, DATA, 100, 10, AT_THE_END)
     assert checkpoint.Checkpoint.at(tmp_path, 15).run()["parts"]["data"]["positions"][0]["data"]["count"] == 15
 
@@ -649,10 +558,9 @@ class NeverStops(type(STEP)):
 
 
 def test_a_stop_output_of_false_does_not_end_the_run():
-    step, called = NeverStops(STEP.base_prng, STEP.model, STEP.optimizer, train=True), []
-    action = Calls(lambda step_num, outputs: called.append(step_num), every(steps=5))
+    step, action = NeverStops(STEP.base_prng, STEP.model, STEP.optimizer, train=True), Record(every(steps=5))
     state, _ = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]))(STATE, BATCHES, 20, 10)
-    assert int(state.step) == 20 and called == [5, 10, 15, 20]
+    assert int(state.step) == 20 and action.seen == [5, 10, 15, 20]
 
 
 class WithoutSuper(jaxloop.TrainLoop):
@@ -661,10 +569,9 @@ class WithoutSuper(jaxloop.TrainLoop):
 
 
 def test_an_end_without_super_loses_no_action():
-    called = []
-    action = Calls(lambda step_num, outputs: called.append(step_num))
+    action = Record()
     jaxloop.OuterLoop(WithoutSuper(STEP, end_actions=[action]))(STATE, BATCHES, 20, 10)
-    assert called == [10, 20]
+    assert action.seen == [10, 20]
 
 
 class ReturnsAnotherDict(jaxloop.TrainLoop):
@@ -675,31 +582,13 @@ class ReturnsAnotherDict(jaxloop.TrainLoop):
 
 @pytest.mark.parametrize("at", [5, 10], ids=["inside a loop", "at its end"])
 def test_a_stop_ends_the_run_whatever_end_returns(at):
-    train_loop = ReturnsAnotherDict(STEP, end_actions=[Calls(stop_at(at), every(steps=5))])
+    train_loop = ReturnsAnotherDict(STEP, end_actions=[stop_at(at, every(steps=5))])
     state, _ = jaxloop.OuterLoop(train_loop)(STATE, BATCHES, 40, 10)
     assert int(state.step) == at
 
 
-def test_a_stop_requested_before_ctrl_c_is_kept(tmp_path):
-    interrupts = [True]
-
-    class EvalData:
-        def __iter__(self):
-            for batch in BATCHES[:4]:
-                if interrupts:
-                    interrupts.clear()
-                    signal.raise_signal(signal.SIGINT)
-                yield batch
-
-    for _ in range(2):  # The second run only makes up for the interrupted evaluation.
-        outer_loop = experiment(tmp_path, Calls(stop_at(5), every(steps=5)), save=every(steps=5))
-        state, _ = outer_loop(STATE, DATA, 30, 10, [jaxloop.EvalSpec(EvalData())])
-    assert int(state.step) == 5 and checkpoint.all_steps(tmp_path) == [5]
-    assert [(step, list(logs)) for step, logs in rows(outer_loop)] == [(5, ["train"]), (5, ["eval"])]
-
-
 def test_a_batch_read_ahead_by_an_earlier_call_is_not_counted(tmp_path):
-    actions = [Calls(stop_at(7), every(steps=7)), jaxloop.CheckpointAction(tmp_path, jaxloop.at(steps=0))]
+    actions = [stop_at(7, every(steps=7)), jaxloop.CheckpointAction(tmp_path, jaxloop.at(steps=0))]
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions))
     outer_loop(STATE, iter(BATCHES), 30, 10)
     checkpoint_of_first = checkpoint.Checkpoint.at(tmp_path, 0).run()["parts"]["data"]["positions"]
@@ -717,14 +606,6 @@ def test_a_batch_read_ahead_by_an_earlier_call_is_not_counted(tmp_path):
 
 
 # Guarantees at the ends of loops and at resumes -----------------------------------------------------------------
-
-
-def fail_at(number):
-    def fail(step_num, outputs):
-        if step_num == number:
-            raise Broken
-
-    return fail
 
 
 def interrupted_data(number, num_batches=None):
@@ -753,18 +634,16 @@ MANY_SUMS = ManySums(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
 
 def sums_of(directory, data, intervals, saves, **length):
     """Returns the sums that actions receive in a run that saves checkpoints: `(action, step, sums)`."""
-    seen = []
 
-    def note(number):
-        totals = lambda outputs: [float(outputs[name][0].total) for name in outputs if name.startswith("average")]
-        return lambda step_num, outputs: seen.append((number, step_num, totals(outputs)))
+    def totals(step_num, outputs, **_):
+        return step_num, [float(outputs[name][0].total) for name in outputs if name.startswith("average")]
 
-    actions = [Calls(note(number), interval) for number, interval in enumerate(intervals)]
+    actions = [Record(interval, totals) for interval in intervals]
     save = jaxloop.CheckpointAction(directory, saves, keep=None)
     train_loop = jaxloop.TrainLoop(MANY_SUMS, end_actions=[*actions, save], stat_names=[])
     outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(directory), log_interval=never())
     outer_loop(STATE, data, **length)
-    return sorted(seen)
+    return sorted((number, *seen) for number, action in enumerate(actions) for seen in action.seen)
 
 
 @pytest.mark.parametrize("length", [{"train_loop_steps": 8, "train_total_steps": 24}, {"train_epochs": 3}], ids=str)
@@ -821,40 +700,18 @@ def test_an_action_that_saves_is_not_called_again_at_the_step_of_its_checkpoint(
     assert called == [[5, 10], [15, 20]]
 
 
-@pytest.mark.parametrize("length", [{}, {"train_loop_steps": 6}, {"train_epochs": 1}], ids=str)
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_the_last_step_is_known_if_the_data_end_where_a_loop_ends(is_interrupted, length, tmp_path):
-    seen, ends = [], []
-    for number in [11, None] if is_interrupted else [None]:
-        at_end, each = Seen(last()), Seen(every(steps=6))
-        train_loop = jaxloop.TrainLoop(
-            STEP, end_actions=[at_end, each, jaxloop.CheckpointAction(tmp_path, never())], stat_names=[]
-        )
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=last())
-        outer_loop(STATE, interrupted_data(number, 12), **length)
-        ends += [(step_num, is_last) for step_num, _, is_last, *_ in at_end.calls]
-        seen += [(step_num, is_last) for step_num, _, is_last, *_ in each.calls]
-    assert ends == [(12, True)] and outer_loop.history.collect("steps") == [12]
-    assert seen[0] == (6, False) and seen[1][0] == 12 and len(seen) == 2
-    assert is_interrupted or seen[1][1]
-
-
 @pytest.mark.parametrize("loop_steps", [5, 10])
 def test_the_time_report_of_an_action_does_not_contain_the_time_to_read_ahead(loop_steps, set_clock):
-    seconds, seen = [0.0], []
+    seconds = [0.0]
     set_clock(lambda: seconds[0])
 
     def batch(number):
         seconds[0] += 100.0 * (number == 5)
         return BATCHES[number]
 
-    class Times(jaxloop.Action):
-        def __call__(self, state, outputs, *, spent, **kwargs):
-            seen.append((spent.steps, spent.data))
-
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[Times(every(steps=5))]))
-    outer_loop(STATE, jaxloop.from_index(batch), 10, loop_steps)
-    assert seen == [(5, 0.0), (5, 100.0)]
+    times = Record(every(steps=5), lambda spent, **_: (spent.steps, spent.data))
+    jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[times]))(STATE, jaxloop.from_index(batch), 10, loop_steps)
+    assert times.seen == [(5, 0.0), (5, 100.0)]
 
 
 def test_a_failed_evaluation_leaves_no_outputs_to_the_next_one():
@@ -877,49 +734,18 @@ def test_a_failed_evaluation_leaves_no_outputs_to_the_next_one():
     assert outer_loop.history.collect("eval.loss") == other.history.collect("eval.loss")
 
 
-@pytest.mark.parametrize("saves", [1, never()], ids=repr)
-@pytest.mark.parametrize("interrupted_at", [1, 2], ids=["before its end", "at its last batch"])
-def test_a_signal_in_an_evaluation_does_not_end_the_resumed_run(interrupted_at, saves, tmp_path):
-    class Data:
-        def __init__(self, interrupted_at):
-            self.interrupted_at = interrupted_at
-
-        def __iter__(self):
-            for index, batch in enumerate(BATCHES):
-                if index == self.interrupted_at:
-                    signal.raise_signal(signal.SIGINT)
-                yield batch
-
-    def run(directory, interrupted_at=None):
-        evaluated = Seen()
-        train_loop = jaxloop.TrainLoop(STEP, end_actions=[jaxloop.CheckpointAction(directory, saves)], stat_names=[])
-        eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluated], stat_names=[])
-        outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], jaxloop.CheckpointSpec(directory))
-        spec = jaxloop.EvalSpec(Data(interrupted_at), num_steps=3)
-        outer_loop(STATE, DATA, 12, 4, [spec])
-        return train_loop.step_num, evaluated.calls, rows(outer_loop)
-
-    step_num, before, _ = run(tmp_path / "broken", interrupted_at)
-    assert step_num == 4 and len(before) == interrupted_at - 1
-    step_num, calls, found = run(tmp_path / "broken")
-    assert (step_num, before + calls, found) == run(tmp_path / "whole")
-
-
 def test_actions_prevented_by_an_exception_receive_what_end_returned_after_a_resume(tmp_path):
     class Counted(jaxloop.TrainLoop):
         def end(self, state, outputs):
             state, outputs = super().end(state, outputs)
             return state, {**outputs, "ended": self.step_num}
 
-    seen = []
-    note = lambda step_num, outputs: seen.append((step_num, outputs["ended"], len(outputs["loss"])))
-    for fails in (True, False):
-        fail, save = Calls(fail_at(8 if fails else None)), jaxloop.CheckpointAction(tmp_path, never())
-        train_loop = Counted(STEP, end_actions=[fail, Calls(note), Calls(note, 2), save], stat_names=[])
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path))
-        with pytest.raises(Broken) if fails else contextlib.nullcontext():
-            outer_loop(STATE, DATA, 12, 4)
-    assert seen == [(4, 4, 4), (8, 8, 4), (8, 8, 8), (12, 12, 4)]
+    note = lambda step_num, outputs, **_: (step_num, outputs["ended"], len(outputs["loss"]))
+    each, second = Record(1, note), Record(2, note)
+    run_until(
+        Fail(2, Broken(), uses_outputs=True), tmp_path, each, second, length=(12, 4), loop_class=Counted, log_interval=1
+    )
+    assert (each.seen, second.seen) == ([(4, 4, 4), (8, 8, 4), (12, 12, 4)], [(8, 8, 8)])
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}], ids=str)
@@ -947,15 +773,11 @@ def test_ends_of_loops_at_which_nothing_is_due_count(fails_at, options, tmp_path
 
 @pytest.mark.parametrize("loop_class", [jaxloop.TrainLoop, OneByOne])
 def test_the_progress_before_the_last_step_counts_the_loops_until_then(loop_class):
-    seen = []
-
-    class Progress(jaxloop.Action):
-        def __call__(self, state, outputs, *, elapsed, **kwargs):
-            seen.append((elapsed.steps, elapsed.loops, elapsed.previous.steps, elapsed.previous.loops))
-
-    train_loop = loop_class(STEP, end_actions=[Progress(every(steps=5))], stat_names=[])
+    what = lambda elapsed, **_: (elapsed.steps, elapsed.loops, elapsed.previous.steps, elapsed.previous.loops)
+    progress = Record(every(steps=5), what)
+    train_loop = loop_class(STEP, end_actions=[progress], stat_names=[])
     jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, DATA, 20, 2)
-    assert seen == [(5, 2, 4, 2), (10, 5, 9, 4), (15, 7, 14, 7), (20, 10, 19, 9)]
+    assert progress.seen == [(5, 2, 4, 2), (10, 5, 9, 4), (15, 7, 14, 7), (20, 10, 19, 9)]
 
 
 def test_two_actions_of_a_class_keep_their_own_states_at_a_resume(tmp_path):
@@ -997,7 +819,7 @@ def test_what_is_due_at_one_step_is_called_in_order(tmp_path):
             note("save")
             super().__call__(*args, **kwargs)
 
-    class Told(Calls):
+    class Told(Do):
         settings = ("volume",)
 
         def change(self, name, value):
@@ -1009,10 +831,10 @@ def test_what_is_due_at_one_step_is_called_in_order(tmp_path):
         return BATCHES[number]
 
     each = every(steps=1)
-    noted = lambda name: lambda step_num, outputs: note(name)
-    actions = [Save(tmp_path, each), Calls(noted("after"), each, runs_last=True), Told(noted("action"), each)]
+    noted = lambda name: lambda **_: note(name)
+    actions = [Save(tmp_path, each), Do(noted("after"), each, runs_last=True), Told(noted("action"), each)]
     train_loop = jaxloop.TrainLoop(STEP, end_actions=actions)
-    eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[Calls(noted("evaluation"))])
+    eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[Do(noted("evaluation"))])
     outer_loop = jaxloop.OuterLoop(
         train_loop, [eval_loop], jaxloop.CheckpointSpec(tmp_path), workdir=tmp_path, log_interval=each
     )

@@ -120,14 +120,6 @@ def test_steps_are_updates_everywhere(options, tmp_path):
     assert "120 steps" in str(outer_loop.spent)
 
 
-def test_a_schedule_fires_when_check_predicts(tmp_path):
-    seen = Seen(schedules.every(10) & ~schedules.every(30) | schedules.at(samples=50))
-    outer_loop = experiment(tmp_path, STEP, seen)
-    report = outer_loop.check(new_state(), BATCHES, 120)
-    outer_loop(new_state(), BATCHES, 120)
-    assert list(report.calls[seen].steps) == [call[0] for call in seen.calls]
-
-
 @pytest.mark.parametrize("stop", [20, 28, 60])
 def test_a_run_interrupted_after_any_batch_resumes_bit_for_bit(stop, tmp_path, assert_same, interrupted):
     whole, _ = experiment(tmp_path / "whole")(new_state(), BATCHES, 80, 40)

@@ -1,0 +1,55 @@
+"""Actions that many tests share: they record their calls, call a function, stop the run or raise an error."""
+
+import jaxloop
+
+
+class Do(jaxloop.Action):
+    """Calls a function with the arguments of each of its calls, by their names."""
+
+    closed = 0  # The number of calls of `close`.
+
+    def __init__(self, function, interval=1, **attributes):
+        super().__init__(interval)
+        self.function = function
+        vars(self).update(attributes)  # Such as uses_outputs=False and runs_last=True.
+
+    def __call__(self, state, outputs, **context):
+        return self.function(state=state, outputs=outputs, **context)
+
+    def close(self):
+        self.closed += 1
+
+
+class Record(Do):
+    """Stores what a function returns for each call, by default the number of the step, in `seen`."""
+
+    def __init__(self, interval=1, what=lambda step_num, **_: step_num, **attributes):
+        super().__init__(lambda **arguments: self.seen.append(what(**arguments)), interval, **attributes)
+        self.seen = []
+
+
+def lengths(interval=1):
+    """Records the step and the number of losses of each call (None for a begin action)."""
+    count = lambda outputs: None if outputs is None else len(outputs["loss"])
+    return Record(interval, lambda step_num, outputs, **_: (step_num, count(outputs)))
+
+
+class Stop(jaxloop.Action):
+    """Asks for the end of the run."""
+
+    def __call__(self, state, outputs, **context):
+        outputs[jaxloop.STOP_LOOP] = True
+
+
+class Fail(jaxloop.Action):
+    """Raises an error, whether or not its outputs were computed."""
+
+    uses_outputs = False
+
+    def __init__(self, interval=1, error=None, **attributes):
+        super().__init__(interval)
+        self.error = error or OSError("the disk is gone")
+        vars(self).update(attributes)
+
+    def __call__(self, state, outputs, **context):
+        raise self.error
