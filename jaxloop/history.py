@@ -21,6 +21,7 @@ from jaxloop import metrics
 from jaxloop.base import checks, files
 from jaxloop.base.text import printable
 from jaxloop.schedules import Elapsed
+from jaxloop.types import Weighted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,6 +51,9 @@ class _Form:
     """The form shared by all rows whose logs have the same keys, in the same order.
 
     A row is stored as one tuple: its progress, and then its values.
+
+    Args:
+      keys: The keys of each value, from the outermost.
 
     Attributes:
       paths: The paths of the values.
@@ -150,8 +154,9 @@ class History:
         Args:
           elapsed: The progress of the run.
           logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and zero-dimensional arrays, including
-            device arrays. Empty dicts are dropped. A device value must not be donated to a step before its copy has
-            reached the host, so copy values that are part of the state.
+            device arrays. A `Weighted` is stored as two values, such as `loss` and `loss (weight)`. Empty dicts are
+            dropped. A device value must not be donated to a step before its copy has reached the host, so copy values
+            that are part of the state.
 
         Raises:
           TypeError: If a value is not a scalar, or a key is not a string.
@@ -392,12 +397,10 @@ class History:
             )
         values: dict[tuple[str, ...], Any] = {}
         _collect(logs, (), values)
-        keys, numbers = tuple(values), _numbers_of(elapsed)
+        form, numbers = _form_of(tuple(values)), _numbers_of(elapsed)
         if not _is_plain(numbers):
             numbers = tuple([_checked(number, unit) for number, unit in zip(numbers, _UNITS, strict=True)])
-        form = _form_of(keys)
-        for path in form.paths:
-            self._newest[path] = len(self._rows)
+        self._newest.update(dict.fromkeys(form.paths, len(self._rows)))
         self._forms.append(form)
         self._rows.append((*numbers, *values.values()))
 
@@ -408,11 +411,11 @@ class History:
         """Reads the device values of the rows up to a number, and writes these rows."""
         lost: list[str] = []
         for number in range(self._num_read, end):
-            form, stored = self._forms[number], self._rows[number]
-            if not _is_plain(stored):
-                self._rows[number] = row = tuple([value if type(value) in _PLAIN else _read(value) for value in stored])
-                if _LOST in row:
-                    lost += [f"{path} at step {row[0]}" for path in form.paths if row[form.places[path]] is _LOST]
+            row = [value if type(value) in _PLAIN else _read(value) for value in self._rows[number]]
+            self._rows[number] = tuple(row)
+            if _LOST in row:
+                form = self._forms[number]
+                lost += [f"{path} at step {row[0]}" for path in form.paths if row[form.places[path]] is _LOST]
         plain = itertools.takewhile(_is_plain, itertools.islice(self._rows, end, None))
         self._num_read = end + sum(1 for _ in plain)
         if self._file is not None:
@@ -507,6 +510,8 @@ def _collect(logs: Mapping[str, Any], outer: tuple[str, ...], values: dict[tuple
             values[keys] = value
         elif _is_mapping(kind):
             _collect(value, keys, values)
+        elif kind is Weighted:
+            _collect({key: value.value, f"{key}{metrics.WEIGHT}": value.weight}, outer, values)
         else:
             values[keys] = _checked(value, *keys)
 

@@ -28,9 +28,6 @@ class Logs(dict[str, Any]):
 
     def add(self, collection: str, name: str, value: Any) -> Self:
         """Adds a value to a collection, and returns self."""
-        for each in (collection, name):
-            if not isinstance(each, str):
-                raise TypeError(f"Logs.add takes the names of a collection and of a value as strings, got {each!r}.")
         self.setdefault(collection, Logs())[name] = value
         return self
 
@@ -100,11 +97,6 @@ class Logs(dict[str, Any]):
         raise AttributeError(f"Attributes of logs are read-only. Write logs.add_metric({name!r}, value).")
 
 
-def _flatten(logs: Logs) -> tuple[list[Any], tuple[str, ...]]:
-    names = tuple(sorted(logs))
-    return [logs[name] for name in names], names
-
-
 def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
     names = tuple(sorted(logs))
     return [(jax.tree_util.DictKey(name), logs[name]) for name in names], names
@@ -112,7 +104,7 @@ def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ..
 
 # This runs in each call to a compiled function, so its speed matters.
 _unflatten = lambda names, values: Logs(zip(names, values, strict=False))
-jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten)
 
 
 def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,21 +141,18 @@ def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
 
     Values are weighted by the number of examples, or by the logged weights, whose sum is returned, too.
     """
-    columns, before, examples = collections.defaultdict[str, list[Weighted]](list), Elapsed(), 1
-    weighted: set[str] = set()  # The paths of values that were logged with their weights.
+    columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)
+    before, examples = Elapsed(), 1
     for elapsed, logs in rows:
         if elapsed.steps != before.steps:  # Otherwise it is the rest of a row.
             examples, before = num_examples(elapsed, before), elapsed
         for path, value in metrics.join_weights(entries(logs)).items():
             if isinstance(value, Weighted):
-                weighted.add(path)
+                weights[path + metrics.WEIGHT] += float(value.weight)
                 columns[path].append(value)
             elif not isinstance(value, str):
                 columns[path].append(Weighted.of(value, examples))
-    found: dict[str, Any] = metrics.summarize(columns)
-    for path in weighted & found.keys():
-        found[path] = Weighted.of(found[path], sum(float(each.weight) for each in columns[path]))
-    return metrics.separate_weights(Logs(traverse_util.unflatten_dict(found, sep=".")))
+    return Logs(traverse_util.unflatten_dict({**metrics.summarize(columns), **weights}, sep="."))
 
 
 @final
@@ -171,23 +160,18 @@ class NewestReady:
     """The latest logged values that have arrived on the host."""
 
     def __init__(self):
-        # The steps that may be in flight. For earlier steps, only the latest values of each collection are kept.
-        self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=128)
-        self._before = Logs()
+        self._recent = collections.deque[Mapping[str, Any]]()  # The steps that may be in flight.
+        self._before: dict[str, Any] = {}  # The latest values of earlier steps.
 
     def push(self, logs: Mapping[str, Any]) -> None:
-        """Adds the logs of the next step. More values may be added to these logs until the next call."""
-        if self._recent:
-            self._before.update(self._recent[-1])
+        """Adds the logs of the next step."""
         self._recent.append(logs)
+        if len(self._recent) > 128:
+            self._before |= self._recent.popleft()
 
     def scalars(self) -> dict[str, Any]:
         """Returns a dict of the latest values that can be read without waiting, keyed by name."""
-        found: dict[str, dict[str, Any]] = {}
-        for logs in (*reversed(self._recent), self._before):
-            for collection in logs.keys() - found.keys():
-                ready = metrics.ready_scalars(named({collection: logs[collection]}))
-                if ready:
-                    found[collection] = ready
-        # As in `named`, a metric replaces a loss with the same name.
-        return {**found.pop("losses", {}), **{name: value for each in found.values() for name, value in each.items()}}
+        found = {}
+        for logs in (self._before, *self._recent):
+            found |= metrics.ready_scalars(named(logs))
+        return found
