@@ -411,11 +411,11 @@ class History:
         """Reads the device values of the rows up to a number, and writes these rows."""
         lost: list[str] = []
         for number in range(self._num_read, end):
-            row = [value if type(value) in _PLAIN else _read(value) for value in self._rows[number]]
-            self._rows[number] = tuple(row)
-            if _LOST in row:
-                form = self._forms[number]
-                lost += [f"{path} at step {row[0]}" for path in form.paths if row[form.places[path]] is _LOST]
+            form, stored = self._forms[number], self._rows[number]
+            if not _is_plain(stored):
+                self._rows[number] = row = tuple([value if type(value) in _PLAIN else _read(value) for value in stored])
+                if _LOST in row:
+                    lost += [f"{path} at step {row[0]}" for path in form.paths if row[form.places[path]] is _LOST]
         plain = itertools.takewhile(_is_plain, itertools.islice(self._rows, end, None))
         self._num_read = end + sum(1 for _ in plain)
         if self._file is not None:

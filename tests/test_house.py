@@ -70,7 +70,7 @@ BUDGET = {
     "eval_loop": 49,
     "examples": 156,
     "experiment": 1126,
-    "functional": 726,
+    "functional": 700,
     "history": 367,
     "loop": 76,
     "metrics": 288,

@@ -88,11 +88,7 @@ def end_row(loop_state: LoopState) -> None:
     if ended:
         loop_state.newest.push(ended)
         loop_state.logs = Logs()
-        try:
-            loop_state.history.commit(loop_state.elapsed, ended)
-        except Exception as error:
-            error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
-            raise
+        loop_state.history.commit(loop_state.elapsed, ended)
     if outputs:
         loop_state.outputs = {}
         loop_state.history.add_outputs(loop_state.elapsed, outputs)
@@ -153,7 +149,8 @@ class FunctionTask(Item):
     def call(self, moment: Moment) -> bool:
         self._loop_state.elapsed = moment.now
         self()
-        _pass_on_stop(self._loop_state, moment)
+        if self._loop_state.stop_iteration and moment.outputs is not None:
+            moment.outputs[types.STOP_LOOP] = True
         return not getattr(self.of, "was_interrupted", False)
 
     def __call__(self) -> None:
@@ -214,8 +211,7 @@ def call_of(callback: Callback) -> Callable[[LoopState], Any]:
 
 def _call_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
     """Calls a `Step`. Its numbers are logged as metrics, and its other values are outputs."""
-    now = loop_state.elapsed
-    state, found = step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
+    state, found = step(loop_state.state, loop_state.batch, loop_state.elapsed.steps - 1, elapsed=loop_state.elapsed)
     numbers, outputs = Logs(), {}
     for name, value in (found or {}).items():
         value = value if isinstance(value, types.Weighted) else metrics.value_of(value)
@@ -240,10 +236,7 @@ class ActionTask(ActionItem):
 
     def __init__(self, of: Callback, action: Action, loop_state: LoopState):
         if not isinstance(action.interval, Schedule) and action.interval != 1:
-            raise ValueError(
-                f"{action!r} counts train loops, but there are none here. Leave its interval out: the schedule of its "
-                "task determines when it is called."
-            )
+            raise ValueError(f"{action!r} counts train loops, but there are none here. Leave its interval out.")
         super().__init__(action, {}, Rank.SAVE if action.time_category == "checkpoints" else Rank.ACTION)
         self.reads = "nothing"  # Of the engine's outputs.
         self.name: str = " ".join([type(action).__qualname__, *action.monitors])
@@ -261,25 +254,25 @@ class ActionTask(ActionItem):
         """Calls the action now, unless it was called at this step."""
         now = self._loop_state.elapsed
         if self.called_at != now.steps:
-            self.call(Moment(None, now, None, Spent()))
+            self.call(Moment(None, now, metrics.LoopOutputs(), Spent()))
             self.mark(now, Spent(), 0)
 
     def call(self, moment: Moment) -> bool:
-        loop_state = self._loop_state
+        loop_state, outputs = self._loop_state, moment.outputs
+        assert outputs is not None
         loop_state.elapsed = moment.now
         end_row(loop_state)  # No other callback of this step follows, except for actions.
-        outputs = self._outputs()
-        super().call(moment._replace(state=loop_state.state, outputs=outputs))
+        if self.action.uses_outputs and self.action.needs_all_outputs:
+            self._add_rows(outputs)
+        elif self.action.uses_outputs:
+            outputs.update(loop_state.newest.scalars())
+        super().call(moment._replace(state=loop_state.state))
         loop_state.stop_iteration |= outputs.asks_to_stop
-        _pass_on_stop(loop_state, moment)
         return True
 
-    def _outputs(self) -> metrics.LoopOutputs:
-        history, outputs = self._loop_state.history, metrics.LoopOutputs()
-        if not self.action.uses_outputs:
-            return outputs
-        if not self.action.needs_all_outputs:
-            return metrics.LoopOutputs(self._loop_state.newest.scalars())
+    def _add_rows(self, outputs: metrics.LoopOutputs) -> None:
+        """Adds the logs since the last call."""
+        history = self._loop_state.history
         first = min(self._next_row, len(history))  # The history may have been damaged.
         before, self._next_row = history[first - 1].elapsed if first else Elapsed(), len(history)
         for elapsed, logs in [history[index] for index in range(first, len(history))]:
@@ -291,7 +284,6 @@ class ActionTask(ActionItem):
         for elapsed, found in history.outputs[-1:] if not self.action.monitors else ():
             if elapsed.steps == self._loop_state.elapsed.steps:
                 outputs.update({name: [value] for name, value in metrics.fetch(found).items()})
-        return outputs
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"action": dict(super().state_dict()), "next_row": self._next_row}
@@ -305,8 +297,3 @@ def _joined(keys: Iterable[Schedule | Key]) -> Schedule:
     """Returns a schedule that fires when any of these does."""
     schedules = [key for key in keys if isinstance(key, Schedule)]
     return functools.reduce(operator.or_, schedules) if schedules else never()
-
-
-def _pass_on_stop(loop_state: LoopState, moment: Moment) -> None:
-    if loop_state.stop_iteration and moment.outputs is not None:
-        moment.outputs[types.STOP_LOOP] = True

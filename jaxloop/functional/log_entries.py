@@ -57,6 +57,10 @@ class Logs(dict[str, Any]):
         """
         return self.setdefault("updates", Logs())
 
+    @updates.setter
+    def updates(self, logs: Mapping[str, Any] | None) -> None:
+        self.merge({name: value for name, value in (logs or {}).items() if name != "updates"})
+
     def merge(self, other: Mapping[str, Any]) -> Self:
         """Merges all entries of `other` into these logs, collection by collection, and returns self."""
         for name, value in other.items():
@@ -81,20 +85,10 @@ class Logs(dict[str, Any]):
         if name in self:
             value = self[name]
             return Logs(value) if isinstance(value, Mapping) and not isinstance(value, Logs) else value
-        if name.startswith("__"):
-            raise AttributeError(name)
         try:
             return self.entry_value(name)
         except ValueError as error:
             raise AttributeError(error.args[0]) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "updates":
-            if value is not None and not isinstance(value, Mapping):
-                raise TypeError(f"logs.updates = ... takes the logs that a callback returned, got {value!r}.")
-            self.merge({name: each for name, each in (value or {}).items() if name != "updates"})
-            return
-        raise AttributeError(f"Attributes of logs are read-only. Write logs.add_metric({name!r}, value).")
 
 
 def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:

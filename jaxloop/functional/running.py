@@ -154,7 +154,7 @@ class TaskLoop(Loop):
         is_of_each_step = lambda task: is_always(task.interval) and task.time_category is None
         self.of_each_step: list[FunctionTask] = list(itertools.takewhile(is_of_each_step, scheduled))
         for task in self.of_each_step:
-            task.rank = Rank.ELSEWHERE  # The program calls them.
+            task.keys = []  # The program calls it, so the engine never does.
         self._actions = list(actions.values())
         savers = [task.action for task in self._actions if isinstance(task.action, CheckpointAction)]
         self.directories: list[epath.Path] = list(dict.fromkeys(action.directory for action in savers))
@@ -320,8 +320,6 @@ class TaskProgram(Program):
         # The first step of this stretch at which the run may end.
         self._first_end = ran.step_num + (room if deadline == math.inf else 1)
         super().run(ran, feed, room, requests, deadline)
-        for task in self._loop.of_each_step:
-            task.called_at = self._now.steps
         if self._loop.loop_state.stop_iteration:
             requests.pauses, feed.has_ended = pauses, True  # Ends the loop here.
             self._run.agenda.stopped_by = "a callback"

@@ -89,18 +89,15 @@ class CheckpointTool(Tool):
 
 
 def kind_on_host(leaf: Any) -> str | None:
-    """Returns the kind of a leaf in host memory: "array" or "scalar" of NumPy, or "number". None for other leaves."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return "array" if isinstance(leaf, np.ndarray) else "scalar"
-    return None if hasattr(leaf, "shape") else "number"
+    """Returns the kind of a leaf in host memory: "numpy" or "builtins", for Python numbers. None for a JAX array."""
+    return None if isinstance(leaf, jax.Array) else type(leaf).__module__
 
 
 def as_kind(kind: str | None, leaf: Any) -> Any:
     """Converts a restored leaf to the kind that `kind_on_host` returned before it was saved."""
     if kind is None:
         return jnp.asarray(leaf)
-    array = np.asarray(leaf)
-    return array if kind == "array" else array[()] if kind == "scalar" else array.item()
+    return np.asarray(leaf).item() if kind == "builtins" else np.asarray(leaf)[()]
 
 
 def checkpoint(
