@@ -74,7 +74,7 @@ BUDGET = {
     "history": 367,
     "loop": 76,
     "metrics": 288,
-    "models": 951,
+    "models": 957,
     "outer_loop": 333,
     "partition": 528,
     "processes": 521,

@@ -137,8 +137,7 @@ class FunctionTask(Item):
         self.of: Callback = of
         self.keys: list[Schedule | Key] = [key]
         self.time_category: str | None = getattr(of, "time_category", None)
-        is_object = hasattr(of, "__loop_callback__")
-        self.name: str = type(of).__qualname__ if is_object else f"{self._short_name} {key!r}"
+        self.name: str = type(of).__qualname__ if hasattr(of, "__loop_callback__") else f"{self._short_name} {key!r}"
         # Whether anything that it reported is part of the state; None before the first report.
         self._reports_state: bool | None = None
 
@@ -204,8 +203,6 @@ def call_of(callback: Callback) -> Callable[[LoopState], Any]:
     if call is not None:
         return call
     number = _num_arguments(callback)
-    if number == 2:  # The most common case.
-        return lambda it: callback(it.state, it.batch)
     return lambda it: callback(*(it.state, it.batch, it.elapsed, it)[:number])
 
 

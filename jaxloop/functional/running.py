@@ -220,17 +220,15 @@ class TaskLoop(Loop):
 
     def _resume(self) -> bool:
         """Resumes from the newest checkpoint. Returns False if there is none."""
-        loop_state, directories = self.loop_state, self._resumed_from
-        given = checks.as_arrays(loop_state.state)
-        restored = checkpoints.open_newest(saved_paths(directories, self.job), lambda opened: opened.restore(given))
+        loop_state, given = self.loop_state, checks.as_arrays(self.loop_state.state)
+        restored = checkpoints.open_newest(saved_paths(self._resumed_from, self.job), lambda it: it.restore(given))
         if restored is None:
-            logging.info("No checkpoint found in %s", " and ".join(map(str, directories)))
+            logging.info("No checkpoint found in %s", " and ".join(map(str, self._resumed_from)))
             self._whole.rows.begin(loop_state.elapsed.steps)
             announce("The loop saves checkpoints in %s.", " and ".join(map(str, self.directories)))
             return False
         opened, state = restored
-        remedy = "To change it, let a callback return a state with another value."
-        loop_state.state = reconcile_hyperparams(given, state, restores=True, remedy=remedy)
+        loop_state.state = reconcile_hyperparams(given, state, restores=True, remedy="Change it in a callback.")
         self.resume(opened.elapsed())
         self._whole.rows.begin(opened.step)
         self._whole.load(opened, loop_state.state)
@@ -238,8 +236,7 @@ class TaskLoop(Loop):
         loop_state.stop_iteration = self.engine.run.agenda.wants_stop
         for task in self._actions:
             if isinstance(task.action, CheckpointAction):  # Its directory tells whether it saved this step.
-                is_saved = opened.step in checkpoints.all_steps(task.action.directory)
-                task.called_at = opened.step if is_saved else None
+                task.called_at = opened.step if opened.step in checkpoints.all_steps(task.action.directory) else None
         announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
         return True
 
@@ -282,9 +279,9 @@ def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: 
     # The batch size is unknown, so assume that any number of examples is reached at once.
     course = Course(Plan(total=total_steps), batches_in_pass=num_batches, rows=2**30, most_moments=100)
     for task in tasks if not course.is_over else ():
-        when = task.interval
+        when, name = task.interval, name_of(getattr(task, "action", task.of))
         if not is_always(when) and not is_never(when) and course.calls(when).is_never:
-            _warn_once(f"{when!r} would never fire, so {name_of(task.of)} would never be called: {course}.")
+            _warn_once(f"{when!r} would never fire, so {name} would never be called: {course}.")
 
 
 _warn_once = functools.cache(logging.warning)  # A loop may run within each step of another one.
@@ -319,8 +316,17 @@ class TaskProgram(Program):
         self._now, self._start = self._run.now, self._run.clock.time() - timing.clock()
         # The first step of this stretch at which the run may end.
         self._first_end = ran.step_num + (room if deadline == math.inf else 1)
-        super().run(ran, feed, room, requests, deadline)
-        if self._loop.loop_state.stop_iteration:
+        loop_state, callbacks = self._loop.loop_state, [task.of for task in self._loop.of_each_step]
+        # No other callback reads the state between the steps of a single compiled function.
+        compiled = callbacks[0] if len(callbacks) == 1 and getattr(callbacks[0], "donates", False) else None
+        if compiled is not None:
+            loop_state.state = compiled.enter(loop_state.state)
+        try:
+            super().run(ran, feed, room, requests, deadline)
+        finally:
+            if compiled is not None:
+                loop_state.state = compiled.leave(loop_state.state)
+        if loop_state.stop_iteration:
             requests.pauses, feed.has_ended = pauses, True  # Ends the loop here.
             self._run.agenda.stopped_by = "a callback"
 

@@ -41,9 +41,6 @@ class Tool:
         self.action: Action = action
         self.resume: bool = resume
 
-    def __repr__(self) -> str:
-        return repr(self.action)
-
     def __call__(self, elapsed: Elapsed, state: Any = None, logs: Mapping[str, Any] | None = None) -> bool:
         """Calls the action at a step of a hand-written loop, and finishes its work.
 

@@ -63,6 +63,11 @@ class FunctionStep(NumpyStep):
 
 
 @final
+class Carry(list[Any]):
+    """A state between two calls of a `CompiledFunction`, as its only item. Each call replaces the item."""
+
+
+@final
 class CompiledFunction:
     """Compiles a pure function of `(state, batch)` for all devices.
 
@@ -81,6 +86,9 @@ class CompiledFunction:
       train: Whether to update the state with the gradient of the sum of the logged losses. The state must be a
         `TrainState`.
       donate: Whether to donate the state, so that the new state reuses its memory.
+
+    Attributes:
+      donates: True if the state is donated.
     """
 
     def __init__(
@@ -101,16 +109,14 @@ class CompiledFunction:
                 "functools.partial, and put other arrays into the state."
             )
         functools.update_wrapper(self, fn)
-        self._fn, self._partitioner, self._train, self._donate = fn, partitioner, train, donate
+        self._fn, self._partitioner, self._train, self.donates = fn, partitioner, train, donate
         self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
         self._num_calls = 0
+        self._step = FunctionStep(self._run, partitioner, train=train)
+        self._compiled = self._step._runner.programs.compiled(evaluates=not donate)
 
     def __repr__(self) -> str:
         return f"{'train_step' if self._train else 'step'}({name_of(self._fn)})"
-
-    @functools.cached_property
-    def _step(self) -> FunctionStep:
-        return FunctionStep(self._run, self._partitioner, train=self._train)
 
     def __call__(self, state: Any, batch: types.Batch) -> Any:
         """Returns `(logs, state)`, or `(outputs, logs, state)` if the function returns outputs.
@@ -119,38 +125,46 @@ class CompiledFunction:
           state: The state.
           batch: A host batch, which is sharded over the devices.
         """
-        runner = self._step._runner
-        ready = runner.states.prepare(state)
+        carry, runner = state if isinstance(state, Carry) else self.enter(state), self._step._runner
         batch = self._step.preprocess_batch(batch)
         runner.batch_watch.look([batch])
-        compiled = runner.programs.compiled(evaluates=not self._donate)
         try:
             placed = runner.place(batch, evaluates=not self._train)
-            carry, found = compiled.call(compiled.enter(ready), placed, runner.batch_watch.form)
+            carry[0], found = self._compiled.call(carry[0], placed, runner.batch_watch.form)
         except Exception as error:
             runner.explain(error, batch)
             raise
-        if self._donate:
-            if ready is not state:  # A state that this function returned is known.
-                checks.mark_donated(state, repr(self))
-            state = compiled.leave(carry)
-            runner.states.remember(state, carry)
+        if self.donates and carry is not state:
+            state = self.leave(carry)
         self._num_calls += 1
         if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
-            metrics.wait((state, found))
+            metrics.wait((carry[0], found))
         outputs, logs, state = found["outputs"], found["logs"], found.get("state", state)
         return (logs, state) if outputs is None else (outputs, logs, state)
+
+    def enter(self, state: Any) -> "Carry":
+        """Converts a state to the form that may be passed from call to call instead, which is faster."""
+        ready = self._step._runner.states.prepare(state)
+        if self.donates and ready is not state:  # Otherwise, a state that this function returned.
+            checks.mark_donated(state, repr(self))
+        return Carry([self._compiled.enter(ready)])
+
+    def leave(self, carry: "Carry") -> Any:
+        """Converts a carry back to a state."""
+        state = self._compiled.leave(carry[0])
+        self._step._runner.states.remember(state, carry[0])
+        return state
 
     # Traced ----------------------------------------------------------------------------------------
 
     def _run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        rows = checks.num_examples(batch)
-
         def call(state: Any) -> tuple[Any, Any, Any]:
             outputs, logs, new_state = outputs_logs_and_state(self._fn(state, batch), name_of(self._fn), state)
             if logs:
                 logs = metrics.separate_weights(logs)
-                losses = jax.tree.map(lambda loss: types.mean_loss(loss, rows), logs.get("losses") or {})
+                losses = jax.tree.map(
+                    lambda loss: types.mean_loss(loss, checks.num_examples(batch)), logs.get("losses") or {}
+                )
                 logs = type(logs)({**logs, "losses": losses}) if losses else logs
             return outputs, logs, new_state
 
@@ -159,7 +173,7 @@ class CompiledFunction:
         if new_state is None:
             return state, found
         checks.check_same_state(state, new_state, repr(self))
-        if self._donate:
+        if self.donates:
             return new_state, found
         if self._partitioner.mesh is not None:  # Otherwise, the compiler would choose the sharding.
             new_state = jax.lax.with_sharding_constraint(new_state, self._partitioner.sharding)
