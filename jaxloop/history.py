@@ -21,6 +21,7 @@ from jaxloop import metrics
 from jaxloop.base import checks, files
 from jaxloop.base.text import printable
 from jaxloop.schedules import Elapsed
+from jaxloop.types import Weighted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,6 +51,9 @@ class _Form:
     """The form shared by all rows whose logs have the same keys, in the same order.
 
     A row is stored as one tuple: its progress, and then its values.
+
+    Args:
+      keys: The keys of each value, from the outermost.
 
     Attributes:
       paths: The paths of the values.
@@ -147,8 +151,9 @@ class History:
         Args:
           elapsed: The progress of the run.
           logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and zero-dimensional arrays, including
-            device arrays. Empty dicts are dropped. A device value must not be donated to a step before its copy has
-            reached the host, so copy values that are part of the state.
+            device arrays. A `Weighted` is stored as two values, such as `loss` and `loss (weight)`. Empty dicts are
+            dropped. A device value must not be donated to a step before its copy has reached the host, so copy values
+            that are part of the state.
 
         Raises:
           TypeError: If a value is not a scalar, or a key is not a string.
@@ -389,12 +394,10 @@ class History:
             )
         values: dict[tuple[str, ...], Any] = {}
         _collect(logs, (), values)
-        keys, numbers = tuple(values), _numbers_of(elapsed)
+        form, numbers = _form_of(tuple(values)), _numbers_of(elapsed)
         if not _is_plain(numbers):
             numbers = tuple([_checked(number, unit) for number, unit in zip(numbers, _UNITS, strict=True)])
-        form = _form_of(keys)
-        for path in form.paths:
-            self._newest[path] = len(self._rows)
+        self._newest.update(dict.fromkeys(form.paths, len(self._rows)))
         self._forms.append(form)
         self._rows.append((*numbers, *values.values()))
 
@@ -421,8 +424,7 @@ class History:
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Returns the paths to plot, keyed by the name of the plot that shows them."""
-        newest = {path: self._rows[number][self._forms[number].places[path]] for path, number in self._newest.items()}
-        numbers = [path for path, value in newest.items() if not isinstance(value, str)]
+        numbers = [path for path in self._newest if not isinstance((self.last(path) or ("",))[-1], str)]
         if not names:
             names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
         if not names:
@@ -502,6 +504,8 @@ def _collect(logs: Mapping[str, Any], outer: tuple[str, ...], values: dict[tuple
             values[keys] = value
         elif _is_mapping(kind):
             _collect(value, keys, values)
+        elif kind is Weighted:
+            _collect({key: value.value, f"{key}{metrics.WEIGHT}": value.weight}, outer, values)
         else:
             values[keys] = _checked(value, *keys)
 

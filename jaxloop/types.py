@@ -371,12 +371,13 @@ def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[st
       outputs: The outputs of a step. Those whose names contain "loss" are treated as losses.
       num_examples: The number of examples in the batch. If None (unknown), the outputs are returned unchanged.
     """
+    return {name: mean_loss(each, num_examples) if "loss" in name.lower() else each for name, each in outputs.items()}
 
-    def is_per_example(name: str, value: Any) -> bool:
-        is_array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
-        return "loss" in name.lower() and is_array and value.shape == (num_examples,)
 
-    return {name: value.mean() if is_per_example(name, value) else value for name, value in outputs.items()}
+def mean_loss(loss: Any, num_examples: int | None) -> Any:
+    """Returns the mean of a loss, if it is an array of per-example losses; otherwise the loss itself."""
+    is_array = isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)
+    return loss.mean() if is_array and loss.shape == (num_examples,) else loss
 
 
 @final

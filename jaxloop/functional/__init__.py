@@ -31,18 +31,11 @@ the other APIs.
 - `checkpoint`, `early_stopping`, `keras_bar` and `inner_loop` return callbacks.
 """
 
+from jaxloop.functional.callbacks import Callback, LoopState, Tasks, on_end, on_start
 from jaxloop.functional.counting import elapse
 from jaxloop.functional.log_entries import Logs
-from jaxloop.functional.loop_state import Callback, LoopState, Tasks, on_end, on_start
 from jaxloop.functional.running import loop
-from jaxloop.functional.tools import (
-    checkpoint,
-    early_stopping,
-    inner_loop,
-    keras_bar,
-    step,
-    train_step,
-)
+from jaxloop.functional.tools import checkpoint, early_stopping, inner_loop, keras_bar, step, train_step
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, after, always, at, every, first, last, never
 

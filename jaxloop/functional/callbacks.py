@@ -1,37 +1,119 @@
-"""The callbacks of a loop, as items of its engine."""
+"""The callbacks of a loop, as items of its engine, and the state of the loop as they see it."""
 
-import contextlib
+import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxloop import metrics, types
-from jaxloop.actions.action import Action
-from jaxloop.base import checks
+from jaxloop.actions import Action, CheckpointAction
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
-from jaxloop.engine.program import Program
-from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
-from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, arguments, end_row, num_arguments
-from jaxloop.functional.tools import Tool
+from jaxloop.functional.log_entries import Logs, NewestReady, aggregate, named, num_examples
 from jaxloop.history import History
-from jaxloop.models.function_step import CompiledFunction, name_of, outputs_logs_and_state
-from jaxloop.schedules import Elapsed, Schedule, is_always, never
+from jaxloop.models.function_step import name_of, outputs_logs_and_state, positional_arguments
+from jaxloop.schedules import Elapsed, Schedule, never
 from jaxloop.step import Step
 
-Report = Callable[[LoopState], tuple[Any, Any, Any]]
-"""Calls a callback. Returns `(outputs, logs, state)`, with None for unchanged parts."""
+
+@final
+class Key(str):
+    """A key of `tasks`, used in place of a schedule."""
 
 
-def action_of(callback: Callback) -> Action | None:
-    """Returns the action that a callback is or contains, if it is of such a kind."""
-    if isinstance(callback, Tool):
-        return callback.action
-    return callback if isinstance(callback, Action) else None
+on_start: Key = Key("on_start")
+"""The key for callbacks that run before the first step. Their batch is None."""
+on_end: Key = Key("on_end")
+"""The key for callbacks that run after the last step, even after Ctrl-C, but not after an exception."""
+
+
+@final
+@dataclasses.dataclass
+class LoopState:
+    """The state of a loop. A callback with four arguments receives it as its last argument.
+
+    Attributes:
+      state: The train state. A callback may replace it.
+      history: The history of the run up to the previous step.
+      elapsed: The progress of the loop, including this step.
+      batch: The batch of this step. None before the first step, and right after a resume.
+      logs: The values that the callbacks of this step have logged so far.
+      outputs: The outputs that the callbacks of this step have returned so far, by name.
+      metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
+        numbers, strings, arrays, lists or dicts.
+      stop_iteration: Set this to True to end the loop after this step.
+      total_steps: The planned number of steps; None if `stop` doesn't determine it.
+      newest: The latest values that have arrived on the host. Set by the loop.
+    """
+
+    state: Any = dataclasses.field(repr=False)
+    history: History
+    elapsed: Elapsed
+    batch: Any = dataclasses.field(default=None, repr=False)
+    logs: Logs = dataclasses.field(default_factory=Logs)
+    outputs: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    stop_iteration: bool = False
+    total_steps: int | None = None
+    newest: NewestReady = dataclasses.field(default_factory=NewestReady, init=False, repr=False)
+
+    @property
+    def accumulated_logs(self) -> Logs:
+        """The example-weighted means of all logs, including this step's.
+
+        Reading them waits for the devices, and takes longer the more rows the history has.
+        """
+        return aggregate([*self.history, (self.elapsed, metrics.fetch(self.logs))])
+
+
+Callback = Any
+"""A callback of any kind that a loop accepts.
+
+A callback is a `Step`, an `Action`, an object with a `__loop_callback__` method, or a function that takes up to four
+arguments: `(state, batch, elapsed, loop_state)`.
+"""
+
+Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
+"""Schedules and their callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
+
+
+def end_row(loop_state: LoopState) -> None:
+    """Adds a row with the logs of this step to the history, and begins the next one."""
+    ended, outputs = loop_state.logs, loop_state.outputs
+    if ended:
+        loop_state.newest.push(ended)
+        loop_state.logs = Logs()
+        loop_state.history.commit(loop_state.elapsed, ended)
+    if outputs:
+        loop_state.outputs = {}
+        loop_state.history.add_outputs(loop_state.elapsed, outputs)
+
+
+ARGUMENTS = ("state", "batch", "elapsed", "loop_state")
+
+
+def _num_arguments(callback: Callable[..., Any]) -> int:
+    """Returns the number of arguments that a callback takes.
+
+    Raises a `TypeError` that names the callback if it can't be called with the loop's arguments.
+    """
+    names, _ = positional_arguments(callback)
+    takes = f"The callback {name_of(callback)} takes ({', '.join(names)}), but callbacks receive up to four arguments"
+    takes = f"{takes}, ({', '.join(ARGUMENTS)})."
+    if len(names) > len(ARGUMENTS):
+        raise TypeError(f"{takes} Bind the others: functools.partial(...), or a default value.")
+    if any(name in ARGUMENTS and name != ARGUMENTS[index] for index, name in enumerate(names)):
+        count = max(ARGUMENTS.index(name) for name in names if name in ARGUMENTS) + 1
+        raise TypeError(f"{takes} Write ({', '.join(ARGUMENTS[:count])}).")
+    return len(names)
+
+
+# Items -----------------------------------------------------------------------------------------------
 
 
 @final
@@ -40,157 +122,99 @@ class FunctionTask(Item):
 
     Args:
       of: The callback.
+      key: Its key in the tasks.
       loop_state: The state of the loop.
 
     Attributes:
       of: The callback.
-      when: The schedule.
-      time_category: See `Item`.
-      has_reported: True if the callback has reported logs.
-      reports_state: True if anything that it reported is part of the state.
+      keys: Its key in the tasks.
+      name, time_category: See `Item`.
     """
 
-    def __init__(self, of: Callback, loop_state: LoopState):
+    def __init__(self, of: Callback, key: Schedule | Key, loop_state: LoopState):
         super().__init__(Rank.ACTION)
+        self._loop_state, self._call, self._short_name = loop_state, call_of(of), name_of(of)
         self.of: Callback = of
-        self.when: Schedule = never()
+        self.keys: list[Schedule | Key] = [key]
         self.time_category: str | None = getattr(of, "time_category", None)
-        self._loop_state, self._report = loop_state, _report_of(of)
-        self.has_reported: bool = False
-        self.reports_state: bool = False
-        self._reports_weights = False
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        has_state = hasattr(self.of, "__loop_callback__")
-        return type(self.of).__qualname__ if has_state else f"{name_of(self.of)} {self.when!r}"
+        self.name: str = type(of).__qualname__ if hasattr(of, "__loop_callback__") else f"{self._short_name} {key!r}"
+        # Whether anything that it reported is part of the state; None before the first report.
+        self._reports_state: bool | None = None
 
     @property
     def interval(self) -> Schedule:
-        return self.when
+        return _joined(self.keys)
 
     def call(self, moment: Moment) -> bool:
         self._loop_state.elapsed = moment.now
         self()
-        _pass_on_stop(self._loop_state, moment)
+        if self._loop_state.stop_iteration and moment.outputs is not None:
+            moment.outputs[types.STOP_LOOP] = True
         return not getattr(self.of, "was_interrupted", False)
 
     def __call__(self) -> None:
         """Calls the callback. An error names it and the step."""
-        try:
-            self._call()
-        except BaseException as error:
-            error.add_note(f"in the callback {name_of(self.of)}, at step {self._loop_state.elapsed.steps}")
-            raise
-
-    def _call(self) -> None:
         loop_state = self._loop_state
-        outputs, logs, state = self._report(loop_state)
-        if logs and "updates" in logs:
-            logs = {name: value for name, value in logs.items() if name != "updates"}
-        if not self.has_reported and not (outputs is None and logs is None):
-            self._check_report(outputs, logs, state)
-        if self._reports_weights:
-            logs = metrics.separate_weights(logs or Logs())
-        if self.reports_state:
-            outputs, logs = jax.tree.map(_copied, (outputs, logs))
-        if outputs is not None:
-            loop_state.outputs.update(outputs if isinstance(outputs, Mapping) else {name_of(self.of): outputs})
-        if logs:
-            loop_state.logs.merge(logs)
-        if state is not None:
-            loop_state.state = state
-
-    @contextlib.contextmanager
-    def compiled(self) -> Iterator[None]:
-        """A context in which the state has the form that a compiled function passes from one step to the next.
-
-        Nothing else may read the state meanwhile. If the function doesn't have such a form, the context has no effect.
-        """
-        is_known = isinstance(self.of, CompiledFunction) and self.has_reported and not self.reports_state
-        program, report, loop_state = self.of.program() if is_known else None, self._report, self._loop_state
-        if program is None:
-            yield
-            return
-        states, given = program.step._runner.states, loop_state.state
-        loop_state.state, self._report = (
-            program._compiled.enter(states.prepare(given)),
-            lambda it: _report_compiled(program, it),
-        )
-        checks.mark_donated(given, repr(self.of))
         try:
-            yield
-        finally:
-            loop_state.state, self._report = program._compiled.leave(loop_state.state), report
-            states.remember(loop_state.state)
+            outputs, logs, state = outputs_logs_and_state(self._call(loop_state), self._short_name, loop_state.state)
+            if logs and "updates" in logs:
+                logs = {name: value for name, value in logs.items() if name != "updates"}
+            if self._reports_state is None and (outputs is not None or logs):
+                self._check_report(outputs, logs, state)
+            if self._reports_state:
+                copied = lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+                outputs, logs = jax.tree.map(copied, (outputs, logs))
+            if outputs is not None:
+                loop_state.outputs |= outputs if isinstance(outputs, Mapping) else {self._short_name: outputs}
+            if logs:
+                loop_state.logs.merge(logs)
+            if state is not None:
+                loop_state.state = state
+        except BaseException as error:
+            error.add_note(f"in the callback {self._short_name}, at step {loop_state.elapsed.steps}")
+            raise
 
     def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
         """Checks the callback's first report."""
-        self.has_reported = bool(logs)
-        if logs:
-            # Raises an error here, where the callback is known.
-            History().commit(self._loop_state.elapsed, metrics.separate_weights(logs))
-            self._reports_weights = any(isinstance(value, types.Weighted) for value in entries(logs).values())
+        if logs:  # Raises an error here, where the callback is known.
+            History().commit(self._loop_state.elapsed, logs)
         # A later step may donate the leaves of a state.
-        states = (self._loop_state.state, state)
-        leaves = {id(leaf) for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)}
-        self.reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, logs)))
-
-    def saved(self, encode: Callable[[metrics.LoopOutputs], Any]) -> dict[str, Any]:
-        found = super().saved(encode)
-        # A callback of every step has been called at this one.
-        return found | {"called_at": self._loop_state.elapsed.steps} if self.rank == Rank.ELSEWHERE else found
+        leaves = {id(leaf) for leaf in jax.tree.leaves((self._loop_state.state, state)) if isinstance(leaf, jax.Array)}
+        self._reports_state = any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, logs)))
 
     def state_dict(self) -> Mapping[str, Any]:
-        return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
+        return getattr(self.of, "state_dict", dict)()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         if saved:
             self.of.load_state_dict(saved)
 
 
-def _report_of(callback: Callback) -> Report:
+def call_of(callback: Callback) -> Callable[[LoopState], Any]:
     """Returns a function that calls a callback of any kind, except for an action."""
     if isinstance(callback, Step):
-        return lambda loop_state: _report_of_step(callback, loop_state)
-    name, call = name_of(callback), getattr(callback, "__loop_callback__", None)
+        return lambda loop_state: _call_step(callback, loop_state)
+    call = getattr(callback, "__loop_callback__", None)
     if inspect.isclass(callback) or not (callable(callback) or call):
         raise TypeError(
             f"A callback is a function of up to four of ({', '.join(ARGUMENTS)}), an object with __loop_callback__, a "
             f"Step or an Action, got {callback!r}."
         )
     if call is not None:
-        return lambda loop_state: outputs_logs_and_state(call(loop_state), name, loop_state.state)
-    number = num_arguments(callback)
-    if number == 2:  # The most common case.
-        return lambda it: outputs_logs_and_state(callback(it.state, it.batch), name, it.state)
-    return lambda it: outputs_logs_and_state(callback(*arguments(it, number)), name, it.state)
+        return call
+    number = _num_arguments(callback)
+    return lambda it: callback(*(it.state, it.batch, it.elapsed, it)[:number])
 
 
-def _report_compiled(program: Program, loop_state: LoopState) -> tuple[Any, Any, Any]:
-    carry, found, _ = program._run_one(loop_state.state, loop_state.batch)
-    assert found is not None
-    return found["outputs"], found["logs"], carry
-
-
-def _report_of_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
+def _call_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
     """Calls a `Step`. Its numbers are logged as metrics, and its other values are outputs."""
-    now = loop_state.elapsed
-    state, found = step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
-    is_scalar = lambda value: isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR
-    plain = {name: value.value if is_scalar(value) else value for name, value in (found or {}).items()}
-    numbers = {name: value for name, value in plain.items() if _holds_numbers(value)}
-    outputs = {name: value for name, value in plain.items() if name not in numbers}
-    return outputs or None, Logs(metrics=Logs(numbers)), state
-
-
-def _holds_numbers(value: Any) -> bool:
-    """Returns whether a value is a number, or a dict in which all values are."""
-    if isinstance(value, Mapping):
-        return all(map(_holds_numbers, value.values()))
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.number))
-    return isinstance(value, bool | int | float | types.Weighted)
+    state, found = step(loop_state.state, loop_state.batch, loop_state.elapsed.steps - 1, elapsed=loop_state.elapsed)
+    numbers, outputs = Logs(), {}
+    for name, value in (found or {}).items():
+        value = value if isinstance(value, types.Weighted) else metrics.value_of(value)
+        is_number = isinstance(value, types.Weighted | int | float) or getattr(value, "ndim", None) == 0
+        (numbers if is_number else outputs)[name] = value
+    return outputs or None, Logs(metrics=numbers), state
 
 
 @final
@@ -204,77 +228,59 @@ class ActionTask(ActionItem):
 
     Attributes:
       of: The callback.
-      when: The schedule of the task.
-      snapshot: A function that returns the contents of a checkpoint, except for the state.
+      keys: Its keys in the tasks. It is due when any of these schedules fires.
     """
 
     def __init__(self, of: Callback, action: Action, loop_state: LoopState):
         if not isinstance(action.interval, Schedule) and action.interval != 1:
-            raise ValueError(
-                f"{action!r} counts train loops, but there are none here. Leave its interval out: the schedule of its "
-                "task determines when it is called."
-            )
-        super().__init__(action, {}, Rank.SAVE if action.time_category == "checkpoints" else Rank.ACTION)
+            raise ValueError(f"{action!r} counts train loops, but there are none here. Leave its interval out.")
+        super().__init__(action, {}, Rank.SAVE if isinstance(action, CheckpointAction) else Rank.ACTION)
         self.reads = "nothing"  # Of the engine's outputs.
         self.name: str = " ".join([type(action).__qualname__, *action.monitors])
         self.of: Callback = of
-        self.when: Schedule = never()
-        self.snapshot: Callable[[], Mapping[str, Any]] | None = None
+        self.keys: list[Schedule | Key] = []
         self._loop_state = loop_state
         self._next_row = len(loop_state.history)  # The next row of the history to read.
-        if not action.needs_all_outputs:
-            loop_state.newest = loop_state.newest or NewestReady()
 
     @property
     def interval(self) -> Schedule:
         own = self.action.interval
-        if not isinstance(own, Schedule):
-            return self.when
-        return own if is_always(self.when) else self.when & own
+        return _joined(self.keys) & own if isinstance(own, Schedule) else _joined(self.keys)
 
     def __call__(self) -> None:
         """Calls the action now, unless it was called at this step."""
         now = self._loop_state.elapsed
         if self.called_at != now.steps:
-            self.call(Moment(None, now, None, Spent()))
+            self.call(Moment(None, now, metrics.LoopOutputs(), Spent()))
             self.mark(now, Spent(), 0)
 
     def call(self, moment: Moment) -> bool:
-        loop_state = self._loop_state
+        loop_state, outputs = self._loop_state, moment.outputs
+        assert outputs is not None
         loop_state.elapsed = moment.now
-        if self.rank == Rank.SAVE:  # A checkpoint includes everything logged before it.
-            end_row(loop_state)
-        history, outputs = loop_state.history if self.action.needs_all_outputs else None, self._outputs()
-        context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": self.snapshot}
-        self.context: Mapping[str, Any] = context
-        super().call(moment._replace(state=loop_state.state, outputs=outputs))
+        end_row(loop_state)  # No other callback of this step follows, except for actions.
+        if self.action.uses_outputs and self.action.needs_all_outputs:
+            self._add_rows(outputs)
+        elif self.action.uses_outputs:
+            outputs.update(loop_state.newest.scalars())
+        super().call(moment._replace(state=loop_state.state))
         loop_state.stop_iteration |= outputs.asks_to_stop
-        _pass_on_stop(loop_state, moment)
         return True
 
-    def _outputs(self) -> metrics.LoopOutputs:
-        loop_state, outputs = self._loop_state, metrics.LoopOutputs()
-        history, newest = loop_state.history, loop_state.logs
-        if not self.action.uses_outputs:
-            return outputs
-        if not self.action.needs_all_outputs:
-            assert loop_state.newest is not None
-            return metrics.LoopOutputs(loop_state.newest.scalars())
-        rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
-        if newest:
-            rows.append((loop_state.elapsed, metrics.fetch(newest)))
-        seen = min(self._next_row, len(history))  # The history may have been damaged.
-        before = history[seen - 1].elapsed if seen else Elapsed()
-        self._next_row = len(history) + bool(newest)
-        for elapsed, logs in rows:
+    def _add_rows(self, outputs: metrics.LoopOutputs) -> None:
+        """Adds the logs since the last call."""
+        history = self._loop_state.history
+        first = min(self._next_row, len(history))  # The history may have been damaged.
+        before, self._next_row = history[first - 1].elapsed if first else Elapsed(), len(history)
+        for elapsed, logs in [history[index] for index in range(first, len(history))]:
             if elapsed.steps != before.steps:
                 outputs.num_examples.append(num_examples(elapsed, before))
                 before = elapsed
             for name, value in named(logs).items():
                 outputs.setdefault(name, []).append(value)
-        if not self.action.monitors:
-            outputs.update({name: [value] for name, value in metrics.fetch(loop_state.outputs).items()})
-        return outputs
+        for elapsed, found in history.outputs[-1:] if not self.action.monitors else ():
+            if elapsed.steps == self._loop_state.elapsed.steps:
+                outputs.update({name: [value] for name, value in metrics.fetch(found).items()})
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"action": dict(super().state_dict()), "next_row": self._next_row}
@@ -284,10 +290,7 @@ class ActionTask(ActionItem):
         self._next_row = saved["next_row"]
 
 
-def _pass_on_stop(loop_state: LoopState, moment: Moment) -> None:
-    if loop_state.stop_iteration and moment.outputs is not None:
-        moment.outputs[types.STOP_LOOP] = True
-
-
-def _copied(leaf: Any) -> Any:
-    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+def _joined(keys: Iterable[Schedule | Key]) -> Schedule:
+    """Returns a schedule that fires when any of these does."""
+    schedules = [key for key in keys if isinstance(key, Schedule)]
+    return functools.reduce(operator.or_, schedules) if schedules else never()

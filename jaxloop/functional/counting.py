@@ -92,10 +92,7 @@ def is_over(stop: Schedule | None, start: Elapsed) -> bool:
 def warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
     """Warns if a dataset ended before it had any batch, or before `stop`."""
     if elapsed.steps == start.steps:
-        logging.warning(
-            "The dataset yielded no batches, so no step ran. An iterator can be read only once: make a new one for "
-            "each loop, or give a list."
-        )
+        logging.warning("The dataset yielded no batches. An iterator can be read only once. Give each loop a new one.")
     elif stop is not None:
         logging.warning(
             "The dataset ended at step %d, before stop=%r. Repeat it, or leave stop out.", elapsed.steps, stop

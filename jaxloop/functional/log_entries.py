@@ -28,9 +28,6 @@ class Logs(dict[str, Any]):
 
     def add(self, collection: str, name: str, value: Any) -> Self:
         """Adds a value to a collection, and returns self."""
-        for each in (collection, name):
-            if not isinstance(each, str):
-                raise TypeError(f"Logs.add takes the names of a collection and of a value as strings, got {each!r}.")
         self.setdefault(collection, Logs())[name] = value
         return self
 
@@ -60,6 +57,10 @@ class Logs(dict[str, Any]):
         """
         return self.setdefault("updates", Logs())
 
+    @updates.setter
+    def updates(self, logs: Mapping[str, Any] | None) -> None:
+        self.merge({name: value for name, value in (logs or {}).items() if name != "updates"})
+
     def merge(self, other: Mapping[str, Any]) -> Self:
         """Merges all entries of `other` into these logs, collection by collection, and returns self."""
         for name, value in other.items():
@@ -84,25 +85,10 @@ class Logs(dict[str, Any]):
         if name in self:
             value = self[name]
             return Logs(value) if isinstance(value, Mapping) and not isinstance(value, Logs) else value
-        if name.startswith("__"):
-            raise AttributeError(name)
         try:
             return self.entry_value(name)
         except ValueError as error:
             raise AttributeError(error.args[0]) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "updates":
-            if value is not None and not isinstance(value, Mapping):
-                raise TypeError(f"logs.updates = ... takes the logs that a callback returned, got {value!r}.")
-            self.merge({name: each for name, each in (value or {}).items() if name != "updates"})
-            return
-        raise AttributeError(f"Attributes of logs are read-only. Write logs.add_metric({name!r}, value).")
-
-
-def _flatten(logs: Logs) -> tuple[list[Any], tuple[str, ...]]:
-    names = tuple(sorted(logs))
-    return [logs[name] for name in names], names
 
 
 def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
@@ -112,7 +98,7 @@ def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ..
 
 # This runs in each call to a compiled function, so its speed matters.
 _unflatten = lambda names, values: Logs(zip(names, values, strict=False))
-jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten)
 
 
 def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,21 +135,18 @@ def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
 
     Values are weighted by the number of examples, or by the logged weights, whose sum is returned, too.
     """
-    columns, before, examples = collections.defaultdict[str, list[Weighted]](list), Elapsed(), 1
-    weighted: set[str] = set()  # The paths of values that were logged with their weights.
+    columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)
+    before, examples = Elapsed(), 1
     for elapsed, logs in rows:
         if elapsed.steps != before.steps:  # Otherwise it is the rest of a row.
             examples, before = num_examples(elapsed, before), elapsed
         for path, value in metrics.join_weights(entries(logs)).items():
             if isinstance(value, Weighted):
-                weighted.add(path)
+                weights[path + metrics.WEIGHT] += float(value.weight)
                 columns[path].append(value)
             elif not isinstance(value, str):
                 columns[path].append(Weighted.of(value, examples))
-    found: dict[str, Any] = metrics.summarize(columns)
-    for path in weighted & found.keys():
-        found[path] = Weighted.of(found[path], sum(float(each.weight) for each in columns[path]))
-    return metrics.separate_weights(Logs(traverse_util.unflatten_dict(found, sep=".")))
+    return Logs(traverse_util.unflatten_dict({**metrics.summarize(columns), **weights}, sep="."))
 
 
 @final
@@ -171,23 +154,18 @@ class NewestReady:
     """The latest logged values that have arrived on the host."""
 
     def __init__(self):
-        # The steps that may be in flight. For earlier steps, only the latest values of each collection are kept.
-        self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=128)
-        self._before = Logs()
+        self._recent = collections.deque[Mapping[str, Any]]()  # The steps that may be in flight.
+        self._before: dict[str, Any] = {}  # The latest values of earlier steps.
 
     def push(self, logs: Mapping[str, Any]) -> None:
-        """Adds the logs of the next step. More values may be added to these logs until the next call."""
-        if self._recent:
-            self._before.update(self._recent[-1])
+        """Adds the logs of the next step."""
         self._recent.append(logs)
+        if len(self._recent) > 128:
+            self._before |= self._recent.popleft()
 
     def scalars(self) -> dict[str, Any]:
         """Returns a dict of the latest values that can be read without waiting, keyed by name."""
-        found: dict[str, dict[str, Any]] = {}
-        for logs in (*reversed(self._recent), self._before):
-            for collection in logs.keys() - found.keys():
-                ready = metrics.ready_scalars(named({collection: logs[collection]}))
-                if ready:
-                    found[collection] = ready
-        # As in `named`, a metric replaces a loss with the same name.
-        return {**found.pop("losses", {}), **{name: value for each in found.values() for name, value in each.items()}}
+        found = {}
+        for logs in (self._before, *self._recent):
+            found |= metrics.ready_scalars(named(logs))
+        return found

@@ -1,8 +1,10 @@
 """The loop function of the functional API."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
@@ -11,24 +13,27 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint as checkpoints
+from jaxloop import types
+from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
-from jaxloop.base import checks, encoding
+from jaxloop.base import checks, encoding, timing
 from jaxloop.base.text import announce, quiet_orbax, suggests
 from jaxloop.engine.agenda import Rank
-from jaxloop.engine.feed import Source
+from jaxloop.engine.feed import Feed, Source
+from jaxloop.engine.program import Program, Ran
 from jaxloop.engine.rehearse import Course
 from jaxloop.engine.run import Plan
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.specs import RunSpec
 from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams, saved_paths, withdraw_stop
-from jaxloop.functional.callbacks import ActionTask, FunctionTask, action_of
+from jaxloop.functional.callbacks import ActionTask, FunctionTask, Key, LoopState, Tasks, end_row, on_end, on_start
 from jaxloop.functional.counting import as_stop, counter, is_over, warn_of_early_end
-from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start
-from jaxloop.functional.program import TaskLoop
-from jaxloop.functional.tools import CheckpointTool, as_kind, kind_on_host
+from jaxloop.functional.tools import as_kind, kind_on_host
 from jaxloop.history import HISTORY_FILE, History
-from jaxloop.models.function_step import name_of
+from jaxloop.loop import Loop
+from jaxloop.models.function_step import FunctionStep, name_of
 from jaxloop.processes import agreement, lock
+from jaxloop.processes.interrupt import Interruptible
 from jaxloop.schedules import Elapsed, Schedule, is_always, is_never, planned_steps
 
 
@@ -97,177 +102,148 @@ def loop(
         raise ValueError("jf.loop got no dataset, so nothing ends it. Give stop.")
     checks.check_only_process("jf.loop")
     checks.check_alive(state, "jf.loop")
-    begin, spec = elapsed or Elapsed(), RunSpec(dataset, stop=as_stop(stop))
-    loop_state = LoopState(state, History() if history is None else history, begin)
-    run = _Run(loop_state, tasks, spec, counter(num_examples), has_history=history is not None)
-    with run.job.requests, quiet_orbax(), run.closing():
-        resumed = run.begin()
-        run.call_at(on_start)
-        run.train(resumed)
-        run.finish()
-        run.call_at(on_end)
+    loop_state = LoopState(state, History() if history is None else history, elapsed or Elapsed())
+    spec = RunSpec(dataset, stop=as_stop(stop))
+    run = TaskLoop(loop_state, tasks, spec, counter(num_examples), has_history=history is not None)
+    with run.job.requests, quiet_orbax(), contextlib.ExitStack() as locks:
+        for each in run.directories:
+            locks.enter_context(lock.locked(each))
+        try:
+            run.run_to_end()
+        except BaseException as error:
+            run.close(error)
+            raise
+        run.close(None)
     return loop_state.state, loop_state.history, loop_state.elapsed.without_previous()
 
 
 @final
-class _Run:
-    """One call of `loop`. An action that appears several times is due when any of its schedules fires.
+class TaskLoop(Loop):
+    """One call of `loop`. The state of the engine is None, because the callbacks share a `LoopState`.
 
     It is also the part of a checkpoint that describes the loop and its callbacks.
 
     Args:
       loop_state: The state of the loop.
-      tasks: The callbacks by schedule.
+      tasks: The callbacks by schedule. An action that appears several times is due when any of its schedules fires.
       spec: The dataset, and when to end the loop.
       count: A function that counts the examples in a batch.
       has_history: Whether the history was given by the user.
 
     Attributes:
       job: The only process, with its signals.
+      loop_state: The argument of the same name.
+      of_each_step: The callbacks that the program calls at each step.
+      directories: The directories that the loop saves to.
     """
 
     def __init__(
         self, loop_state: LoopState, tasks: Tasks, spec: RunSpec, count: Callable[[Any], int], *, has_history: bool
     ):
+        super().__init__(FunctionStep(lambda state, batch: (state, None)))
+        self.loop_state: LoopState = loop_state
+        self.step.num_examples = count  # pyright: ignore[reportAttributeAccessIssue]
         functions, actions = list[FunctionTask](), dict[int, ActionTask]()
-        at_moments: list[tuple[Moment, FunctionTask | ActionTask]] = []
-        for when, callback in _callbacks(tasks):
-            if (action := action_of(callback)) is None:
-                task = FunctionTask(callback, loop_state)
-            elif (task := actions.get(id(callback))) is None:
-                task = actions[id(callback)] = ActionTask(callback, action, loop_state)
-            if isinstance(when, Moment):
-                at_moments.append((when, task))
-                continue
-            task.when = when if is_never(task.when) else task.when | when
-            if isinstance(task, FunctionTask):
-                functions.append(task)
-        of_each_step = list(itertools.takewhile(lambda task: is_always(task.when), functions))
-        not_due = [*of_each_step, *(task for _, task in at_moments if isinstance(task, FunctionTask))]
-        for task in not_due:
-            task.rank = Rank.ELSEWHERE
-        self._loop_state, self._actions, self._at_moments = loop_state, list(actions.values()), at_moments
+        for key, callback in _callbacks(tasks):
+            action = getattr(callback, "action", callback)
+            if isinstance(action, Action):
+                actions.setdefault(id(callback), ActionTask(callback, action, loop_state)).keys.append(key)
+            else:
+                functions.append(FunctionTask(callback, key, loop_state))
+        scheduled = (task for task in functions if not is_never(task.interval))
+        is_of_each_step = lambda task: is_always(task.interval) and task.time_category is None
+        self.of_each_step: list[FunctionTask] = list(itertools.takewhile(is_of_each_step, scheduled))
+        for task in self.of_each_step:
+            task.keys = []  # The program calls it, so the engine never does.
+        self._actions = list(actions.values())
+        savers = [task.action for task in self._actions if isinstance(task.action, CheckpointAction)]
+        self.directories: list[epath.Path] = list(dict.fromkeys(action.directory for action in savers))
+        self._resumed_from = [task.of.action.directory for task in self._actions if getattr(task.of, "resume", False)]
         if self._resumed_from and not has_history:
             loop_state.history = History(self._resumed_from[0] / HISTORY_FILE)
         self.job: agreement.Job = agreement.Job(False)
-        self._engine = engine = TaskLoop(of_each_step, loop_state, count).engine
-        self._data = data = TrainingData(spec, Sources(), engine, (), LeftOut())
+        self._data = data = TrainingData(spec, Sources(), self.engine, (), LeftOut())
         self._whole = WholeRun({"train": self, "data": data}, loop_state.history, self.job)
-        items = list(dict.fromkeys([*not_due, *functions, *self._actions]))
         source = Source(mark=data.mark, consumed=data.note_consumed)
-        engine.set_plan(Plan(stop=spec.stop, items=items, source=source))
-        engine.resume(loop_state.elapsed)
-        for task in self._actions:
-            task.snapshot = self._whole.snapshot
+        self.engine.set_plan(Plan(stop=spec.stop, items=[*functions, *self._actions], source=source))
+        self.resume(loop_state.elapsed)
 
-    @property
-    def _directories(self) -> list[epath.Path]:
-        """The directories that the loop saves to."""
-        savers = [task.action for task in self._actions if isinstance(task.action, CheckpointAction)]
-        return list(dict.fromkeys(action.directory for action in savers))
+    def __repr__(self) -> str:
+        return "jf.loop"
 
-    @property
-    def _resumed_from(self) -> list[epath.Path]:
-        """The directories that the loop resumes from."""
-        tools = [task.of for task in self._actions if isinstance(task.of, CheckpointTool)]
-        return [tool.action.directory for tool in tools if tool.resume]
+    def run(self, state: Any, dataset: Any, num_steps: int | None) -> tuple[Any, Any]:
+        self.engine.call.program = TaskProgram(self)
+        return super().run(state, dataset, num_steps)
 
-    def begin(self) -> bool:
-        """Prepares the first step. Returns whether the loop resumes from a checkpoint, because a task requests it."""
-        loop_state, engine, can_resume = self._loop_state, self._engine, bool(self._resumed_from)
-        is_resumed = can_resume and self._resume(loop_state)
+    def run_to_end(self) -> None:
+        """Begins or resumes, calls what is due at the start, runs the steps, and finishes the actions."""
+        loop_state, engine, can_resume = self.loop_state, self.engine, bool(self._resumed_from)
+        is_resumed = can_resume and self._resume()
         self._data.open(restores=True, warns=can_resume)
         engine.check_schedules()
-        start = loop_state.elapsed = engine.run.now
-        loop_state.total_steps = planned_steps(engine.plan.stop, start.previous or start)
+        start, stop = engine.run.now, engine.plan.stop
+        loop_state.elapsed, loop_state.total_steps = start, planned_steps(stop, start.previous or start)
+        context = {"total_steps": loop_state.total_steps, "snapshot": self._whole.snapshot}
         for task in self._actions:
+            task.context = {"history": loop_state.history if task.action.needs_all_outputs else None, **context}
             task.action.begin_run(start.steps, can_resume=can_resume)
         _warn_of_unused(engine.plan.items, self._data.batches_per_epoch(start.steps), loop_state.total_steps)
         if can_resume:
             self._whole.rows.drop_later(start.steps)
-        return is_resumed
-
-    def _resume(self, loop_state: LoopState) -> bool:
-        directories, given = self._resumed_from, checks.as_arrays(loop_state.state)
-        restored = checkpoints.open_newest(saved_paths(directories, self.job), lambda opened: opened.restore(given))
-        if restored is None:
-            logging.info("No checkpoint found in %s", " and ".join(map(str, directories)))
-            self._whole.rows.begin(loop_state.elapsed.steps)
-            announce("The loop saves checkpoints in %s.", " and ".join(map(str, self._directories)))
-            return False
-        opened, state = restored
-        remedy = "To change it, let a callback return a state with another value."
-        loop_state.state = reconcile_hyperparams(given, state, restores=True, remedy=remedy)
-        self._engine.resume(opened.elapsed())
-        self._whole.rows.begin(opened.step)
-        self._whole.load(opened, loop_state.state)
-        withdraw_stop(self._engine.run.agenda, [task.action for task in self._actions])
-        loop_state.stop_iteration = self._engine.run.agenda.wants_stop
-        for task in self._actions:
-            if isinstance(task.action, CheckpointAction):  # Its directory tells whether it saved this step.
-                is_saved = opened.step in checkpoints.all_steps(task.action.directory)
-                task.called_at = opened.step if is_saved else None
-        announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
-        return True
-
-    def train(self, is_resumed: bool) -> None:
-        """Calls what is due at the start, and runs the steps."""
-        loop_state, engine = self._loop_state, self._engine
-        start, stop = loop_state.elapsed, engine.plan.stop
+        self._call_at(on_start)
         is_done = is_over(stop, start) or loop_state.stop_iteration
         if is_resumed or start.steps == 0:
             engine.hold_now(None, is_last=is_done)
-        loop_state.elapsed = engine.run.now
         if is_resumed and loop_state.stop_iteration:
             text = "Nothing is left to run: a callback stopped the loop at step %d. If it can, give it more patience."
             logging.warning(text, start.steps)
-        if is_done:
-            return
-        engine.loops(None, lambda: self._data.source, lambda: None)
+        if not is_done:
+            engine.loops(None, lambda: self._data.source, lambda: None)
         loop_state.elapsed = engine.run.now
         if self.job.requests.requested:
             for task in self._actions:
                 if task.rank == Rank.SAVE:
-                    task.snapshot = functools.partial(self._whole.snapshot, in_moment=True)
+                    task.context = {**task.context, "snapshot": functools.partial(self._whole.snapshot, in_moment=True)}
                     task()
         elif engine.outcome.data_ended and not engine.run.agenda.wants_stop:
             warn_of_early_end(start, loop_state.elapsed, stop)
+        end_row(loop_state)
+        for task in self._actions:
+            loop_state.state = task.action.finish(loop_state.state)
+        self._call_at(on_end)
 
-    def call_at(self, moment: Moment) -> None:
+    def _call_at(self, key: Key) -> None:
         """Calls the callbacks under `on_start` or `on_end`."""
-        for when, task in self._at_moments:
-            if when is moment:
+        for task in list[Any](self.engine.plan.items):
+            if key in task.keys:
                 task()
 
-    def finish(self) -> None:
-        """Finishes the last row, and the actions of a loop that ended without an error."""
-        end_row(self._loop_state)
+    def _resume(self) -> bool:
+        """Resumes from the newest checkpoint. Returns False if there is none."""
+        loop_state, given = self.loop_state, checks.as_arrays(self.loop_state.state)
+        restored = checkpoints.open_newest(saved_paths(self._resumed_from, self.job), lambda it: it.restore(given))
+        if restored is None:
+            logging.info("No checkpoint found in %s", " and ".join(map(str, self._resumed_from)))
+            self._whole.rows.begin(loop_state.elapsed.steps)
+            announce("The loop saves checkpoints in %s.", " and ".join(map(str, self.directories)))
+            return False
+        opened, state = restored
+        loop_state.state = reconcile_hyperparams(given, state, restores=True, remedy="Change it in a callback.")
+        self.resume(opened.elapsed())
+        self._whole.rows.begin(opened.step)
+        self._whole.load(opened, loop_state.state)
+        withdraw_stop(self.engine.run.agenda, [task.action for task in self._actions])
+        loop_state.stop_iteration = self.engine.run.agenda.wants_stop
         for task in self._actions:
-            self._loop_state.state = task.action.finish(self._loop_state.state)
+            if isinstance(task.action, CheckpointAction):  # Its directory tells whether it saved this step.
+                task.called_at = opened.step if opened.step in checkpoints.all_steps(task.action.directory) else None
+        announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
+        return True
 
-    @contextlib.contextmanager
-    def closing(self) -> Iterator[None]:
-        """Locks the directories of the loop, and closes its actions, no matter how it ends.
-
-        Errors raised by the actions don't hide an error that ended the loop.
-        """
-        failure = None
-        with contextlib.ExitStack() as locks:
-            for directory in self._directories:
-                locks.enter_context(lock.locked(directory))
-            try:
-                yield
-            except BaseException as error:
-                failure = error
-                raise
-            finally:
-                errors = list(self._close(self.job.requests.run_status(failure)))
-                if errors and failure is None:
-                    raise errors[0]
-
-    def _close(self, status: str) -> Iterator[Exception]:
-        history = self._loop_state.history
-        ends = [functools.partial(end_row, self._loop_state), *([] if history.path is None else [history.flush])]
+    def close(self, failure: BaseException | None) -> None:
+        """Finishes the history, and closes the actions. Their errors don't hide an error that ended the loop."""
+        errors, history, status = list[Exception](), self.loop_state.history, self.job.requests.run_status(failure)
+        ends = [functools.partial(end_row, self.loop_state), *([] if history.path is None else [history.flush])]
         for task in self._actions:
             ends += [functools.partial(task.action.end_run, status), task.action.close]
         for end in [*ends, self._data.close]:
@@ -275,25 +251,27 @@ class _Run:
                 end()
             except Exception as error:
                 logging.exception("Failed at the end of the loop: %r", end)
-                yield error
+                errors.append(error)
+        if errors and failure is None:
+            raise errors[0]
 
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns JSON values, and the train states that actions keep."""
-        saved, kept = self._engine.state_dict(in_moment=in_moment)
-        leaves = checks.leaves_by_path(self._loop_state.state)
+        saved, kept = self.engine.state_dict(in_moment=in_moment)
+        leaves = checks.leaves_by_path(self.loop_state.state)
         on_host = {path: kind for path, leaf in leaves.items() if (kind := kind_on_host(leaf)) is not None}
-        saved |= {"metadata": encoding.encode(self._loop_state.metadata), "on_host": on_host}
+        saved |= {"metadata": encoding.encode(self.loop_state.metadata), "on_host": on_host}
         return saved, {index: checks.as_arrays(state) for index, state in kept.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Restores a `state_dict`, with the NumPy and Python numbers of the state."""
-        self._loop_state.metadata.update(encoding.decode(saved["metadata"]))
+        self.loop_state.metadata.update(encoding.decode(saved["metadata"]))
         as_saved = lambda path, leaf: as_kind(saved["on_host"].get(checks.path_name(path)), leaf)
         restore = functools.partial(jax.tree_util.tree_map_with_path, as_saved)
-        self._loop_state.state = restore(self._loop_state.state)
-        self._engine.load_state_dict(saved, {index: restore(state) for index, state in kept.items()})
+        self.loop_state.state = restore(self.loop_state.state)
+        self.engine.load_state_dict(saved, {index: restore(state) for index, state in kept.items()})
 
 
 def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: int | None) -> None:
@@ -301,20 +279,66 @@ def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: 
     # The batch size is unknown, so assume that any number of examples is reached at once.
     course = Course(Plan(total=total_steps), batches_in_pass=num_batches, rows=2**30, most_moments=100)
     for task in tasks if not course.is_over else ():
-        if not is_always(task.when) and not is_never(task.when) and course.calls(task.when).is_never:
-            _warn_once(f"{task.when!r} would never fire, so {name_of(task.of)} would never be called: {course}.")
+        when, name = task.interval, name_of(getattr(task, "action", task.of))
+        if not is_always(when) and not is_never(when) and course.calls(when).is_never:
+            _warn_once(f"{when!r} would never fire, so {name} would never be called: {course}.")
 
 
 _warn_once = functools.cache(logging.warning)  # A loop may run within each step of another one.
 
 
-def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule | Moment, Any]]:
+def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule | Key, Any]]:
     """Yields each callback with its schedule, or the moment of its call."""
     what = "Tasks must be {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
     if not isinstance(tasks, Iterable) or isinstance(tasks, str):
         raise TypeError(f"{what}, got {name_of(tasks)}. Write {{every(1): {name_of(tasks)}}}.")
     for pair in tasks.items() if isinstance(tasks, Mapping) else tasks:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Schedule | Moment):
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Schedule | Key):
             raise TypeError(f"{what}, got {pair!r}.")
         for callback in pair[1] if isinstance(pair[1], list | tuple) else [pair[1]]:
             yield pair[0], callback
+
+
+@final
+class TaskProgram(Program):
+    """A program that calls callbacks at each step.
+
+    Args:
+      loop: The loop.
+    """
+
+    def __init__(self, loop: TaskLoop):
+        super().__init__(loop.step)
+        self._loop, self._run, self._plan = loop, loop.engine.run, loop.engine.plan
+
+    def run(self, ran: Ran, feed: Feed, room: int, requests: Interruptible, deadline: float = math.inf) -> None:
+        pauses, self._requests = requests.pauses, requests
+        self._now, self._start = self._run.now, self._run.clock.time() - timing.clock()
+        # The first step of this stretch at which the run may end.
+        self._first_end = ran.step_num + (room if deadline == math.inf else 1)
+        loop_state, callbacks = self._loop.loop_state, [task.of for task in self._loop.of_each_step]
+        # No other callback reads the state between the steps of a single compiled function.
+        compiled = callbacks[0] if len(callbacks) == 1 and getattr(callbacks[0], "donates", False) else None
+        if compiled is not None:
+            loop_state.state = compiled.enter(loop_state.state)
+        try:
+            super().run(ran, feed, room, requests, deadline)
+        finally:
+            if compiled is not None:
+                loop_state.state = compiled.leave(loop_state.state)
+        if loop_state.stop_iteration:
+            requests.pauses, feed.has_ended = pauses, True  # Ends the loop here.
+            self._run.agenda.stopped_by = "a callback"
+
+    def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+        loop_state, examples = self._loop.loop_state, self.step.num_examples(batch)
+        end_row(loop_state)
+        self._now = now = self._now.advance(samples=examples, time=self._start + timing.clock())
+        if now.steps >= self._first_end and self._plan.ends_at(now):
+            now = dataclasses.replace(now, is_last=True)
+        loop_state.batch, loop_state.elapsed = batch, now
+        for task in self._loop.of_each_step:
+            task()
+        if loop_state.stop_iteration:
+            self._requests.request_pause()
+        return carry, {}, examples

@@ -1,6 +1,5 @@
 """Ready-made callbacks: checkpoints, early stopping, bars, inner loops and compiled steps."""
 
-import abc
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -19,30 +18,38 @@ from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.progress_action import ProgressAction
 from jaxloop.base import checks
 from jaxloop.experiment.whole_run import elapsed_at
+from jaxloop.functional.callbacks import LoopState, call_of
 from jaxloop.functional.log_entries import Logs, NewestReady, aggregate, named
-from jaxloop.functional.loop_state import LoopState, arguments, num_arguments
 from jaxloop.history import History
 from jaxloop.models.function_step import CompiledFunction
 from jaxloop.processes import interrupt
 from jaxloop.schedules import Elapsed, Schedule
 
 
-class Tool(abc.ABC):
+class Tool:
     """A callback that wraps an action, for tasks and for hand-written loops.
+
+    Hooks:
+      __call__: Calls the action at a step of a hand-written loop.
 
     Attributes:
       action: The action.
+      resume: True if a loop resumes from the checkpoints that the action saved.
     """
 
-    def __init__(self, action: Action):
+    def __init__(self, action: Action, resume: bool = False):
         self.action: Action = action
+        self.resume: bool = resume
 
-    def __repr__(self) -> str:
-        return repr(self.action)
+    def __call__(self, elapsed: Elapsed, state: Any = None, logs: Mapping[str, Any] | None = None) -> bool:
+        """Calls the action at a step of a hand-written loop, and finishes its work.
 
-    @abc.abstractmethod
-    def __call__(self, elapsed: Elapsed, *args: Any, **kwargs: Any) -> Any:
-        """Calls the action at a step of a hand-written loop."""
+        Returns True if the loop should stop.
+        """
+        outputs = metrics.LoopOutputs({name: [value] for name, value in metrics.fetch(named(logs or {})).items()})
+        self.action(state, outputs, step_num=elapsed.steps, elapsed=elapsed, history=None)
+        self.action.flush()
+        return outputs.asks_to_stop
 
     def finish(self, state: Any) -> Any:
         """Returns the final state of a run. `loop` calls both this method and `close` automatically."""
@@ -52,11 +59,6 @@ class Tool(abc.ABC):
         """Finishes all pending work."""
         self.action.close()
 
-    def _call_action(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any] | None) -> metrics.LoopOutputs:
-        outputs = metrics.LoopOutputs({name: [value] for name, value in metrics.fetch(named(logs or {})).items()})
-        self.action(state, outputs, step_num=elapsed.steps, elapsed=elapsed, history=None)
-        return outputs
-
 
 @final
 class CheckpointTool(Tool):
@@ -64,51 +66,35 @@ class CheckpointTool(Tool):
 
     action: CheckpointAction  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, action: CheckpointAction, resume: bool):
-        super().__init__(action)
-        self.resume = resume
-
-    def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any] | None = None) -> None:
-        """Saves the state of this step, and waits until it is on disk."""
-        self._call_action(elapsed, state, logs)
-        self.action.flush()
-
-    def restore(self, state: Any, step: int | None = None) -> tuple[Any, Elapsed]:
-        """Restores the newest checkpoint, or the one saved at `step`, and returns its state and progress.
+    def restore(self, state: Any) -> tuple[Any, Elapsed]:
+        """Restores the newest checkpoint, and returns its state and progress.
 
         The returned state has the same layout as `state`. Pass it and the progress to
         `loop(state, ..., elapsed=elapsed)`, with a dataset that continues after `elapsed.steps` batches. If there is no
         checkpoint, returns the given state and `Elapsed()`.
 
         Raises:
-          FileNotFoundError: If there is no checkpoint for step `step`.
           ValueError: If the checkpoint was saved from a different state. The error lists the leaves that differ.
         """
-        directory, given = self.action.directory, state
-        if step is not None:
-            state = checkpoints.restore(directory, step, checks.as_arrays(given))
-        elif restored := checkpoints.restore_newest(directory, checks.as_arrays(given)):
-            state, step = restored
-        else:
+        directory = self.action.directory
+        found = checkpoints.restore_newest(directory, checks.as_arrays(state))
+        if found is None:
             logging.info("No checkpoint found in %s", directory)
             return state, Elapsed()
-        state = jax.tree.map(lambda leaf, restored: as_kind(kind_on_host(leaf), restored), given, state)
-        return state, elapsed_at(directory, step).without_previous()
+        restored = jax.tree.map(lambda leaf, saved: as_kind(kind_on_host(leaf), saved), state, found[0])
+        return restored, elapsed_at(directory, found[1]).without_previous()
 
 
 def kind_on_host(leaf: Any) -> str | None:
-    """Returns the kind of a leaf in host memory: "array" or "scalar" of NumPy, or "number". None for other leaves."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return "array" if isinstance(leaf, np.ndarray) else "scalar"
-    return None if hasattr(leaf, "shape") else "number"
+    """Returns the kind of a leaf in host memory: "numpy" or "builtins", for Python numbers. None for a JAX array."""
+    return None if isinstance(leaf, jax.Array) else type(leaf).__module__
 
 
 def as_kind(kind: str | None, leaf: Any) -> Any:
     """Converts a restored leaf to the kind that `kind_on_host` returned before it was saved."""
     if kind is None:
         return jnp.asarray(leaf)
-    array = np.asarray(leaf)
-    return array if kind == "array" else array[()] if kind == "scalar" else array.item()
+    return np.asarray(leaf).item() if kind == "builtins" else np.asarray(leaf)[()]
 
 
 def checkpoint(
@@ -118,7 +104,9 @@ def checkpoint(
     mode: str = "auto",
     resume: bool = False,
 ) -> CheckpointTool:
-    """Returns a callback that saves checkpoints. In a hand-written loop, call it with `(elapsed, state, logs)`.
+    """Returns a callback that saves checkpoints.
+
+    In a hand-written loop, call it with `(elapsed, state, logs)`. It returns once the state is on disk.
 
     In a `loop`, the callback saves the whole run asynchronously, after all other callbacks of the step. The loop waits
     for pending saves before it returns. To restore the state, call `checkpoint(directory).restore(state)`.
@@ -137,29 +125,20 @@ def checkpoint(
     return CheckpointTool(CheckpointAction(directory, keep=keep, best=best), resume)
 
 
-@final
-class EarlyStoppingTool(Tool):
-    """The callback that `early_stopping` returns."""
-
-    def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any]) -> bool:
-        """Returns True if the loop should stop. With `restore_best=True`, `finish(state)` returns the best state."""
-        return self._call_action(elapsed, state, logs).asks_to_stop
-
-
 def early_stopping(
     monitor: str,
     patience: int,
     mode: str = "auto",
     min_delta: float = 0.0,
     restore_best: bool = False,
-) -> EarlyStoppingTool:
+) -> Tool:
     """Returns a callback that ends the loop when a logged value stops improving.
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Each call reads the value, and
-    therefore waits for the devices. For the arguments, see `EarlyStoppingAction`. `patience` counts the calls with a
-    newly logged value.
+    therefore waits for the devices. With `restore_best=True`, the callback's `finish(state)` returns the best state.
+    For the arguments, see `EarlyStoppingAction`. `patience` counts the calls with a newly logged value.
     """
-    return EarlyStoppingTool(EarlyStoppingAction(monitor, patience, mode, min_delta, restore_best))
+    return Tool(EarlyStoppingAction(monitor, patience, mode, min_delta, restore_best))
 
 
 @final
@@ -170,7 +149,7 @@ class BarTool(Tool):
         super().__init__(action)
         self._newest = NewestReady()
 
-    def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:
+    def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:  # pyright: ignore
         """Records a step. If an update is due, also shows the latest values that have arrived on the host."""
         self._newest.push(logs or {})
         if isinstance(self.action.interval, Schedule) and self.action.interval(elapsed):
@@ -196,8 +175,7 @@ class _InnerLoop:
     time_category = "evals"
 
     def __init__(self, name: str, run: Callable[..., Any]):
-        self.name, self._run = name, run
-        self._num_arguments = num_arguments(run)
+        self.name, self._run = name, call_of(run)
         self.was_interrupted = False
 
     def __repr__(self) -> str:
@@ -205,17 +183,12 @@ class _InnerLoop:
 
     def __loop_callback__(self, loop_state: LoopState) -> tuple[Logs | None, None]:
         with interrupt.Interruptible() as interruptible:
-            result = None if interruptible.requested else self._run(*arguments(loop_state, self._num_arguments))
+            result = None if interruptible.requested else self._run(loop_state)
             self.was_interrupted = interruptible.requested
         if self.was_interrupted:  # It has no result. A resumed loop calls it again.
             return None, None
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], History):
             raise TypeError(f"{self!r} must return (state, history, elapsed), as jf.loop does, got {result!r}.")
-        if not checks.is_alive(loop_state.state):
-            raise ValueError(
-                f"{self!r} donated the state of the outer loop, which can't continue. Evaluate with jf.step or an "
-                "EvalLoop, which don't donate it, or pass a copy to the inner loop: jax.tree.map(jnp.copy, state)."
-            )
         return Logs({self.name: Logs(named(aggregate(result[1])))}), None
 
 
@@ -237,11 +210,6 @@ def inner_loop(name: str, run: Callable[..., tuple[Any, History, Elapsed]]) -> _
 # Compiled functions ----------------------------------------------------------------------------------
 
 
-class _CompiledStep(CompiledFunction):
-    def __loop_callback__(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
-        return self.call(loop_state.state, loop_state.batch)
-
-
 def step(
     fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None, *, donate: bool = False
 ) -> Any:
@@ -259,7 +227,7 @@ def step(
     """
     if fn is None:
         return functools.partial(step, partitioner=partitioner, donate=donate)
-    return _CompiledStep(fn, partitioner, donate=donate)
+    return CompiledFunction(fn, partitioner, donate=donate)
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
@@ -285,4 +253,4 @@ def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Part
     """
     if fn is None:
         return functools.partial(train_step, partitioner=partitioner)
-    return _CompiledStep(fn, partitioner, train=True, donate=True)
+    return CompiledFunction(fn, partitioner, train=True, donate=True)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxloop import metrics, partition, types
 from jaxloop.base import checks, structures
-from jaxloop.engine.program import Program
 from jaxloop.step import NumpyStep
 
 
@@ -63,13 +62,16 @@ class FunctionStep(NumpyStep):
 # A function that returns logs ------------------------------------------------------------------------
 
 
+@final
+class Carry(list[Any]):
+    """A state between two calls of a `CompiledFunction`, as its only item. Each call replaces the item."""
+
+
+@final
 class CompiledFunction:
     """Compiles a pure function of `(state, batch)` for all devices.
 
     The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`, as `outputs_logs_and_state` describes.
-
-    Hooks:
-      call: Runs each time the object is called.
 
     >>> @CompiledFunction
     ... def add(state, batch):
@@ -84,6 +86,9 @@ class CompiledFunction:
       train: Whether to update the state with the gradient of the sum of the logged losses. The state must be a
         `TrainState`.
       donate: Whether to donate the state, so that the new state reuses its memory.
+
+    Attributes:
+      donates: True if the state is donated.
     """
 
     def __init__(
@@ -104,17 +109,14 @@ class CompiledFunction:
                 "functools.partial, and put other arrays into the state."
             )
         functools.update_wrapper(self, fn)
-        self._fn, self._partitioner, self._train, self._donate = fn, partitioner, train, donate
+        self._fn, self._partitioner, self._train, self.donates = fn, partitioner, train, donate
         self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
         self._num_calls = 0
-        self._returns_only_logs = False
+        self._step = FunctionStep(self._run, partitioner, train=train)
+        self._compiled = self._step._runner.programs.compiled(evaluates=not donate)
 
     def __repr__(self) -> str:
         return f"{'train_step' if self._train else 'step'}({name_of(self._fn)})"
-
-    @functools.cached_property
-    def _step(self) -> "_NamedStep":
-        return _NamedStep(self._run, self._partitioner, train=self._train, name=repr(self))
 
     def __call__(self, state: Any, batch: types.Batch) -> Any:
         """Returns `(logs, state)`, or `(outputs, logs, state)` if the function returns outputs.
@@ -123,30 +125,35 @@ class CompiledFunction:
           state: The state.
           batch: A host batch, which is sharded over the devices.
         """
-        outputs, logs, state = self.call(state, batch)
+        carry, runner = state if isinstance(state, Carry) else self.enter(state), self._step._runner
+        batch = self._step.preprocess_batch(batch)
+        runner.batch_watch.look([batch])
+        try:
+            placed = runner.place(batch, evaluates=not self._train)
+            carry[0], found = self._compiled.call(carry[0], placed, runner.batch_watch.form)
+        except Exception as error:
+            runner.explain(error, batch)
+            raise
+        if self.donates and carry is not state:
+            state = self.leave(carry)
+        self._num_calls += 1
+        if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
+            metrics.wait((carry[0], found))
+        outputs, logs, state = found["outputs"], found["logs"], found.get("state", state)
         return (logs, state) if outputs is None else (outputs, logs, state)
 
-    def call(self, state: Any, batch: types.Batch) -> tuple[Any, Any, Any]:
-        """Calls the function, like `__call__`, but always returns `(outputs, logs, state)`."""
-        found: Any
-        if self._donate:
+    def enter(self, state: Any) -> "Carry":
+        """Converts a state to the form that may be passed from call to call instead, which is faster."""
+        ready = self._step._runner.states.prepare(state)
+        if self.donates and ready is not state:  # Otherwise, a state that this function returned.
             checks.mark_donated(state, repr(self))
-            state, found = self._step(state, batch)
-        else:
-            found = self._step.evaluate(state, batch)
-        self._num_calls += 1
-        self._returns_only_logs = found["outputs"] is None and "updates" not in (found["logs"] or {})
-        if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
-            metrics.wait((state, found))
-        return found["outputs"], found["logs"], found.get("state", state)
+        return Carry([self._compiled.enter(ready)])
 
-    def program(self) -> Program | None:
-        """Returns a program that runs consecutive steps.
-
-        Returns None before the first call, and for functions that can't run this way.
-        """
-        runs = self._donate and self._returns_only_logs and not self._is_on_cpu_mesh
-        return Program(self._step) if runs else None
+    def leave(self, carry: "Carry") -> Any:
+        """Converts a carry back to a state."""
+        state = self._compiled.leave(carry[0])
+        self._step._runner.states.remember(state, carry[0])
+        return state
 
     # Traced ----------------------------------------------------------------------------------------
 
@@ -154,7 +161,11 @@ class CompiledFunction:
         def call(state: Any) -> tuple[Any, Any, Any]:
             outputs, logs, new_state = outputs_logs_and_state(self._fn(state, batch), name_of(self._fn), state)
             if logs:
-                logs = _with_mean_losses(metrics.separate_weights(logs), checks.num_examples(batch))
+                logs = metrics.separate_weights(logs)
+                losses = jax.tree.map(
+                    lambda loss: types.mean_loss(loss, checks.num_examples(batch)), logs.get("losses") or {}
+                )
+                logs = type(logs)({**logs, "losses": losses}) if losses else logs
             return outputs, logs, new_state
 
         outputs, logs, new_state = self._update_by_gradient(call, state) if self._train else call(state)
@@ -162,7 +173,7 @@ class CompiledFunction:
         if new_state is None:
             return state, found
         checks.check_same_state(state, new_state, repr(self))
-        if self._donate:
+        if self.donates:
             return new_state, found
         if self._partitioner.mesh is not None:  # Otherwise, the compiler would choose the sharding.
             new_state = jax.lax.with_sharding_constraint(new_state, self._partitioner.sharding)
@@ -196,27 +207,6 @@ class CompiledFunction:
         new_state = _update_variables(new_state, logs.pop("updates", {}))
         value_fn = lambda params: sum_of_losses(params)[0]
         return outputs, logs, types.apply_gradients(new_state, grads, value, value_fn)
-
-
-def _with_mean_losses(logs: Mapping[str, Any], rows: int | None) -> Any:
-    """Returns the logs, with per-example losses replaced by their means."""
-    mean_of = lambda loss: jnp.mean(loss) if rows is not None and np.shape(loss) == (rows,) else loss
-    losses = logs.get("losses") or {}
-    return type(logs)({**logs, "losses": jax.tree.map(mean_of, losses)}) if losses else logs  # pyright: ignore
-
-
-class _NamedStep(FunctionStep):
-    """A step with a name, which error messages use."""
-
-    def __init__(self, fn: Callable[..., Any], partitioner: partition.Partitioner, *, train: bool, name: str):
-        super().__init__(fn, partitioner, train=train)
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-    def shard_batch(self, batch: Any) -> Any:
-        return super().shard_batch(batch) if self.train else self.partitioner.shard_short_batch(batch)
 
 
 def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:

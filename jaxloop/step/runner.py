@@ -295,8 +295,13 @@ class States:
         leaf = self._known_leaf()  # Another step may have donated it since.
         return leaf is not None and not leaf.is_deleted()
 
-    def remember(self, state: Any) -> None:
-        """Records the last state that this step returned, so that `prepare` doesn't check it again."""
+    def remember(self, state: Any, carry: Any = None) -> None:
+        """Records the last state that this step returned, so that `prepare` doesn't check it again.
+
+        Args:
+          state: The state.
+          carry: The same state as a carry of `Compiled`, whose leaves are found faster; None if there is none.
+        """
         # Compares by identity: `state.replace(...)` makes a new object, which may contain a donated leaf.
-        leaf = checks.donated_leaf(state) if hasattr(state, "step") else None
+        leaf = checks.donated_leaf(state if carry is None else carry) if hasattr(state, "step") else None
         self._known_state, self._known_leaf = (_NOTHING, _NOTHING) if leaf is None else map(weakref.ref, (state, leaf))
