@@ -27,7 +27,6 @@ release = version = jaxloop.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
-    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "myst_nb",
@@ -59,7 +58,7 @@ napoleon_custom_sections = [("Hooks", "params_style")]
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
-# Annotations name classes of other packages, to whose pages nothing links: that would take the network.
+# Annotations that name classes of other packages link to their pages (see OTHER_PAGES), except for these.
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(abc|collections|contextlib|datetime|enum|os|pathlib|typing|types)\..*"),
@@ -71,6 +70,24 @@ nitpick_ignore_regex = [
     ),
     (r"py:.*", r"jaxloop\..*\._\w+"),  # What some functions return is to be called, not to be named.
 ]
+
+# Where other projects describe what annotations name. Sphinx's intersphinx would have to download their inventories.
+OTHER_PAGES = {
+    "jax.Array": "https://docs.jax.dev/en/latest/_autosummary/jax.Array.html",
+    "jax._src.mesh.Mesh": "https://docs.jax.dev/en/latest/jax.sharding.html#jax.sharding.Mesh",
+    "flax.training.train_state.TrainState": "https://flax.readthedocs.io/en/stable/api_reference/flax.training.html",
+    "optax._src.base.GradientTransformation": "https://optax.readthedocs.io/en/latest/api/transformations.html",
+    "orbax.checkpoint.checkpoint_manager.CheckpointManager": (
+        "https://orbax.readthedocs.io/en/stable/api_reference/checkpoint.checkpoint_manager.html"
+    ),
+    "os.PathLike": "https://docs.python.org/3/library/os.html#os.PathLike",
+    "enum.Enum": "https://docs.python.org/3/library/enum.html#enum.Enum",
+    "numpy.ndarray": "https://numpy.org/doc/stable/reference/generated/numpy.ndarray.html",
+    **{
+        f"collections.abc.{name}": f"https://docs.python.org/3/library/collections.abc.html#collections.abc.{name}"
+        for name in ("Callable", "Hashable", "Iterable", "Iterator", "Mapping", "Sequence", "Set")
+    },
+}
 
 html_theme = "furo"
 html_title = f"jaxloop {release}"
@@ -99,6 +116,7 @@ def setup(app):
     app.connect("autodoc-before-process-signature", name_aliases)
     app.connect("autodoc-process-signature", show_defaults)
     app.connect("autodoc-process-bases", leave_out_private_bases)
+    app.connect("missing-reference", link_to_other_projects)
     app.connect("doctree-resolved", link_code)
     app.connect("doctree-resolved", insert_pictures)
     app.connect("doctree-resolved", add_notebook_links)
@@ -342,6 +360,12 @@ def link_code(app, doctree, docname):
         target = next((objects[place] for place in places if place in objects), None)
         if target is not None and target.node_id not in described:
             node.replace_self(link(target, node.deepcopy()))
+
+
+def link_to_other_projects(app, env, node, contnode):
+    """Links a name of another project to the page that describes it."""
+    target = OTHER_PAGES.get(node.get("reftarget"))
+    return target and nodes.reference("", "", contnode, refuri=target, internal=False)
 
 
 def _by_last_name(objects):
