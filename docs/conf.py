@@ -96,7 +96,7 @@ html_css_files = ["jaxloop.css"]
 html_show_copyright = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
-pygments_style = "github-light"
+pygments_style = "tango"
 pygments_dark_style = "github-dark"
 
 _FIRST_OF_LIST = re.compile(r"\s*([-*]|\d+\.) ")
@@ -154,7 +154,7 @@ def add_notebook_links(app, doctree, docname):
         return
     name = docname.removeprefix("notebooks/")
     links = [
-        f'<a class="button" href="../_sources/notebooks/{name}.ipynb" download="{name}.ipynb">Download notebook</a>'
+        f'<a class="button" href="../_sources/notebooks/{name}.ipynb.txt" download="{name}.ipynb">Download notebook</a>'
     ]
     repository = os.environ.get("JAXLOOP_REPOSITORY", "")
     if repository.startswith("https://github.com/"):

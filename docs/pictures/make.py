@@ -7,9 +7,12 @@ elsewhere their style sheet follows the color scheme of the browser. To make onl
 
 import fcntl
 import html
+import itertools
+import math
 import os
 import pathlib
 import pty
+import random
 import re
 import signal
 import struct
@@ -250,6 +253,90 @@ def bars():
     return picture
 
 
+def thumbnails():
+    """Draws a small picture for each recipe. Returns the pictures by the names of the recipes."""
+    source = random.Random(0)
+    drawn = {}
+
+    def new(name):
+        drawn[name] = Picture(240, 96, name.replace("_", " "))
+        return drawn[name]
+
+    def curve(picture, points, color, dashes="1 0", width=2.5):
+        picture.line(*points, dashes=dashes, color=color, width=width)
+
+    def network(picture, x, sizes, color):
+        layers = [[(x + 34 * i, 48 + 15 * (j - (n - 1) / 2)) for j in range(n)] for i, n in enumerate(sizes)]
+        for one, two in itertools.pairwise(layers):
+            for a, b in itertools.product(one, two):
+                picture.line(a, b, dashes="1 0", width=0.6)
+        for point in itertools.chain(*layers):
+            picture.dot(*point, color, 4)
+
+    noise = [(20 + 5 * i, 74 - 1.3 * i + source.uniform(-12, 12)) for i in range(41)]
+    picture = new("ema_teacher")
+    curve(picture, noise, SLATE, width=1)
+    curve(picture, [(x, 74 - 1.3 * i) for i, (x, _) in enumerate(noise)], BLUE)
+    picture = new("schedule_free")
+    curve(picture, [(20, 20), (220, 20)], GREEN)
+    curve(picture, [(20 + 4 * i, 20 + 56 * (1 - math.cos(math.pi * i / 50)) / 2) for i in range(51)], SLATE, "3 4")
+    picture = new("gan")
+    for k in range(8):
+        x, y = 120 + 38 * math.cos(k * math.pi / 4), 48 + 34 * math.sin(k * math.pi / 4)
+        for _ in range(9):
+            picture.dot(x + source.gauss(0, 3), y + source.gauss(0, 3), source.choice([BLUE, ORANGE]), 1.6)
+    picture = new("vae")
+    network(picture, 40, [5, 3, 1], BLUE)
+    network(picture, 132, [1, 3, 5], ORANGE)
+    picture = new("language_model")
+    for row, widths in enumerate(([40, 62, 28], [58, 24, 50], [30, 46, 0])):
+        x = 40
+        for width in filter(None, widths):
+            picture.rectangle(x, 16 + 24 * row, width, 14, BLUE if row < 2 else ORANGE, 0.4)
+            x += width + 8
+    picture = new("ppo")
+    curve(picture, [(40, 70), (200, 70)], SLATE)
+    picture.rectangle(100, 58, 40, 18, BLUE, 0.4)
+    curve(picture, [(120, 58), (136, 14)], ORANGE, width=4)
+    picture = new("fine_tuning")
+    for x, color in ((40, SLATE), (84, SLATE), (128, SLATE), (172, ORANGE)):
+        picture.rectangle(x, 26, 34, 44, color, 0.4)
+    picture = new("lora")
+    picture.rectangle(40, 18, 60, 60, SLATE, 0.3)
+    picture.text(116, 54, "+", size=22)
+    picture.rectangle(134, 18, 14, 60, ORANGE, 0.4)
+    picture.rectangle(154, 18, 56, 14, ORANGE, 0.4)
+    picture = new("distillation")
+    network(picture, 30, [5, 5, 5], SLATE)
+    picture.arrow((112, 48), (148, 48))
+    network(picture, 166, [2, 2], GREEN)
+    picture = new("sweep")
+    for k, color in enumerate((BLUE, GREEN, ORANGE)):
+        curve(picture, [(20 + 5 * i, 80 - (56 - 14 * k) * (1 - math.exp(-i / (6 + 5 * k)))) for i in range(41)], color)
+    picture = new("torch_dataloader")
+    for k in range(3):
+        picture.rectangle(30, 14 + 26 * k, 52, 18, SLATE, 0.3)
+        picture.arrow((82, 23 + 26 * k), (140, 48))
+    picture.box(142, 30, 70, 36, "Step", color=BLUE, title_size=14)
+    picture = new("hugging_face")
+    for row, column in itertools.product(range(4), range(5)):
+        picture.rectangle(
+            56 + 27 * column, 14 + 18 * row, 24, 14, BLUE if row == 2 else SLATE, 0.4 if row == 2 else 0.15
+        )
+    picture = new("inference")
+    picture.rectangle(30, 26, 50, 44, SLATE, 0.3)
+    picture.arrow((84, 48), (108, 48))
+    network(picture, 118, [4, 3], BLUE)
+    picture.arrow((160, 48), (184, 48))
+    picture.text(204, 56, "7", size=24, weight="600")
+    picture = new("several_inputs")
+    for y, color in ((20, BLUE), (56, ORANGE)):
+        picture.rectangle(30, y, 56, 22, color, 0.4)
+        picture.arrow((86, y + 11), (136, 48))
+    network(picture, 150, [3, 3, 1], GREEN)
+    return drawn
+
+
 # Terminals and curves --------------------------------------------------------------------------------
 
 COLUMNS = 100
@@ -312,7 +399,7 @@ def terminal(title, lines):
             color = BAR
         elif line == "Killed":
             color = STOP
-        line = line if len(line) < 102 else line[:100] + "..."
+        line = line if len(line) <= 99 else line[:96] + "..."
         picture.parts.append(
             f"<text x='16' y='{50 + number * row}' font-size='13.6' fill='{color}' xml:space='preserve' {CODE}>"
             f"{html.escape(line)}</text>"
@@ -492,9 +579,11 @@ PICTURES = {
 }
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or [*PICTURES, "terminals"]
-    for name in wanted:
+    for name in sys.argv[1:] or [*PICTURES, "thumbnails", "terminals"]:
         if name == "terminals":
             terminals_and_curves()
+        elif name == "thumbnails":
+            for recipe, picture in thumbnails().items():
+                picture.write(HERE / "thumbnails" / f"{recipe}.svg")
         else:
             PICTURES[name]().write(HERE / f"{name}.svg")
