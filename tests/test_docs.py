@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
 HOWTO = sorted((DOCS / "howto").glob("*.py"))
-EVERY_PAGE = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
+EVERY_PAGE = [page for page in sorted(DOCS.rglob("*.md")) if not {"_build", "notebooks"} & set(page.parts)]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 each_tutorial = pytest.mark.parametrize("page", TUTORIAL, ids=lambda page: page.stem)
 each_howto = pytest.mark.parametrize("program", HOWTO, ids=lambda program: program.stem)
@@ -159,3 +159,10 @@ def test_the_bars_show_the_figures_of_the_benchmarks():
     assert len(shown) == 14
     for each in shown:
         assert any(abs(ratio - float(each)) <= 0.0051 for ratio in measured) or each == "1.00", each
+
+
+def test_the_documentation_is_short():
+    """Counts the words outside of code blocks."""
+    texts = [page.read_text() for page in [ROOT / "README.md", *EVERY_PAGE]]
+    assert sum(len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) for text in texts) <= 30_000
+    assert len((DOCS / "inside.md").read_text().splitlines()) <= 250
