@@ -40,6 +40,6 @@ train("runs/injected", injected(learning_rate=0.1), 100)
 state = train("runs/injected", injected(learning_rate=0.01), 150)
 print(f"injected: {state.opt_state.hyperparams['learning_rate']:.2f}")
 
-# ... unless the CheckpointSpec says to use the program's.
+# ... unless the CheckpointSpec selects the program's.
 state = train("runs/injected", injected(learning_rate=0.01), 200, restore_hyperparams=False)
 print(f"injected, restore_hyperparams=False: {state.opt_state.hyperparams['learning_rate']:.2f}")

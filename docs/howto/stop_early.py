@@ -1,4 +1,4 @@
-"""Stops when the test accuracy no longer improves, or when an action says so, and returns the best state."""
+"""Stops when the test accuracy no longer improves, or when an action ends the run, and returns the best state."""
 
 import jax
 import numpy as np

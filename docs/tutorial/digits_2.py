@@ -1,4 +1,4 @@
-"""Trains the same network with a step of its own."""
+"""Trains the same network with a custom step."""
 
 import jax
 import optax
