@@ -5,6 +5,7 @@ Pictures are SVG files whose lines and texts have the color of the page: the sit
 elsewhere their style sheet follows the color scheme of the browser. To make only some, give their names.
 """
 
+import contextlib
 import fcntl
 import html
 import itertools
@@ -14,6 +15,7 @@ import pathlib
 import pty
 import random
 import re
+import runpy
 import shutil
 import signal
 import struct
@@ -127,8 +129,8 @@ def hooks():
         if number:
             picture.arrow((x - 32, 189), (x, 189))
         x += width + 32
-    picture.text(x - 4, 180, "A step's own actions are called", anchor="start", size=12)
-    picture.text(x - 4, 197, "before run and after end.", anchor="start", size=12)
+    picture.text(x - 4, 180, "A step's own actions", anchor="start", size=12)
+    picture.text(x - 4, 197, "run before run and after end.", anchor="start", size=12)
     picture.arrow((374, 94), (374, 118))
     picture.rectangle(30, 264, 760, 96, GREEN, 0.05)
     picture.text(
@@ -431,27 +433,52 @@ def terminals_and_curves():
         curves(directory / "runs/digits/history.jsonl", HERE / "tutorial_curves.svg")
 
 
-def curves(history, path):
-    """Draws the learning curves of a history in the colors of the page."""
-    import matplotlib
+PLOT_INK = "#123456"  # Replaced by the color of the page.
 
-    matplotlib.use("Agg")
+
+def plot_settings():
+    """Returns Matplotlib's settings for plots in the colors of the page."""
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
+    ink = dict.fromkeys((*names, "legend.labelcolor"), PLOT_INK)
+    return {**ink, "svg.fonttype": "none", "svg.hashsalt": "jaxloop", "grid.color": "#8b949e", "grid.alpha": 0.4}
+
+
+def write_plot(figure, path):
+    """Writes a Matplotlib figure without a background, with texts in the color of the page."""
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    text = path.read_text().replace(PLOT_INK, "currentColor")
+    text = re.sub(r"<\?xml.*?<svg", "<svg", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' (height|width)="[\d.]+pt"', "", text, count=2)
+    path.write_text(text.replace('version="1.1">', f'version="1.1">{THEME}', 1))
+
+
+def curves(history, path):
+    """Draws the learning curves of a history."""
     import matplotlib.pyplot as plt
 
     import jaxloop
 
-    ink = "#123456"  # Replaced below.
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "jaxloop", **dict.fromkeys(names, ink)}
-    with plt.rc_context({**settings, "legend.labelcolor": ink, "grid.color": "#8b949e", "grid.alpha": 0.4}):
-        figure = jaxloop.History.load(history).plot("loss", "accuracy")
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-    text = path.read_text().replace(ink, "currentColor")
-    text = re.sub(r"<\?xml.*?<svg", "<svg", text, flags=re.DOTALL)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r" width=\"[\d.]+pt\" height=\"[\d.]+pt\"", "", text, count=1)
-    text = re.sub(r" (height|width)=\"[\d.]+pt\"", "", text, count=2)
-    path.write_text(text.replace('version="1.1">', f'version="1.1">{THEME}', 1))
+    with plt.rc_context(plot_settings()):
+        write_plot(jaxloop.History.load(history).plot("loss", "accuracy"), path)
+
+
+def recipe_plots():
+    """Runs the recipes that draw a plot, and writes their last plots."""
+    import matplotlib.figure
+    import matplotlib.pyplot as plt
+
+    savefig = matplotlib.figure.Figure.savefig
+    figures = []
+    keep = lambda figure, *args, **kwargs: figures.append(figure)
+    for name in ("sweep", "vae"):
+        with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory), plt.rc_context(plot_settings()):
+            matplotlib.figure.Figure.savefig = keep
+            try:
+                runpy.run_path(str(HERE.parent / "recipes" / f"{name}.py"), run_name="__main__")
+            finally:
+                matplotlib.figure.Figure.savefig = savefig
+            write_plot(figures[-1], HERE / f"{name}.svg")
 
 
 def modules():
@@ -584,9 +611,12 @@ PICTURES = {
 }
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [*PICTURES, "thumbnails", "terminals"]:
+    os.environ["MPLBACKEND"] = "agg"
+    for name in sys.argv[1:] or [*PICTURES, "thumbnails", "terminals", "recipes"]:
         if name == "terminals":
             terminals_and_curves()
+        elif name == "recipes":
+            recipe_plots()
         elif name == "thumbnails":
             for recipe, picture in thumbnails().items():
                 picture.write(HERE / "thumbnails" / f"{recipe}.svg")
