@@ -5,7 +5,9 @@ is fetched from the network, neither to build nor to read.
 """
 
 import ast
+import html
 import inspect
+import os
 import pathlib
 import re
 import shutil
@@ -23,12 +25,18 @@ author = "The jaxloop authors"
 copyright = "The jaxloop authors"
 release = version = jaxloop.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb", "sphinx_copybutton"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "myst_nb",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
 suppress_warnings = ["config.cache"]  # Those of myst-nb, whose options are not all picklable.
 
 # Markdown, and the notebooks of colabs/, which are copied to where Sphinx finds them.
-myst_enable_extensions = ["colon_fence", "fieldlist"]
+myst_enable_extensions = ["attrs_block", "colon_fence", "fieldlist"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # A test executes them.
 nb_ipywidgets_js = {}
@@ -50,7 +58,7 @@ napoleon_custom_sections = [("Hooks", "params_style")]
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
-# Annotations name classes of other packages, to whose pages nothing links: that would take the network.
+# Annotations that name classes of other packages link to their pages (see OTHER_PAGES), except for these.
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(abc|collections|contextlib|datetime|enum|os|pathlib|typing|types)\..*"),
@@ -63,6 +71,24 @@ nitpick_ignore_regex = [
     (r"py:.*", r"jaxloop\..*\._\w+"),  # What some functions return is to be called, not to be named.
 ]
 
+# Where other projects describe what annotations name. Sphinx's intersphinx would have to download their inventories.
+OTHER_PAGES = {
+    "jax.Array": "https://docs.jax.dev/en/latest/_autosummary/jax.Array.html",
+    "jax._src.mesh.Mesh": "https://docs.jax.dev/en/latest/jax.sharding.html#jax.sharding.Mesh",
+    "flax.training.train_state.TrainState": "https://flax.readthedocs.io/en/stable/api_reference/flax.training.html",
+    "optax._src.base.GradientTransformation": "https://optax.readthedocs.io/en/latest/api/transformations.html",
+    "orbax.checkpoint.checkpoint_manager.CheckpointManager": (
+        "https://orbax.readthedocs.io/en/stable/api_reference/checkpoint.checkpoint_manager.html"
+    ),
+    "os.PathLike": "https://docs.python.org/3/library/os.html#os.PathLike",
+    "enum.Enum": "https://docs.python.org/3/library/enum.html#enum.Enum",
+    "numpy.ndarray": "https://numpy.org/doc/stable/reference/generated/numpy.ndarray.html",
+    **{
+        f"collections.abc.{name}": f"https://docs.python.org/3/library/collections.abc.html#collections.abc.{name}"
+        for name in ("Callable", "Hashable", "Iterable", "Iterator", "Mapping", "Sequence", "Set")
+    },
+}
+
 html_theme = "furo"
 html_title = f"jaxloop {release}"
 html_static_path = ["_static"]
@@ -70,7 +96,7 @@ html_css_files = ["jaxloop.css"]
 html_show_copyright = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
-pygments_style = "default"
+pygments_style = "tango"
 pygments_dark_style = "github-dark"
 
 _FIRST_OF_LIST = re.compile(r"\s*([-*]|\d+\.) ")
@@ -90,7 +116,10 @@ def setup(app):
     app.connect("autodoc-before-process-signature", name_aliases)
     app.connect("autodoc-process-signature", show_defaults)
     app.connect("autodoc-process-bases", leave_out_private_bases)
+    app.connect("missing-reference", link_to_other_projects)
     app.connect("doctree-resolved", link_code)
+    app.connect("doctree-resolved", insert_pictures)
+    app.connect("doctree-resolved", add_notebook_links)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -113,6 +142,47 @@ def copy_notebooks(app):
 def link_to_copies(app, docname, content):
     """Links to notebooks are such as can be followed in the repository."""
     content[0] = re.sub(r"\]\((\.\./)+colabs/(\w+\.ipynb)\)", r"](/notebooks/\2)", content[0])
+
+
+def add_notebook_links(app, doctree, docname):
+    """Adds, below the title of a notebook, links to download it and to open it in Colab.
+
+    Colab needs the address of the repository: the environment variable JAXLOOP_REPOSITORY, such as
+    `https://github.com/owner/name`. Without it, there is only a download.
+    """
+    if not docname.startswith("notebooks/"):
+        return
+    name = docname.removeprefix("notebooks/")
+    links = [
+        f'<a class="button" href="../_sources/notebooks/{name}.ipynb.txt" download="{name}.ipynb">Download notebook</a>'
+    ]
+    repository = os.environ.get("JAXLOOP_REPOSITORY", "")
+    if repository.startswith("https://github.com/"):
+        path = f"github/{repository.removeprefix('https://github.com/')}/blob/main/colabs/{name}.ipynb"
+        links.insert(0, f'<a class="button" href="https://colab.research.google.com/{path}">Open in Colab</a>')
+    title = next(doctree.findall(nodes.title))
+    place = title.parent.index(title) + 1
+    title.parent.insert(place, nodes.raw("", f'<p class="buttons">{" ".join(links)}</p>', format="html"))
+
+
+# Pictures -------------------------------------------------------------------------------------------
+
+
+def insert_pictures(app, doctree, docname):
+    """Inserts SVG pictures into their pages, so that `currentColor` is the color of the page's text."""
+    if app.builder.format != "html":
+        return
+    for image in list(doctree.findall(nodes.image)):
+        path = pathlib.Path(app.srcdir, image["uri"])
+        if path.suffix != ".svg" or "currentColor" not in (text := path.read_text()):
+            continue
+        text = re.sub(r"<style>svg\{color.*?</style>", "", text, count=1, flags=re.DOTALL)
+        text = re.sub(r"<title>.*?</title>", "", text, count=1, flags=re.DOTALL)
+        label = html.escape(image.get("alt", ""), quote=True)
+        kind = "thumbnail" if "thumbnails" in path.parts else "picture"
+        image.replace_self(
+            nodes.raw("", f'<span class="{kind}" role="img" aria-label="{label}">{text}</span>', format="html")
+        )
 
 
 # Signatures -----------------------------------------------------------------------------------------
@@ -290,6 +360,12 @@ def link_code(app, doctree, docname):
         target = next((objects[place] for place in places if place in objects), None)
         if target is not None and target.node_id not in described:
             node.replace_self(link(target, node.deepcopy()))
+
+
+def link_to_other_projects(app, env, node, contnode):
+    """Links a name of another project to the page that describes it."""
+    target = OTHER_PAGES.get(node.get("reftarget"))
+    return target and nodes.reference("", "", contnode, refuri=target, internal=False)
 
 
 def _by_last_name(objects):

@@ -1,18 +1,27 @@
-"""Tests that the code blocks of the documentation run."""
+"""Tests that the programs of the documentation run, and print what the pages show."""
 
+import ast
 import pathlib
 import re
 
 import jax
 import pytest
 from programs.launching import launch
+from test_recipes import are_close, shape_and_numbers
 
 import jaxloop
+from jaxloop import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(jaxloop.__file__).parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
+HOWTO = sorted((DOCS / "howto").glob("*.py"))
+EVERY_PAGE = [page for page in sorted(DOCS.rglob("*.md")) if not {"_build", "notebooks"} & set(page.parts)]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+each_tutorial = pytest.mark.parametrize("page", TUTORIAL, ids=lambda page: page.stem)
+each_howto = pytest.mark.parametrize("program", HOWTO, ids=lambda program: program.stem)
 
 
 def blocks(page):
@@ -20,17 +29,35 @@ def blocks(page):
     return re.findall(r"```python ?([a-z]*)\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-@each_page
-def test_code_blocks_of_a_page_run(page, tmp_path, monkeypatch, capsys, checked_first, compile_fast):
+def outputs(page):
+    return re.findall(r"^```text\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def assert_prints(printed, shown):
+    (text, numbers), (shown_text, shown_numbers) = map(shape_and_numbers, (printed, shown))
+    assert text == shown_text
+    different = [pair for pair in zip(numbers, shown_numbers, strict=True) if not are_close(*pair)]
+    assert not different, printed
+
+
+@pytest.fixture
+def in_a_new_directory(tmp_path, monkeypatch):
+    """Changes to an empty directory, and uses JAX's default type promotion."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@each_page
+def test_code_blocks_of_a_page_run(page, in_a_new_directory, capsys, checked_first, compile_fast):
     names = {}
     assert {kind for kind, _ in blocks(page)} <= {"", "continued", "program"}
-    with jax.numpy_dtype_promotion("standard"):  # JAX's default.
-        for kind, text in blocks(page):
-            if kind != "program":
-                names = names if kind else {"__name__": "__main__"}
-                exec(text, names)
-    assert capsys.readouterr().out
+    for kind, text in blocks(page):
+        if kind != "program":
+            names = names if kind else {"__name__": "__main__"}
+            exec(text, names)
+    assert capsys.readouterr().out or not blocks(page)
 
 
 @each_page
@@ -43,20 +70,99 @@ def test_programs_of_a_page_run_in_one_and_two_processes(page, tmp_path):
             assert job.returncode == 0 and "200/200" in job.stdout, job.stdout
 
 
-@each_page
+@each_tutorial
+def test_a_page_of_the_tutorial_prints_what_it_shows(page, in_a_new_directory, capsys, checked_first):
+    """Runs the page's program (page 4 uses that of page 3), and then its code blocks."""
+    number = {"4": "3"}.get(page.stem[0], page.stem[0])
+    names = {"__name__": "__main__"}
+    exec((page.parent / f"digits_{number}.py").read_text(), names)
+    shown = outputs(page)
+    if shown:
+        printed = capsys.readouterr().out.splitlines()
+        (expected,) = shown
+        assert_prints("\n".join(printed[-len(expected.splitlines()) :]), expected)
+    for _, text in blocks(page):
+        exec(text, names)
+
+
+def test_a_stopped_run_of_the_tutorial_ends_like_an_uninterrupted_one(in_a_new_directory, capsys):
+    text = (DOCS / "tutorial" / "digits_3.py").read_text()
+    whole, stopped = {}, {}
+    exec(text, whole)
+    whole_line = capsys.readouterr().out
+    text = text.replace('"runs/digits"', '"runs/stopped"')
+    exec(text.replace("train_total_steps=2000", "train_total_steps=620"), stopped)
+    assert max(checkpoint.all_steps("runs/stopped/checkpoints")) == 620
+    exec(text, stopped)
+    assert capsys.readouterr().out.splitlines()[-1] == whole_line.strip()
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), whole["state"].params, stopped["state"].params))
+
+
+@each_tutorial
+def test_a_page_of_the_tutorial_is_short_and_has_a_picture(page):
+    assert len(page.read_text().split()) < 900
+    assert re.search(r"!\[.+\]\(\.\./pictures/\w+\.svg\)", page.read_text())
+
+
+@each_howto
+def test_a_how_to_prints_what_its_page_shows(program, in_a_new_directory, capsys, checked_first):
+    names = {"__name__": "__main__"}
+    exec(compile(program.read_text(), program, "exec"), names)
+    (shown,) = outputs(program.with_suffix(".md"))
+    assert_prints(capsys.readouterr().out, shown)
+
+
+@each_howto
+def test_a_how_to_is_short_and_included_in_its_page(program):
+    source, page = program.read_text(), program.with_suffix(".md").read_text()
+    assert len(source.splitlines()) < 60
+    assert ast.get_docstring(ast.parse(source))
+    assert f"```{{literalinclude}} {program.name}\n" in page
+    assert f"[{page.splitlines()[0].removeprefix('# ')}]({program.stem}.md)" in (DOCS / "howto/index.md").read_text()
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(DOCS).with_suffix("")))
 def test_files_and_flags_that_a_page_names_are_there(page):
-    for path in re.findall(r"`((?:jaxloop|tests|docs|colabs|benchmarks)/[\w./]+)`", page.read_text()):
+    text = page.read_text()
+    for path in re.findall(r"`((?:jaxloop|tests|docs|colabs|benchmarks)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
-    for module in re.findall(r"python -m (jaxloop[\w.]*)", page.read_text()):
+    for module in re.findall(r"python -m (jaxloop[\w.]*)", text):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    for link in re.findall(r"\]\(([\w./]+\.(?:md|py|ipynb|svg|png))[#)]", text):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(DOCS).with_suffix("")))
+def test_tables_have_at_most_four_columns(page):
+    for line in re.findall(r"^\|(?: ?:?-+:? ?\|)+$", page.read_text(), flags=re.MULTILINE):
+        assert line.count("|") <= 5, line
 
 
 def test_quoted_code_is_in_the_package():
-    pages = [(ROOT / "docs" / name).read_text() for name in ("inside.md", "scaling.md")]
+    pages = [(DOCS / name).read_text() for name in ("inside.md", "howto/run_on_a_cluster.md")]
     excerpts = re.findall(r"```py\n# (\S+)\n(.*?)```", "\n".join(pages), flags=re.DOTALL)
-    assert len(excerpts) == 4
+    assert len(excerpts) >= 3
     for path, text in excerpts:
         lines = iter([line.strip() for line in (PACKAGE.parent / path).read_text().splitlines()])
         for line in map(str.strip, text.splitlines()):
             assert line == "..." or line in lines, f"{path} has no such line after those before it: {line}"
+
+
+def test_the_bars_show_the_figures_of_the_benchmarks():
+    """The ratios on the page and in its picture are among the measured ones, rounded."""
+    measured = [float(ratio) for ratio in re.findall(r"\d\.\d\d\d", (ROOT / "BENCHMARKS.md").read_text())]
+    rows = re.findall(r"^\| .* \((?:31|84) us\) \|(.*)$", (DOCS / "project/benchmarks.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"\d\.\d\d", " ".join(rows)) + re.findall(
+        r">(\d\.\d\d)<", (DOCS / "pictures/bars.svg").read_text()
+    )
+    assert len(shown) == 14
+    for each in shown:
+        assert any(abs(ratio - float(each)) <= 0.0051 for ratio in measured) or each == "1.00", each
+
+
+def test_the_documentation_is_short():
+    """Counts the words outside of code blocks."""
+    texts = [page.read_text() for page in [ROOT / "README.md", *EVERY_PAGE]]
+    assert sum(len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) for text in texts) <= 30_000
+    assert len((DOCS / "inside.md").read_text().splitlines()) <= 250
