@@ -205,8 +205,8 @@ class CheckpointWriter:
             for path in all_paths([self.directory]):
                 try:
                     read.metrics(path)
-                except CheckpointError as error:  # For example, its deletion was killed halfway.
-                    read.quarantine(error, "It can no longer be the best, or one of keep_every.")
+                except CheckpointError as error:
+                    read.quarantine(error, "A killed run may have been deleting it. It can no longer be the best.")
         self._manager = ocp.CheckpointManager(self.directory, options=policy.options(self._seal))
         return self._manager
 
