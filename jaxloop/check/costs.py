@@ -18,7 +18,7 @@ _MOST_ROWS = 2**20
 
 
 def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str | None = None) -> Cost:
-    """Compiles a training step, and returns its FLOPs, its memory and its communication.
+    """Compiles a training step, and reports its FLOPs, memory use and communication.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()

@@ -39,13 +39,13 @@ class CheckpointWriter:
     """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager is asynchronous.
 
     Args:
-      manager_or_directory: A directory, or an Orbax manager that saves a single item (from either the current or the
-        older Orbax API). With a manager, which the caller closes, only the state is saved, without a seal. With a
+      manager_or_directory: A directory, or an Orbax manager (from the current or the older API) that saves a single
+        item. With a manager, which the caller closes, only the state is saved, without a seal. With a
         directory, the writer creates its own manager at the first save, and a new one after `close` or a failed save.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
-      keep_every: The checkpoints at which this schedule fires are never deleted. Requires a directory.
+      keep_every: A schedule. Checkpoints saved at steps where it fires are never deleted. Requires a directory.
 
     Attributes:
       directory: The directory with one subdirectory per step.

@@ -70,8 +70,8 @@ class Reader:
     def fingerprint(self, num_back: int) -> dict[str, Any] | None:
         """Returns the fingerprint of the batch returned `num_back` batches ago, or of the next one if this is 0.
 
-        Returns None if the next batch hasn't been read. If an earlier batch hasn't been kept, returns None too, and
-        from then on keeps as many batches.
+        Returns None if the next batch hasn't been read (`END` at the end of the data), or if the earlier batch wasn't
+        kept. In the latter case, the reader keeps the last `num_back` batches from then on.
         """
         if num_back == 0:
             return fingerprint(self.peeked[0]) if self.peeked else END if self.has_ended else None

@@ -368,12 +368,12 @@ class Agenda:
         return is_done
 
     def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
-        """Returns the statistics of an interval; by default, of the current loop."""
+        """Returns the statistics of an interval (by default, the current loop)."""
         found, guard = {} if self.statistics is None else self.statistics.of(state, spent), self._outputs.guard
         return found if guard is None else found | guard.measure(self._outputs.loop_start if cursor is None else cursor)
 
     def trim(self) -> None:
-        """Drops the outputs that everything has read."""
+        """Drops the outputs that every item that reads all outputs has already read."""
         self.owes_trim = False
         self._outputs.trim(self.cursors)
 

@@ -203,7 +203,7 @@ class Engine:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, including those that have not been counted yet."""
+        """The number of completed updates, including those in the current call that `Run.now` doesn't include yet."""
         ran, steps = self.call.ran, self.run.now.steps if self.plan.at is None else self.plan.at.steps
         return steps + (0 if ran is None else len(ran.examples) * self.call.updates)
 

@@ -29,13 +29,13 @@ class Plan:
     """What an experiment adds to a loop.
 
     Attributes:
-      is_alone: True if no experiment runs the loop. Then, each call runs a single loop.
+      is_alone: True if no experiment runs the loop. In that case, each call runs a single loop.
       total: The total number of updates.
       loop_steps: The number of updates per loop. Loops end at multiples of this number.
       stop: A schedule that ends the run.
       items: Items other than the loop's own end actions, such as rows, evaluations and commands.
       context: Further keyword arguments for actions.
-      source: What is done with the data.
+      source: The functions that mark positions in the data, begin the next pass and observe the batches.
       at: In an evaluation, the progress of the training.
     """
 
@@ -296,7 +296,7 @@ class Steps:
         return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()
 
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
-        """Returns True if there is another batch, which is then read ahead, or if the next loop wraps the data."""
+        """Returns whether the run can continue: with another batch, which is read ahead, or with a new iterator."""
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
         pauses = self._requests.pauses  # A command may ask for a save.

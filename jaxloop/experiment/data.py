@@ -241,7 +241,7 @@ class TrainingData:
 
 @contextlib.contextmanager
 def warning_of_unknown_position(what: str) -> Iterator[None]:
-    """A context that logs that data can't return to a position, instead of raising the error."""
+    """A context manager that logs a warning, not an error, if data can't return to a saved position."""
     try:
         yield
     except PositionUnknownError as error:
@@ -342,7 +342,7 @@ class LeftOut:
     def load_state_dict(self, state_dict: Mapping[str, Any], step_num: int) -> None:
         """Restores the state that a checkpoint of this step contains.
 
-        Detours that began after the checkpoint was saved are kept, as are the batches to leave out after it.
+        Detours that began after the checkpoint was saved, and later batches to leave out, are kept.
         """
         newest, before, detours = state_dict["newest"], state_dict["numbers"], state_dict["detours"]
         if missed := [each for each in self._given if each <= newest and each not in before]:

@@ -109,7 +109,7 @@ class Extensions:
         self._step_num = self._updates = 0  # Of the latest batch, and per batch.
 
     def begin(self, experiment: "Experiment") -> list[Item]:
-        """Begins to watch a run. Returns the items to add to it."""
+        """Starts watching a run, and returns the items to add to it."""
         items, self._begun = list[Item](), []
         self._updates = experiment.loops[0].step.updates_per_step
         for each in self._by_name.values():

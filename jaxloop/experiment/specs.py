@@ -124,12 +124,12 @@ class CheckpointSpec:
       iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
         default checks whether the directory contains the file `STOPPED`, which a training run writes when it is done.
       transforms: New names for saved leaves; see `Step.restore_model`.
-      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False for a
-        different dataset, which the run then reads from its start. Later restarts continue at the positions in it. Also
-        pass False for an iterator that is already at the right position.
+      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if
+        the dataset has changed: the run reads it from the beginning, and later restarts resume at positions in the new
+        one. Also pass False for an iterator that is already at the right position.
       on_changed_data: What a resumed run does if the next batch of its training dataset is not the one that came next
-        when the checkpoint was saved: "warn" logs a warning that lists the differences, and "raise" raises them as an
-        error.
+        when the checkpoint was saved: "warn" logs a warning that lists the differences, and "raise" raises an error
+        that lists them.
       restore_hyperparams: Whether a resumed run continues with the checkpoint's hyperparameters of
         `optax.inject_hyperparams`, such as the learning rate. Pass False to use those of the given state. If they
         differ, a warning shows both.

@@ -86,7 +86,7 @@ class CheckpointTool(Tool):
 
 
 def kind_on_host(leaf: Any) -> str | None:
-    """Returns the kind of a leaf in host memory: "numpy" or "builtins", for Python numbers. None for a JAX array."""
+    """Returns how a leaf is held on the host: as "numpy" or, for Python numbers, "builtins"; None on a device."""
     return None if isinstance(leaf, jax.Array) else type(leaf).__module__
 
 

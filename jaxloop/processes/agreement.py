@@ -269,7 +269,10 @@ class Pace(NamedTuple):
 
 
 def agree(votes: np.ndarray, *, until_all_end: bool, fill_to: Callable[[int], None] | None) -> list[int | Exception]:
-    """Returns what all processes do next: the number of examples in each batch, followed by an exception, if any.
+    """Combines the processes' votes into a plan that all of them follow.
+
+    Returns the global number of examples in each of the next batches, followed by the exception to raise afterwards, if
+    any.
 
     The exception is a `StopIteration` at the end of the data, a `ProcessError` if a process has failed, or a
     `ValueError` if the processes' batches can't form one global batch.
@@ -359,7 +362,7 @@ class OwnBatches:
         self._newest = batch
 
     def take(self) -> types.Batch:
-        """Returns the next batch. If the data have ended, it has no rows."""
+        """Returns the next batch, or one without rows if the data have ended."""
         if self.ahead:
             return self.ahead.popleft()[0]
         return jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, self._newest)

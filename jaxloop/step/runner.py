@@ -156,7 +156,7 @@ class Runner:
         Args:
           batch: The batch.
           evaluates: Whether the batch is for an evaluation.
-          fuses: Whether these are several batches, stacked along a new leading axis.
+          fuses: Whether `batch` is several batches stacked along a new leading axis.
         """
         step = self.step
         if fuses:

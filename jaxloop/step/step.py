@@ -37,9 +37,10 @@ class Step:
     dict with string keys (or None).
 
     Hooks:
-      preprocess_batch: Runs first, on the host. It receives only the batch.
+      preprocess_batch: Runs first of the four, on the host. It receives only the batch.
       begin: Runs second, on the host, and returns `(state, batch)`. The batch is still in host memory.
-      run: Runs third, on the devices. It must be pure. It is compiled once for all devices, and donates the state.
+      run: Runs third, on the devices. It must be pure. It is compiled for each batch shape. In training, it donates the
+        state.
       end: Runs fourth, on the host, and returns `(state, outputs)`. Reading an output value synchronizes with the
         device.
       num_examples: Counts the examples in a batch from the dataset. Called before the other hooks.
