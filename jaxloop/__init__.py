@@ -23,7 +23,6 @@ counter is `state.step`, which counts completed optimizer updates.
 
 import inspect
 
-from jaxloop import check as check
 from jaxloop.actions import Action as Action
 from jaxloop.actions import CheckpointAction as CheckpointAction
 from jaxloop.actions import EarlyStoppingAction as EarlyStoppingAction
@@ -77,6 +76,8 @@ from jaxloop.types import MetricWithMetadata as MetricWithMetadata
 from jaxloop.types import TrainState as TrainState
 from jaxloop.types import TurnBack as TurnBack
 from jaxloop.types import Weighted as Weighted
+
+from . import actions, check, checkpoint, data, distributed, metrics, partition, schedules, types  # noqa: F401 (public)
 
 __version__ = "0.1.0"
 
