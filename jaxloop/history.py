@@ -233,8 +233,8 @@ class History:
             logging.warning(text, file.path, steps, len(self._rows), num_rows, file.move_aside("damaged"))
         elif file.length() and not self._rows:
             # The run that wrote these rows was probably expected to resume.
-            text = "%s has no rows up to step %d. %s"
-            logging.warning(text, file.path, steps, file.move_aside("before"))
+            text = "The run starts at step %d, but all rows of %s are later. %s"
+            logging.warning(text, steps, file.path, file.move_aside("before"))
         if not is_intact or file.num_lines > len(self._rows) or file.length() != file.size:
             file.replace(map(self._row, range(len(self._rows))))
 

@@ -308,7 +308,7 @@ def test_state_can_be_any_pytree(state, step):
     ("state", "returned", "message"),
     [
         (0, (1, 2, 3, 4), "got a tuple of 4"),
-        (0, (5, 8), "got logs that are not a dictionary, int"),
+        (0, (5, 8), "got int as logs, a dict that precedes the state"),
         (({"w": 1.0}, 0), ({"w": 2.0}, 1), r"got a tuple of 2. .*\(None, state\) for a state that is a tuple"),
         ({"gen": 1.0}, {"gen": 2.0}, r"got a dictionary with the keys of the state. .*\(None, state\)"),
         (jnp.zeros(3), jnp.zeros(()), r"got only float32\[\], while the state is float32\[3\]. Write {'name': value}"),

@@ -285,7 +285,7 @@ def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any
             raise TypeError(_wrong_result(name, got))
         outputs, logs, new_state = result if len(result) == 3 else (None, *result)
         if logs is not None and not isinstance(logs, Mapping):
-            raise TypeError(_wrong_result(name, f"logs that are not a dictionary, {checks.describe(logs)}"))
+            raise TypeError(_wrong_result(name, f"{checks.describe(logs)} as logs, a dict that precedes the state"))
         return outputs, logs, new_state
     if not (result is None or state is None or _may_replace(result, state)):
         got = f"only {checks.describe(result)}, while the state is {checks.describe(state)}"
