@@ -28,6 +28,7 @@ PROGRAM, TOGETHER, ALL_APIS = (
 
 PATH = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
 SCALING = pathlib.Path(__file__).parents[1] / "docs" / "scaling.md"
+CLUSTER = SCALING.parent / "howto" / "run_on_a_cluster.md"
 
 
 def output_of(place, output):
@@ -367,7 +368,7 @@ def test_a_run_whose_ray_worker_is_killed_resumes_bit_identically(documented_par
 
 
 def test_documented_jobset_passes_what_initialize_reads():
-    (text,) = re.findall(r"```yaml\n(.*?)```", SCALING.read_text(), flags=re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(.*?)```", CLUSTER.read_text(), flags=re.DOTALL)
     jobset = yaml.safe_load(text)
     (workers,) = jobset["spec"]["replicatedJobs"]
     job, name = workers["template"]["spec"], jobset["metadata"]["name"]

@@ -61,7 +61,7 @@ BUDGET = {
     "__main__": 67,
     "action_loop": 53,
     "actions": 1357,
-    "base": 660,
+    "base": 659,
     "check": 931,
     "checkpoint": 871,
     "data": 894,

@@ -4,6 +4,7 @@ The contents of a work directory are untrusted input. A FIFO would block a run f
 written to it, and a symbolic link would let the run overwrite a file elsewhere.
 """
 
+import contextlib
 import errno
 import functools
 import json
@@ -30,9 +31,10 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
       OSError: If the path is not a regular file, or can't be opened.
     """
     # Checked before opening, because opening some devices has side effects.
-    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        message = "Expected a regular file, and found a link, a directory, a pipe or a device. Remove it"
-        raise OSError(errno.EINVAL, message, os.fspath(path))
+    with contextlib.suppress(FileNotFoundError):  # Another process may delete the file at any time.
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            message = "Expected a regular file, and found a link, a directory, a pipe or a device. Remove it"
+            raise OSError(errno.EINVAL, message, os.fspath(path))
     descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFE_FLAGS, mode)
     if flags & os.O_TRUNC:
         os.ftruncate(descriptor, 0)
@@ -100,15 +102,12 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
       OSError: If the directory can't be created or written to. The message gives the reason.
     """
     path = absolute(directory)
-    probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this process is killed.
+    probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this one can't.
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = open_file(probe, "wb")
-        try:
-            with file:
-                file.write(b"0")  # On a full disk, creating an empty file may still succeed.
-        finally:
-            probe.unlink(missing_ok=True)
+        with open_file(probe, "wb") as file:
+            file.write(b"0")  # On a full disk, creating an empty file may still succeed.
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise unwritable(path, error) from error
     return path

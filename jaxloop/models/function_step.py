@@ -109,9 +109,9 @@ class CompiledFunction:
                 "functools.partial, and put other arrays into the state."
             )
         functools.update_wrapper(self, fn)
-        self._fn, self._partitioner, self._train, self.donates = fn, partitioner, train, donate
+        self._fn, self._partitioner, self._train, self._num_calls = fn, partitioner, train, 0
+        self.donates: bool = donate
         self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
-        self._num_calls = 0
         self._step = FunctionStep(self._run, partitioner, train=train)
         self._compiled = self._step._runner.programs.compiled(evaluates=not donate)
 
