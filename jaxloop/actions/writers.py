@@ -29,7 +29,7 @@ def default_writer(workdir: epath.PathLike) -> "TensorBoardWriter":
 
 @final
 class TensorBoardWriter:
-    """Writes TensorBoard event files through tensorboardX, without TensorFlow. Also logs scalars and text.
+    """Writes TensorBoard event files with tensorboardX, which doesn't need TensorFlow. Also logs scalars and text.
 
     tensorboardX needs pillow for images. Without it, images are skipped, and a warning is logged once. The event file
     is created by the first write.
