@@ -1,4 +1,4 @@
-"""Fingerprints of batches, which show whether a resumed run gets the batch that the interrupted run would have got."""
+"""Fingerprints of batches, which show if a resumed run reads a different batch than the interrupted run would have."""
 
 import zlib
 from typing import Any

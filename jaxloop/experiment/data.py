@@ -36,9 +36,7 @@ class Sources:
         self._opened: dict[int, PositionedIterator] = {}  # Keyed by the `id` of each iterator.
 
     def open(self, dataset: Any) -> PositionedIterator:
-        """Opens a dataset. Always returns the same `PositionedIterator` for the same iterator, so that no batches are
-        lost.
-        """
+        """Opens a dataset. The same iterator always gets the same `PositionedIterator`, so that no batches are lost."""
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
         if id(dataset) not in self._opened:
