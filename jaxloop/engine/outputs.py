@@ -374,7 +374,7 @@ class Outputs:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, cursors: Sequence[int]) -> dict[str, Any]:
-        """Returns the outputs after the first of these cursors and, if the loop's end needs them, the loop's outputs."""
+        """Returns the outputs after the first of these cursors and, if needed later, those of the current loop."""
         self.fetch()
         wanted = [*cursors, self.loop_start] if self.hooks_read or self.may_stop else [*cursors]
         least = min(wanted, default=self.position)
