@@ -328,8 +328,8 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
     of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their results are
     computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
-    unchanged. Values whose weights are all 0 are omitted, because they were not measured. All values that are not
-    scalars are omitted, too.
+    unchanged. Values whose weights are all 0 are omitted, because they were not measured. Values that are not scalars
+    are also omitted.
 
     Raises:
       ValueError: If a weight is negative.

@@ -121,7 +121,7 @@ class CheckpointAction(Action):
 
     @property
     def last_stall_secs(self) -> float | None:
-        """The number of seconds for which the last save blocked the run; None before the first save."""
+        """The number of seconds for which the last save blocked the run, or None before the first save."""
         return self._writer.last_stall_secs
 
     def __repr__(self) -> str:
@@ -203,7 +203,7 @@ class CheckpointAction(Action):
 
 
 def monitor_of(argument: str, best: str | tuple[str, str] | None) -> Monitor | None:
-    """Returns the `Monitor` for a metric, which is given as its name or as a `(name, mode)` pair; None for None."""
+    """Returns the `Monitor` for a metric, given its name or a pair `(name, mode)`. Returns None if `best` is None."""
     if best is None or isinstance(best, str):
         return None if best is None else Monitor(best)
     if isinstance(best, tuple | list) and len(best) == 2:

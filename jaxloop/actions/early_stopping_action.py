@@ -119,12 +119,12 @@ class EarlyStoppingAction(Action):
 
     @property
     def best(self) -> float | None:
-        """The best value so far; None before the first measurement."""
+        """The best value so far, or None before the first measurement."""
         return self._memory.best
 
     @property
     def best_elapsed(self) -> Elapsed | None:
-        """The run's progress when the best value was measured; None before the first measurement."""
+        """The run's progress when the best value was measured, or None before the first measurement."""
         return self._memory.best_elapsed
 
     @property

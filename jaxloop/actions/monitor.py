@@ -116,7 +116,7 @@ class Monitor:
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
-        """Returns the error message for the case that the metric doesn't exist, with a list of the existing metrics."""
+        """Returns the error message to use if the metric doesn't exist. It lists the existing metrics."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
         nearest = difflib.get_close_matches(self.name, there, 12, cutoff=0.0)

@@ -121,7 +121,7 @@ class WriterQueue:
         self._thread.submit(self._make_calls)
 
     def flush(self) -> None:
-        """Waits until all calls have been made, and flushes the writer.
+        """Waits until all calls have been made and then flushes the writer.
 
         Raises:
           BaseException: If an earlier call raised it. Each error is raised only once.

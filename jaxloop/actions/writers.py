@@ -103,8 +103,8 @@ class TensorBoardWriter:
 
         Args:
           step: The step at which the run starts or resumes.
-          position: The writer's position from the checkpoint; None if there is no checkpoint. If it is None and the run
-            starts at step 0, all existing points are hidden.
+          position: The writer's position from the checkpoint, or None if there is no checkpoint. If it is None and the
+            run starts at step 0, all existing points are hidden.
         """
         self._file.resume(0 if step == 0 and position is None else step + 1)
 

@@ -356,7 +356,7 @@ _form = operator.attrgetter("shape", "dtype", "__class__")
 
 
 class BatchWatch:
-    """Checks a step's batches for integers that JAX would truncate, and counts their rows.
+    """Checks a step's batches for integers that JAX would truncate, and counts the batches' rows.
 
     Hooks:
       look: Checks the next batches.

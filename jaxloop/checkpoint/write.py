@@ -268,7 +268,7 @@ class CheckpointWriter:
             raise self._failure(step, error) from error
 
     def close(self) -> None:
-        """Waits for the last save, and closes the writer's own manager.
+        """Waits for the last save and closes the writer's own manager.
 
         Raises:
           CheckpointError: If the last save failed, or if the directory that this process locked was moved or deleted.

@@ -261,7 +261,7 @@ class Outputs:
         return types.STOP_LOOP in (self.pending.names or ())
 
     def push(self, num_steps: int, state: Any) -> None:
-        """Waits if the host is too far ahead after these steps, and reads outputs that are due to be read."""
+        """Waits if the host is too far ahead after these steps, and then fetches the outputs that are due."""
         if number := self.pending.push(num_steps, state):
             self.fetch(number)
 

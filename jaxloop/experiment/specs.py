@@ -46,8 +46,8 @@ class EvalSpec:
       dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from the start.
       dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches from
         it.
-      num_steps: The number of batches to evaluate; None for all.
-      eval_loop_interval: The number of train loops between evaluations; None to evaluate after each loop. Ignored in
+      num_steps: The number of batches to evaluate, or None to evaluate all.
+      eval_loop_interval: The number of train loops between evaluations, or None to evaluate after each loop. Ignored in
         continuous evaluation.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
         the evaluation is due.

@@ -139,7 +139,7 @@ class WholeRun:
 
 @final
 class Rows:
-    """The part of a run that saves the number of rows in the history, and restores the history to that number.
+    """The part of a run that saves the number of rows in the history and restores the history to that number.
 
     Args:
       history: The history.

@@ -69,8 +69,8 @@ class CheckpointTool(Tool):
     def restore(self, state: Any) -> tuple[Any, Elapsed]:
         """Restores the newest checkpoint and returns its state and progress.
 
-        The returned state has the same layout as `state`. To continue, pass the state and the progress to `loop(state,
-        ..., elapsed=elapsed)`, with a dataset that starts after the first `elapsed.steps` batches. If there is no
+        The returned state has the same layout as `state`. To continue, pass both to `loop` (the progress as its
+        argument `elapsed`), with a dataset that starts after the first `elapsed.steps` batches. If there is no
         checkpoint, returns the given state and `Elapsed()`.
 
         Raises:

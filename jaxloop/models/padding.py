@@ -33,7 +33,7 @@ class _UnmaskedWatch(checks.BatchWatch):
 
 @final
 class PaddingRunner(Runner):
-    """Runs a `LossStep`, and pads and masks its batches.
+    """Runs a `LossStep` with padded and masked batches.
 
     Attributes:
       not_per_example: The names of the values that aren't per example, and therefore may depend on padding. None until

@@ -20,7 +20,7 @@ Rules = Iterable[tuple[str, Any]]
 
 
 class Partitioner(abc.ABC):
-    """Places a `Step`'s state and batches on devices, and compiles its `run` for that placement.
+    """Places a `Step`'s state and batches on devices and compiles its `run` for that placement.
 
     A `Step` calls `shard_init_fn` once, and then calls `shard_batch` and the compiled function for each batch.
 

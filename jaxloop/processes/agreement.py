@@ -45,7 +45,7 @@ def is_known_to_all_processes(error: BaseException) -> bool:
 
 
 def known_to_all_processes(error: Any) -> Any:
-    """Marks an error as raised by all processes at the same step, and returns it."""
+    """Marks an error as raised by all processes at the same step and returns the error."""
     error._jaxloop_is_known_everywhere = True
     return error
 

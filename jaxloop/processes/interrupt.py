@@ -110,7 +110,7 @@ class Interruptible:
         return "finished" if error is None and self.outermost.signum in _NO_SIGNALS else "killed"
 
     def supersedes(self, error: BaseException) -> bool:
-        """Returns True if a signal arrived before the data raised this error, and logs the error.
+        """Returns True if a signal arrived before the data raised this error. In that case, also logs the error.
 
         A signal to a process group also ends the worker processes of a data loader. The resulting error must not hide
         the signal.

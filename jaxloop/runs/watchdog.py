@@ -249,7 +249,7 @@ def place_of(frame: FrameType | None, step: int) -> str:
     """Describes what a thread is doing, based on its stack, for example "reading batch 5,113".
 
     Args:
-      frame: The innermost frame; None if the thread has ended.
+      frame: The innermost frame, or None if the thread has ended.
       step: The number of train steps that have begun.
     """
     place, is_known, count, ahead, evaluation = "between two steps", False, step, 0, ""

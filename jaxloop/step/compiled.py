@@ -35,8 +35,8 @@ class Compiled:
     Args:
       programs: The programs of the step.
       evaluates: Whether to compile for evaluation. If so, the state isn't donated, and only the outputs are returned.
-      fuses: Whether to run several steps per call by scanning `run` over stacked batches. If so, the outputs are
-        stacked, too.
+      fuses: Whether to run several steps per call by scanning `run` over stacked batches. If so, the outputs are also
+        stacked.
       policy: The policy for NaN and infinity. Unless it is "ignore", the outputs contain flags for non-finite values.
     """
 
@@ -277,7 +277,7 @@ class Programs:
 
     @contextlib.contextmanager
     def watched(self, policy: nonfinite.NanPolicy, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """A context manager that makes the step use a loop's policy for NaN and infinity, and its stopwatch.
+        """Returns a context manager that makes the step use a loop's stopwatch and its policy for NaN and infinity.
 
         Args:
           policy: The loop's `nan_policy`.

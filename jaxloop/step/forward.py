@@ -28,7 +28,7 @@ from jaxloop.types import nnx
 def with_arguments(
     model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], step_class: type
 ) -> Any:
-    """Converts a model as `adapt` does, and binds the arguments of an NNX class.
+    """Converts a model as `adapt` does and binds the arguments of an NNX class.
 
     Args:
       model: A model of any supported kind, or None.
@@ -535,7 +535,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def example_inputs(spec: types.BatchSpec) -> Any:
-    """Returns inputs for initializing a model: arrays of ones for the shapes in the spec, and its arrays unchanged.
+    """Returns inputs for initializing a model: the spec with its shapes replaced by arrays of ones.
 
     >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "key": jax.random.key(0)}))
     {'image': (1, 28, 28, 1), 'key': ()}

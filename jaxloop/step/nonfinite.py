@@ -171,7 +171,7 @@ class Guard:
       step_of: A function that returns the step at a position in the outputs.
 
     Attributes:
-      error: The error to raise for the first bad step; None if there is none, or if the policy is "skip".
+      error: The error to raise for the first bad step. None if there is no such step or the policy is "skip".
       skipped: The positions in the outputs of the steps that were skipped. Empty if the policy is "raise".
     """
 

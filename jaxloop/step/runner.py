@@ -23,7 +23,7 @@ from jaxloop.step.compiled import Programs
 
 
 class Runner:
-    """Passes batches through a step's hooks in order, and calls the step's actions.
+    """Passes batches through a step's hooks in order and calls the step's actions.
 
     Hooks:
       watch_class: The class of `batch_watch`.
@@ -251,7 +251,7 @@ class States:
       step: The step.
 
     Attributes:
-      initialize: A function that recreates the state that `initialize_model` last returned; None if that method was
+      initialize: A function that recreates the state that `initialize_model` last returned, or None if that method was
         never called.
       rescued: The state that `run` returned, if `end` or an end action raised an error in the last step; otherwise
         None.

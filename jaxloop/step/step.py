@@ -531,12 +531,12 @@ class Step:
 
     @property
     def num_params(self) -> int | None:
-        """The number of parameters; None before `initialize_model` is called."""
+        """The number of parameters, or None before `initialize_model` is called."""
         return self._num_params
 
     @property
     def num_flops(self) -> float | None:
-        """The FLOPs of `run`, as last counted by `compute_num_flops` or `compile`; None if neither was called."""
+        """The FLOPs of `run`, as last counted by `compute_num_flops` or `compile`, or None if neither was called."""
         return self._num_flops
 
     @property
