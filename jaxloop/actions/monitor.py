@@ -103,7 +103,7 @@ class Monitor:
         return self._as_number(value) if measured_at.steps == elapsed.steps else None
 
     def begin_run(self) -> None:
-        """Discards what was recorded about metrics in the previous run."""
+        """Resets the monitor for a new run."""
         self._missing, self._has_warned = None, False
 
     def check_was_measured(self) -> None:

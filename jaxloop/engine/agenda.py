@@ -108,7 +108,7 @@ class Item:
         self.reads: Literal["all", "newest", "nothing"] = reads
 
     def reset(self, spent: Spent, cursor: int = 0) -> None:
-        """Forgets all calls."""
+        """Resets the state, as if nothing had been called yet."""
         self.cursor: int = cursor
         self.unread: LoopOutputs | None = None
         self.called_at: int | None = None
@@ -255,7 +255,7 @@ class Agenda:
 
     Args:
       outputs: The outputs that the items read.
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
       job: The processes that train together, with their signals. After a signal, no evaluation is started, and as long
         as evaluations are due, no checkpoint is saved.
 
@@ -394,7 +394,7 @@ class Agenda:
     # Saving ------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets all calls."""
+        """Resets the state, as if nothing had been called yet."""
         self.ended = None
         spent, position = self._stopwatch.spent(), self._outputs.position
         for item in self.called_here:

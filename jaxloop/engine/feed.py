@@ -163,7 +163,7 @@ class LoopData:
     Args:
       loop: The loop.
       job: The processes that train together.
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
       feed: The feed of the latest iterator.

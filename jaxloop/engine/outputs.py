@@ -45,7 +45,7 @@ class Pending:
     """A queue of the latest steps' outputs, as chunks and cuts, which are kept until they are taken.
 
     Args:
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
       newest: The outputs of the latest steps, which are not in the queue yet. Programs append to this list.
@@ -219,7 +219,7 @@ class Outputs:
                   ^ the cursor of a reader                     ^ position
 
     Args:
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
       pending: The outputs that are still on the devices.

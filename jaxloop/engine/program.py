@@ -285,7 +285,7 @@ class InFlight:
     """The dispatches that the devices may not have completed yet.
 
     Args:
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
       limit: The number of steps by which the host may run ahead.

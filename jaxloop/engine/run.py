@@ -62,7 +62,7 @@ class Clock:
     """The training time of a run, including the time before the run was resumed.
 
     Args:
-      stopwatch: Tracks how the time is spent in this process.
+      stopwatch: The stopwatch that tracks how the time is spent in this process.
       is_shared: Whether several processes have to agree on the time.
 
     Attributes:
@@ -99,7 +99,7 @@ class Run:
       job: The processes that train together.
 
     Attributes:
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
       clock: The training time.
       outputs: The outputs of the steps.
       agenda: The items.

@@ -61,7 +61,7 @@ class Recorder(Item):
 
 @final
 class Evaluation(Item):
-    """An evaluation. During training, it is an item of the train loop.
+    """An evaluation, which is an item of the train loop during training.
 
     Args:
       loop: The eval loop.

@@ -182,7 +182,10 @@ class Guard:
         self._untold: list[tuple[int, list[str]]] = []
 
     def inspect(self, columns: dict[str, Any], first: int, examples: list[int]) -> list[int]:
-        """Removes the flags from the columns and records bad steps. Returns the steps' weights (0 if skipped)."""
+        """Removes the flags from the columns and records bad steps. Returns the weights of the steps.
+
+        A step's weight is its number of examples, or 0 if the step is skipped.
+        """
         flags, weights = columns.pop(FLAGS, None), list(examples)
         if flags is None:
             return weights
