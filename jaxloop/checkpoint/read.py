@@ -129,7 +129,8 @@ def restore(
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint that
         already has the new names is read unchanged.
       any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything
-        except `opt_state` is restored, and the differences are logged.
+        except `opt_state` is restored, and the differences are logged. If the checkpoint and the state each have a
+        moving average of the parameters, the average is also restored.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.

@@ -256,8 +256,8 @@ class Step:
 
         Args:
           state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer state
-            doesn't match, `opt_state` keeps the values passed in, and a warning is logged. If `state` has no optimizer,
-            the saved `opt_state` is ignored.
+            doesn't match, `opt_state` keeps the values passed in (except for a moving average of the parameters that
+            both have), and a warning is logged. If `state` has no optimizer, the saved `opt_state` is ignored.
           checkpoint_dir: The directory that contains one subdirectory per step.
           step: The step of the checkpoint to restore. If None, the newest undamaged checkpoint is restored, and a
             warning is logged for each damaged checkpoint that is skipped.
