@@ -12,7 +12,7 @@ import jax
 from absl import logging
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PROCESSES", "JAXLOOP_PROCESS_ID"
-"""The environment variables from which `initialize` takes the arguments that are not given."""
+"""The environment variables from which `initialize` reads arguments that aren't passed."""
 
 EXIT_CODE_OF_FOLLOWER = 76
 """The exit code of a process that exits because another process failed."""

@@ -438,7 +438,7 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
 
 
 WEIGHT = " (weight)"
-"""Follows the name of a `Weighted` value in the name of its weight; see `separate_weights`."""
+"""The suffix that turns the name of a `Weighted` value into the name of its weight; see `separate_weights`."""
 
 
 def separate_weights(logs: Mapping[str, Any]) -> Any:

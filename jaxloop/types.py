@@ -22,13 +22,13 @@ Batch = Any
 """A pytree of arrays with one row per example: a dict, a tuple, a named tuple, ..."""
 
 BatchSpec = Any
-"""A shape, a `(shape, dtype)` pair, an array or a key; or dicts, lists, tuples and named tuples of these."""
+"""A shape, a `(shape, dtype)` pair, an array or a key, or a dict, list, tuple or named tuple of these."""
 
 Output = dict[str, Any] | None
-"""The values that a step returns, keyed by name; or None."""
+"""The values that a step returns, keyed by name, or None."""
 
 PRNGType = jax.Array | Mapping[str, jax.Array]
-"""A PRNG key, old-style or typed; or a dict with one PRNG key per random stream of the model."""
+"""An old-style or typed PRNG key, or a dict with one PRNG key per random stream of the model."""
 
 STOP_LOOP = "jaxloop/stop_loop"
 """The name of the output that stops the experiment: `outputs[STOP_LOOP] = True`."""

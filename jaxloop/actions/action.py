@@ -47,7 +47,7 @@ class Action(abc.ABC):
     """
 
     uses_outputs: bool = True
-    """True if the action reads the outputs. If False, a loop doesn't keep any for it or wait for the devices."""
+    """True if the action reads the outputs. If False, a loop neither keeps outputs for it nor waits for the devices."""
 
     needs_all_outputs: bool = True
     """True if the loop must wait for the outputs of all steps so far before it calls the action between two steps.

@@ -17,7 +17,7 @@ from jaxloop.base.text import printable
 from jaxloop.schedules import Schedule
 
 MOST_PENDING = 64
-"""The maximum number of pending calls. An action that requests more must wait."""
+"""The maximum number of pending calls. An action that requests more calls must wait."""
 
 
 @final

@@ -18,7 +18,7 @@ from jaxloop.base.text import printable
 _ARRAYS = jax.Array | jax.ShapeDtypeStruct
 
 path_name: Callable[[Any], str] = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-"""Returns a leaf's path, separated by slashes: `params/Dense_0/kernel`."""
+"""Returns a leaf's path with slashes between the names, such as `params/Dense_0/kernel`."""
 
 
 def batch_leaf_name(path: Any) -> str:

@@ -117,14 +117,15 @@ class Stopwatch:
         self.clock = clock
         self._seconds = dict.fromkeys(_NAMES, 0.0)
         self.kind: str | None = None
-        """The kind of work that is currently being timed; None if nothing is being timed."""
+        """The kind of work that is currently being timed, or None."""
         self._since = 0.0
         self.steps = 0
         self.samples = 0
         self.training: float = 0.0
         """The value of `spent().training` at the last switch."""
         self.first_step: Any = None
-        """`state.step` after the first dispatch of the latest program. Once it is computed, the program has run."""
+        """`state.step` after the first dispatch of the latest program. Once it is available, that program has run.
+        """
 
     def switch(self, kind: str | None) -> str | None:
         """Starts timing a different kind of work, or stops timing if `kind` is None. Returns the previous kind."""

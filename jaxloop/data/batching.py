@@ -82,7 +82,7 @@ def _batches(
 # The examples ----------------------------------------------------------------------------------------------
 
 _Take = Callable[[np.ndarray], types.Batch]
-"""A function that returns the examples at some places, as a batch."""
+"""A function that returns the examples at the given indices as a batch."""
 _Collate = Callable[[list[Any]], types.Batch]
 
 

@@ -10,7 +10,7 @@ from jaxloop.base import checks
 from jaxloop.data.tensors import numpy_batch
 
 END: dict[str, Any] = {"rows": None, "leaves": {}}
-"""The fingerprint that stands for the end of the data."""
+"""The fingerprint that represents the end of the data."""
 
 
 def fingerprint(batch: types.Batch) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class ReadAhead(Iterator[Any]):
         shared = self._reads, self._room, self._is_closed
         self._thread = threading.Thread(target=_fill, args=(iterator, *shared), name="jaxloop-prefetch", daemon=True)
         self.close: weakref.finalize[..., Any] = weakref.finalize(self, _close, self._thread, *shared)
-        """Ends the iterator and the thread. Waits up to a second for the thread to finish the item that it reads."""
+        """Ends the iterator and the thread. Waits up to a second for the thread to finish reading its current item."""
 
     def __next__(self) -> Any:
         if self._is_closed.is_set():

@@ -22,7 +22,7 @@ from jaxloop.base import checks, encoding
 from jaxloop.data.tensors import library
 
 NUMBERS = ("torch", "sequence", "index", "skip")
-"""The kinds of positions that are numbers of batches."""
+"""The kinds of positions that consist only of a number of batches."""
 OR_SKIPPABLE = (
     "or, if every epoch has the same batches in the same order, jaxloop.data.skippable(dataset): a resumed run then "
     "reads the batches of the epoch again and skips them"

@@ -20,7 +20,7 @@ from jaxloop.step import FusingError, Step
 from jaxloop.step.compiled import Compiled, stacked
 
 CHUNK_SIZE = 64
-"""The maximum number of steps whose outputs are handled together."""
+"""The maximum number of steps whose outputs are processed together."""
 
 Custom = Callable[[Any, types.Batch, int], tuple[Any, types.Output]]
 """Runs one step: `(state, batch, number of the step in this stretch) -> (state, outputs)`."""

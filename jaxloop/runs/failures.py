@@ -22,7 +22,7 @@ from jaxloop.step import Step, nonfinite
 from jaxloop.train_loop import TrainLoop
 
 FOLDER = "failures"
-"""The folder in a work directory that contains one subfolder per failed step."""
+"""The name of the subdirectory in a work directory that contains one directory per failed step."""
 
 _FILE, _STATE = "failure.json", "state"
 _MOST_FAILURES = 5

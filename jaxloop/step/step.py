@@ -100,7 +100,8 @@ class Step:
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of training batch shapes. `run` is compiled for each one. One more raises an error."""
+    """The maximum number of batch shapes in training. `run` is compiled for each shape. More shapes raise an error.
+    """
 
     updates_per_step: int = 1
     """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
