@@ -3,10 +3,10 @@
 The main concepts:
 
 - `Step`: processes one batch (`preprocess_batch -> begin -> run -> end`). `run` is pure, jitted and sharded.
-- `Partitioner`: decides where arrays live, on one device or across a mesh.
+- `Partitioner`: determines where arrays are placed, on one device or across a mesh.
 - `Loop`: runs a bounded number of steps over one dataset. Its subclasses are `TrainLoop` and `EvalLoop`.
-- `Action`: a side effect, such as writing summaries or saving checkpoints, that runs at chosen moments.
-- `OuterLoop`: runs the whole experiment: it trains, evaluates according to its `EvalSpec`s, resumes and stops.
+- `Action`: a side effect, such as writing summaries or saving checkpoints, that runs at chosen times.
+- `OuterLoop`: runs the whole experiment, including evaluations (given by `EvalSpec`s), checkpoints and resuming.
 - `Schedule`: decides when an action or an evaluation runs, as in `every(steps=100) | last()` or `at(...)`.
 
 Checkpoints contain everything needed to resume, so a run that is killed and restarted is bit-identical to an

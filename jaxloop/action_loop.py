@@ -1,4 +1,4 @@
-"""A loop that calls actions before, between, and after its steps."""
+"""A loop that calls actions before, between and after its steps."""
 
 import contextlib
 import dataclasses
@@ -39,14 +39,15 @@ class ActionLoop(StatLoop):
     Args:
       step: The step to run on each batch.
       begin_actions: Actions to call, in this order, when a loop begins. They receive `outputs=None`. An int interval
-        counts loops. An action with a schedule is called if the schedule has fired since the previous loop began.
-      end_actions: Actions to call with the outputs of all steps since their previous call. If an action's interval is
-        an int, it counts loops, and the action is called when a loop ends. If it is a schedule, the action is called
-        right after the step at which the schedule fires. Actions with `runs_last`, such as those that save checkpoints,
-        are called after the other actions and after the evaluations of an `OuterLoop`.
+        counts loops. An action whose interval is a schedule is called if the schedule has fired since the previous loop
+        began.
+      end_actions: Actions to call with the outputs of all steps since their previous call. An int interval counts
+        loops, and the action is called when a loop ends. An action whose interval is a schedule is called right after
+        the step at which the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called
+        after all other actions and after the evaluations of an `OuterLoop`.
       stat_names: See `StatLoop`, which also describes the remaining arguments.
 
-    Without an `OuterLoop`, a call to the loop returns only after its actions have finished all their work, including
+    Without an `OuterLoop`, a call to the loop returns only after the actions have finished all their work, including
     asynchronous saves.
     """
 
@@ -83,7 +84,7 @@ class ActionLoop(StatLoop):
     def loop_count(self) -> int:
         """The number of completed loops.
 
-        To make int intervals continue where an earlier run left off, set this to that run's `loop_count`.
+        To make int intervals continue where an earlier run left off, set this property to that run's `loop_count`.
         """
         return self.engine.run.loops
 

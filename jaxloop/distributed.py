@@ -12,7 +12,7 @@ import jax
 from absl import logging
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PROCESSES", "JAXLOOP_PROCESS_ID"
-"""The environment variables from which `initialize` takes the arguments that are not given."""
+"""The environment variables from which `initialize` reads arguments that aren't passed."""
 
 EXIT_CODE_OF_FOLLOWER = 76
 """The exit code of a process that exits because another process failed."""
@@ -35,13 +35,13 @@ def initialize(
     """Connects this process to the other processes of its job. Call this first, before using JAX.
 
     Without arguments, this function reads the environment variables JAXLOOP_COORDINATOR, JAXLOOP_NUM_PROCESSES and
-    JAXLOOP_PROCESS_ID. If they are not set, it detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes,
-    as `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 and mpi4py. If this function doesn't find a
-    job, the program continues as a single process.
+    JAXLOOP_PROCESS_ID. If they are not set, it detects jobs on SLURM, Open MPI, Cloud TPUs and Kubernetes, as
+    `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 and mpi4py. If no job is found, the program
+    continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. If a process raises an uncaught exception, it prints
-    the exception and its process index, and exits immediately. The other processes notice within `heartbeat_secs` and
-    exit too.
+    the exception and its process index, and exits immediately. The other processes notice this within `heartbeat_secs`
+    and also exit.
 
     >>> initialize()  # doctest: +SKIP
 
@@ -49,14 +49,14 @@ def initialize(
       coordinator_address: The `host:port` of process 0.
       num_processes: The number of processes.
       process_id: The zero-based index of this process.
-      local_device_ids: The GPUs that this process uses; None for all GPUs on the machine.
-      start_secs: Seconds to wait for the other processes to join.
+      local_device_ids: The GPUs that this process uses, or None to use all GPUs on the machine.
+      start_secs: The maximum number of seconds to wait for the other processes to join.
       heartbeat_secs: Seconds without a heartbeat after which a process is considered to have failed.
-      shutdown_secs: Seconds that a process waits for the others after finishing normally.
+      shutdown_secs: The maximum number of seconds that a process waits for the others after finishing normally.
 
     Raises:
       ValueError: If only some of the first three arguments are given, and JAX can't detect the others.
-      RuntimeError: If JAX has already started, or the other processes didn't join in time.
+      RuntimeError: If JAX has already been initialized, or if the other processes didn't join in time.
     """
     if coordinator_address is None and COORDINATOR in os.environ:
         coordinator_address = os.environ[COORDINATOR]
@@ -96,8 +96,8 @@ def is_first_process() -> bool:
 def exit_without_waiting(error: SystemExit) -> None:
     """Makes this process exit after an error without waiting for the other processes.
 
-    Use this if only this process has failed, because the others may then be waiting for it. By contrast, a process that
-    finishes normally waits for the others; see `shutdown_secs` in `initialize`.
+    Use this function if only this process has failed, because the others may be waiting for it. By contrast, a process
+    that finishes normally waits for the others; see `shutdown_secs` in `initialize`.
     """
 
     def exit_now() -> None:

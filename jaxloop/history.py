@@ -1,4 +1,4 @@
-"""The history of a run: rows of metrics, in memory and in a file, and learning curves."""
+"""The history of a run: rows of metrics, kept in memory and in a file, and plots of learning curves."""
 
 import functools
 import hashlib
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
     Attributes:
       elapsed: The progress of the run.
-      logs: The metrics: a (nested) dict of Python numbers and strings, with the keys passed to `History.commit`.
+      logs: The metrics, as a (nested) dict of Python numbers and strings with the keys passed to `History.commit`.
     """
 
     elapsed: Elapsed
@@ -101,7 +101,7 @@ class History:
     """The metrics of a run, as rows `(elapsed, logs)`.
 
     Refer to a value by its path (`train.loss` for `{"train": {"loss": 0.5}}`) or by an unambiguous suffix (`loss`). In
-    names and in the keys of logs, a slash is equivalent to a dot: `train/loss`.
+    names and in the keys of logs, a slash is equivalent to a dot: `train/loss` means `train.loss`.
 
     >>> history = History()
     >>> for step in (100, 200):
@@ -120,15 +120,16 @@ class History:
     `commit` doesn't wait for the devices. Device values are copied to the host in chunks, and reading rows waits for
     all pending values.
 
-    With a `path`, rows are also appended to that file, in order. Each line is a JSON object, in which Python's `json`
-    writes `NaN` and `Infinity` as they are: `{"elapsed": {...}, "logs": {...}}`. A row with only host values is written
-    before `commit` returns, unless an earlier row is still pending. A row with device values is written once its values
-    have arrived on the host: no later than with the 63rd row after it or the next `flush`.
+    With a `path`, rows are also appended to that file, in order. Each line is a JSON object, `{"elapsed": {...},
+    "logs": {...}}`, which may contain the literals `NaN` and `Infinity`, as Python's `json` writes them. A row with
+    only host values is written before `commit` returns, unless an earlier row is still pending. A row with device
+    values is written once the values have arrived on the host, and no later than the 63rd row after it or the next
+    `flush`.
 
     Args:
       path: The file to write the rows to. If None, the rows are kept only in memory. The file's directory is created if
         necessary. If the file already has rows, call `resume` before the first commit.
-      writes: If False, the file is read but never written, as in all processes of a job except the first.
+      writes: Whether to write the file. If False, the file is only read, as in all processes of a job except the first.
     """
 
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
@@ -146,20 +147,20 @@ class History:
     # Writing ---------------------------------------------------------------------------------------
 
     def commit(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
-        """Appends a row, without waiting for the devices.
+        """Appends a row without waiting for the devices.
 
         Args:
           elapsed: The progress of the run.
           logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and zero-dimensional arrays, including
             device arrays. A `Weighted` is stored as two values, such as `loss` and `loss (weight)`. Empty dicts are
-            dropped. A device value must not be donated to a step before its copy has reached the host, so copy values
-            that are part of the state.
+            dropped. A device value must not be donated to a step before it has been copied to the host, so pass copies
+            of values that are part of the state.
 
         Raises:
           TypeError: If a value is not a scalar, or a key is not a string.
           ValueError: If two values have the same path, if a path is the name of a field of `elapsed` (steps, samples,
-            time or loops), if a device value was donated, or if the file has rows from an earlier run and `resume` was
-            not called.
+            time or loops), if a device value was donated, or if the file contains rows from an earlier run and `resume`
+            was not called.
         """
         if self._file is not None:
             self._file.begin()
@@ -178,15 +179,15 @@ class History:
         self.outputs.append((elapsed.without_previous(), outputs))
 
     def flush(self) -> None:
-        """Waits for all pending values, and writes all rows to the file if there is one.
+        """Waits for all pending values and writes all rows to the file, if there is one.
 
-        A run calls this before it saves a checkpoint, because a checkpoint covers the rows up to its step. No file
-        stays open between writes, so a history doesn't have to be closed.
+        A run calls this method before saving a checkpoint, because a checkpoint covers the rows up to its step. The
+        file isn't kept open between writes, so a history doesn't have to be closed.
         """
         self._write(len(self._rows))
 
     def checksum(self) -> dict[str, Any] | None:
-        """Writes all rows so far, and returns the file's length and SHA-256 checksum, or None if there is no file."""
+        """Writes all rows so far and returns the file's length and SHA-256 checksum, or None if there is no file."""
         self.flush()
         return self._file.checksum() if self._file is not None and self._file.writes else None
 
@@ -194,19 +195,19 @@ class History:
         """Drops all rows and outputs after a step, so that a run can continue from that step.
 
         With a path, the rows are read from the file if it exists, and the file is replaced if any row was dropped. An
-        incomplete last line, left by a killed process, is dropped too. If no rows are kept, the old file is saved as
-        `<path>.before`, in case the program was restarted from scratch by mistake. If that file already exists, the
-        longer of the two is kept.
+        incomplete last line, left by a killed process, is also dropped. If no rows are kept, the old file is saved as
+        `<path>.before`, in case the program was restarted from scratch by mistake. If `<path>.before` already exists,
+        the longer of the two files is kept.
 
         Args:
           steps: The number of completed updates at the point from which the run continues; 0 to start over.
-          num_rows: The number of rows that the history had at that point, if known. Any later rows for the same step
-            are dropped too, because the run will add them again.
+          num_rows: The number of rows that the history had at that point, if known. Further rows for the same step are
+            also dropped, because the run will add them again.
           checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
             is moved to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
 
         Raises:
-          ValueError: If a line of the file is malformed, and no checksum was given.
+          ValueError: If a line of the file is malformed and no checksum was given.
         """
         steps = operator.index(steps)  # Not an `Elapsed`.
         self.flush()
@@ -285,11 +286,11 @@ class History:
         return self._row(number).elapsed, self._rows[number][place]
 
     def collect(self, *names: str) -> Any:
-        """Returns one list of values per name, from the rows that have a value for every name.
+        """Returns one list of values per name, from the rows that contain a value for every name.
 
         Args:
-          *names: `steps`, `samples`, `time` and `loops` refer to fields of `elapsed`. Other names are full paths or
-            unambiguous suffixes. A full path takes precedence.
+          *names: The names of the values. `steps`, `samples`, `time` and `loops` refer to fields of `elapsed`. All
+            other names are full paths, which take precedence, or unambiguous suffixes.
 
         Returns:
           A tuple with one list per name, or just the list if there is only one name. The lists are empty if the history
@@ -318,9 +319,9 @@ class History:
         return [form.to_record(stored) for form, stored in zip(self._forms, self._rows, strict=True)]
 
     def records_after(self, steps: int, *, without: Set[str]) -> list[dict[str, Any]]:
-        """Returns the records of the rows after a step with a path that doesn't start with any of the given names.
+        """Returns records of the rows after a step, except for rows whose values all belong to groups in `without`.
 
-        This method doesn't wait for the devices.
+        The group of a value is the first name in its path, such as `eval`. This method doesn't wait for the devices.
         """
         newest = zip(reversed(self._forms), reversed(self._rows), strict=True)
         rows = list(itertools.takewhile(lambda each: each[1][0] > steps, newest))
@@ -357,7 +358,8 @@ class History:
         Args:
           *names: The values to plot. Without names, all numbers are plotted except for loop statistics (`jaxloop/...`).
           x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
-          smoothing: The decay of an exponential moving average over the points of each line; 0 for none.
+          smoothing: The decay of an exponential moving average over the points of each line. With 0, the lines aren't
+            smoothed.
 
         Raises:
           ValueError: If there is nothing to plot, or if a name doesn't match any numbers.
@@ -470,7 +472,7 @@ def _matching(name: str, paths: Iterable[str]) -> list[str]:
 
 
 def find_path(name: str, paths: Iterable[str]) -> str:
-    """Returns the full path of a value, given its path or an unambiguous suffix of the path.
+    """Returns the full path of a value, given the path or an unambiguous suffix of it.
 
     Raises:
       ValueError: If the name doesn't match any path, or matches more than one.

@@ -16,16 +16,16 @@ from jaxloop.types import State as State
 
 
 class Loop:
-    """Runs a step on one batch after another: `begin -> run -> end`.
+    """Runs a step on one batch after another. The loop's hooks are called in the order `begin -> run -> end`.
 
     Hooks:
-      begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. When
-        a run resumes in the middle of a loop, `begin` is called again only if the first call returned an iterator other
+      begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. If a
+        run resumes in the middle of a loop, `begin` is called again only if the first call returned an iterator other
         than the one it received. In that case, the state returned by the second call is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
-      update_outputs: Called for each step, in order, once its outputs have reached the host, which may be a few steps
-        later.
+      update_outputs: Called for each step, in order, once the step's outputs have reached the host, which may be a few
+        steps later.
       _get_next_batch: Called with the dataset whenever the loop needs a batch. Returns the batch.
       _run_one_step: Called for each batch with `(state, batch, per_loop_step_number)`, to run the step. An override
         disables the faster paths, so that every step is run by `Step.__call__`.
@@ -38,9 +38,9 @@ class Loop:
 
     Args:
       step: The step to run on each batch.
-      max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. The default is 64
-        steps. On a single CPU device, it is 128 steps, or 4 dispatches if that is more. If several devices share a CPU,
-        it is 8 steps.
+      max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. The default
+        depends on the devices: 8 steps if several devices share a CPU, 128 steps (or 4 dispatches, if that is more) on
+        a single CPU device, and 64 steps otherwise.
 
     Attributes:
       engine: The object that runs the loop.
@@ -63,7 +63,7 @@ class Loop:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates (`state.step`) after the last step, counted on the host.
+        """The number of completed updates (`state.step` after the last step), counted on the host.
 
         If the state has no `step`, this is the number of steps that this loop has run.
         """
@@ -137,9 +137,9 @@ class Loop:
         """Runs at most `num_steps` steps, or fewer if the dataset ends earlier.
 
         On Ctrl-C, the loop ends after the current step, and `outputs[STOP_LOOP]` is True. A second Ctrl-C ends the
-        process at once (in an interactive session, it raises `KeyboardInterrupt`). A Ctrl-C up to two seconds after one
-        that ended a loop raises `KeyboardInterrupt`. If the dataset has no batches, the outputs are empty, and `end` is
-        not called.
+        process immediately (or raises `KeyboardInterrupt` in an interactive session). Within two seconds after a loop
+        was ended by Ctrl-C, another Ctrl-C raises `KeyboardInterrupt`. If the dataset has no batches, the outputs are
+        empty, and `end` is not called.
 
         Args:
           state: The train state. It is donated, unless `return_state_from_step` is False.
@@ -153,8 +153,8 @@ class Loop:
           `(state, outputs)`. `outputs[name]` is the list of that output's values on the host, one per step.
 
         Raises:
-          Exception: If a hook, an action or the dataset raises one. A note on it says where and at which step it was
-            raised, and `rescued_state` holds the state after the last completed step.
+          Exception: If a hook, an action or the dataset raises one. A note on the exception describes where and at
+            which step it was raised, and `rescued_state` holds the state after the last completed step.
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         if dataset_iterator is None and num_steps is None:
@@ -171,7 +171,7 @@ class Loop:
         return state, as_iterator(dataset)
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Runs the steps, and returns the final state and the outputs of all steps.
+        """Runs the steps and returns the final state and the outputs of all steps.
 
         In an `OuterLoop`, a single call to this method can run the steps of several train loops if nothing is due
         between those loops.
@@ -185,8 +185,8 @@ class Loop:
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:
         """Adds a step's outputs to the loop's outputs, and returns the loop's outputs.
 
-        Called for each step, in order, once its outputs have reached the host, which may be a few steps later. The
-        step's outputs don't contain `clu.metrics` states, which are merged on the device.
+        Called for each step, in order, once the step's outputs have reached the host, which may be a few steps later.
+        The step's outputs don't contain `clu.metrics` states, which are merged on the device.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

@@ -1,4 +1,4 @@
-"""Functions that fetch, merge, and summarize step outputs.
+"""Functions that fetch, merge and summarize step outputs.
 
 `fetch` is the only place where jaxloop reads values from devices; `view` reads values that are already in host memory.
 `summarize` turns a loop's outputs into example-weighted scalars.
@@ -21,7 +21,7 @@ _CLU_MODULE = "clu.metrics"
 
 
 def fetch(tree: Any) -> Any:
-    """Blocks until a pytree has been computed, and copies it to the host. Scalar arrays become NumPy scalars."""
+    """Blocks until a pytree has been computed and copies it to the host. Scalar arrays become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
     # Without arrays, JAX isn't initialized.
     if any([isinstance(leaf, jax.Array) for leaf in leaves]) and jax.default_backend() != "cpu":
@@ -30,7 +30,7 @@ def fetch(tree: Any) -> Any:
 
 
 def view(tree: Any) -> Any:
-    """Reads the values in a pytree, like `fetch`, but without copying them.
+    """Reads the values in a pytree like `fetch`, but without copying them.
 
     Blocks until the values are in host memory.
     """
@@ -57,27 +57,27 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
 
 
 def fetch_scalar(array: jax.Array) -> bool | int | float:
-    """Blocks until a scalar on a device has been computed, and returns it as a Python number. Faster than `fetch`."""
+    """Blocks until a scalar on a device has been computed and returns it as a Python number. Faster than `fetch`."""
     return np.asarray(array).item()
 
 
 @functools.cache
 def is_on_cpu() -> bool:
-    """Returns whether the devices are CPUs, which share the memory of the host. Starts JAX."""
+    """Returns True if the devices are CPUs, which share memory with the host. Initializes JAX."""
     return jax.default_backend() == "cpu"
 
 
 def wait(tree: Any) -> Any:
-    """Blocks until the devices have computed a pytree, and returns it without reading its values."""
+    """Blocks until the devices have computed a pytree and returns it without reading its values."""
     if not isinstance(tree, jax.Array) or not is_ready(tree):
         jax.block_until_ready(tree)
     return tree
 
 
 def is_ready(array: Any) -> bool:
-    """Returns whether a value has been computed. Anything that isn't a device array counts as computed.
+    """Returns True if a value has been computed. Anything that isn't a device array counts as computed.
 
-    Donated arrays count as not computed, and so do typed PRNG keys, because JAX can't check those.
+    Donated arrays don't count as computed, and neither do typed PRNG keys, because JAX can't check them.
     """
     if not isinstance(array, jax.Array):
         return True
@@ -98,8 +98,8 @@ def _unwrap_scalar(leaf: Any) -> Any:
 class LoopOutputs(dict[str, Any]):
     """The outputs of a loop, on the host. Each name maps to a list with one value per step, in order.
 
-    Metrics with `merge` and `compute` methods, such as `clu.metrics`, are merged, so their lists contain merged states.
-    Statistics are plain numbers rather than lists.
+    Metrics with `merge` and `compute` methods, such as those of `clu.metrics`, are merged, so their lists contain
+    merged states. Statistics are plain numbers rather than lists.
 
     Attributes:
       num_examples: The number of examples in each step.
@@ -116,14 +116,14 @@ class LoopOutputs(dict[str, Any]):
 
     @property
     def asks_to_stop(self) -> bool:
-        """True if a step, an action, or a hook has set `outputs[STOP_LOOP]`."""
+        """True if a step, an action or a hook has set `outputs[STOP_LOOP]`."""
         return bool(np.any(self.get(types.STOP_LOOP, False)))
 
     def extend(self, later: "LoopOutputs") -> None:
         """Appends the outputs of later steps.
 
-        Non-scalar values, such as images, are replaced by those in `later`, to keep memory use from growing. This
-        object's lists are extended in place, and `later` isn't modified.
+        Non-scalar values, such as images, are replaced by those in `later`, so that memory use doesn't grow. The lists
+        in this object are extended in place, and `later` isn't modified.
         """
         steps_before, steps_later = len(self.num_examples), len(later.num_examples)
         for name, values in later.items():
@@ -155,7 +155,7 @@ class LoopOutputs(dict[str, Any]):
         return first, others
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the outputs in a JSON-compatible form, and the names of any values that can't be encoded."""
+        """Returns the outputs in a JSON-compatible form and the names of any values that can't be encoded."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -265,7 +265,7 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the last step's scalars by name. The outputs must be on the host."""
+    """Returns a dict of the last step's scalars. The outputs must be on the host."""
     lists = {name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value}
     return _measured(scalars_in(lists))
 
@@ -280,23 +280,23 @@ def _measured(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_empty(value: Any) -> bool:
-    """Returns whether a step has no value: None, or a `Weighted` with weight 0. The value must be on the host."""
+    """Returns True if a value is None or a `Weighted` with weight 0, that is, missing. It must be on the host."""
     return value is None or (isinstance(value, types.Weighted) and bool(value.weight == 0))
 
 
 @functools.cache
 def is_metric_class(kind: type) -> bool:
-    """Returns whether a class has `merge` and `compute` methods, as the classes in `clu.metrics` do."""
+    """Returns True if a class has `merge` and `compute` methods, as the classes in `clu.metrics` do."""
     return all(callable(getattr(kind, name, None)) for name in ("merge", "compute"))
 
 
 def is_metric(value: Any) -> bool:
-    """Returns whether a value is a `clu.metrics` state."""
+    """Returns True if a value is a `clu.metrics` state."""
     return is_metric_class(type(value))
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns whether states collect values, and thus grow with each merge, so that they must be merged on the host."""
+    """Returns True if a metric collects values. Its states grow with each merge, so they must be merged on the host."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 
@@ -328,8 +328,8 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
     of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their results are
     computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
-    unchanged. Values whose weights are all 0 are omitted, because they were not measured. All values that are not
-    scalars are omitted too.
+    unchanged. Values whose weights are all 0 are omitted, because they were not measured. Values that are not scalars
+    are also omitted.
 
     Raises:
       ValueError: If a weight is negative.
@@ -385,10 +385,10 @@ def _is_number(value: Any) -> bool:
 
 
 def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
-    """Returns the result of `summarize`, and the non-scalar values in a loop's outputs, each with its type.
+    """Returns the result of `summarize` and the non-scalar values in a loop's outputs, each with its type.
 
-    An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3, or 4. Any other array without metadata
-    becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio, and text are taken
+    An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3 or 4. Any other array without metadata
+    becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio and text are taken
     from the last step only.
     """
     reduced = _reduced(outputs)
@@ -438,7 +438,7 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
 
 
 WEIGHT = " (weight)"
-"""Follows the name of a `Weighted` value in the name of its weight; see `separate_weights`."""
+"""The suffix that turns the name of a `Weighted` value into the name of its weight; see `separate_weights`."""
 
 
 def separate_weights(logs: Mapping[str, Any]) -> Any:
@@ -468,7 +468,7 @@ def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_of(value: Any) -> Any:
-    """Unwraps a scalar with a weight or metadata. Returns any other value unchanged."""
+    """Returns the scalar in a value with a weight or metadata. Returns any other value unchanged."""
     if isinstance(value, types.Weighted):
         return value.value
     if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:

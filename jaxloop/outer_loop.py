@@ -1,4 +1,4 @@
-"""The loop that runs a whole experiment: training, evaluation, resuming and stopping."""
+"""The loop that runs a whole experiment, including evaluations, checkpoints and resuming."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ _suggests_lengths = suggests(
 
 @final
 class OuterLoop:
-    """Runs an experiment: trains a model, and runs evaluations when they are due.
+    """Runs an experiment: trains a model and evaluates it whenever an evaluation is due.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -69,30 +69,31 @@ class OuterLoop:
     (100, 10)
 
     Args:
-      train_loop: The train loop; None to only evaluate.
+      train_loop: The train loop. Pass None to only evaluate.
       eval_loops: One loop for each `EvalSpec` that is passed to `__call__`.
       checkpoint_spec: The checkpoints to resume from (or, without a train loop, to evaluate). If None, the run neither
-        resumes from checkpoints nor evaluates them. With "auto", a train loop with a `workdir` resumes from the newest
-        checkpoint of its first `CheckpointAction` or, without one, from those in the subdirectory `checkpoints`.
+        resumes from checkpoints nor evaluates them. With "auto", a run with a train loop and a `workdir` resumes from
+        the newest checkpoint of the train loop's first `CheckpointAction` or, without such an action, from the newest
+        one in the subdirectory `checkpoints` of `workdir`.
       workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
         is appended to the file immediately, and a resumed run appends to the same file. With `checkpoint_spec="auto"`
-        and without a `CheckpointAction`, the run also saves checkpoints, in the subdirectory `checkpoints`, at most
-        every minute and at the end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its
+        and without a `CheckpointAction`, the run also saves checkpoints in the subdirectory `checkpoints`, no more than
+        once a minute and at the end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its
         history to the checkpoint directory; any other run doesn't write a history file.
-      log_interval: When to add a row to the history. Each row contains the train metrics since the previous row. As in
-        an action's interval, an int is a number of train loops.
+      log_interval: The interval at which rows are added to the history. Each row contains the train metrics since the
+        previous row. As in an action's interval, an int is a number of train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
         in a Git repository, the current commit is added as "commit".
-      extensions: Objects that watch each run, such as a `Watchdog`; see `Extension`.
-      skip: The numbers of the batches to leave out, as if they had never been in the training data. Batches are
-        numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the
-        batch of step 48,213. In a multi-process job, each process leaves out its part of the batch.
+      extensions: Objects that observe each run, such as a `Watchdog`; see `Extension`.
+      skip: The numbers of the batches to leave out. The run proceeds as if they had never been in the training data.
+        Batches are numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves
+        out the batch of step 48,213. In a multi-process job, each process leaves out its part of the batch.
 
     Attributes:
       log_interval: The argument of the same name.
       skip: The argument of the same name.
-      sources: The data that have been opened.
+      sources: The datasets that have been opened.
 
     >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
     >>> steps[:3], losses[-1] < losses[0]
@@ -164,12 +165,12 @@ class OuterLoop:
 
     @property
     def train_loop(self) -> ActionLoop | None:
-        """The train loop; None to only evaluate."""
+        """The train loop, or None if the experiment only evaluates."""
         return self._experiment.train_loop
 
     @property
     def checkpoint_spec(self) -> CheckpointSpec | None:
-        """The checkpoints to resume from or to evaluate; None for none."""
+        """The checkpoints to resume from or to evaluate, or None."""
         return self._experiment.checkpoint_spec
 
     @property
@@ -182,12 +183,12 @@ class OuterLoop:
 
     @property
     def spent(self) -> Spent:
-        """A breakdown of how the last call spent its time. `str` formats it as one sentence."""
+        """A breakdown of how the last call spent its time. `str` returns it as a sentence."""
         return self._spent
 
     @property
     def rescued_state(self) -> Any:
-        """The state after the last completed step, if the last call raised an exception; None otherwise."""
+        """The state after the last completed step if the last call raised an exception; otherwise None."""
         return self._rescued_state
 
     @_suggests_lengths
@@ -206,29 +207,31 @@ class OuterLoop:
         """Runs the experiment to its end.
 
         The run ends after `train_total_steps`, when `stop` fires, when the training dataset ends, when a loop sets
-        `outputs[STOP_LOOP]`, or on Ctrl-C. However it ends, the actions are closed: checkpoints are committed, and
-        writers are flushed. If an exception ends the run, `rescued_state` holds the state after the last completed
-        step, and the train loop's `CheckpointAction`s save it.
+        `outputs[STOP_LOOP]`, or on Ctrl-C. In all cases, the actions are closed: checkpoints are committed and writers
+        are flushed. If an exception ends the run, `rescued_state` holds the state after the last completed step, and
+        the train loop's `CheckpointAction`s save it.
 
         Before calling actions in the middle of a loop, the run reads the next batch to determine whether the current
-        step is the last one. A checkpoint stores the data position before that batch.
+        step is the last one. A checkpoint saved by an action stores the position in the data before that batch.
 
         Args:
           state: The train state. The train loop donates it; without a train loop, it stays usable.
-          train_dataset: An iterable or iterator of batches. If the train step doesn't need any data, pass None: `run`
-            then receives None as its batch (which counts as one example), and `train_total_steps` or `stop` must end
-            the run.
-          train_total_steps: The total number of optimizer updates, including those before a resume; None to train until
-            the dataset ends. Both this and `train_loop_steps` must be multiples of `Step.updates_per_step`.
+          train_dataset: An iterable or iterator of batches. If the train step doesn't need any data, pass None, and
+            give `train_total_steps` or `stop` to end the run. In that case, `run` receives None as its batch, which
+            counts as one example.
+          train_total_steps: The total number of optimizer updates, including those made before the run was resumed. If
+            None, training continues until the dataset ends. Both this and `train_loop_steps` must be multiples of
+            `Step.updates_per_step`.
           train_loop_steps: The number of updates per loop. Loops end at multiples of this number. If None, a single
             loop covers the whole dataset.
           eval_specs: One spec for each eval loop.
           log_train_total_steps: Whether to log the first and the last step of training.
           stop: A schedule that ends the training when it fires, such as `at(time=3600)` or `at(samples=1_000_000)`.
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
-            loop, so `train_loop_steps` must be None. If `train_total_steps` is given too, the run ends at whichever
-            comes first. A checkpoint stores the epoch and the position within it. A resumed run is exact if a new
-            iterator over the dataset returns each epoch in the same order as before.
+            loop, so `train_loop_steps` must be None. If `train_total_steps` is also given, the run ends at whichever
+            limit is reached first. A checkpoint stores the epoch and the position within it. A resumed run sees the
+            same batches as an uninterrupted one if a new iterator over the dataset returns each epoch in the same order
+            as before.
 
         Returns:
           `(state, outputs)`. The outputs are those of the last train loop or, without a train loop, those of the last
@@ -337,11 +340,11 @@ class OuterLoop:
         train_epochs: int | None = None,
         topology: str | None = None,
     ) -> "preflight.Report":
-        """Checks the arguments of a run without running any steps. Returns the run's plan and all problems found.
+        """Checks the arguments of a run without running any steps. Returns the run's plan and all problems.
 
-        The check reads one batch from each dataset, passes it through the hooks that precede `run`, and traces and
-        compiles `run`. A later run reuses the compiled program. The plan lists when each evaluation, action and
-        checkpoint is due, and how much memory a step and a checkpoint need.
+        The check reads one batch from each dataset, passes it through the hooks that precede `run`, and compiles `run`.
+        A later run reuses the compiled program. The plan lists when each evaluation, action and checkpoint is due, and
+        how much memory a step and a checkpoint need.
 
         >>> import jaxloop
         >>> from jaxloop import examples
@@ -368,7 +371,7 @@ class OuterLoop:
 
         Returns:
           A report with the plan and all problems. `report.raise_errors()` raises an exception if the report contains
-          errors. The check doesn't write any files, but creates missing directories for checkpoints and the history.
+          errors. The check writes no files, but it creates missing directories for checkpoints and the history.
         """
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, named(eval_specs), stop, train_epochs)
         return self._check(dataclasses.replace(self._experiment, spec=spec), state, topology, None, is_starting=False)

@@ -1,7 +1,7 @@
 """Schedules, which decide when something happens, and `Elapsed`, which describes a run's progress.
 
-A schedule is immutable and stateless. It answers two questions: Does it fire between `before` and `now`? And at which
-step, time or loop end can it fire next? Until then, the run doesn't need to call the schedule again.
+A schedule is immutable and stateless. It answers two questions: whether it fires between `before` and `now`, and at
+which step, time or loop end it can fire next. Until then, the run doesn't need to call the schedule again.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -34,13 +34,13 @@ class Elapsed:
     """The progress of a run. It is a pytree whose leaves are the attributes, so it can be passed to jitted functions.
 
     Attributes:
-      steps: The number of completed updates. It is already 1 when the first batch's callbacks run.
+      steps: The number of completed updates. When callbacks run after the first batch, it is already 1.
       samples: The number of examples in all batches so far.
       time: The training time in seconds. It includes the time before a resume, but excludes evaluations and
         checkpoints.
       loops: The number of completed train loops.
       is_last: True if this step is known to be the last one of the run.
-      previous: The progress one batch earlier; None if it wasn't kept.
+      previous: The progress one batch earlier, or None if it wasn't kept.
 
     >>> elapsed = Elapsed(steps=10_000, samples=320_000, time=12.5)
     >>> elapsed
@@ -134,10 +134,10 @@ class Schedule(abc.ABC):
     Schedules are hashed by identity, so two schedules with the same arguments are different dictionary keys.
 
     Hooks:
-      fires: Called after each step where the schedule can fire. Must be pure.
+      fires: Called after each step at which the schedule can fire. Must be pure.
       next_step, next_time: Called after `fires` to find out when to call `fires` again. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
-      stops: Called at the start of such a run, and after each step where the schedule can fire.
+      stops: Called at the start of such a run, and after each step at which the schedule can fire.
       reached: Called by comparisons such as `elapsed >= schedule`.
 
     >>> every(steps=100) | first()
@@ -148,26 +148,26 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        """Returns whether the schedule fires between `before` (exclusive) and `now` (inclusive).
+        """Returns True if the schedule fires between `before` (exclusive) and `now` (inclusive).
 
-        A loop calls this method after every step where the schedule can fire; `before` is then the progress after the
-        previous step. A run that begins at step 0 also calls it once before the first update, with both arguments equal
-        to `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have fired since then
-        (even at different steps), and `~a` fires if `a` hasn't fired since then.
+        A loop calls this method after every step at which the schedule can fire, with the progress after the previous
+        step as `before`. A run that begins at step 0 also calls it once before the first update, with both arguments
+        equal to `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have fired since
+        then (even at different steps), and `~a` fires if `a` hasn't fired since then.
         """
 
     def next_step(self, now: Elapsed) -> int | None:
-        """Returns the next step in the current loop where the schedule can fire, or None. The default is the next step.
+        """Returns the next step in the current loop at which the schedule can fire, or None; by default, the next step.
 
-        An override makes a run faster, but must not skip a step at which `fires` returns True; `OuterLoop.check`
-        compares both over the first 1,000 steps. Only steps before `next_time` need to be considered. A schedule that
-        counts samples might fire at any step, so it returns the step after `now`. Schedules that count loops return
-        None, and so does `last()`, because they are checked at the end of each loop anyway.
+        An override makes a run faster, but must not skip a step at which `fires` returns True. `OuterLoop.check`
+        compares the two methods over the first 1,000 steps. Only steps before `next_time` need to be considered. A
+        schedule that counts samples might fire at any step, so it returns the step after `now`. Schedules that count
+        loops return None, and so does `last()`, because they are checked at the end of each loop anyway.
         """
         return now.steps + 1
 
     def next_time(self, now: Elapsed) -> float | None:
-        """Returns the next training time (in seconds) when the schedule can fire, or None.
+        """Returns the next training time (in seconds) at which the schedule can fire, or None.
 
         From that time on, the schedule can fire at any step.
         """
@@ -176,13 +176,13 @@ class Schedule(abc.ABC):
     def next_loop(self, now: Elapsed) -> int | None:
         """Returns the number of the next loop after which the schedule can fire, or None.
 
-        Doesn't consider firings already covered by `next_step` or `next_time`. For `last()`, the result is None,
-        because it fires only at the end of the run.
+        Disregards anything that `next_step` or `next_time` already covers. For `last()`, the result is None, because it
+        fires only at the end of the run.
         """
         return now.loops + 1
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        """Returns whether a run with this schedule as its `stop` ends at `now`."""
+        """Returns True if a run with this schedule as its `stop` ends at `now`."""
         return self.fires(before, now)
 
     def as_stop(self) -> "Schedule":
@@ -193,7 +193,7 @@ class Schedule(abc.ABC):
         return self
 
     def reached(self, now: Elapsed) -> bool:
-        """Returns whether a run has reached the point that the schedule defines. Implements `elapsed >= at(...)`.
+        """Returns True if a run has reached the point that the schedule defines. Implements `elapsed >= at(...)`.
 
         Raises:
           TypeError: If the schedule doesn't define a point in a run.
@@ -243,7 +243,7 @@ def every(
     time: float | None = None,
     loops: int | None = None,
 ) -> Schedule:
-    """Returns a schedule that fires whenever a count (or the time) reaches or passes a multiple of a given number.
+    """Returns a schedule that fires whenever a count or the training time reaches or passes a multiple of a number.
 
     Takes exactly one argument.
 
@@ -255,7 +255,7 @@ def every(
     Args:
       steps: The interval in completed updates.
       samples: The interval in examples. The schedule fires at each step whose batch reaches or passes a multiple.
-      time: The interval in training time, in seconds. The schedule fires at the first step after each multiple.
+      time: The interval in seconds of training time. The schedule fires at the first step after each multiple.
       loops: The interval in train loops.
     """
     return _Every(*_only_one("every", steps, samples, time, loops, least=1))
@@ -327,14 +327,14 @@ def never() -> Schedule:
 
 
 def is_always(schedule: Schedule) -> bool:
-    """Returns whether a schedule is known to fire at every step, such as `always()` or `every(1)`."""
+    """Returns True if a schedule is known to fire at every step, as `always()` and `every(1)` are."""
     return isinstance(schedule, _Always) or (
         isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
     )
 
 
 def is_never(schedule: Any) -> bool:
-    """Returns whether a value is `never()`."""
+    """Returns True if a value is `never()`."""
     return isinstance(schedule, _Never)
 
 
@@ -345,8 +345,8 @@ class Goal(NamedTuple):
     Attributes:
       step: The next step within a loop.
       time: The next training time, in seconds.
-      loop: The number of the next loop after which something may be due, not counting anything covered by `step` and
-        `time`.
+      loop: The number of the next loop after which something may be due, disregarding anything that `step` or `time`
+        already covers.
     """
 
     step: int
@@ -382,7 +382,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
-    """Returns the first step at which a schedule fires although its `next_step` has skipped it; None if there is none.
+    """Returns the first step at which a schedule fires although its `next_step` skips that step, or None.
 
     Raises:
       ValueError: If `next_step` doesn't return a later step.
@@ -400,7 +400,7 @@ def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times, ignoring None (which means never); None if all are None."""
+    """Returns the smallest of several steps or times. None means never; returns None if all are None."""
     return min((each for each in found if each is not None), default=None)
 
 

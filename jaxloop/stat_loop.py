@@ -25,7 +25,7 @@ STAT_BEGIN_TIME = "jaxloop/begin_time"
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
 """Seconds from the loop's construction to the end of this call."""
 STAT_LOOP_TIME_SECS = "jaxloop/loop_time_secs"
-"""Seconds from the start of this call until the devices finish; for an action, seconds since its previous call."""
+"""Seconds from the start of this call until the devices finish. For an action, seconds since its previous call."""
 STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
 """Steps per second of training time, which excludes evaluations and checkpoints."""
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
@@ -81,7 +81,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent(), updates
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns callbacks to call with each batch. The list is empty unless counting the FLOPs requires a batch."""
+        """Returns the callbacks to call with each batch. Empty unless a batch is needed to count the FLOPs."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -90,7 +90,7 @@ class Statistics:
             self._example = (batch,)
 
     def of(self, state: Any, spent: timing.Spent | None = None) -> dict[str, Any]:
-        """Returns the statistics of a time interval, by name.
+        """Returns a dict that maps names of statistics to their values for a time interval.
 
         Args:
           state: The state at the end of the interval.
@@ -149,8 +149,8 @@ class StatLoop(Loop):
       step: The step to run on each batch.
       stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: steps and examples per second.
         If empty, nothing is added. `ALL_STATS` also contains the number of parameters, the elapsed times, the FLOPs of
-        a step, the model FLOPs utilization, and the times when the loop was created and when the call began. To count
-        the FLOPs, the step is traced one more time.
+        a step, the model FLOPs utilization, and the times at which the loop was created and the call began. Counting
+        the FLOPs requires tracing the step once more.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
       max_steps_in_flight: See `Loop`.
@@ -170,9 +170,10 @@ class StatLoop(Loop):
 
     @property
     def peak_flops_per_sec(self) -> float | None:
-        """The peak FLOPs per second of one device, for `STAT_MFU`. Set it if jaxloop doesn't know your device.
+        """The peak FLOPs per second of one device, used for `STAT_MFU`.
 
-        If None, jaxloop uses the device's bfloat16 peak, which it knows for many GPUs and TPUs.
+        If None, jaxloop uses the device's bfloat16 peak, which it knows for many GPUs and TPUs. Set this property if it
+        doesn't know your device.
         """
         return self._statistics.peak_flops_per_sec
 

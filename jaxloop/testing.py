@@ -26,12 +26,12 @@ from jaxloop.history import History
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
-    """Kills runs at the given steps, resumes them, and compares each one bit by bit with an uninterrupted run.
+    """Kills runs at the given steps, resumes them, and compares each of them bit by bit with an uninterrupted run.
 
-    Each run has its own process, which starts up and compiles just as your program does. The first process runs to the
-    end. For each of the given steps, a second process is killed with SIGKILL once that step has been dispatched and
-    pending saves have been committed. A third process then resumes the killed run. The function compares all rows of
-    the history (except for times) and all leaves of the final state. For example::
+    Each run has its own process, which starts up and compiles just as your program does. The first process runs without
+    interruption. For each of the given steps, a second process is killed with SIGKILL once that step has been
+    dispatched and pending saves have been committed. A third process then resumes the killed run. The function compares
+    all rows of the history (except for times) and all leaves of the final state. For example::
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -41,16 +41,16 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
             testing.assert_resumable(make_run, at_steps=[7, 12])
 
     Args:
-      make_run: A function that runs or resumes the experiment in a work directory, and returns the final state, or
+      make_run: A function that runs or resumes the experiment in a work directory and returns the final state, or
         `(state, history)`. It must be defined at the top level of a module or a script, so that the processes can
-        import it. A script calls this function under `if __name__ == "__main__":`.
+        import it. A script must call `assert_resumable` under `if __name__ == "__main__":`.
       at_steps: The steps at which to kill a run. Each of them must come after the first checkpoint, and is tested in
         separate processes.
       timeout: The time limit for each process, in seconds.
 
     Raises:
       AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
-        or if a run started over instead of resuming, in which case nothing was tested.
+        or if a run started from scratch instead of resuming, in which case nothing was tested.
       RuntimeError: If a process failed or ended before it could be killed.
     """
     steps = sorted({int(step) for step in at_steps})

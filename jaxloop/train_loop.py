@@ -42,7 +42,7 @@ class TrainLoop(ActionLoop):
       stat_names: See `StatLoop`.
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size: See `StatLoop`.
-      nan_policy: What to do about NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that names the first
+      nan_policy: What to do about NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that reports the first
         bad step. The host reads the results of the check about every 64 steps and before each save, so the state of a
         bad step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's
         outputs are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device memory
@@ -50,12 +50,12 @@ class TrainLoop(ActionLoop):
         "ignore" disables the check. On two CPU cores, a step takes up to 1.3 times as long with "raise" and up to 1.5
         times as long with "skip".
       steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. With more than
-        one, small models run several times faster, but convolutions on a CPU run ten times slower. A dispatch never
-        runs past the end of a loop or a dataset, or past a step where a schedule fires: if too few steps are left
-        before such a point, they are dispatched one at a time. The exception is time schedules, which can't be
-        predicted, so they wait for the end of the dispatch. The results are the same, except that XLA may round the
-        last bit differently. `Step.begin` receives the state from before the dispatch and must not change it. If the
-        step has actions or overrides `end`, a ValueError is raised.
+        one step per dispatch, small models train several times faster, but convolutions on a CPU run ten times slower.
+        A dispatch never runs past the end of a loop or a dataset, or past a step at which a schedule fires: if too few
+        steps are left before such a point, they are dispatched one at a time. Time schedules are an exception: they
+        can't be predicted, so they fire only after the dispatch has ended. The results are the same, except that XLA
+        may round the last bit differently. `Step.begin` receives the state from before the dispatch and must not change
+        it. A `ValueError` is raised if the step has actions or overrides `end`.
       max_steps_in_flight: See `Loop`.
     """
 

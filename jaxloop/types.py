@@ -22,25 +22,25 @@ Batch = Any
 """A pytree of arrays with one row per example: a dict, a tuple, a named tuple, ..."""
 
 BatchSpec = Any
-"""A shape, a `(shape, dtype)` pair, an array or a key; or dicts, lists, tuples and named tuples of these."""
+"""A shape, a `(shape, dtype)` pair, an array or a key, or a dict, list, tuple or named tuple of these."""
 
 Output = dict[str, Any] | None
-"""The values that a step returns, keyed by name; or None."""
+"""The values that a step returns, keyed by name, or None."""
 
 PRNGType = jax.Array | Mapping[str, jax.Array]
-"""A PRNG key, old-style or typed; or a dict with one PRNG key per random stream of the model."""
+"""An old-style or typed PRNG key, or a dict with one PRNG key per random stream of the model."""
 
 STOP_LOOP = "jaxloop/stop_loop"
 """The name of the output that stops the experiment: `outputs[STOP_LOOP] = True`."""
 
 
 def is_nnx(value: Any, name: str) -> bool:
-    """Returns whether a value is an instance of the NNX class with this name, without importing NNX."""
+    """Returns True if a value is an instance of the NNX class with this name, without importing NNX."""
     return "flax.nnx" in sys.modules and isinstance(value, getattr(nnx, name))
 
 
 def is_nnx_class(value: Any) -> bool:
-    """Returns whether a value is an NNX module class, without importing NNX."""
+    """Returns True if a value is an NNX module class, without importing NNX."""
     return "flax.nnx" in sys.modules and inspect.isclass(value) and issubclass(value, nnx.Module)
 
 
@@ -64,7 +64,7 @@ class TrainState(train_state.TrainState):
       params: The parameters that `tx` updates.
       tx: The Optax optimizer.
       opt_state: The optimizer's state.
-      batch_stats: Running statistics of normalization layers; empty for a model without them.
+      batch_stats: The running statistics of normalization layers. Empty for a model without such layers.
       collections: All other variables. For Linen, this is a dict keyed by collection name (`{"cache": ...}`). For NNX,
         it is a single `nnx.State`, which contains caches, the counters and keys of `Rngs`, and so on.
 
@@ -82,7 +82,7 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
-        """Makes a state at step 0 and initializes the optimizer's state.
+        """Creates a state at step 0 and initializes the optimizer's state.
 
         Args:
           apply_fn: The forward pass; see `TrainState`.
@@ -115,9 +115,9 @@ class TrainState(train_state.TrainState):
         """Returns the state after an optimizer update, with `step` increased by one.
 
         Args:
-          grads: The gradients, with the structure of `params`. For complex parameters, pass the conjugate of what
-            `jax.grad` returns, `jax.tree.map(jnp.conj, grads)`, because optimizers subtract it.
-          **kwargs: New values of other fields.
+          grads: The gradients, with the structure of `params`. For complex parameters, pass `jax.tree.map(jnp.conj,
+            grads)`, the conjugate of the result of `jax.grad`, because optimizers subtract the gradients.
+          **kwargs: New values for other fields.
         """
         state = self.replace(opt_state=_with_initial_params(self.opt_state, self.params))
         if _may_overwrite(grads):
@@ -126,7 +126,7 @@ class TrainState(train_state.TrainState):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of a Linen model, in the form `apply_fn` expects: a dict of `params` and all collections."""
+        """The variables of a Linen model in the form that `apply_fn` expects: a dict of `params` and collections."""
         if is_nnx(self.params, "State"):
             raise TypeError(
                 "TrainState.variables is for Linen models. For NNX, step.call_model(state, params, inputs)."
@@ -135,7 +135,7 @@ class TrainState(train_state.TrainState):
         return {"params": self.params, **batch_stats, **self.collections}
 
     def module(self) -> Any:
-        """Returns the trained NNX module, in evaluation mode. It has copies of the state's variables.
+        """Returns the trained NNX module in evaluation mode. It contains copies of the state's variables.
 
         >>> import jaxloop
         >>> from flax import nnx
@@ -153,7 +153,7 @@ class TrainState(train_state.TrainState):
         return build(jax.tree.map(jnp.copy, (self.params, self.batch_stats, self.collections)), train=False)
 
     def update_variables(self, updates: Any) -> Self:
-        """Returns a state with new values for the variables that a forward pass changed. The parameters stay the same.
+        """Returns the state with new values for variables that a forward pass changed. The parameters stay the same.
 
         Args:
           updates: For Linen, pass the second result of `apply_fn(..., mutable=[...])`. For NNX, pass the `nnx.State`
@@ -189,7 +189,7 @@ def _may_overwrite(tree: Any) -> bool:
 def apply_gradients(state: Any, grads: Any, value: Any = None, value_fn: Callable[[Any], Any] | None = None) -> Any:
     """Returns the state after applying gradients. Unlike in Flax, the parameters don't need to be a dict.
 
-    An optimizer that takes more arguments also receives the loss and the function that computes it from parameters.
+    An optimizer that accepts extra arguments also receives the loss and the function that computes it from parameters.
     """
     tx = getattr(state, "tx", None)
     if isinstance(tx, optax.GradientTransformationExtraArgs):
@@ -207,10 +207,10 @@ def _updated(state: Any, grads: Any) -> Any:
 
 
 def params_to_evaluate(state: Any) -> Any:
-    """Returns the parameters for which the optimizer's method is meant to be evaluated.
+    """Returns the parameters at which a model trained with this optimizer should be evaluated.
 
-    For `optax.contrib.schedule_free`, these are the averages that the method keeps, as
-    `optax.contrib.schedule_free_eval_params` returns them. For all other optimizers, they are `state.params`.
+    For `optax.contrib.schedule_free`, these are the averages that `optax.contrib.schedule_free_eval_params` returns.
+    For all other optimizers, they are `state.params`.
     """
     params = state.params
     opt_state = _with_initial_params(getattr(state, "opt_state", None), params)
@@ -243,7 +243,7 @@ def _is_masked(node: Any) -> bool:
 
 
 class MetricType(enum.Enum):
-    """The kind of a value, such as image or audio. It determines how a writer displays the value."""
+    """The kind of a value, such as image or audio, which determines how a writer displays the value."""
 
     SCALAR = "scalar"
     IMAGE = "image"
@@ -310,7 +310,7 @@ class Weighted:
     Args:
       value: A scalar, or an array whose weighted mean is computed.
       weight: A scalar, or an array that can be broadcast to the shape of `value`. Where the weight is 0, the value may
-        be NaN. The gradient is then NaN too, unless the value was computed from finite inputs.
+        be NaN. In that case, the gradient is also NaN, unless the value was computed from finite inputs.
 
     Raises:
       ValueError: If `weight` can't be broadcast to the shape of `value`.
@@ -375,18 +375,18 @@ def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[st
 
 
 def mean_loss(loss: Any, num_examples: int | None) -> Any:
-    """Returns the mean of a loss, if it is an array of per-example losses; otherwise the loss itself."""
+    """Returns the mean of a loss if it is an array of per-example losses; otherwise the loss itself."""
     is_array = isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)
     return loss.mean() if is_array and loss.shape == (num_examples,) else loss
 
 
 @final
 class TurnBack(BaseException):
-    """Raised by an action to return the run to the newest checkpoint before some steps, and to leave out their batches.
+    """Raised by an action to return to the newest checkpoint before the given steps and to leave out their batches.
 
     The `OuterLoop` moves later checkpoints to `<directory>/abandoned`, adds a "detour" row to the history, and
     continues as if the batches had never been in the data. In a multi-process job, all processes must raise it at the
-    same step. Like `KeyboardInterrupt`, it is no `Exception`.
+    same step. Like `KeyboardInterrupt`, it is not an `Exception`.
 
     >>> raise TurnBack(38, 40, "The loss exploded.")
     Traceback (most recent call last):
@@ -396,7 +396,8 @@ class TurnBack(BaseException):
       first: The first step whose batch is left out.
       last: The last step whose batch is left out.
       reason: The reason, as a sentence.
-      at_most: How often a run may turn back; None for no limit. After that, it ends with an error.
+      at_most: The maximum number of times that a run may turn back, or None for no limit. After that, the run ends with
+        an error.
     """
 
     def __init__(self, first: int, last: int, reason: str, *, at_most: int | None = None):

@@ -14,14 +14,14 @@ _CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot"
 
 
 class Action(abc.ABC):
-    """A side effect that runs at moments you choose. To write one, subclass `Action` and implement `__call__`.
+    """A side effect that runs at times you choose. To write an action, subclass `Action` and implement `__call__`.
 
     A loop calls its actions in the order in which they are listed. A loop's `begin_actions` receive `outputs=None`. An
     exception raised by an action ends the run.
 
     Hooks:
       __call__: Called by a loop or a step whenever the action is due.
-      monitors, check: Used by `OuterLoop.check` before a run.
+      monitors, check: Used by `OuterLoop.check` to find problems before a run.
       before_checkpoint, state_dict: Called, in this order, before a checkpoint is saved.
       load_state_dict: Called when a run resumes from a checkpoint, before the first step.
       begin_run: Called when an `OuterLoop` or `jf.loop` begins or resumes a run, after `load_state_dict`.
@@ -32,9 +32,9 @@ class Action(abc.ABC):
       close: Called when an `OuterLoop`'s run ends, even if it ends with an error.
 
     Args:
-      interval: When to call the action. For a loop's action, an int counts loops: with 2, the action is called at the
-        end of every second loop. For a step's action, an int counts the steps within the loop. A schedule such as
-        `every(steps=100)` fires at exactly the right step, even in the middle of a loop.
+      interval: The interval at which to call the action. For a loop's action, an int counts loops: with 2, the action
+        is called at the end of every second loop. For a step's action, an int counts the steps within the loop. A
+        schedule such as `every(steps=100)` fires exactly at its step, even in the middle of a loop.
 
     Raises:
       TypeError: If `__call__` doesn't accept the keyword arguments that a loop passes, because it lacks `**kwargs`.
@@ -47,7 +47,7 @@ class Action(abc.ABC):
     """
 
     uses_outputs: bool = True
-    """True if the action reads the outputs. If False, a loop doesn't keep any for it or wait for the devices."""
+    """True if the action reads the outputs. If False, a loop neither keeps outputs for it nor waits for the devices."""
 
     needs_all_outputs: bool = True
     """True if the loop must wait for the outputs of all steps so far before it calls the action between two steps.
@@ -123,19 +123,20 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns one message for each problem that a run would encounter, with an explanation of how to fix it.
+        """Returns a message for each problem that would occur in a run, including how to fix it.
 
-        Called by `OuterLoop.check`. The check at the start of each run, which doesn't know the outputs, leaves it out.
+        Called by `OuterLoop.check`, but not by the check at the start of each run, because the outputs aren't known
+        then.
 
         Args:
           state: The abstract train state (shapes and dtypes only).
           outputs: Outputs with the same structure as those that the action would receive, but with all numbers equal to
-            1; None for a begin action.
+            1. None for a begin action.
         """
         return ()
 
     def finish(self, state: Any) -> Any:
-        """Returns the state that the run should return. Called once, before `close`, when a run ends normally."""
+        """Returns the state that the run should return. Called once, before `close`, if a run ends normally."""
         return state
 
     kept_state: Any = None
@@ -147,14 +148,15 @@ class Action(abc.ABC):
     def before_checkpoint(self) -> None:
         """Finishes all pending work. Called before a checkpoint is saved.
 
-        Work that is still pending afterwards is lost if the process is killed, because a resumed run doesn't repeat it.
+        Any work that is still pending afterwards is lost if the process is killed, because a resumed run doesn't repeat
+        it.
         """
         self.flush()
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
         """Prepares the action for a new or resumed run of an `OuterLoop` or `jf.loop`. Called before the first step.
 
-        An action with memory forgets what it remembers from after `step_num`, which belongs to another run.
+        An action that keeps data between calls must discard everything after `step_num`, which belongs to another run.
 
         Args:
           step_num: The number of completed updates.

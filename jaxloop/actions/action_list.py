@@ -13,7 +13,7 @@ class ActionList:
     """A list of actions, in the order in which they are called.
 
     Args:
-      actions: The actions; None for no actions.
+      actions: The actions, or None if there are none.
     """
 
     def __init__(self, actions: Sequence[Action] | None):
@@ -39,7 +39,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """Returns an `Action` unchanged, and raises a `TypeError` for anything else."""
+    """Returns an `Action` unchanged and raises a `TypeError` for anything else."""
     if not isinstance(action, Action):
         raise TypeError(f"An action must be a jaxloop.Action, got {action!r}. Write a subclass.")
     return action

@@ -22,8 +22,8 @@ class CheckpointAction(Action):
 
     If evaluations are due at the same step, they run before the checkpoint is saved. A save blocks the run only while
     the arrays are copied to the host; the rest happens in the background. Only one save runs at a time: each save first
-    waits until the previous save is on disk. `last_stall_secs` is the time for which the last save has blocked the run,
-    and `Spent.checkpoints` is the time for all saves.
+    waits until the previous save is on disk. `last_stall_secs` is the time for which the last save blocked the run, and
+    `Spent.checkpoints` is the total for all saves.
 
     Hooks:
       __call__, begin_run, finish, close: See `Action`. Overrides must call `super()`.
@@ -41,22 +41,23 @@ class CheckpointAction(Action):
 
     Args:
       directory: A directory, or an Orbax `CheckpointManager` (from Orbax's current or older API) that saves a single
-        item, and that the program closes. With a manager, only the train state is saved, without checksums.
+        item. Your program must close the manager. With a manager, only the train state is saved, without checksums.
       interval: See `Action`.
-      keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory, because a manager
-        has its own options.
+      keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory: a manager has its
+        own option for this.
       best: The metric that determines which checkpoint is best. Pass its name, or its name and mode, as in
         `("test/accuracy", "max")`; see `Monitor`. Requires a directory. The best checkpoint is kept in addition to the
         recent ones, even across restarts. If several checkpoints are equally good, the newest one is considered the
-        best. A checkpoint is considered only if the metric was measured at its step, so choose an interval that
-        coincides with the evaluations. A train metric is averaged over the steps since the last save.
-      keep_every: A schedule such as `every(steps=1000)`. The checkpoints at which it fires are never deleted. If the
-        interval is a schedule, checkpoints are saved when either of the two fires. Requires a directory.
+        best. A checkpoint is considered only if the metric was measured at its step, so choose an interval at which
+        evaluations are also due. A train metric is averaged over the steps since the last save.
+      keep_every: A schedule such as `every(steps=1000)`. Checkpoints of the steps at which it fires are never deleted.
+        If `interval` is a schedule, checkpoints are saved when either of the two fires. Requires a directory.
       ckpt_manager: Another name for `directory`.
 
     Attributes:
-      monitor: The `Monitor` of `best`, or None.
-      keep: The number of recent checkpoints to keep; None if all are kept, or if an Orbax manager decides.
+      monitor: The `Monitor` for the metric `best`, or None.
+      keep: The number of recent checkpoints to keep. None if all are kept, or if an Orbax manager decides which to
+        keep.
       keep_every: The argument of the same name.
 
     Raises:
@@ -108,7 +109,7 @@ class CheckpointAction(Action):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint of this run and all earlier runs; None if no checkpoint contains the metric.
+        """The step of the best checkpoint of this run and all earlier runs, or None if none contains the metric.
 
         Reading this property waits for any pending save. To get the step without an action, call
         `checkpoint.best_step(directory)`.
@@ -120,7 +121,7 @@ class CheckpointAction(Action):
 
     @property
     def last_stall_secs(self) -> float | None:
-        """The number of seconds for which the last save blocked the run; None before the first save."""
+        """The number of seconds for which the last save blocked the run, or None before the first save."""
         return self._writer.last_stall_secs
 
     def __repr__(self) -> str:
@@ -202,7 +203,7 @@ class CheckpointAction(Action):
 
 
 def monitor_of(argument: str, best: str | tuple[str, str] | None) -> Monitor | None:
-    """Returns the `Monitor` of a metric that is given as its name, or as a pair of its name and mode."""
+    """Returns the `Monitor` for a metric, given its name or a pair `(name, mode)`. Returns None if `best` is None."""
     if best is None or isinstance(best, str):
         return None if best is None else Monitor(best)
     if isinstance(best, tuple | list) and len(best) == 2:

@@ -40,9 +40,9 @@ class EarlyStoppingAction(Action):
     """Ends the run when a metric stops improving, or immediately if it becomes NaN.
 
     Add it to the eval loop that computes the metric; the loop calls it after each evaluation. You can also add it to
-    the train loop, with the interval of the evaluation: `interval=every(steps=100)`. In a train loop, the default
-    interval of 1 means once per loop; if the whole run is a single loop, the action is called only when it ends. When
-    the action stops the run, it logs the reason.
+    the train loop, with the same interval as the evaluation, such as `interval=every(steps=100)`. In a train loop, the
+    default interval of 1 means once per loop; if the whole run is a single loop, the action is called only when it
+    ends. When the action stops the run, it logs the reason.
 
     Hooks:
       __call__, begin_run, finish, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
@@ -61,7 +61,7 @@ class EarlyStoppingAction(Action):
     Args:
       monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
         last call.
-      patience: The number of consecutive measurements without an improvement after which the run ends.
+      patience: The number of consecutive measurements without improvement after which the run ends.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
       min_delta: A value counts as an improvement only if it beats the best value by more than this amount.
       restore_best: Whether to keep a copy of the best state on the devices. If so, the run returns this state
@@ -119,12 +119,12 @@ class EarlyStoppingAction(Action):
 
     @property
     def best(self) -> float | None:
-        """The best value so far; None before the first measurement."""
+        """The best value so far, or None before the first measurement."""
         return self._memory.best
 
     @property
     def best_elapsed(self) -> Elapsed | None:
-        """The run's progress when the best value was measured; None before the first measurement."""
+        """The run's progress when the best value was measured, or None before the first measurement."""
         return self._memory.best_elapsed
 
     @property
@@ -179,7 +179,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if there was no improvement for as long as `patience` allows, or if the metric became NaN."""
+        """True if `patience` measurements in a row brought no improvement, or if the metric became NaN."""
         return self._memory.waits >= self.patience
 
     def finish(self, state: Any) -> Any:

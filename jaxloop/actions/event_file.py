@@ -12,13 +12,14 @@ from jaxloop.base import files
 
 @final
 class EventFile:
-    """An event file. When `add_event` returns, the event is in the file (in a remote store: after the next `flush`).
+    """A TensorBoard event file.
 
-    It takes the place of tensorboardX's `FileWriter`, whose `flush` doesn't wait for its queue, and whose thread ends
-    silently if the disk is full. This class is thread-safe.
+    When `add_event` returns, the event has been written to the file (in a remote store, only after the next `flush`).
+    This class replaces tensorboardX's `FileWriter`, whose `flush` doesn't wait for its queue, and whose thread ends
+    silently if the disk is full. It is thread-safe.
 
     The file is created when the first event is added, and closed by `close` or when this object is garbage-collected.
-    After an error, the next event is written to a new file, because an incomplete event ends the old one.
+    After an error, the next event is written to a new file, because the old one may end with an incomplete event.
     TensorBoard reads the files of a directory in the order of their names, which begin with the time.
 
     Args:
@@ -42,7 +43,7 @@ class EventFile:
         self.add_event(self._new_event(summary=summary), global_step, walltime)
 
     def add_event(self, event: Any, step: int | None = None, walltime: float | None = None) -> None:
-        """Adds an event. In a multi-process job, only the first process does.
+        """Adds an event. In a multi-process job, only the first process writes it.
 
         Raises:
           OSError: If the event could not be written. The error contains the path of the file.
@@ -87,6 +88,6 @@ class EventFile:
     __del__ = close  # Callers might not close the writer.
 
     def resume(self, first_hidden: int) -> None:
-        """Makes TensorBoard hide all earlier points from a step on."""
+        """Makes TensorBoard hide all existing points at and after the step `first_hidden`."""
         for _ in range(2):  # TensorBoard attributes the first one in a directory to the first process.
             self.add_event(self._new_event(session_log={"status": "START"}), first_hidden)

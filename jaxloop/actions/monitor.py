@@ -1,4 +1,4 @@
-"""A monitored metric: its name, its value at a step, and the comparison of two values."""
+"""Monitored metrics: their names, their values at a step, and comparisons of two values."""
 
 import difflib
 import math
@@ -44,7 +44,7 @@ class Monitor:
         none, to the output of any evaluation.
       mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name if it is certain: "min"
         for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision, recall,
-        reward, bleu, psnr and the like, in any case and also with digits (`mAP@50`), `val_`, `mean_` or `_score`.
+        reward, bleu, psnr and the like. Case is ignored, and so are digits (`mAP@50`), `val_`, `mean_` and `_score`.
 
     Raises:
       ValueError: If `mode` is "auto" and the direction isn't certain, as for `score`.
@@ -83,11 +83,12 @@ class Monitor:
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
         """Returns the value of the metric at this step, or None if it was not measured.
 
-        The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`,
-        provided that this row belongs to this step.
+        The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`
+        if that row belongs to this step.
 
-        If no metric has this name although there has been an evaluation, a warning is logged once, because a later step
-        may still report it. `check_was_measured` raises an error at the end of the run if none did.
+        If there has been an evaluation but no metric has this name, a warning is logged once instead of raising an
+        error, because the metric may still appear at a later step. If it never does, `check_was_measured` raises an
+        error at the end of the run.
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)
@@ -102,11 +103,11 @@ class Monitor:
         return self._as_number(value) if measured_at.steps == elapsed.steps else None
 
     def begin_run(self) -> None:
-        """Forgets the previous run."""
+        """Resets the monitor for a new run."""
         self._missing, self._has_warned = None, False
 
     def check_was_measured(self) -> None:
-        """Raises a `ValueError` if the run had other metrics, but none with this name. Call it when the run ends."""
+        """Raises a `ValueError` if the run had other metrics, but none with this name. Call this when the run ends."""
         if self._missing is not None:
             raise ValueError(f"{self.missing_message(*self._missing)} Give the name of one of them.")
 
@@ -115,7 +116,7 @@ class Monitor:
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
-        """Returns an error message for a metric that doesn't exist, with a list of the existing metrics."""
+        """Returns the error message to use if the metric doesn't exist. It lists the existing metrics."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
         nearest = difflib.get_close_matches(self.name, there, 12, cutoff=0.0)

@@ -1,4 +1,4 @@
-"""The action that shows progress, as a bar or as lines in a file."""
+"""The action that shows progress, as a bar or as lines of text."""
 
 import importlib
 import logging
@@ -35,13 +35,13 @@ class ProgressAction(Action):
 
     Args:
       total_steps: The total number of updates in the run, or None to use the number provided by the loop.
-      interval: See `Action`. By default, the display is updated up to ten times per second, and steps between updates
-        have no overhead.
+      interval: See `Action`. By default, the display is updated up to ten times per second, and the action causes no
+        overhead in the steps between updates.
       bar: "tqdm" shows a tqdm bar, "plain" prints occasional lines, and "auto" shows a bar where it can be redrawn (on
         a terminal or in a notebook) and prints lines elsewhere. Lines become less frequent in a long run.
-      min_seconds: The minimum number of seconds between two updates of the display. If None, 0.1 where the output can
-        be redrawn, and 10 elsewhere.
-      stream: The stream to write to. If None, stderr is used, or the notebook.
+      min_seconds: The minimum number of seconds between two updates of the display. If None, it is 0.1 where the output
+        can be redrawn, and 10 elsewhere.
+      stream: The stream to write to. If None, progress is shown in the notebook or, outside notebooks, on stderr.
     """
 
     needs_all_outputs = False

@@ -18,13 +18,13 @@ _INTERVAL = every(steps=10)
 
 @final
 class SpikeGuard(Action):
-    """Rolls back to an earlier checkpoint when a train metric spikes, and skips the batches that caused the spike.
+    """Rolls back to an earlier checkpoint when a train metric spikes and skips the batches that caused the spike.
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
-    `sigmas` times their standard deviation. After a spike, the run rolls back to the last checkpoint before it and
-    continues from there, skipping all batches from the first spike through the last spike found by the same check. From
-    then on, the run is bit-identical to one whose data never contained those batches. Each rollback adds a "detour" row
-    to the history.
+    `sigmas` times their standard deviation. After a spike, the run rolls back to the last checkpoint before the spike
+    and continues from there. If a check finds several spikes, the run skips all batches from the first spike to the
+    last one. From then on, the run is bit-identical to one whose data never contained those batches. Each rollback adds
+    a "detour" row to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
     `CheckpointAction`, and a dataset that can return to an earlier position.
@@ -39,8 +39,9 @@ class SpikeGuard(Action):
         infinity count as spikes.
       at_most: The maximum number of rollbacks in a run. Any further spike ends the run with an error; if the run is
         then resumed, it starts from a checkpoint before the spike.
-      interval: When to check the values measured since the last check. Each check waits for the devices. A rollback
-        discards all steps after the checkpoint that it returns to, so check more often than you save.
+      interval: The interval at which to check the values since the last check. Each check synchronizes with the
+        devices. A rollback discards all steps after the checkpoint that it returns to, so check more often than you
+        save.
 
     Raises:
       RuntimeError: If a spike occurs after `at_most` rollbacks, or before the first checkpoint.

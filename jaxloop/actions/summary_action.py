@@ -24,15 +24,16 @@ _METHODS = {
 class SummaryAction(WriterAction):
     """Writes a summary of all steps since the action was last called.
 
-    Scalars are averaged over these steps, weighted by the number of examples. `clu.metrics` objects are written as
-    their computed values, and statistics are written unchanged. Arrays of shape `[N, H, W, C]` are written as images,
-    and all other arrays are written as histograms. The type of a `MetricWithMetadata` determines whether it is written
-    as images, videos, audio, text or histograms.
+    Scalars are averaged over these steps, weighted by the number of examples. For `clu.metrics` objects, the computed
+    values are written. Statistics are written unchanged. Arrays of shape `[N, H, W, C]` are written as images, and all
+    other arrays are written as histograms. The type of a `MetricWithMetadata` determines whether it is written as
+    images, videos, audio, text or histograms.
 
     All actions that share a writer also share a background thread, which writes in the order in which the actions are
     called. The loop waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint
     is saved and before the run ends. If the writer raises an error, the next call to the action raises it again, with a
-    note that lists the values that could not be written. A resumed run writes these values first.
+    note that lists the values that could not be written. If a checkpoint was saved in the meantime, a resumed run
+    writes these values first.
 
     Args:
       writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as

@@ -191,11 +191,11 @@ class MlflowWriter(_TrackerWriter):
     ...     writer = jaxloop.actions.MlflowWriter(workdir, "sqlite:///mlflow.db", "digits")
     ...     return jaxloop.SummaryAction(writer, jaxloop.every(steps=100))
 
-    Hyperparameters become MLflow params, and notes become tags. How a run ended becomes the status of the MLflow run:
-    FINISHED, FAILED (by an error) or KILLED (by a signal). The writer uses `MlflowClient` with the ID of its own
-    run, so it doesn't affect any thread's active run. MLflow can't delete points, so the writer reads back which points
-    exist and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An existing
-    param keeps its value.
+    Hyperparameters become MLflow params, and notes become tags. The status of the MLflow run shows how the run ended:
+    FINISHED, FAILED (an error) or KILLED (a signal). The writer uses `MlflowClient` with the ID of its own run, so it
+    doesn't affect any thread's active run. MLflow can't delete points, so the writer looks up which points exist and
+    doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An existing param keeps
+    its value.
 
     Args:
       workdir: The run's work directory, which stores the ID of the tracked run.
@@ -275,10 +275,10 @@ class TrackioWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.TrackioWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the trackio run, and so does how the run ended, as
-    `jaxloop/status`: "running", "finished", "failed" or "killed". The writer writes each row in one transaction. It
-    doesn't use trackio's own thread, because that thread drops rows that can't be written. `trackio.sync(project,
-    space_id=...)` copies the project to a Hugging Face Space.
+    Hyperparameters and notes become the config of the trackio run. The config entry `jaxloop/status` shows how the run
+    ended: "running", "finished", "failed" or "killed". Each row is written in one transaction. The writer doesn't use
+    trackio's own thread, because that thread drops rows that can't be written. `trackio.sync(project, space_id=...)`
+    copies the project to a Hugging Face Space.
 
     Args:
       workdir: The run's work directory, which stores the ID of the tracked run.
@@ -346,11 +346,11 @@ class WandbWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the W&B run, whose exit code shows how the run ended: 0, or 1 after
-    an error, or 255 after a signal. The x axis is `jaxloop/step`, because W&B drops rows
-    whose W&B step is lower than the previous one. Each flush (before a checkpoint is saved) finishes the W&B run,
-    because only `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run. In online
-    mode, this takes a few seconds.
+    Hyperparameters and notes become the config of the W&B run. Its exit code shows how the run ended: 0 if it finished,
+    1 after an error, and 255 after a signal. The x axis is `jaxloop/step`, because W&B drops rows whose W&B step is
+    lower than the previous one. Each flush, such as the one before a checkpoint is saved, finishes the W&B run, because
+    only `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run. In online mode, this
+    takes a few seconds.
 
     In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
     between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory. A resumed run

@@ -17,7 +17,7 @@ from jaxloop.base.text import printable
 from jaxloop.schedules import Schedule
 
 MOST_PENDING = 64
-"""The maximum number of pending calls. An action that requests more must wait."""
+"""The maximum number of pending calls. An action that requests more calls must wait."""
 
 
 @final
@@ -40,7 +40,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, writer: Any) -> None:
-        """Calls the writer's method, and adds a note with the action, the step and the names to any error."""
+        """Calls the writer's method. Adds a note with the action, the step and the names of the values to any error."""
         try:
             if self.method == "resume":
                 writer.resume(self.step, self.options["position"])
@@ -55,7 +55,7 @@ class Call:
 
 @final
 class WriterQueue:
-    """Calls a writer's methods in a thread, in the order in which actions request the calls.
+    """Calls a writer's methods in a background thread, in the order in which actions request the calls.
 
     >>> import types
     >>> writer = types.SimpleNamespace(write_scalars=lambda step, values: print(step, values), flush=lambda: None)
@@ -63,9 +63,10 @@ class WriterQueue:
     >>> queue.put(Call("an action", 10, "write_scalars", {"loss": 0.5})); queue.flush()
     10 {'loss': 0.5}
 
-    All actions with the same writer share its queue. The program makes all pending calls before it exits. If it is
-    killed, the pending calls can be lost, but not those from before a checkpoint, because `state_dict` waits until
-    everything is written and flushed. In a multi-process job, only the first process calls the writer.
+    All actions with the same writer share its queue. All pending calls are made before the program exits. If the
+    program is killed, pending calls can be lost, but calls requested before a checkpoint are never lost, because
+    `state_dict` waits until everything is written and flushed. In a multi-process job, only the first process calls the
+    writer.
 
     If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue. The next
     request or flush raises the error, and the request after that retries the calls. A checkpoint saved in between
@@ -120,7 +121,7 @@ class WriterQueue:
         self._thread.submit(self._make_calls)
 
     def flush(self) -> None:
-        """Waits until all calls have been made, and flushes the writer.
+        """Waits until all calls have been made and then flushes the writer.
 
         Raises:
           BaseException: If an earlier call raised it. Each error is raised only once.
@@ -134,7 +135,7 @@ class WriterQueue:
     def state_dict(self, action: Any) -> dict[str, Any]:
         """Flushes everything. Returns the failed calls and the writer's position, to be stored in a checkpoint.
 
-        Errors are raised later, not here, so that the checkpoint can be saved.
+        Errors are raised later rather than by this method, so that the checkpoint can be saved.
         """
         if not self._writes:
             return {}
@@ -157,7 +158,7 @@ class WriterQueue:
         self._needs_flush, self._begins_from = True, state_dict
 
     def begin_run(self, action: Any, step: int) -> None:
-        """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
+        """Requests that the writer first hide everything that a killed run wrote after its newest checkpoint.
 
         A resumed run does this once for all actions that share the writer. A new run does it only if this process
         hasn't written anything yet, because any existing values must then come from a run that was killed before its

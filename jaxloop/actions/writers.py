@@ -29,7 +29,7 @@ def default_writer(workdir: epath.PathLike) -> "TensorBoardWriter":
 
 @final
 class TensorBoardWriter:
-    """Writes TensorBoard event files through tensorboardX, without TensorFlow. Also logs scalars and text.
+    """Writes TensorBoard event files with tensorboardX, which doesn't need TensorFlow. Also logs scalars and text.
 
     tensorboardX needs pillow for images. Without it, images are skipped, and a warning is logged once. The event file
     is created by the first write.
@@ -103,8 +103,8 @@ class TensorBoardWriter:
 
         Args:
           step: The step at which the run starts or resumes.
-          position: The writer's position from the checkpoint; None if there is no checkpoint. If it is None and the run
-            starts at step 0, all existing points are hidden.
+          position: The writer's position from the checkpoint, or None if there is no checkpoint. If it is None and the
+            run starts at step 0, all existing points are hidden.
         """
         self._file.resume(0 if step == 0 and position is None else step + 1)
 

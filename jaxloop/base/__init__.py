@@ -1,1 +1,1 @@
-"""Small modules that all others use: text, files, encodings, pytrees, times and checks of arguments."""
+"""Small modules that all other modules use: text, files, encodings, pytrees, timing and checks of arguments."""

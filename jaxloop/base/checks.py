@@ -1,4 +1,4 @@
-"""Checks of states, batches and step results. Errors say what was expected, what was found, and what to do."""
+"""Checks of states, batches and step results. Error messages state what was expected and found, and what to do."""
 
 import contextlib
 import functools
@@ -18,22 +18,22 @@ from jaxloop.base.text import printable
 _ARRAYS = jax.Array | jax.ShapeDtypeStruct
 
 path_name: Callable[[Any], str] = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-"""Returns a leaf's path, separated by slashes: `params/Dense_0/kernel`."""
+"""Returns a leaf's path with slashes between the names, such as `params/Dense_0/kernel`."""
 
 
 def batch_leaf_name(path: Any) -> str:
-    """Returns the path of a batch leaf as a Python expression: `batch['image']`."""
+    """Returns the path of a batch leaf as a Python expression, such as `batch['image']`."""
     # If there is a mask, the batch is in the field `batch`.
     return f"batch{jax.tree_util.keystr(path).removeprefix('.batch')}"
 
 
 def batch_leaves(batch: Any) -> dict[str, Any]:
-    """Returns a dict of a batch's leaves, keyed by name: `{"batch['image']": array}`."""
+    """Returns a dict of a batch's leaves, keyed by name, such as `{"batch['image']": array}`."""
     return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
 
 
 def is_tracer_class(kind: type) -> bool:
-    """Returns whether this is the class of values in a function that JAX traces. JAX has no public way to ask this."""
+    """Returns True for the class of values in a function that JAX traces. JAX has no public API to check this."""
     return issubclass(kind, core.Tracer)
 
 
@@ -46,7 +46,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def describe(leaf: Any) -> str:
-    """Describes an array by its dtype and shape (`float32[32, 10]`), and any other leaf by its class name."""
+    """Describes an array by its dtype and shape (`float32[32, 10]`) and any other leaf by its class name."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         dtype = leaf.dtype if isinstance(leaf.dtype, np.dtype) else getattr(leaf.dtype, "name", leaf.dtype)
         return f"{dtype}{list(leaf.shape)}"
@@ -54,7 +54,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Joins names with commas. If there are more than `show`, the remaining ones are only counted.
+    """Joins names with commas. If there are more than `show` names, only the number of the remaining names is given.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -64,25 +64,25 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns the first twelve lines. If there are more, a final line says how many were omitted."""
+    """Returns the first twelve lines. If there are more lines, a final line contains the number of omitted lines."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
 def is_user_defined(thing: Any, name: str) -> bool:
-    """Returns whether the user has defined a method, either in a subclass or on this object."""
+    """Returns True if the user has defined a method, either in a subclass or on this object."""
     module = getattr(getattr(type(thing), name), "__module__", "")
     return name in vars(thing) or not module.startswith("jaxloop.")
 
 
 def is_overridden(thing: Any, name: str, base: type) -> bool:
-    """Returns whether a method of the base class is overridden, either in a subclass or on this object."""
+    """Returns True if a method of the base class is overridden, either in a subclass or on this object."""
     return name in vars(thing) or getattr(type(thing), name) is not getattr(base, name)
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
     """Raises an error unless `value` is a positive int. None is also allowed if `optional` is True.
 
-    The error message also suggests the alternative `instead`, if it is given.
+    If `instead` is given, the error message suggests it as an alternative.
     """
     if optional and value is None:
         return
@@ -95,7 +95,7 @@ def check_positive(name: str, value: Any, *, optional: bool = False, instead: st
 
 
 def only_one(who: str, **names: Any) -> Any:
-    """Returns the value of an argument that has two names, of which the caller must use exactly one."""
+    """Returns the value of an argument that has two names. The caller must use exactly one of them."""
     given = {name: value for name, value in names.items() if value is not None}
     if len(given) != 1:
         name, other = names
@@ -121,9 +121,9 @@ def is_alive(state: Any) -> bool:
 
 
 def mark_donated(state: Any, by: Any) -> None:
-    """Records what a state was donated to, such as a loop, so that the error for using the state again can name it.
+    """Records what a state was donated to, such as a loop, so that an error for using the state again can name it.
 
-    This is stored on one of the donated arrays, so it survives `state.replace(...)`.
+    The record is stored on one of the donated arrays, so it survives `state.replace(...)`.
     """
     leaf = donated_leaf(state)
     if leaf is not None and not hasattr(leaf, "_jaxloop_donated_to"):
@@ -131,7 +131,7 @@ def mark_donated(state: Any, by: Any) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns a state's first array other than `state.step`, which steps don't donate, or None if there is none."""
+    """Returns a state's first array other than `state.step`, which is never donated. Returns None if there is none."""
     step = getattr(state, "step", None)
     leaves = jax.tree.leaves(state)
     return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
@@ -191,7 +191,7 @@ def adopt(state: Any) -> Any:
     `jax.ShapeDtypeStruct`s are left unchanged.
 
     Raises:
-      TypeError: If `state.step` is not an integer, or if no array can hold a leaf.
+      TypeError: If `state.step` is not an integer, or if a leaf can't be stored in an array.
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
     check_counter(getattr(state, "step", None))
@@ -220,7 +220,7 @@ def _buffer(leaf: jax.Array) -> Any:
 def as_arrays(tree: Any) -> Any:
     """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, it keeps NumPy arrays and 64-bit numbers.
 
-    Raises a `TypeError` if no array can hold a leaf.
+    Raises a `TypeError` if a leaf can't be stored in an array.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     arrays = [leaf if isinstance(leaf, _ARRAYS) else _as_array(path, leaf) for path, leaf in leaves]
@@ -249,7 +249,7 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
     """Raises a `TypeError` if `state.step` exists and is not an integer scalar.
 
     Args:
-      step: The value of `state.step`, or its shape and dtype; None if the state doesn't have a `step`.
+      step: The value of `state.step`, or its shape and dtype. None if the state doesn't have a `step`.
       is_scalar: Whether `state.step` is a scalar.
     """
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
@@ -279,9 +279,9 @@ def problems_of_batch(batch: Any) -> Iterator[str]:
 
 
 def batch_in_words(batch: Any) -> str:
-    """Describes up to eight leaves of a batch for an error message: `batch['x'] float32[8, 3], ...`.
+    """Describes up to eight leaves of a batch for an error message, as in `batch['x'] float32[8, 3], ...`.
 
-    None leaves are also shown, although JAX ignores them.
+    Leaves that are None are also shown, although JAX ignores them.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda node: node is None)
     shown = [f"{batch_leaf_name(path)} {'None' if leaf is None else describe(leaf)}" for path, leaf in leaves]
@@ -356,16 +356,16 @@ _form = operator.attrgetter("shape", "dtype", "__class__")
 
 
 class BatchWatch:
-    """Checks a step's batches for integers that JAX would truncate, and counts their rows.
+    """Checks a step's batches for integers that JAX would truncate, and counts the batches' rows.
 
     Hooks:
       look: Checks the next batches.
 
     Attributes:
-      num_rows: The number of rows in the last batch; None if the leading axes of its leaves differ in length.
-      form: The names, shapes and dtypes of the last batch; None before the first one.
-      may_differ: True if the batches of the processes of a job have differed in more than their numbers of rows. The
-        processes then compare their batches before each step.
+      num_rows: The number of rows in the last batch, or None if the leading axes of its leaves differ in length.
+      form: The names, shapes and dtypes of the leaves of the last batch, or None before the first batch.
+      may_differ: True if the batches in different processes of a job have differed in more than their numbers of rows.
+        In that case, the processes compare their batches before each step.
     """
 
     def __init__(self):
@@ -483,7 +483,7 @@ def check_same_state(before: Any, after: Any, hook: str) -> None:
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Returns a dict of a pytree's leaves, keyed by path: `{"params/Dense_0/kernel": array}`."""
+    """Returns a dict of a pytree's leaves, keyed by path, such as `{"params/Dense_0/kernel": array}`."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 

@@ -49,7 +49,7 @@ def encode(value: Any, path: str = "value") -> Any:
 
 
 def encode_keys(keys: Any) -> Any:
-    """Encodes PRNG keys, typed or raw. Equal keys have equal encodings."""
+    """Encodes typed or raw PRNG keys. Equal keys have equal encodings."""
     is_typed = lambda key: jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
     return encode(jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys))
 

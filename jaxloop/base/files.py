@@ -1,4 +1,4 @@
-"""Safe access to the files in a work directory: only regular files, no symbolic links, and a size limit for reads.
+"""Safe access to the files in a work directory: regular files only, no symbolic links, and a size limit for reads.
 
 The contents of a work directory are untrusted input. A FIFO would block a run forever, a device would discard the rows
 written to it, and a symbolic link would let the run overwrite a file elsewhere.
@@ -24,8 +24,8 @@ _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Opens a regular file on a local file system, like `os.open`.
 
-    The last component of the path must not be a symbolic link, but earlier ones may be. The file is truncated only once
-    it is known to be regular.
+    The last component of the path must not be a symbolic link, but earlier components may be. The file is truncated
+    only after it has been found to be regular.
 
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
@@ -80,7 +80,7 @@ def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON like `json.loads`, but also raises ValueError if the text is nested too deeply."""
+    """Parses JSON like `json.loads`, but also raises a `ValueError` if the text is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -90,13 +90,13 @@ def parse_json(text: str | bytes) -> Any:
 def absolute(directory: Any) -> epath.Path:
     """Returns the absolute path of a directory, with `~` and symbolic links resolved. Remote paths are not changed.
 
-    Orbax rejects relative paths, but not until the first save.
+    Relative paths must be converted because Orbax rejects them, but not until the first save.
     """
     return epath.Path(directory) if is_remote(directory) else epath.Path(directory).expanduser().resolve()
 
 
 def prepare_directory(directory: epath.PathLike) -> epath.Path:
-    """Creates a directory if it is missing, and checks that it is writable.
+    """Creates a directory if it doesn't exist, and checks that it is writable.
 
     Raises:
       OSError: If the directory can't be created or written to. The message gives the reason.
@@ -114,7 +114,7 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
 
 
 def unwritable(directory: epath.PathLike, error: OSError) -> OSError:
-    """Returns the error for a directory that can't be created or written to.
+    """Returns the error to raise if a directory can't be created or written to.
 
     The message gives the reason and explains what to do.
     """

@@ -9,7 +9,7 @@ _WILDCARD = re.compile(r"\*\*|\*")
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Returns whether a pattern matches a whole path.
+    """Returns True if a pattern matches a whole path.
 
     `*` matches a single name between slashes, and `**` matches one or more names. The trailing `/value` in the paths of
     an NNX model may be omitted.

@@ -17,7 +17,7 @@ MAX_STRUCTURES = 1024
 
 
 def are_alike(one: Any, other: Any) -> bool:
-    """Returns whether two pytrees have the same structure, including the classes of their nodes.
+    """Returns True if two pytrees have the same structure, including the classes of their nodes.
 
     >>> import collections
     >>> are_alike({"x": 1}, {"x": 2}), are_alike({"x": 1}, collections.OrderedDict(x=1))
@@ -27,7 +27,7 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns a pytree's leaves and a key for its structure. Alike pytrees have equal keys; see `are_alike`.
+    """Returns a pytree's leaves and a key for its structure. Pytrees that are alike (see `are_alike`) have equal keys.
 
     The last item of the key is the `PyTreeDef`.
     """
@@ -59,17 +59,17 @@ class PerStructure:
         return self.of(*args)(*args)
 
     def of(self, *args: Any) -> Any:
-        """Returns the function to call with arguments of this structure."""
+        """Returns the function that is compiled for the structure of these arguments."""
         return self._of(jax.tree.structure(args))
 
 
 @final
 class FlatState:
-    """A state as a list of leaves and a structure. `state.step` is passed separately and is not donated.
+    """A state as a list of leaves and a structure, without `state.step`, which is passed separately and is not donated.
 
-    Flattening a `TrainState` and rebuilding the new one takes a sixth as long as dispatching a small step with jit.
-    Because nothing reads the state between two steps of a loop, its leaves are passed directly from one call to the
-    next. The leaves keep their names in the compiled function and in error messages.
+    Flattening a `TrainState` and assembling the new one takes a sixth of the time of dispatching a small step with
+    `jit`. Because nothing reads the state between two steps of a loop, its leaves are passed directly from one call to
+    the next. The leaves keep their names in the compiled function and in error messages.
 
     >>> flat, step = FlatState.of({"kernel": 1.0, "bias": 2.0})
     >>> flat.leaves, flat.whole(step)
@@ -89,7 +89,7 @@ class FlatState:
 
     @classmethod
     def of(cls, state: Any) -> tuple[Self, Any]:
-        """Returns a pair: the flattened state without `step`, and `state.step` (None if there is no `step`)."""
+        """Returns a pair of the flattened state without `step` and `state.step` (None if the state has no `step`)."""
         leaves, structure = flatten(state)
         index = _step_index(structure)
         step = None if index is None else leaves.pop(index)

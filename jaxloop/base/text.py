@@ -1,4 +1,4 @@
-"""Texts for people: names that are safe to display, suggestions in error messages, and the lines that a run logs."""
+"""Text shown to users: names that are safe to display, suggestions in error messages, and log lines."""
 
 import contextlib
 import difflib
@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def suggests(**arguments: str) -> Callable[[_Function], _Function]:
-    """Returns a decorator for a function that people call with wrong argument names.
+    """Returns a decorator that makes a function suggest the right name if it is called with a wrong argument name.
 
     >>> @suggests(epochs="train_epochs")
     ... def run(train_epochs=1): ...
@@ -26,8 +26,8 @@ def suggests(**arguments: str) -> Callable[[_Function], _Function]:
     TypeError: run has no argument 'epochs'. Did you mean train_epochs?
 
     Args:
-      **arguments: The right name for each usual wrong name. For other wrong names, the most similar argument is
-        suggested.
+      **arguments: The right name for each wrong name that is commonly used. For other wrong names, the most similar
+        argument is suggested.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -65,9 +65,9 @@ def printable(text: object) -> str:
 
 
 def announce(text: str, *args: object) -> None:
-    """Logs a line at INFO, whose verbosity in the first process of a job is that of warnings.
+    """Logs a line at level INFO that the first process of a job shows by default, as if it were a warning.
 
-    That process therefore shows it by default, even in a program that doesn't call `absl.app.run`.
+    The line is shown even in a program that doesn't call `absl.app.run`.
     """
     logger = logging.get_absl_logger()
     if not logger.isEnabledFor(py_logging.WARNING if distributed.is_first_process() else py_logging.INFO):
@@ -80,7 +80,7 @@ def announce(text: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Hides the INFO lines of Orbax, about forty for each save, unless the verbosity is DEBUG."""
+    """Returns a context manager that hides Orbax's INFO lines (about forty per save), unless the verbosity is DEBUG."""
     is_shown = lambda record: (
         record.levelno > py_logging.INFO or logging.level_debug() or "/orbax/" not in record.pathname.replace("\\", "/")
     )

@@ -1,4 +1,4 @@
-"""Time reports, which break down how a run spent its time."""
+"""Time reports, which show how a run spent its time."""
 
 import contextlib
 import dataclasses
@@ -28,11 +28,12 @@ _NOT_TRAINING = ("evals", "checkpoints", "restores")
 @final
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """A breakdown of how a run spent its time. `str` formats it as one sentence.
+    """A breakdown of how a run spent its time. `str` returns it as a sentence.
 
     Attributes:
       data: Seconds spent waiting for the next batch.
-      device: Seconds spent waiting for the devices, because something read a value or the host was too far ahead.
+      device: Seconds spent waiting for the devices, either because something read a value or because the host was too
+        far ahead.
       compiling: Seconds spent tracing and compiling the train step.
       dispatch: Seconds spent in the step's hooks and on dispatching the step to the devices.
       actions: Seconds spent in actions other than checkpoints.
@@ -40,7 +41,7 @@ class Spent:
       checkpoints: Seconds spent blocked by checkpoint saves.
       restores: Seconds spent restoring a checkpoint to resume from.
       steps: The number of steps that ran.
-      samples: The number of examples in these steps.
+      samples: The number of examples in the steps that ran.
 
     >>> print(Spent(data=6.3, device=1.0, compiling=2.0, dispatch=0.7, steps=500, samples=16_000))
     500 steps in 10.0 s (50.0 steps/s in training): 63% waiting for data, 20% compiling, 10% waiting for the devices,
@@ -102,7 +103,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Tracks how time is spent, and attributes each second to one kind of work (a field of `Spent`).
+    """Tracks how time is spent and attributes each second to one kind of work (a field of `Spent`).
 
     >>> stopwatch = Stopwatch()
     >>> with stopwatch.counting("dispatch"):
@@ -116,14 +117,15 @@ class Stopwatch:
         self.clock = clock
         self._seconds = dict.fromkeys(_NAMES, 0.0)
         self.kind: str | None = None
-        """The kind of work that is currently being timed; None if nothing is being timed."""
+        """The kind of work that is currently being timed, or None."""
         self._since = 0.0
         self.steps = 0
         self.samples = 0
         self.training: float = 0.0
         """The value of `spent().training` at the last switch."""
         self.first_step: Any = None
-        """`state.step` after the first dispatch of the latest program. Once it is computed, the program has run."""
+        """`state.step` after the first dispatch of the latest program. Once it is available, that program has run.
+        """
 
     def switch(self, kind: str | None) -> str | None:
         """Starts timing a different kind of work, or stops timing if `kind` is None. Returns the previous kind."""
@@ -146,12 +148,12 @@ class Stopwatch:
             self._seconds[kind] += seconds
 
     def reading_at(self, training: float) -> float:
-        """Returns the clock reading at which `spent().training` is `training`, if this kind of work is training."""
+        """Returns the clock reading at which `spent().training` reaches `training`, if the current work is training."""
         return self._since + (training - self.training)
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """A context manager that attributes the time spent inside it to one kind of work, and labels it in profiles."""
+        """Returns a context manager that attributes its time to one kind of work and labels that time in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {_NAMES[kind]}"):

@@ -1,4 +1,4 @@
-"""Checks of the actions: the calls to them, and the values that they save, monitor, and write."""
+"""Checks of the actions: when they are called, and which values they save, monitor and write."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class CalledAction:
 
 
 def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action | str, Calls]:
-    """Checks the actions of all loops, and returns the predicted calls to each action."""
+    """Checks the actions of all loops and returns the predicted calls to each action."""
     all_called = list(_called_actions(parts, course, found))
     for called in all_called:
         action, here = called.action, called.here

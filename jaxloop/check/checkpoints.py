@@ -1,4 +1,4 @@
-"""Checks of the checkpoint from which a run would resume, and of those that it would save."""
+"""Checks of the checkpoint that a run would resume from and the checkpoints that it would save."""
 
 import dataclasses
 import shutil
@@ -25,7 +25,7 @@ from jaxloop.schedules import Elapsed, Schedule
 
 
 def check_checkpoints(checked: Checked, course: Course, state: State, data: TrainData, found: Findings) -> Course:
-    """Checks the directories, and the checkpoint to resume from. Returns the course from where the run begins."""
+    """Checks the directories and the checkpoint to resume from. Returns the course of the run from where it starts."""
     experiment = checked.experiment
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
     _check_directories(checked, found)
@@ -111,7 +111,7 @@ def _check_checkpoint(
 
 
 def check_saving(checked: Checked, course: Course, size: int, data: TrainData, here: Findings) -> None:
-    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly where it stopped."""
+    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly."""
     experiment = checked.experiment
     spec, savers = experiment.checkpoint_spec, experiment.savers
     directories = [action.directory for action in savers]

@@ -18,7 +18,7 @@ _MOST_ROWS = 2**20
 
 
 def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str | None = None) -> Cost:
-    """Compiles a training step, and reports its FLOPs, memory use and communication.
+    """Compiles a training step and returns its FLOPs, memory use and communication.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -30,8 +30,9 @@ def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str 
       state: A state (which remains usable) or the result of `step.abstract_state`.
       batch: A batch or its shapes; see `Step.compile`. If a topology is given, this is the global batch for all of its
         devices.
-      topology: The TPUs to compile for, such as "v5e:16x16". This machine doesn't need to have them. The partitioner's
-        data axis is resized to use all of them. If None, the devices of the step's partitioner are used.
+      topology: The TPUs to compile for, such as "v5e:16x16". They don't have to be attached to this machine. The
+        partitioner's data axis is resized to use all of these TPUs. If None, the devices of the step's partitioner are
+        used.
 
     Raises:
       jaxloop.step.cost.DeviceMemoryError: If the step needs more memory than a device in the topology has.
@@ -52,8 +53,8 @@ def largest_batch(step: Step, state: Any, batch: types.BatchSpec, topology: str 
       step: The step.
       state: The state, or its shapes from `step.abstract_state`.
       batch: A batch or its shapes; see `Step.compile`. The size of its leading axis doesn't matter.
-      topology: See `cost_analysis`. If None, the devices of the step's partitioner are used. They must report how much
-        memory they have.
+      topology: See `cost_analysis`. If None, the devices of the step's partitioner are used. These devices must report
+        the size of their memory.
 
     Returns:
       The number of rows per device, at most 2**20. It is 0 if not even one row fits.
@@ -95,12 +96,12 @@ def moved_to(step: Step, devices: Sequence[Any]) -> Step:
 
 
 def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any, int | None]:
-    """Returns a step and its state for the devices of a topology, and the memory of a device; None if it is unknown.
+    """Returns a step and its state for the devices of a topology, and the memory of a device (None if unknown).
 
     Args:
       step: The step.
       state: The state. For a topology, only its shapes are returned.
-      topology: The TPUs; None for the devices of the step's partitioner.
+      topology: The TPUs. If None, the devices of the step's partitioner are used.
     """
     if topology is None:
         mesh = step.partitioner.mesh

@@ -29,9 +29,9 @@ class TrainData:
     """The opened training dataset.
 
     Attributes:
-      source: The iterator over the dataset; None if it can't be opened, or if the run doesn't train.
-      first: A list with the first batch; empty if there is none. In a run without data, the batch is None.
-      num_batches: The number of batches in an epoch or, for an iterator, the number of remaining batches. None if
+      source: The iterator over the dataset, or None if the dataset can't be opened or the run doesn't train.
+      first: A list with the first batch, or an empty list if there is none. In a run without data, the batch is None.
+      num_batches: The number of batches in an epoch or, for an iterator, the number of remaining batches. None if it is
         unknown.
     """
 
@@ -49,7 +49,7 @@ class TrainData:
 
 
 def open_train_data(checked: Checked, found: Findings) -> TrainData:
-    """Opens the training dataset, and peeks at its first batch."""
+    """Opens the training dataset and peeks at its first batch."""
     experiment = checked.experiment
     dataset, opened = experiment.spec.data, TrainData()
     if experiment.train_loop is None:
@@ -72,7 +72,7 @@ def open_train_data(checked: Checked, found: Findings) -> TrainData:
 
 
 def course_of(checked: Checked, data: TrainData) -> Course:
-    """Returns the course of the run from step 0."""
+    """Returns the predicted course of the run from step 0."""
     experiment = checked.experiment
     spec, train_loop = experiment.spec, experiment.train_loop
     stop = None if spec.stop is None else spec.stop.as_stop()
@@ -85,7 +85,7 @@ def course_of(checked: Checked, data: TrainData) -> Course:
 
 
 def check_length(here: Findings, checked: Checked, course: Course, data: TrainData, state: Any) -> None:
-    """Checks the length of the training, and warns about lengths that are probably unintended."""
+    """Checks the length of the training and warns if it is probably unintended."""
     experiment = checked.experiment
     spec, start, end = experiment.spec, course.start.steps, course.end
     here.plan["train"] = f"{course}; loops end {course.loops}"
@@ -117,7 +117,7 @@ def check_length(here: Findings, checked: Checked, course: Course, data: TrainDa
 
 
 def first_eval_batch(part: Part, spec: EvalSpec, checked: Checked) -> tuple[Sequence[types.Batch], str]:
-    """Returns a list with the first batch of an evaluation, and a phrase that describes the number of batches.
+    """Returns a list with the first batch of an evaluation and a phrase that describes the number of batches.
 
     The list is empty if the batch can't be read without consuming it.
     """

@@ -21,9 +21,9 @@ class Checked:
     Attributes:
       experiment: The experiment.
       log_interval: See `OuterLoop`.
-      sources: Opens datasets as the run would.
-      topology: The TPUs to compile the train step for; None for the devices of its partitioner.
-      is_starting: True if the run is about to start, so that the check must neither read batches nor trace anything.
+      sources: The object that opens datasets, as in a run.
+      topology: The TPUs to compile the train step for, or None to use the devices of its partitioner.
+      is_starting: True if the run is about to start. In that case, the check neither reads batches nor traces anything.
     """
 
     experiment: Experiment
@@ -45,8 +45,8 @@ class State:
     """The state that was passed to the check.
 
     Attributes:
-      shapes: The shapes of the state; None if the run can't start from it.
-      values: The state itself; None if only shapes were passed.
+      shapes: The shapes of the state's leaves, or None if the run can't start from this state.
+      values: The state itself, or None if only shapes were passed.
     """
 
     shapes: Any = None
@@ -62,9 +62,9 @@ class Part:
       here: The findings for the loop.
       name: The loop's name in the history.
       loop: The loop.
-      calls: The training steps at which the loop ends.
-      outputs: Sample outputs, like those that the loop will return; None if they are unknown, either because of an
-        error or because a user-defined method may add some.
+      calls: The predicted training steps at which the loop ends.
+      outputs: Sample outputs like those that the loop will return, or None if they are unknown, either because of an
+        error or because a user-defined method may add outputs.
       is_open: True if the arguments of `run` can be determined only by running the loop.
     """
 

@@ -1,4 +1,4 @@
-"""Checks a run before it starts, and reports its plan and problems. Doesn't run any steps or change any state.
+"""The check of a run before it starts, which reports the run's plan and problems without running any steps.
 
 `check` uses these modules, each of which checks one part of the run:
 
@@ -7,9 +7,9 @@
 - `checkpoints`: the checkpoint from which the run would resume, and those that it would save.
 - `actions`: the calls to actions, and the values that actions save, monitor, and write.
 
-The modules check an experiment and collect problems in `report.Findings`. `check` returns them as a `Report`. The
-class `Course` in `jaxloop.engine.rehearse` predicts when actions and evaluations are due. Every run starts with the
-part of the check that takes only milliseconds.
+The modules check an experiment and collect problems in `report.Findings`. `check` returns them as a `Report`. The class
+`Course` in `jaxloop.engine.rehearse` predicts when actions and evaluations are due. At the start of every run, the part
+of the check that takes only milliseconds is performed.
 """
 
 import time
@@ -36,16 +36,17 @@ __all__ = ["CheckError", "Checked", "Problem", "Report", "check"]
 
 
 def check(checked: Checked, state: Any, errors: Iterable[Exception] = (), num_batches: int | None = None) -> Report:
-    """Checks an experiment.
+    """Checks an experiment and returns a report.
 
     If the run is about to start, the check covers the whole run from step 0, so that the report doesn't depend on the
     step at which the run resumes.
 
     Args:
-      checked: The experiment and what to check.
+      checked: The experiment, with the options of the check.
       state: The state from which the run starts.
       errors: The errors already found in the arguments. If there are any, nothing else is checked.
-      num_batches: The number of batches in an epoch, in a run that is about to start; None if unknown.
+      num_batches: The number of batches in an epoch, if the run is about to start and the number is known; otherwise
+        None.
     """
     experiment = checked.experiment
     began, found, calls = time.perf_counter(), Findings(), {}

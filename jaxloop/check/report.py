@@ -25,7 +25,7 @@ class Problem:
     Attributes:
       where: The part of the run that has the problem, such as "train step" or "eval 'test'".
       text: What was expected, what was found, and how to fix it.
-      is_error: True if the run would fail, or if a part of it could never do what was asked for; False if the run would
+      is_error: True if the run would fail, or if a part of it could never do what was requested. False if the run would
         do something that is probably not intended.
     """
 
@@ -56,7 +56,7 @@ class Report:
       problems: The problems, errors first.
       plan: The plan of the run, as lines of text by topic.
       secs: The time that the check took, in seconds.
-      calls: The predicted calls to each of the loops' actions, and the evaluations by name.
+      calls: The predicted calls to each of the loops' actions, and the predicted evaluations by name.
     """
 
     problems: Sequence[Problem]
@@ -133,7 +133,7 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns findings for another part of the run, which are added to the same problems and the same plan."""
+        """Returns the findings for another part of the run. They share the problems and the plan with this object."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
@@ -155,7 +155,7 @@ class Findings(contextlib.AbstractContextManager[None]):
         return any(problem.where == self.where and problem.is_error for problem in self.problems)
 
     def in_order(self) -> list[Problem]:
-        """Returns all problems, errors first. A problem found in several parts is listed once, with all their names."""
+        """Returns all problems, errors first. A problem found in several parts is listed once, with all part names."""
         places: dict[tuple[str, bool], list[str]] = {}  # A problem of a step appears in training and in evaluations.
         for problem in self.problems:
             places.setdefault((problem.text, problem.is_error), []).append(problem.where)

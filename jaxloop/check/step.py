@@ -1,4 +1,4 @@
-"""Checks of a step: its state, its hooks, `run`, and the memory that it needs."""
+"""Checks of a step: the state, the hooks, `run`, and the memory that the step needs."""
 
 import contextlib
 import dataclasses
@@ -54,14 +54,14 @@ def _state_for_begin(state: State, step: Step) -> Any:
 
 
 def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
-    """Passes the first batch of a loop through the step's hooks, and traces `run`. Returns the loop with its outputs.
+    """Passes the first batch of a loop through the step's hooks and traces `run`. Returns the loop with its outputs.
 
     Args:
       part: The loop.
       state: The state that was passed to the check.
-      first: A list with the first batch; empty if there is none.
-      longest_loop: The number of batches in the longest loop, which determines the size of the outputs; None if
-        unknown.
+      first: A list with the first batch, or an empty list if there is none.
+      longest_loop: The number of batches in the longest loop, which determines the size of the outputs, or None if it
+        is unknown.
     """
     if state.shapes is None or not first:
         return part
@@ -203,7 +203,7 @@ def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) ->
 
 
 def check_model(part: Part, train_step: Step) -> None:
-    """Warns if an evaluation step's model isn't the one that the state belongs to."""
+    """Reports a warning if the model of an evaluation step isn't the one that the state belongs to."""
     trained, evaluated = train_step.model, part.loop.step.model
     if not _is_same_model(trained, evaluated):
         part.here.warn(
@@ -227,13 +227,13 @@ def _shown_model(model: Any) -> str:
 
 
 def check_memory(part: Part, state: State, first: Sequence[types.Batch], topology: str | None = None) -> None:
-    """Compiles the train step, and checks that the step and the state fit into memory.
+    """Compiles the train step and checks that the step and the state fit into memory.
 
     Args:
       part: The train loop.
       state: The state that was passed to the check.
-      first: The first batch of each size, in ascending order of size; empty if unknown.
-      topology: The TPUs to compile for, which don't have to be attached; None for the step's devices.
+      first: The first batch of each size, in ascending order of size. Empty if the batches are unknown.
+      topology: The TPUs to compile for, which don't have to be attached. If None, the step's devices are used.
     """
     if state.shapes is None or not first:
         return

@@ -20,7 +20,7 @@ _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", 
 
 
 def devices_of(topology: str) -> Sequence[Any]:
-    """Returns the devices of a topology, such as "v5e:2x4". They exist only for the compiler.
+    """Returns the devices of a topology, such as "v5e:2x4". Only the compiler can use these devices.
 
     Raises:
       ImportError: If libtpu, which compiles for TPUs, is not installed.
@@ -46,9 +46,10 @@ def devices_of(topology: str) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=16)
 def memory_of(device: Any) -> int | None:
-    """Returns the memory in bytes that a program can use on a topology's device; None if it is unknown.
+    """Returns the memory in bytes that a program can use on a topology's device, or None if it is unknown.
 
-    Compiles a program that is too large for any device, because only the resulting error reports the memory.
+    The function compiles a program that is too large for any device, because only the resulting error reports the
+    memory.
     """
     huge = jax.ShapeDtypeStruct((2**20, 2**20), np.float32, sharding=SingleDeviceSharding(device))
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Checkpoints: files that hold everything a run needs to resume."""
+"""Checkpoints: files that contain everything needed to resume a run."""
 
 from jaxloop.checkpoint.listing import METADATA_FILE as METADATA_FILE
 from jaxloop.checkpoint.listing import abandon as abandon

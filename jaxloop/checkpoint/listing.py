@@ -1,6 +1,6 @@
-"""Lists the checkpoints in directories, and moves them.
+"""Functions that list and move checkpoints.
 
-A checkpoint is a directory named after its step. Its files are not read here.
+A checkpoint is a directory named after its step. This module doesn't read the files in it.
 """
 
 import os
@@ -16,7 +16,7 @@ from jaxloop.base import files
 from jaxloop.base.files import absolute
 
 METADATA_FILE = "_CHECKPOINT_METADATA"
-"""The name of the file with a checkpoint's metadata, in which Orbax notes the time of the commit."""
+"""The name of the file with a checkpoint's metadata, in which Orbax records the time of the commit."""
 # The subdirectories for checkpoints that are no longer used. Their names are not steps, so neither Orbax nor jaxloop
 # reads them.
 DAMAGED, _ABANDONED = "damaged", "abandoned"
@@ -27,8 +27,8 @@ _DELETION_POLL_SECS = 0.1
 def all_steps(directory: epath.PathLike) -> list[int]:
     """Returns the steps of the complete checkpoints in a directory, in ascending order.
 
-    The list is empty if the directory doesn't exist. Only a directory whose name is a step without leading zeros is a
-    checkpoint. Orbax also accepts names like `0015` and `1_5`, but then reads and deletes `15` and `5`.
+    The list is empty if the directory doesn't exist. A directory is a checkpoint only if its name is a step without
+    leading zeros. (Orbax also accepts names like `0015` and `1_5`, but then reads and deletes `15` and `5`.)
     """
     return [int(path.name) for path in all_paths([directory])]
 
@@ -36,7 +36,8 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
     """Returns the paths of the complete checkpoints in several directories, in ascending order of their steps.
 
-    If several directories have a checkpoint of the same step, the one in the first of them comes last.
+    If several directories contain a checkpoint of the same step, the one from the first of these directories comes
+    last.
     """
     found = []
     for number, directory in enumerate(map(absolute, directories)):
@@ -46,12 +47,12 @@ def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
 
 
 def missing_error(directory: epath.PathLike) -> FileNotFoundError:
-    """Returns the error for a directory without checkpoints."""
+    """Returns the error to raise if a directory contains no checkpoints."""
     return FileNotFoundError(f"No checkpoint in {absolute(directory)}.")
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns whether a checkpoint has been deleted. If it is being deleted, waits for the deletion to finish first."""
+    """Returns True if a checkpoint has been deleted. If it is being deleted, first waits until that is done."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -73,7 +74,7 @@ def abandon(directory: epath.PathLike, first_step: int) -> None:
 
 
 def move(path: epath.Path, below: str) -> epath.Path:
-    """Moves a checkpoint to the subdirectory `below` of its directory, and returns its new path."""
+    """Moves a checkpoint to the subdirectory `below` of its parent directory, and returns its new path."""
     target, count = path.parent / below / path.name, 1
     while target.exists():
         count += 1

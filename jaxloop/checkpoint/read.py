@@ -1,4 +1,4 @@
-"""Opens checkpoints, verifies their files, and restores what they contain.
+"""Functions and classes that open checkpoints, verify their files, and restore their contents.
 
 A checkpoint that a `CheckpointWriter` saved in a directory contains up to three items: `default` (the train state),
 `run` (a JSON dict), and `trees` (arrays that are not part of the state). Its seal covers all of its files; see
@@ -52,7 +52,7 @@ class CheckpointError(Exception):
     Loading an intact checkpoint of a different model raises a `ValueError` instead.
 
     Attributes:
-      directory: The directory with one subdirectory per step; None if it is unknown.
+      directory: The directory with one subdirectory per step, or None if it is unknown.
       steps: The steps of the affected checkpoints.
     """
 
@@ -66,14 +66,14 @@ class CheckpointError(Exception):
 
 
 def own_version() -> str:
-    """Returns the version of jaxloop that is in use."""
+    """Returns the version of jaxloop that is running."""
     import jaxloop
 
     return jaxloop.__version__
 
 
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
-    """Returns the step of the best checkpoint in a directory, or None if no checkpoint has the metric.
+    """Returns the step of the best checkpoint in a directory, or None if no checkpoint contains the metric.
 
     If several checkpoints are equally good, the newest one is considered the best.
 
@@ -94,12 +94,12 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
 
 def metrics(path: epath.Path) -> dict[str, Any]:
-    """Reads the metrics that decide which checkpoint is best; `{}` if none were saved."""
+    """Reads the metrics that determine which checkpoint is best. Returns `{}` if none were saved."""
     return _read_json(Checkpoint.open(path, _METRICS_FILE).path, _METRICS_FILE)
 
 
 def quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
-    """Returns the quality of a checkpoint (higher is better), which is -inf if the metric is missing or NaN."""
+    """Returns the quality of a checkpoint (higher is better), or -inf if the metric is missing or NaN."""
     name, mode = best
     value = values.get(name)
     if value is None or math.isnan(value):
@@ -127,15 +127,16 @@ def restore(
         differ. The state is not donated.
       transforms: A dict that renames saved leaves by mapping patterns of saved paths to paths in the state, as in
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint that
-        has the new names already is used as it is.
+        already has the new names is read unchanged.
       any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything
-        except `opt_state` is restored, and the differences are logged.
+        except `opt_state` is restored, and the differences are logged. If the checkpoint and the state each have a
+        moving average of the parameters, the average is also restored.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
-      CheckpointError: If files of the checkpoint are damaged. The error lists them.
+      CheckpointError: If files of the checkpoint are damaged. The message lists these files.
       ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype, or if a pattern in
-        `transforms` matches no leaf. The error lists the leaves or the pattern.
+        `transforms` matches no leaf. The message lists these leaves or names the pattern.
     """
     return Checkpoint.at(directory, step).restore(state, transforms=transforms, any_optimizer=any_optimizer)
 
@@ -150,19 +151,19 @@ def restore_newest(
 ) -> tuple[Any, int] | None:
     """Restores the newest undamaged checkpoint; see `restore`.
 
-    Any newer checkpoints, all of which are damaged, are then moved to `<directory>/damaged/<step>`, so that their steps
-    can be saved again. A warning is logged for each of them.
+    Damaged checkpoints that are newer than the restored one are then moved to `<directory>/damaged/<step>`, so that
+    their steps can be saved again. A warning is logged for each of them.
 
     Args:
       directory: The directory with one subdirectory per step.
       state: See `restore`.
       transforms: See `restore`.
       any_optimizer: See `restore`.
-      quarantines: Whether to move the damaged checkpoints. Pass False to leave the directory unchanged, for example if
-        another process may be saving there.
+      quarantines: Whether to move damaged checkpoints. Pass False to leave the directory unchanged, for example if
+        another process may be saving checkpoints there.
 
     Returns:
-      The pair `(state, step)`, or None if the directory contains no checkpoint.
+      The pair `(state, step)`, or None if the directory contains no checkpoints.
 
     Raises:
       CheckpointError: If there are checkpoints, but all of them are damaged. In this case, no checkpoint is moved.
@@ -176,11 +177,12 @@ def restore_newest(
 def open_newest(
     paths: Sequence[epath.Path], read: Callable[["Checkpoint"], Any], *, quarantines: bool = True
 ) -> "tuple[Checkpoint, Any] | None":
-    """Opens the newest undamaged checkpoint of `paths`, which are as returned by `all_paths`; see `restore_newest`.
+    """Opens the newest undamaged checkpoint of `paths`; see `restore_newest`.
 
     Args:
-      paths: The paths of the checkpoints.
-      read: A function that reads an open checkpoint. If it raises a `CheckpointError`, the checkpoint is damaged.
+      paths: The paths of the checkpoints, as returned by `all_paths`.
+      read: A function that reads an open checkpoint. If it raises a `CheckpointError`, the checkpoint is treated as
+        damaged.
       quarantines: See `restore_newest`.
 
     Returns:
@@ -214,10 +216,10 @@ def open_newest(
 
 
 def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
-    """Quarantines the checkpoints of `paths` that are newer than the newest undamaged one; see `open_newest`.
+    """Moves away the damaged checkpoints of `paths` that are newer than the newest undamaged one; see `open_newest`.
 
-    In a multi-process job, only the first process may call this, and it must do so before any process starts to
-    restore. If all checkpoints are damaged, none are moved.
+    In a multi-process job, only the first process may call this function, and it must do so before any process starts
+    restoring. If all checkpoints are damaged, none are moved.
     """
     with contextlib.suppress(CheckpointError):  # All processes raise it when they restore.
         open_newest(paths, lambda opened: None)
@@ -237,13 +239,14 @@ def quarantine(error: CheckpointError, consequence: str) -> None:
 @final
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint. Its files are verified when it is opened, but not again when they are read.
+    """An open checkpoint. Its files are verified when the checkpoint is opened, but not again when they are read.
 
     Attributes:
       path: The directory of the checkpoint, whose name is the step.
       is_sealed: True if the checkpoint has a seal and its files match the seal. Checkpoints saved by an Orbax manager
         have no seal.
-      custom_metadata: The metadata saved by the caller and by this package. They are in the seal if there is one.
+      custom_metadata: The metadata saved by the caller and by this package. If the checkpoint has a seal, they are
+        stored in the seal.
     """
 
     path: epath.Path
@@ -258,8 +261,8 @@ class Checkpoint:
 
         Raises:
           FileNotFoundError: If there is no such checkpoint.
-          CheckpointError: If the files are damaged. The error lists the problems.
-          PermissionError: If this user may not read a file.
+          CheckpointError: If the files are damaged. The message lists the problems.
+          PermissionError: If the current user may not read a file.
         """
         found = all_steps(directory)
         if not found:
@@ -290,7 +293,7 @@ class Checkpoint:
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
-        """Returns the run's progress at this checkpoint. If it was not saved, only the number of steps is known.
+        """Returns the run's progress at this checkpoint, or only its number of steps if the progress was not saved.
 
         Raises:
           CheckpointError: If the saved progress is invalid.
@@ -331,7 +334,7 @@ class Checkpoint:
         """Checks that `restore` would accept a state of arrays or `jax.ShapeDtypeStruct`s, without reading any arrays.
 
         Raises:
-          ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these
+          ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype. The message lists these
             leaves.
         """
         template = jax.eval_shape(stored.storable, state)
@@ -343,11 +346,11 @@ class Checkpoint:
 
         Args:
           templates: Templates for the trees to restore, by name. They must have the same structures, shapes and dtypes
-            as the saved trees. Where a template contains a JAX array, the result contains a JAX array with the same
-            sharding. Where it contains a NumPy array, so does the result.
+            as the saved trees. A JAX array in a template is restored as a JAX array with the same sharding, and a NumPy
+            array as a NumPy array.
 
         Raises:
-          ValueError: If leaves of the saved trees and the templates differ in path, shape or dtype. The error lists
+          ValueError: If leaves of the saved trees and the templates differ in path, shape or dtype. The message lists
             these leaves.
         """
         chosen = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
@@ -361,11 +364,11 @@ class Checkpoint:
 
     @functools.cached_property
     def leaves(self) -> Mapping[str, Any]:
-        """Descriptions of the train state's saved leaves, by path, obtained without reading any arrays."""
+        """Descriptions of the saved leaves of the train state, by path. Accessing this property reads no arrays."""
         return checks.leaves_by_path(_described(self, STATE))
 
     def read(self, wanted: Mapping[str, Any], item: str = STATE) -> dict[str, Any]:
-        """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings given there."""
+        """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings that `wanted` specifies."""
         chosen = lambda path, _: wanted.get(checks.path_name(path), ocp.PLACEHOLDER)
         return self._read(item, jax.tree_util.tree_map_with_path(chosen, _described(self, item)))
 
@@ -417,9 +420,9 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """A context manager that converts errors raised while interpreting saved values into a `CheckpointError`.
+        """Returns a context manager that converts errors in interpreting saved values to a `CheckpointError`.
 
-        The error names both the version of jaxloop that saved the checkpoint and the current one.
+        The message contains both the version of jaxloop that saved the checkpoint and the one that is running.
 
         Raises:
           CheckpointError: If the checkpoint has a different format, or if the body of the `with` statement raises a
@@ -443,7 +446,7 @@ class Checkpoint:
 
 
 def elapsed_of(custom_metadata: Mapping[str, Any], step: int) -> Elapsed:
-    """Returns the progress that the metadata of a step's checkpoint contains."""
+    """Returns the progress stored in the metadata of a step's checkpoint."""
     previous = Elapsed(**custom_metadata["previous"]) if "previous" in custom_metadata else None
     return Elapsed(**custom_metadata.get("elapsed", {"steps": step}), previous=previous)
 
@@ -490,7 +493,7 @@ def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
 
 
 def place_of_ema(leaves: Collection[str]) -> str | None:
-    """Returns the path of the `EMAState` in a state with these leaves, or None unless there is exactly one."""
+    """Returns the path of the only `EMAState` in a state with these leaves, or None if there isn't exactly one."""
     middle = f"/{AVERAGE}/"
     places = {path.partition(middle)[0] for path in leaves if path.startswith(_OPTIMIZER) and middle in path}
     return places.pop() if len(places) == 1 else None

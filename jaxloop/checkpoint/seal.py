@@ -1,7 +1,7 @@
-"""Detects damaged files in a directory with the help of a seal, a file with their checksums.
+"""Detection of damaged files in a directory by means of a seal, which is a file that contains their checksums.
 
-A seal contains the sizes and checksums of the files, and a JSON dict about them. It reveals storage errors and
-accidental changes, but not forgery. This module doesn't depend on Orbax or JAX.
+A seal contains the sizes and checksums of the files, and a JSON dict that describes them. It reveals storage errors and
+accidental changes, but not deliberate manipulation. This module doesn't depend on Orbax or JAX.
 """
 
 import json
@@ -48,26 +48,27 @@ def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, lea
 
 
 def is_sealed(directory: epath.PathLike) -> bool:
-    """Returns whether a directory contains a seal, which may be damaged."""
+    """Returns True if a directory contains a seal, even a damaged one."""
     return (epath.Path(directory) / NAME).exists()
 
 
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
-    """Returns only the problems that `verify` finds."""
+    """Returns the problems that `verify` finds, without the dict."""
     return verify(directory, below)[1]
 
 
 def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Returns the dict in the seal, and one line for each sealed file that is missing, changed or unreadable.
+    """Returns the dict in the seal and one line for each sealed file that is missing, changed or unreadable.
 
     A missing or changed seal is also reported, but files that were added later are not.
 
     Args:
       directory: The sealed directory.
-      below: The file or subdirectory to check; empty for the whole directory. The seal itself is always checked.
+      below: The file or subdirectory to check. If empty, the whole directory is checked. The seal itself is always
+        checked.
 
     Raises:
-      PermissionError: If this user may not read one of the files.
+      PermissionError: If the current user may not read one of the files.
     """
     directory, start, problems = epath.Path(directory), f"{below}/" if below else "", []
     try:

@@ -1,4 +1,4 @@
-"""The form in which trees are stored, and which stored leaf is restored to which leaf of a tree.
+"""The form in which trees are stored, and the mapping between stored leaves and the leaves of a tree.
 
 A leaf is identified by its path, such as `params/Dense_0/kernel`.
 """
@@ -33,9 +33,9 @@ def storable(tree: Any) -> Any:
 
 
 def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a copy of a tree in which the leaves at the given paths are replaced by these values.
+    """Returns a copy of a tree in which the leaves at the paths in `values` are replaced.
 
-    Where the tree has a typed PRNG key, the value is the data of such a key.
+    Where the tree contains a typed PRNG key, the value must be the key's data.
     """
     by_path = checks.leaves_by_path(tree)
     ours, leaves = list(by_path.values()), [values.get(path, leaf) for path, leaf in by_path.items()]
@@ -46,7 +46,7 @@ def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
 
 
 def template_of(state: Any) -> Any:
-    """Returns a template for restoring a state like `state`. The template doesn't keep the arrays of `state` alive."""
+    """Returns a template for restoring a state like `state`. The template contains no arrays except typed PRNG keys."""
     leaves, structure = jax.tree.flatten(state)
     keys = _keys_in(leaves)
     shapes = [leaf if at in keys else checks.shape_of(leaf) for at, leaf in enumerate(leaves)]
@@ -82,14 +82,14 @@ def check_names(tree: Any, what: str) -> None:
 
 @final
 class Fingerprints:
-    """Checks the names of states, and computes their fingerprints, once for all states with the same structure."""
+    """Checks the names in states and computes fingerprints, once for consecutive states with the same structure."""
 
     def __init__(self):
         self._form: Any = None
         self._fingerprint = ""
 
     def of(self, state: Any) -> str:
-        """Returns the `fingerprint` of a state of arrays; see `check_names`."""
+        """Returns the `fingerprint` of a state of arrays, after checking its names; see `check_names`."""
         leaves, structure = jax.tree.flatten(state)
         form = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
         if form != self._form:
@@ -108,18 +108,18 @@ def match(
     *,
     only_renamed: bool = False,
 ) -> dict[str, str]:
-    """Returns a dict from the paths of our leaves to those of the saved leaves that they are restored from.
+    """Returns a dict that maps the path of each of our leaves to the path of the saved leaf that it is restored from.
 
-    A saved leaf that has no counterpart keeps its name. Names that differ only in the suffix `/value`, with which the
-    paths of NNX variables end, are the same.
+    A saved leaf that has no counterpart keeps its name. Names that differ only in the suffix `/value`, which the paths
+    of NNX variables have, are considered equal.
 
     >>> match({"body/kernel": "params/body/kernel"}, ["encoder/kernel/value"], {"body/**": "encoder/**"})
     {'encoder/kernel/value': 'params/body/kernel'}
 
     Args:
-      saved: A dict from names of the saved leaves to their paths in the checkpoint.
+      saved: A dict that maps the names of the saved leaves to their paths in the checkpoint.
       ours: The paths of our leaves.
-      patterns: A dict from patterns of saved names to new names; see `jaxloop.base.path_patterns`.
+      patterns: A dict that maps patterns of saved names to new names; see `jaxloop.base.path_patterns`.
       only_renamed: Whether to leave out the saved leaves that no pattern matches.
 
     Raises:
@@ -145,13 +145,13 @@ def _bare(paths: Iterable[str]) -> dict[str, str]:
 
 
 def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
-    """Raises an error that lists the leaves in which the saved ones and the wanted ones differ, if there are any.
+    """Raises an error if the saved and the wanted leaves differ. The message lists the leaves that differ.
 
     Args:
       path: The path of the checkpoint.
       saved: The saved leaves, or their shapes and dtypes, by path.
-      wanted: Likewise, the leaves to be restored.
-      what: What they belong to: a "state", a "template" or a "tree".
+      wanted: The leaves to be restored, or their shapes and dtypes, by path.
+      what: The kind of tree that the wanted leaves belong to, for the message: "state", "template" or "tree".
     """
     if differences := checks.compare(dict(saved), dict(wanted)):
         lines = "\n".join(differences)
@@ -163,7 +163,7 @@ def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, 
 
 
 def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads leaves, and returns them by path.
+    """Reads leaves and returns them by path.
 
     Args:
       source: The `Checkpoint` or `SafetensorsFile` to read from.
@@ -175,7 +175,7 @@ def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> di
 
 
 def as_wide_as(saved: Any, leaf: Any) -> Any:
-    """Returns a NumPy template for a leaf that was saved with 64 bits from the host, or that is on the host now."""
+    """Returns a NumPy template with the saved dtype if the leaf's dtype differs only in width; otherwise the leaf."""
     if saved is None or saved.dtype == leaf.dtype or saved.shape != leaf.shape:
         return leaf
     is_same = jax.dtypes.canonicalize_dtype(saved.dtype) == jax.dtypes.canonicalize_dtype(leaf.dtype)

@@ -1,6 +1,6 @@
-"""Loads only the parameters from a checkpoint, and exchanges parameters with other libraries.
+"""Functions that load only the parameters from a checkpoint, and that exchange parameters with other libraries.
 
-Files in the safetensors format contain only parameters. Many other libraries support them.
+Parameters are exchanged as files in the safetensors format, which many libraries support.
 """
 
 import os
@@ -49,8 +49,8 @@ def load_params(
     Args:
       directory: The directory with one subdirectory per step, saved by a `CheckpointAction`, or by an Orbax manager
         that used `PyTreeSave`. Alternatively, a file whose name ends in `.safetensors`; see `save_params`.
-      step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for the one at step
-        `best_step(directory)`.
+      step: The step of the checkpoint, "newest" for the newest undamaged checkpoint, or "best" for the checkpoint of
+        step `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s, such as `state.params`, that determines the structure, shapes,
         dtypes and shardings of the result. It is not donated. If None, nested dicts of arrays on JAX's default device
         are returned, with NumPy arrays where JAX would truncate 64-bit values.
@@ -65,9 +65,9 @@ def load_params(
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
-      CheckpointError: If files of the checkpoint are damaged. The error lists them.
-      ValueError: If the checkpoint has no parameters or no average, if a leaf differs in path, shape or dtype, or if a
-        pattern matches nothing. The error lists the leaves. A damaged safetensors file also raises this error.
+      CheckpointError: If files of the checkpoint are damaged. The message lists these files.
+      ValueError: If the checkpoint contains no parameters or no average, if a leaf differs in path, shape or dtype, if
+        a pattern matches no leaf, or if a safetensors file is damaged. The message lists the leaves that differ.
     """
     if not is_safetensors(directory):
         return _load(directory, step, lambda opened: _load_part(opened, _saved_params(opened, ema), into, paths))
@@ -197,7 +197,7 @@ def save_params(params: Any, path: epath.PathLike) -> None:
 
 
 def is_safetensors(path: epath.PathLike) -> bool:
-    """Returns whether a path ends in `.safetensors`.
+    """Returns True if a path ends in `.safetensors`.
 
     >>> is_safetensors("weights.safetensors"), is_safetensors("runs/7/checkpoints")
     (True, False)
@@ -234,7 +234,7 @@ class SafetensorsFile:
             raise ValueError(f"{self.path} has tensors whose names differ only in dots and slashes, or extend another.")
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the leaves at the given paths, with the shardings given there. The others are NumPy arrays."""
+        """Returns the leaves at the paths in `wanted`, with the shardings given there. Others are NumPy arrays."""
         return {path: _placed(self.leaves[path], getattr(leaf, "sharding", None)) for path, leaf in wanted.items()}
 
 

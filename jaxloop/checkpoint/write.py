@@ -1,4 +1,4 @@
-"""Saves checkpoints, which are sealed and committed atomically.
+"""Saving of checkpoints, which are sealed and committed atomically.
 
 `CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save and checks
 the directory, and then passes everything to Orbax. Orbax's thread writes the files, calls `_seal`, and commits the
@@ -40,8 +40,8 @@ class CheckpointWriter:
 
     Args:
       manager_or_directory: A directory, or an Orbax manager (from the current or the older API) that saves a single
-        item. With a manager, which the caller closes, only the state is saved, without a seal. With a
-        directory, the writer creates its own manager at the first save, and a new one after `close` or a failed save.
+        item. With a manager, which the caller must close, only the state is saved, without a seal. With a directory,
+        the writer creates its own manager at the first save, and creates a new manager after `close` or a failed save.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
@@ -49,7 +49,7 @@ class CheckpointWriter:
 
     Attributes:
       directory: The directory with one subdirectory per step.
-      last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
+      last_stall_secs: The number of seconds for which the last save blocked its caller, or None before the first save.
     """
 
     def __init__(
@@ -111,8 +111,9 @@ class CheckpointWriter:
           step.
 
         Raises:
-          CheckpointError: If the previous save failed in the background, or if this save failed. The error includes the
-            failed save's step. With a directory, the files of that save are removed, so that the next save can succeed.
+          CheckpointError: If the previous save failed in the background, or if this save failed. The error contains the
+            step of the failed save. With a directory, the files of that save are removed, so that the next save can
+            succeed.
         """
         began = timing.clock()
         try:
@@ -267,7 +268,7 @@ class CheckpointWriter:
             raise self._failure(step, error) from error
 
     def close(self) -> None:
-        """Waits for the last save, and closes the writer's own manager.
+        """Waits for the last save and closes the writer's own manager.
 
         Raises:
           CheckpointError: If the last save failed, or if the directory that this process locked was moved or deleted.

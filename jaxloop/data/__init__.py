@@ -1,4 +1,4 @@
-"""Data: conversion of any kind of dataset to batches, and the position in a dataset."""
+"""Data: conversion of any kind of dataset to batches, and tracking of the position in a dataset."""
 
 from jaxloop.data.batching import batched as batched
 from jaxloop.data.datasets import Passes as Passes

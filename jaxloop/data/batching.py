@@ -23,7 +23,7 @@ def batched(
     drop_remainder: bool = False,
     collate: Callable[[list[Any]], types.Batch] | None = None,
 ) -> IndexedBatches:
-    """Returns a dataset that groups examples into batches. A resumed run jumps directly to its position.
+    """Returns a dataset that groups examples into batches. A resumed run jumps directly to its position in the dataset.
 
     Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
     the next. Each epoch contains every example exactly once, and only the very last batch can be short.
@@ -36,13 +36,14 @@ def batched(
       rows: The examples: an array, a dict or tuple of arrays (with one row per example), a Hugging Face `Dataset` in
         any format, a list, or any other object with `__len__` and `__getitem__`, such as a Grain `MapDataset`.
       size: The number of examples per batch.
-      seed: A non-negative int to shuffle the examples differently in each epoch, or None to keep them in order.
-        Shuffling uses up to 16 bytes of memory per example: 8 for each of two epochs.
-      num_epochs: The number of epochs, or None to repeat the examples endlessly. With `train_epochs=N`, a run makes N
-        passes over these epochs (over one epoch if None), each pass in new shuffled orders. An evaluation without
-        `num_steps` makes one pass.
+      seed: A non-negative int that seeds the shuffling, which differs in each epoch. If None, the examples are kept in
+        order. Shuffling uses up to 16 bytes of memory per example: 8 bytes for each of two epochs.
+      num_epochs: The number of epochs in the dataset, or None to repeat the examples endlessly. With `train_epochs=N`,
+        a run makes N passes, each over `num_epochs` epochs (one epoch if None) and in a newly shuffled order. An
+        evaluation without `num_steps` makes one pass.
       drop_remainder: Whether to drop the last batch of a pass if it is short.
-      collate: A function that makes a batch of a list of examples, which are read one at a time; None to stack them.
+      collate: A function that combines a list of examples, which are read one at a time, into a batch. If None, the
+        examples are stacked.
 
     Raises:
       TypeError: If the examples can't be read by index, or if another argument has the wrong type.
@@ -81,7 +82,7 @@ def _batches(
 # The examples ----------------------------------------------------------------------------------------------
 
 _Take = Callable[[np.ndarray], types.Batch]
-"""A function that returns the examples at some places, as a batch."""
+"""A function that returns the examples at the given indices as a batch."""
 _Collate = Callable[[list[Any]], types.Batch]
 
 

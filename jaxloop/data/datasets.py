@@ -48,7 +48,7 @@ class Passes(Wrapper):
     ((1,), [2, 2])
 
     Attributes:
-      inner: The dataset that was given.
+      inner: The dataset that was passed to the constructor.
     """
 
     inner: Any
@@ -78,7 +78,7 @@ def is_one_pass(data: Any) -> bool:
 
 
 def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterator]:
-    """Returns the first batch of a dataset, and an iterator that begins with this batch.
+    """Returns the first batch of a dataset and an iterator that begins with this batch.
 
     The iterator's position doesn't advance until the first batch is read from the iterator itself.
 
@@ -105,10 +105,10 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
-    This helps if batches take a long time to make and the code that makes them releases the GIL, for example while it
+    This helps if creating a batch takes a long time and the code that does so releases the GIL, for example while it
     reads files, uses the network or runs NumPy. Prefetching costs a few microseconds per batch. Even without
-    prefetching, batches are made while the devices compute, because steps are dispatched asynchronously. Grain, tf.data
-    and torch `DataLoader`s prefetch on their own, so they don't need this function.
+    prefetching, batches are created while the devices compute, because steps are dispatched asynchronously. Grain,
+    tf.data and torch `DataLoader`s do their own prefetching, so they don't need this function.
 
     If the dataset raises an error, the iterator raises the same error in place of the batch. The thread stops at the
     end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A checkpoint
@@ -120,7 +120,7 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
 
     Args:
       data: Any dataset that `batches` accepts.
-      size: The number of batches to read ahead. If 0, no thread is started.
+      size: The maximum number of batches to read ahead. If it is 0, no thread is started.
 
     Returns:
       An iterator if `data` is an iterator; otherwise an iterable.
@@ -138,7 +138,7 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 
     Args:
       make_batch: A pure function of the batch index, which starts at 0. Use the index to seed random numbers.
-      num_batches: The number of batches in an epoch; None for an endless dataset.
+      num_batches: The number of batches in an epoch, or None for an endless dataset.
     """
     if not callable(make_batch):
         raise TypeError(
@@ -160,7 +160,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     regardless of the number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
-      example. Shard first (with tf.data, before shuffling), and then batch with the per-process batch size.
+      example. Call this function before you batch the dataset (and, with tf.data, before you shuffle it), and then use
+      the per-process batch size.
     - From a dataset of batches (a list, a tuple, or the result of `from_index`), each process reads its share of the
       rows in every batch.
 
@@ -171,8 +172,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     Args:
       data: A dataset of one of the kinds listed above. The results of `batched` are treated like those of
         `from_index`.
-      process_index: The index of the process; None for `jax.process_index()`.
-      process_count: The number of processes; None for `jax.process_count()`.
+      process_index: The index of the process, or None to use `jax.process_index()`.
+      process_count: The number of processes, or None to use `jax.process_count()`.
 
     Raises:
       TypeError: If the dataset is of any other kind. The message explains what to do.

@@ -1,4 +1,4 @@
-"""Fingerprints of batches, which show whether a resumed run gets the batch that the interrupted run would have got."""
+"""Fingerprints of batches, which show if a resumed run reads a different batch than the interrupted run would have."""
 
 import zlib
 from typing import Any
@@ -10,7 +10,7 @@ from jaxloop.base import checks
 from jaxloop.data.tensors import numpy_batch
 
 END: dict[str, Any] = {"rows": None, "leaves": {}}
-"""The fingerprint that stands for the end of the data."""
+"""The fingerprint that represents the end of the data."""
 
 
 def fingerprint(batch: types.Batch) -> dict[str, Any]:

@@ -52,16 +52,18 @@ class DatasetPosition:
 
         - "state": `get_state` and `set_state`.
         - "state_dict": `state_dict` and `load_state_dict`.
-        - "tf.data": A checkpoint of the iterator.
+        - "tf.data": A tf.data checkpoint of the iterator.
         - "torch": The state of the random number generators at the start of the epoch.
         - "sequence" and "index": The index of the next batch.
-        - "skip": No state. The order is the same each time, so the consumed batches are read again and skipped.
+        - "skip": No state. The order of the batches is the same each time, so the consumed batches are read again and
+          skipped.
         - "unknown": No state, and no way to return to the position.
-      count: The number of batches consumed since the start of the epoch, including those left out.
-      state: The state of the source at the last mark, encoded by `jaxloop.base.encoding` or containing raw bytes; None
+      count: The number of batches consumed since the start of the epoch, including batches that were left out.
+      state: The state of the source at the last mark, encoded by `jaxloop.base.encoding` or containing raw bytes. None
         for the start of the epoch.
-      skip: The number of batches consumed since that mark.
-      next: The `fingerprint` of the next batch, by which a resumed run recognizes it; None if it hasn't been read.
+      skip: The number of batches consumed since the last mark.
+      next: The `fingerprint` of the next batch, which a resumed run compares with the batch that it reads. None if the
+        next batch hasn't been read.
     """
 
     kind: str
@@ -95,7 +97,7 @@ class DatasetPosition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None) -> "DatasetPosition":
-        """Restores a position from the result of `to_dict` and the arrays that it extracted."""
+        """Restores a position from the result of `to_dict` and the arrays that `to_dict` extracted."""
 
         def insert(node: Any) -> Any:
             return np.asarray((arrays or {})[node[_ARRAY_KEY]], np.uint8).tobytes() if is_array(node) else node
@@ -112,7 +114,7 @@ class DatasetPosition:
 
 @final
 class PositionedIterator(Wrapper, Iterator[types.Batch]):
-    """A batch iterator that tracks the position after the last batch it returned, even if it reads ahead.
+    """A batch iterator that tracks the position after the last batch that it returned, even if it reads ahead.
 
     >>> batches = [{"x": number} for number in range(5)]
     >>> iterator = PositionedIterator(batches)
@@ -126,19 +128,19 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
 
     A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later calls
     `position(count)`. Grain datasets, sequences, and index functions can return to a position directly. For tf.data, a
-    checkpoint of the iterator is restored. If the last mark lies before the position, the batches between the two are
-    read and skipped.
+    checkpoint of the iterator is restored. If the last mark comes before the position, the batches in between are read
+    and skipped.
 
     Args:
-      dataset: An iterator or iterable of batches. If this is a `PositionedIterator`, or if iterating over it creates
-        one, the constructor returns that iterator.
-      prefetch: The number of batches that a background thread reads ahead; 0 for no thread.
-      skippable: True if the dataset yields the same batches in the same order each time.
+      dataset: An iterator or iterable of batches. If it is a `PositionedIterator`, or if iterating over it creates one,
+        the constructor returns that `PositionedIterator`.
+      prefetch: The number of batches that a background thread reads ahead. If it is 0, there is no thread.
+      skippable: Whether the dataset yields the same batches in the same order each time.
       to_numpy: Whether to convert tensors to NumPy arrays; see `numpy_batch`.
 
     Attributes:
       count: The number of batches read since the start of the epoch, up to and including the last one returned.
-      left_out: The numbers of batches of this epoch, counted from 1, to read but not return. `seek` clears them.
+      left_out: The numbers of this epoch's batches, counted from 1, that are read but not returned. `seek` clears them.
 
     Raises:
       TypeError: If the dataset is a single batch, or is not iterable.
@@ -209,11 +211,11 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
 
     @property
     def problem(self) -> str | None:
-        """A message that explains why a position can't be restored and how to fix it; None if no problem is known."""
+        """A message that explains why a position can't be restored and how to fix that; None if no problem is known."""
         return self._reader.source.problem if self.kind == "unknown" else None
 
     def resume_warning(self) -> str | None:
-        """Returns a message that explains why a resume won't be exact and how to fix that; None if no reason is known.
+        """Returns a message that explains why resuming won't be exact and how to fix that, or None if it will be exact.
 
         Call this method before the first batch is read, because it may peek at that batch.
         """
@@ -225,7 +227,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return self.problem and f"{self.problem} Until then, a resumed run will not continue at the right batch."
 
     def begin_pass(self, number: int) -> None:
-        """Goes to the start of a pass over the dataset; see `sources.pass_of`. Passes are numbered from 0."""
+        """Moves to the start of a pass over the dataset; see `sources.pass_of`. Passes are numbered from 0."""
         dataset = pass_of(self.inner, number)
         if dataset is not self.inner:
             self.inner = dataset
@@ -242,7 +244,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return numpy_batch(batch) if self._to_numpy else batch
 
     def close(self) -> None:
-        """Stops the prefetch thread, if there is one. Doing so ends the iterator."""
+        """Stops the prefetch thread, if there is one. This also ends the iterator."""
         self._reader.close()
 
     # Positions ---------------------------------------------------------------------------------------
@@ -250,21 +252,21 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     def mark(self, *, if_cheap: bool = False) -> None:
         """Stores the source's state as the basis for later positions.
 
-        Call this once every batch that was read has been used. A mark takes microseconds for Grain and milliseconds for
-        tf.data, and is free for sources whose position is a number. If a thread reads ahead, it stores the states that
-        take microseconds, and no others.
+        Call this when all batches read so far have been used. It takes microseconds for Grain and milliseconds for
+        tf.data, and is free for sources whose position is a number. If a thread reads ahead, the thread itself stores
+        the states, but only for sources where this takes microseconds.
 
         Args:
-          if_cheap: If True, the state is stored only if doing so takes no more than a few microseconds.
+          if_cheap: Whether to store the state only if doing so takes no more than a few microseconds.
         """
         if self._reader.source.is_cheap or not if_cheap:
             self._reader.mark(self.count)
 
     def position(self, count: int | None = None) -> DatasetPosition:
-        """Returns the position after the first `count` batches of this epoch, or after all those returned if None.
+        """Returns the position after the first `count` batches of this epoch (by default, after all returned batches).
 
         Raises:
-          ValueError: If `count` is larger than the number of batches read, or if the position lies before the oldest
+          ValueError: If `count` is larger than the number of batches read, or if the position comes before the oldest
             stored mark.
         """
         count = self.count if count is None else count
@@ -287,16 +289,17 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     def seek(self, saved: DatasetPosition, *, raises: bool = False) -> None:
         """Moves to a position that was saved by an iterator over the same dataset, in this process or another one.
 
-        If batches have to be skipped, logs how many. If it is known which batch came next when the position was saved,
-        compares it with the next batch.
+        If batches have to be skipped, logs their number. If the position contains a fingerprint of the next batch,
+        compares it with the batch that comes next now.
 
         Args:
           saved: The position.
-          raises: Whether to raise an error if the next batch differs. Otherwise, logs a warning that lists its leaves.
+          raises: Whether to raise an error if the next batch differs. If False, a warning that lists the leaves is
+            logged instead.
 
         Raises:
           PositionUnknownError: If the source can't return to the position.
-          ValueError: If the position was saved by another kind of dataset or one with another batch size, if the
+          ValueError: If the position was saved by a different kind of dataset or with a different batch size, if the
             dataset ends before the position, or if the next batch differs and `raises` is True.
         """
         check_kind(saved.kind, self)
@@ -374,7 +377,7 @@ def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises
 
 
 def check_kind(saved: str, source: PositionedIterator) -> None:
-    """Raises a `ValueError` if a saved position is of another kind than the positions of an iterator."""
+    """Raises a `ValueError` if a saved position is of a different kind than the positions of an iterator."""
     if saved not in ("skip", "unknown", source.kind):
         raise ValueError(
             f"The position in the data was saved from a different dataset: it is of the kind {saved!r}, and the "
@@ -384,10 +387,10 @@ def check_kind(saved: str, source: PositionedIterator) -> None:
 
 
 def number_before(number: int, before: int, left_out: Collection[int]) -> int:
-    """Returns the number of the batch that was used `before` batches before a given one, or at it if `before` is 0.
+    """Returns the number of the batch that was used `before` batches earlier than batch `number`.
 
-    Batches are numbered from 1. Those whose numbers are in `left_out` weren't used. Returns 0 if there is no such
-    batch.
+    Batches are numbered from 1. Batches in `left_out` weren't used, so they aren't counted. If batch `number` itself
+    was left out, the last batch used before it takes its place. Returns 0 if there is no such batch.
 
     >>> [number_before(number, 0, [2, 3, 5]) for number in range(8)]
     [0, 1, 1, 1, 4, 4, 6, 7]
@@ -418,7 +421,7 @@ class DataWithOptions(Wrapper, Iterable[types.Batch]):
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
-    """Adds `PositionedIterator` options to a dataset. Returns an iterator if the dataset is one."""
+    """Adds `PositionedIterator` options to a dataset. Returns an iterator if the dataset is an iterator."""
     if isinstance(data, DataWithOptions):
         return dataclasses.replace(data, **options)
     if hasattr(data, "__next__"):
@@ -437,7 +440,7 @@ def skippable(data: Any) -> Iterable[types.Batch]:
 
     With `train_epochs`, the dataset is created again for each epoch, and its batches must have the same order every
     time. This rules out data whose order changes with each epoch, such as a PyTorch `DataLoader` that shuffles. Pass
-    such data as one endless generator with `train_total_steps`, or use `from_index`.
+    such data as a single endless generator, together with `train_total_steps`, or use `from_index`.
 
     >>> iterator = iter(skippable(lambda: ({"x": number} for number in range(5))))
     >>> next(iterator), iterator.position().kind
@@ -455,8 +458,8 @@ def skippable(data: Any) -> Iterable[types.Batch]:
 def prove(data: Any) -> str | None:
     """Checks that a fresh iterator over a dataset can return to a position, by reading three batches twice.
 
-    Returns a message that explains how the third batch differs and what to do, or that the second batch has overwritten
-    the first one. Returns None if neither is the case, or if the dataset has no positions or is an iterator.
+    Returns a message if the third batch differs, which explains the differences and what to do, or if the second batch
+    overwrites the first one. Otherwise returns None, as it does for an iterator or for a dataset without positions.
 
     >>> prove([1, 2, 3, 4]) is None
     True

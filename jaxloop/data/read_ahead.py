@@ -9,17 +9,17 @@ from typing import Any, final
 
 @final
 class ReadAhead(Iterator[Any]):
-    """Reads up to `size` items ahead in a background thread, which the first call to `next` starts.
+    """Reads up to `size` items ahead in a background thread. The first call to `next` starts the thread.
 
     >>> list(ReadAhead(iter([1, 2]), size=1))
     [1, 2]
 
-    If the source raises an error, the same error is raised in place of the item. Once the thread has started, nothing
-    else may use the source. The thread ends when the source ends or raises an error, when `close` is called, or when
+    If the source raises an error, the same error is raised in place of the item. Once the thread has started, no other
+    code may use the source. The thread ends when the source ends or raises an error, when `close` is called, or when
     this object is garbage-collected.
 
     Args:
-      iterator: The source.
+      iterator: The source to read from.
       size: The maximum number of items in the buffer, including the one that is being read.
     """
 
@@ -29,7 +29,7 @@ class ReadAhead(Iterator[Any]):
         shared = self._reads, self._room, self._is_closed
         self._thread = threading.Thread(target=_fill, args=(iterator, *shared), name="jaxloop-prefetch", daemon=True)
         self.close: weakref.finalize[..., Any] = weakref.finalize(self, _close, self._thread, *shared)
-        """Ends the iterator and the thread. Waits up to a second for the thread to finish the item that it reads."""
+        """Ends the iterator and the thread. Waits up to a second for the thread to finish reading its current item."""
 
     def __next__(self) -> Any:
         if self._is_closed.is_set():

@@ -1,4 +1,4 @@
-"""Reads the batches of one iterator, and keeps what is needed to save a position in it."""
+"""The reader of an iterator's batches, which keeps the states needed to save a position."""
 
 import functools
 import itertools
@@ -17,21 +17,21 @@ _MAX_MARKS = 16
 
 @final
 class Reader:
-    """The reading of a source from a known position on, perhaps in a thread, with the states marked on the way.
+    """Reads a source from a known position onward, possibly in a thread, and keeps the marked states.
 
     Args:
       source: The source.
       iterator: An iterator that has returned `count` batches of the source.
-      count: The number of batches before this point.
-      state: The state of the source at this point.
-      prefetch: The number of batches that a thread reads ahead; 0 for no thread.
+      count: The number of batches that have already been read.
+      state: The state of the source after these `count` batches.
+      prefetch: The number of batches that a thread reads ahead. If it is 0, there is no thread.
 
     Attributes:
       source, prefetch: The arguments of the same names.
       batches: The iterator from which the batches are read.
       marks: The latest known states, each with the number of batches before it.
-      peeked: The batch that `peek` has read, if it is still to be returned.
-      recent: The latest batches returned.
+      peeked: A list with the batch that `peek` has read, if that batch hasn't been returned yet.
+      recent: The batches that were returned last.
       has_ended: True if there are no more batches.
     """
 
@@ -62,16 +62,16 @@ class Reader:
         return self.peeked[0]
 
     def mark(self, count: int) -> None:
-        """Marks the state after `count` batches, which are all that were read. A thread that reads does this itself."""
+        """Marks the state after all `count` batches that were read. A thread that reads ahead does this itself."""
         is_at_source = not self.peeked and not self.prefetch  # The source has returned no later batch.
         if count > self.marks[-1][0] and is_at_source and (state := self.source.read()) is not None:
             self.marks.append((count, state))
 
     def fingerprint(self, num_back: int) -> dict[str, Any] | None:
-        """Returns the fingerprint of the batch returned `num_back` batches ago, or of the next one if this is 0.
+        """Returns the fingerprint of the batch returned `num_back` batches ago. With 0, this is the next batch.
 
-        Returns None if the next batch hasn't been read (`END` at the end of the data), or if the earlier batch wasn't
-        kept. In the latter case, the reader keeps the last `num_back` batches from then on.
+        Returns None if that batch hasn't been read yet or is no longer available. In the latter case, the reader keeps
+        the last `num_back` batches from then on. If there is no next batch, returns `END`.
         """
         if num_back == 0:
             return fingerprint(self.peeked[0]) if self.peeked else END if self.has_ended else None
@@ -81,7 +81,7 @@ class Reader:
         return None
 
     def close(self) -> None:
-        """Stops the thread, if there is one. Doing so ends the iterator."""
+        """Stops the thread, if there is one. This also ends the iterator."""
         if isinstance(self.batches, ReadAhead):
             self.batches.close()
 

@@ -1,4 +1,4 @@
-"""Saves and restores positions in all kinds of datasets: Grain, tf.data, sequences, PyTorch and other iterators."""
+"""Saving and restoring of positions in datasets of all kinds: Grain, tf.data, sequences, PyTorch and others."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from jaxloop.base import checks, encoding
 from jaxloop.data.tensors import library
 
 NUMBERS = ("torch", "sequence", "index", "skip")
-"""The kinds of positions that are numbers of batches."""
+"""The kinds of positions that consist only of a number of batches."""
 OR_SKIPPABLE = (
     "or, if every epoch has the same batches in the same order, jaxloop.data.skippable(dataset): a resumed run then "
     "reads the batches of the epoch again and skips them"
@@ -34,7 +34,7 @@ _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def made_by(function: Callable[[int], Any], index: int) -> Any:
-    """Calls a function that makes a batch or example. A `StopIteration`, which would end the data, becomes an error."""
+    """Calls a function that creates a batch or example. Converts a `StopIteration` error to a `RuntimeError`."""
     try:
         return function(index)
     except StopIteration as error:
@@ -45,10 +45,10 @@ def made_by(function: Callable[[int], Any], index: int) -> Any:
 
 
 class Wrapper:
-    """The base class of jaxloop's datasets and iterators that read their batches from another one.
+    """The base class of jaxloop's datasets and iterators that wrap another dataset or iterator.
 
     Hooks:
-      __length_hint__: Returns the number of batches that are left; `NotImplemented` if it is unknown.
+      __length_hint__: Returns the number of remaining batches, or `NotImplemented` if it is unknown.
 
     Attributes:
       inner: The dataset or iterator from which the batches are read.
@@ -77,7 +77,7 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
         return batch
 
     def go_to(self, index: int) -> "IndexIterator":
-        """Continues with the batch of this index. Returns the iterator itself."""
+        """Continues with the batch at the given index. Returns the iterator itself."""
         self.next_index = index
         return self
 
@@ -89,14 +89,14 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
 @final
 @dataclasses.dataclass(frozen=True)
 class IndexedBatches(Iterable[types.Batch]):
-    """The kind of dataset that is returned by `from_index` and `batched`.
+    """A dataset whose batches are created by index. Returned by `from_index` and `batched`.
 
     Attributes:
       make_batch: A pure function that returns the batch with a given number.
-      num_batches: The number of batches in an epoch; None for an endless dataset.
-      firsts: The number of the first batch of each size, in ascending order of size; empty if the sizes are unknown.
-      make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0);
-        None if all passes are the same. The returned dataset has the same function.
+      num_batches: The number of batches in an epoch, or None for an endless dataset.
+      firsts: The number of the first batch of each size, in ascending order of size. Empty if the sizes are unknown.
+      make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0).
+        The returned dataset has the same `make_pass`. None if all passes are the same.
     """
 
     make_batch: Callable[[int], types.Batch]
@@ -108,7 +108,7 @@ class IndexedBatches(Iterable[types.Batch]):
         return IndexIterator(self)
 
     def first_of_each_size(self) -> list[types.Batch]:
-        """Returns the first batch of each size, in ascending order; only the first batch if no sizes are known."""
+        """Returns the first batch of each size, in ascending order; only the first batch if the sizes are unknown."""
         return [made_by(self.make_batch, number) for number in self.firsts or (0,)]
 
     @property
@@ -127,7 +127,7 @@ NO_DATA = IndexedBatches(lambda index: None, None)
 
 
 def indexed(data: Any) -> IndexedBatches | None:
-    """Returns the `IndexedBatches` that a dataset or an iterator reads its batches from, or None.
+    """Returns the `IndexedBatches` that a dataset or an iterator reads its batches from, or None if it doesn't use one.
 
     >>> indexed(iter(NO_DATA)) is NO_DATA, indexed([1]) is None
     (True, True)
@@ -137,10 +137,10 @@ def indexed(data: Any) -> IndexedBatches | None:
 
 
 def pass_of(data: Any, number: int = 0) -> Any:
-    """Returns the batches of one pass over a dataset, with the options of the dataset.
+    """Returns the dataset to read in the given pass, with the options of the original dataset.
 
-    The passes over the result of `batched` and over a Hugging Face `IterableDataset` differ. Returns all other datasets
-    unchanged.
+    Passes differ only for the result of `batched` and for a Hugging Face `IterableDataset`. All other datasets are
+    returned unchanged.
     """
     if isinstance(data, IndexedBatches):
         return data if data.make_pass is None else data.make_pass(number)
@@ -166,16 +166,16 @@ class Source:
     """Saves and restores the position of an iterator.
 
     Attributes:
-      kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
-      get: Returns the state of the iterator in encoded form; None if there is none to read.
-      go_to: Restores a state that was saved, and returns the iterator to continue with.
-      start: The encoded state before the first batch; an int if the state is the number of the next batch. If None,
-        `get` returns it.
-      problem: A message that explains why the state can't be saved and how to fix that; None if there is no problem.
+      kind: The kind of position, as in `DatasetPosition`. Empty if the position is unknown.
+      get: A function that returns the state of the iterator in encoded form. None if there is no state to read.
+      go_to: A function that restores a saved state and returns the iterator to continue with.
+      start: The encoded state before the first batch. It is an int if the state is the number of the next batch, and
+        None if `get` must be called to read the state.
+      problem: A message that explains why the state can't be saved and how to fix that, or None if there is no problem.
 
     Hooks:
-      read: Reads the position. Called before the first batch; later, after each batch that is read ahead if `is_cheap`,
-        otherwise whenever a checkpoint may be saved.
+      read: Reads the current state. Called before the first batch and then either after each batch that is read ahead
+        (if `is_cheap`) or whenever a checkpoint may be saved.
     """
 
     kind: str
@@ -190,7 +190,7 @@ class Source:
         return self.kind in ("state", "state_dict")
 
     def read(self) -> Any:
-        """Returns the current state in encoded form; None if it is unknown."""
+        """Returns the current state in encoded form, or None if it is unknown."""
         if self.get is None:
             return None
         self.problem = None
@@ -267,7 +267,7 @@ class _Torch(Source):
 
 
 def num_batches(data: Any) -> int | None:
-    """Returns the number of batches in an epoch of a dataset, or the number left in an iterator; None if unknown.
+    """Returns the number of batches in an epoch of a dataset or remaining in an iterator, or None if it is unknown.
 
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)
@@ -378,7 +378,7 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> None:
 
 
 def stages(dataset: Any) -> Iterator[Any]:
-    """Yields a pipeline of tf.data or Grain, and all datasets that it reads."""
+    """Yields a tf.data or Grain pipeline and all datasets from which it reads."""
     yield dataset
     for each in dataset._inputs() if hasattr(dataset, "_inputs") else getattr(dataset, "_parents", ()):
         yield from stages(each)
@@ -419,7 +419,7 @@ def _random_states(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any],
 
 
 def random_state(dataset: Any) -> Any:
-    """Returns the states of the random number generators that a PyTorch loader may use; None for any other dataset."""
+    """Returns the states of the random number generators that a PyTorch loader may use; None for other datasets."""
     return [get() for get, _ in _random_states(dataset)] if _is_loader(dataset) else None
 
 
@@ -430,7 +430,10 @@ def _set_random_state(loader: Any, state: Any) -> None:
 
 @contextlib.contextmanager
 def keeping_random_state(dataset: Any) -> Iterator[None]:
-    """A context manager that restores a PyTorch loader's random state on exit, so that evaluations don't change it."""
+    """Returns a context manager that restores a PyTorch loader's random state on exit.
+
+    Evaluations use it so that they don't change the random state.
+    """
     loader = _innermost(dataset)
     state = random_state(loader)
     try:
@@ -467,7 +470,7 @@ def name_of(dataset: Any) -> str:
 
 
 def check_int(name: str, value: Any, otherwise: str) -> None:
-    """Raises an error unless `value` is a non-negative int. The message also mentions `otherwise`."""
+    """Raises an error unless `value` is a non-negative int. The message also contains the alternative `otherwise`."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_int or value < 0:
         raise (ValueError if is_int else TypeError)(f"{name} must be a non-negative int, {otherwise}, got {value!r}.")

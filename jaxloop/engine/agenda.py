@@ -1,4 +1,4 @@
-"""What is due when: the items of a run, and the one place where they are called."""
+"""The items of a run, such as actions and evaluations, and the agenda that calls them when they are due."""
 
 import contextlib
 import dataclasses
@@ -24,8 +24,8 @@ from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 class Rank(enum.IntEnum):
     """The order of the items that are due at the same step.
 
-    `ELSEWHERE` is for items that the engine calls when a loop begins, or the step. An agenda only saves and restores
-    them.
+    `ELSEWHERE` is for items that are called by the step, or by the engine when a loop begins. An agenda only saves and
+    restores these items.
     """
 
     ELSEWHERE = -1
@@ -39,12 +39,12 @@ class Rank(enum.IntEnum):
 
 @final
 class Moment(NamedTuple):
-    """What an item is called with.
+    """The arguments with which an item is called.
 
     Attributes:
       state: The train state. The next step donates it.
       now: The progress of the run.
-      outputs: The outputs since the item's last call, with statistics, if it reads them. None when a loop begins.
+      outputs: The outputs since the item's last call, with statistics, if the item reads them. None when a loop begins.
       spent: The time report since the item's last call.
     """
 
@@ -59,8 +59,8 @@ class Ended(NamedTuple):
     """A loop that has just ended.
 
     Attributes:
-      outputs: What its `end` hook returned.
-      start: The position in the outputs at which it began.
+      outputs: The outputs that the loop's `end` hook returned.
+      start: The position in the outputs at which the loop began.
       number: The number of loops that have ended, including this one.
       is_changed: True if hooks of the loop may have changed the outputs.
     """
@@ -72,26 +72,30 @@ class Ended(NamedTuple):
 
 
 class Item:
-    """Something that a run calls when it is due: a history row, an action, an evaluation, a checkpoint.
+    """An item that a run calls when it is due, such as a history row, an action, an evaluation or a checkpoint.
 
     Hooks:
-      name: The name under which a checkpoint stores its state.
-      time_category: The kind of work as which its calls are timed (see `Spent`); None for none of its own.
-      interval: A schedule, or a number of loops; None if only `is_due` decides, at each moment.
-      call: Called when the item is due. Returns False if it was interrupted, and must be called again after a resume.
+      name: The name under which a checkpoint stores the item's state.
+      time_category: The kind of work to which the time of its calls is attributed (see `Spent`). If None, their time
+        isn't counted separately.
+      interval: A schedule or a number of loops. If None, only `is_due` determines when the item is called.
+      call: Called when the item is due. Returns False if the call was interrupted and must be repeated after a resume.
       state_dict, load_state_dict, kept_state: See `Action`.
 
     Args:
-      rank: The place among the items that are due at the same step.
-      reads: "all" to wait for the outputs of all steps, "newest" for the newest that have arrived, or "nothing".
+      rank: The item's place among the items that are due at the same step.
+      reads: The outputs that the item reads: "all" to wait for the outputs of all steps, "newest" for the newest
+        outputs that have arrived on the host, or "nothing".
 
     Attributes:
-      cursor: A position in the outputs. The item has read those before it, or has them in `unread`.
-      unread: What hooks returned for earlier loops: with an int interval, their outputs, which end at the cursor, and
-        with a schedule, the values that are not lists. None if there is nothing.
-      called_at: The step after which it was last called; None before the first call.
-      is_requested: True if it is due at the next moment, whatever its interval.
-      spent: The time report at its last call.
+      cursor: A position in the outputs. The item has already read all outputs before this position, or has them in
+        `unread`.
+      unread: The outputs of earlier loops that hooks returned and that the item hasn't read. If the interval is an int,
+        these are all outputs up to the cursor. If it is a schedule, they are only the values that aren't lists. None if
+        there are no such outputs.
+      called_at: The step after which the item was last called, or None before the first call.
+      is_requested: True if the item is due at the next opportunity, regardless of its interval.
+      spent: The time report at the item's last call.
     """
 
     name = ""
@@ -104,7 +108,7 @@ class Item:
         self.reads: Literal["all", "newest", "nothing"] = reads
 
     def reset(self, spent: Spent, cursor: int = 0) -> None:
-        """Forgets all calls."""
+        """Resets the state, as if nothing had been called yet."""
         self.cursor: int = cursor
         self.unread: LoopOutputs | None = None
         self.called_at: int | None = None
@@ -112,21 +116,21 @@ class Item:
         self.spent: Spent = spent
 
     def mark(self, now: Elapsed, spent: Spent, cursor: int) -> None:
-        """Notes a call."""
+        """Records a call."""
         self.called_at, self.is_requested, self.spent = now.steps, False, spent
         self.cursor, self.unread = cursor, None
 
     @property
     def interval(self) -> int | Schedule | None:
-        """A schedule, or a number of loops; None if only `is_due` decides."""
+        """A schedule or a number of loops, or None if only `is_due` determines when the item is called."""
         raise NotImplementedError
 
     def call(self, moment: Moment) -> bool:
-        """Does what is due. Returns False if it was interrupted."""
+        """Performs the item's work. Returns False if it was interrupted."""
         raise NotImplementedError
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
-        """Returns True if the item is due. `loop` is the number of the loop that ends here; None inside a loop."""
+        """Returns True if the item is due. `loop` is the number of the loop that ends at this step, or None."""
         if self.is_requested or self.called_at == now.steps:
             return self.is_requested
         interval = self.interval
@@ -136,7 +140,10 @@ class Item:
         return loop is not None and interval is not None and loop % interval == 0
 
     def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
-        """Returns the outputs since the last call. An int interval gets what the `end` hook returned."""
+        """Returns the outputs since the item's last call.
+
+        With an int interval, these are the outputs that the loop's `end` hook returned.
+        """
         if self.reads == "nothing":
             if self.rank == Rank.SAVE:
                 outputs.fetch()  # Before the save, because this finds NaN and infinity.
@@ -154,7 +161,7 @@ class Item:
         return found
 
     def keep_unread(self, outputs: Outputs, ended: Ended) -> None:
-        """Keeps what hooks returned for a loop, if the item reads it and was not called at its end."""
+        """Keeps the outputs that hooks returned for a loop, if the item reads them but wasn't called at its end."""
         if self.reads != "all" or self.cursor == outputs.position:
             return
         if isinstance(self.interval, Schedule):
@@ -165,14 +172,14 @@ class Item:
             self.unread, self.cursor = self.unread_in(outputs, ended), outputs.position
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns what a checkpoint stores: numbers, strings, arrays, lists and dicts."""
+        """Returns the state to store in a checkpoint, as numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restores a `state_dict`."""
 
     def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
-        """Returns everything that a checkpoint stores about the item, as JSON values."""
+        """Returns everything that a checkpoint stores about the item, including its state, as JSON values."""
         unread = None if self.unread is None else encode(self.unread)
         read = {"called_at": self.called_at, "cursor": self.cursor, "unread": unread}
         return {"name": self.name, "state": encoding.encode(self.state_dict()), **read}
@@ -192,7 +199,7 @@ class ActionItem(Item):
 
     Args:
       action: The action.
-      rank: The place among the items that are due at the same step; by default, that of an action of this kind.
+      rank: The item's place among the items that are due at the same step. If None, it depends on the kind of action.
 
     Attributes:
       context: Further keyword arguments for the action.
@@ -244,22 +251,23 @@ class ActionItem(Item):
 
 @final
 class Agenda:
-    """Calls items when they are due.
+    """Calls the items of a run when they are due.
 
     Args:
       outputs: The outputs that the items read.
-      stopwatch: Tracks how the time is spent.
-      job: The processes that train together, with their signals. After a signal, no evaluation begins, and
-        nothing saves before those that are due.
+      stopwatch: The stopwatch that tracks how the time is spent.
+      job: The processes that train together, with their signals. After a signal, no evaluation is started, and as long
+        as evaluations are due, no checkpoint is saved.
 
     Attributes:
       job: The processes that train together.
       items: The items, by rank.
-      statistics: The object that measures intervals; None if nothing is measured.
-      ended: The loop that has ended last, until the next one begins.
-      stopped_by: What has asked the run to stop: an item, or a description; None if nothing did.
-      owes_trim: True after an interruption at a step that may or may not end a loop. The next step trims, or the end
-        of that loop.
+      statistics: The object that computes statistics, or None if there are no statistics.
+      ended: The loop that ended last, or None once the next loop has begun.
+      stopped_by: The item that requested the run to stop, or a description of the request. None if there was no
+        request.
+      owes_trim: True after an interruption at a step that may or may not end a loop. In that case, outputs are trimmed
+        later: at the next step, or when that loop ends.
     """
 
     def __init__(self, outputs: Outputs, stopwatch: Stopwatch, job: Job):
@@ -272,47 +280,48 @@ class Agenda:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Forgets what was asked for in the last call."""
+        """Clears the requests that were made in the last call of the engine."""
         self.stopped_by: Any = None
         for item in self.items:
             item.is_requested = False
 
     @property
     def wants_stop(self) -> bool:
-        """True if something has asked the run to stop."""
+        """True if the run has been requested to stop."""
         return self.stopped_by is not None
 
     @property
     def called_here(self) -> list[Item]:
-        """The items that the agenda itself calls."""
+        """The items that the agenda itself calls, rather than the step or the engine."""
         return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
     def add(self, item: Item) -> None:
-        """Adds an item, which is called before the others of its rank."""
+        """Adds an item, which is called before the other items of its rank."""
         self.items = sorted([item, *self.items], key=lambda each: each.rank)
 
     def goal(self, now: Elapsed, stop: Schedule | None) -> Goal:
-        """Returns the next step, time and loop at which something may be due, or the schedule may end the run."""
+        """Returns the next step, time and loop at which an item may be due or `stop` may end the run."""
         intervals = [interval for item in self.called_here if (interval := item.interval) is not None]
         return goal_of(intervals if stop is None else [*intervals, stop], now)
 
     def hold(
         self, state: Any, now: Elapsed, spent: Spent, ended: Ended | None = None, *, may_end: bool = False
     ) -> Elapsed:
-        """Calls everything that is due and was not called at this step.
+        """Calls all items that are due and haven't been called at this step.
 
-        If something asks to stop at the end of a loop, this moment becomes the last one, and what is due then is
-        called, too. Inside a loop, the loop ends first, and its saves follow.
+        If an item requests a stop at the end of a loop, this becomes the last step of the run, and the items that are
+        due at the end of a run are called, too. If an item requests a stop inside a loop, the loop ends first, and
+        checkpoints are saved afterwards.
 
         Args:
           state: The state.
           now: The progress.
           spent: The time report.
-          ended: The loop that ends at this step; None inside a loop.
-          may_end: True if an interruption keeps the run from knowing whether a loop ends here.
+          ended: The loop that ends at this step, or None inside a loop.
+          may_end: Whether a loop may end at this step. True if the run can't know because it was interrupted.
 
         Returns:
-          The progress, which now tells whether this is the end of the run.
+          The progress, with `is_last` set if the run ends at this step.
         """
         is_done = self._call_due(state, now, spent, ended, may_end)
         if self.stopped_by is not None and ended is not None and not (now.is_last or self.job.requests.requested):
@@ -368,35 +377,35 @@ class Agenda:
         return is_done
 
     def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
-        """Returns the statistics of an interval (by default, the current loop)."""
+        """Returns statistics for an interval (by default, the current loop)."""
         found, guard = {} if self.statistics is None else self.statistics.of(state, spent), self._outputs.guard
         return found if guard is None else found | guard.measure(self._outputs.loop_start if cursor is None else cursor)
 
     def trim(self) -> None:
-        """Drops the outputs that every item that reads all outputs has already read."""
+        """Drops outputs that every item needing them has already read."""
         self.owes_trim = False
         self._outputs.trim(self.cursors)
 
     @property
     def cursors(self) -> list[int]:
-        """The positions up to which the items have read."""
+        """The positions up to which items have read the outputs."""
         return [item.cursor for item in self.items if item.reads == "all"]
 
     # Saving ------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets all calls."""
+        """Resets the state, as if nothing had been called yet."""
         self.ended = None
         spent, position = self._stopwatch.spent(), self._outputs.position
         for item in self.called_here:
             item.reset(spent, position)
 
     def state_dict(self, step_num: int, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns JSON values, and the train states that items keep.
+        """Returns JSON values and the train states that items keep.
 
         Args:
           step_num: The number of updates.
-          in_moment: True if some items may have to be called again after a resume.
+          in_moment: Whether some of the items that are due at this step may not have been called yet.
         """
         encode, ended = self._outputs.encode, self.ended if in_moment else None
         kept = {str(index): item.kept_state for index, item in enumerate(self.items)}
@@ -412,7 +421,7 @@ class Agenda:
         return saved, {index: state for index, state in kept.items() if state is not None}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any], step_num: int) -> None:
-        """Restores a `state_dict` and the kept states. Items that it doesn't contain are not called at this step."""
+        """Restores a `state_dict` and the kept states. Items that it doesn't contain won't be called at this step."""
         self.reset()
         self.owes_trim = saved["owes_trim"]
         self.ended = saved["ended"] and Ended(LoopOutputs.decode(saved["ended"][0]), *saved["ended"][1:])

@@ -1,4 +1,4 @@
-"""The options of a loop, and one call of it with its outcome."""
+"""The options of a loop, and a call of the loop with its outcome."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from jaxloop.step import Step, nonfinite
 @final
 @dataclasses.dataclass
 class Options:
-    """How a loop runs its steps. See `TrainLoop`.
+    """The options that determine how a loop runs its steps; see `TrainLoop`.
 
     Attributes:
       steps_per_dispatch: The number of steps in one dispatch.
-      nan_policy: What to do about NaN and infinity.
-      max_in_flight: The maximum number of steps by which the host may run ahead; None for the default.
+      nan_policy: The policy for NaN and infinity.
+      max_in_flight: The maximum number of steps by which the host may run ahead, or None for the default.
       evaluates: True if the loop never changes the state.
-      checks_count: Whether to check that `state.step` counts the updates, once.
+      checks_count: Whether to check once that `state.step` counts the updates.
     """
 
     steps_per_dispatch: int = 1
@@ -36,12 +36,12 @@ class Options:
 
 @final
 class Failure(NamedTuple):
-    """What is left after an exception.
+    """The information that is kept after an exception.
 
     Attributes:
-      step_num: The number of the step that raised the exception; None if no step did.
-      state: The state after the last completed step; None if it was lost.
-      reason: The reason why there is no state.
+      step_num: The number of the step that raised the exception, or None if it wasn't raised by a step.
+      state: The state after the last completed step, or None if it was lost.
+      reason: The reason why the state was lost.
     """
 
     step_num: int | None = None
@@ -52,13 +52,13 @@ class Failure(NamedTuple):
 @final
 @dataclasses.dataclass
 class Outcome:
-    """How the newest call of an engine went.
+    """The outcome of the latest call of an engine.
 
     Attributes:
       num_examples: The number of examples in each step of the latest loop.
-      data_ended: True if the data have ended.
-      is_interrupted: True if a signal came before all steps of a loop had run.
-      failure: What is left after an exception.
+      data_ended: True if the end of the data has been reached.
+      is_interrupted: True if a signal arrived before all steps of a loop had run.
+      failure: The information that is kept if the call raised an exception.
     """
 
     num_examples: Sequence[int] = ()
@@ -70,17 +70,17 @@ class Outcome:
 @final
 @dataclasses.dataclass
 class Call:
-    """One call of an engine.
+    """A single call of an engine.
 
     Attributes:
-      updates: The number of updates per batch; 0 if the call evaluates.
-      program: The program that runs the steps; None after the call.
-      state: The state after the last completed step; None after the call.
-      place: What is running, for the note on an exception.
-      ran: The steps that are running now; None between them.
+      updates: The number of updates per batch, or 0 if the call evaluates.
+      program: The program that runs the steps. None after the call.
+      state: The state after the last completed step. None after the call.
+      place: The part that is running, such as the dataset or the step, to be named in the note on an exception.
+      ran: The result of the steps that are running now, or None if no steps are running.
       count: After the call, `state.step` and its value.
       own_hooks: The names of the loop's hooks that a user has defined.
-      outcome: How the call has gone so far.
+      outcome: The outcome of the call so far.
     """
 
     updates: int = 1
@@ -93,7 +93,7 @@ class Call:
 
     @property
     def changes_outputs(self) -> bool:
-        """True if hooks of the loop read its outputs, and may change them."""
+        """True if hooks of the loop read the outputs and may change them."""
         return not self.own_hooks.isdisjoint({"run", "update_outputs", "end"})
 
     outcome: Outcome = dataclasses.field(default_factory=Outcome)

@@ -1,4 +1,4 @@
-"""The engine: the loop over loops."""
+"""The engine, which runs one loop after another."""
 
 import dataclasses
 import functools
@@ -37,19 +37,19 @@ class LoopActions(NamedTuple):
 
 @final
 class Engine:
-    """Runs the loops of one `Loop` object, and calls its hooks.
+    """Runs the loops of a `Loop` object and calls the object's hooks.
 
     Args:
       loop: The loop.
       max_in_flight: See `Options`.
 
     Attributes:
-      options: How the steps run.
-      run: Everything that lasts from call to call.
+      options: The options that determine how the steps run.
+      run: The progress, the outputs and the items, which are kept between calls.
       data: The loop's data.
-      plan: What an experiment adds to the loop.
+      plan: The items and limits that an experiment adds to the loop.
       actions: The loop's actions.
-      call: The current call, or the last one.
+      call: The current call or, between calls, the last one.
     """
 
     def __init__(self, loop: Any, max_in_flight: int | None):
@@ -69,7 +69,7 @@ class Engine:
 
     @property
     def outcome(self) -> Outcome:
-        """How the newest call went."""
+        """The outcome of the latest call."""
         return self.call.outcome
 
     def set_actions(self, begin: Sequence[Action], end: Sequence[Action]) -> None:
@@ -79,7 +79,7 @@ class Engine:
         self.set_plan(None)
 
     def set_plan(self, plan: Plan | None) -> None:
-        """Sets what an experiment adds to the loop; None after the experiment."""
+        """Sets the plan that an experiment adds to the loop. Pass None after the experiment."""
         self.plan, agenda = plan or Plan(is_alone=True), self.run.agenda
         self.data.source = self.plan.source
         spent, position = self.run.stopwatch.spent(), self.run.outputs.position
@@ -95,7 +95,7 @@ class Engine:
         agenda.begin_call()
 
     def description(self) -> list[str]:
-        """Returns lines that describe the loop. They must be identical in all processes of a job."""
+        """Returns lines of text that describe the loop. They must be identical in all processes of a job."""
         step = self._loop.step
         head = [repr(self._loop), f"  {step!r}", f"  max_steps_in_flight={self.options.in_flight(step)}"]
         return [*head, *(f"  {item.name}, interval {item.interval!r}" for item in self.run.agenda.items)]
@@ -105,16 +105,16 @@ class Engine:
     def loops(
         self, state: Any, data: Callable[[], Any], steps: Callable[[], int | None], *, trains: bool = True
     ) -> tuple[Any, LoopOutputs]:
-        """Runs one loop or, in an experiment, one after another.
+        """Runs a single loop or, in an experiment, one loop after another.
 
         Args:
           state: The state.
           data: A function that returns the data of the next loop.
-          steps: A function that returns the number of steps of the next loop; None for all of its data.
-          trains: False if the call evaluates.
+          steps: A function that returns the number of steps of the next loop, or None to use all of its data.
+          trains: Whether the loops train rather than evaluate.
 
         Returns:
-          The state, and the last loop's outputs.
+          The state and the last loop's outputs.
         """
         loop, run, requests, outputs = self._loop, self.run, self.job.requests, LoopOutputs()
         policy, runner = self.options.nan_policy if trains else "ignore", loop.step._runner
@@ -203,7 +203,7 @@ class Engine:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, including those in the current call that `Run.now` doesn't include yet."""
+        """The number of completed updates, including updates in the current call that `Run.now` doesn't cover yet."""
         ran, steps = self.call.ran, self.run.now.steps if self.plan.at is None else self.plan.at.steps
         return steps + (0 if ran is None else len(ran.examples) * self.call.updates)
 
@@ -284,7 +284,7 @@ class Engine:
     # The loop over steps -------------------------------------------------------------------------------
 
     def advance(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Runs steps up to the end of a loop. Between them, calls what is due. The default of `Loop.run`."""
+        """Runs steps until a loop ends and calls items when they are due. The default implementation of `Loop.run`."""
         call, outputs, step = self.call, self.run.outputs, self._loop.step
         limit = None if num_steps is None else num_steps // max(call.updates, 1)
         self.data.begin(dataset, limit, evaluates=not call.updates)
@@ -310,7 +310,7 @@ class Engine:
                 step._runner.states.remember(call.state)  # An `end` hook may return any state.
 
     def run_one_step(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Output]:
-        """Runs one step with all of its hooks and actions. The default of `Loop._run_one_step`."""
+        """Runs one step with all of its hooks and actions. The default implementation of `Loop._run_one_step`."""
         step, run, elapsed, feed = self._loop.step, self.run, None, self.data.feed
         if not self.call.updates:
             return state, step.evaluate(state, batch, number)
@@ -320,11 +320,11 @@ class Engine:
         return step(state, batch, number, elapsed=elapsed)
 
     def check_schedules(self) -> None:
-        """Raises an error if a schedule doesn't return a later step."""
+        """Raises an error if the `next_step` of a schedule doesn't return a later step."""
         self.run.agenda.goal(self.run.now, self.plan.stop)
 
     def loop_end(self, step_num: int) -> int | None:
-        """Returns the number of steps to the next end of a loop at which something may be due."""
+        """Returns the number of steps until the next end of a loop at which an item may be due."""
         plan, run = self.plan, self.run
         ends = [] if plan.total is None else [plan.total - step_num]
         if plan.loop_steps is not None:
@@ -336,18 +336,18 @@ class Engine:
         return min(ends, default=None)
 
     def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False) -> bool:
-        """Calls what is due at a moment between two calls of the loop.
+        """Calls the items that are due between two calls of the loop.
 
-        Returns False if any of it asks the run to stop, or if a signal has kept any of it from being called.
+        Returns False if an item requests the run to stop, or if a signal has prevented an item from being called.
 
-        Such moments come before the first step and, in a resumed run, at the step of the checkpoint. For an eval loop,
-        they come when its actions are still to be called, and when the training ends. Nothing is called twice at the
-        same step.
+        The engine of a train loop does this before the first step and, in a resumed run, at the step of the checkpoint.
+        The engine of an eval loop does it if an interruption kept the loop's actions from being called, and when the
+        training ends. No item is called twice at the same step.
 
         Args:
           state: The state.
-          is_last: Whether the run ends here.
-          at_end: Whether a loop ends here.
+          is_last: Whether the run ends at this step.
+          at_end: Whether a loop ends at this step.
         """
         run, agenda = self.run, self.run.agenda
         with self.job.requests, run.stopwatch.counting("dispatch"):
@@ -364,7 +364,7 @@ class Engine:
     # Options --------------------------------------------------------------------------------------------
 
     def set_steps_per_dispatch(self, value: int) -> None:
-        """Sets the number of steps in one dispatch. Raises an error if they can't run in one."""
+        """Sets the number of steps in one dispatch. Raises an error if the loop can't fuse its steps."""
         name = type(self._loop).__name__
         checks.check_positive(f"{name}.steps_per_dispatch", value)
         if value > 1 and checks.is_user_defined(self._loop, "_run_one_step"):
@@ -377,7 +377,7 @@ class Engine:
         self.options.steps_per_dispatch = int(value)
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything needed to run steps on batches like this one; see `Loop.compile`."""
+        """Compiles everything needed to run steps on batches like the given one; see `Loop.compile`."""
         options, dataset = self.options, indexed(batch)
         batches = [batch] if dataset is None else dataset.first_of_each_size()
         numbers = sorted({options.steps_per_dispatch, 1}, reverse=True)
@@ -392,14 +392,14 @@ class Engine:
         self.run.begin(elapsed)
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that were read from a source but not used."""
+        """Returns the number of batches that have been read from a source but not used yet."""
         return self.data.feed.num_ahead if self.data.feed.dataset is source else 0
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what a checkpoint stores about the loop: JSON values, and the train states that actions keep.
+        """Returns the loop's part of a checkpoint: JSON values and the train states that actions keep.
 
         Args:
-          in_moment: True if some items may have to be called again after a resume.
+          in_moment: Whether some of the items that are due at this step may not have been called yet.
         """
         saved, kept = self.run.state_dict(in_moment=in_moment)
         return saved | {"has_stopped": self.run.agenda.wants_stop, "wraps_data": self.data.is_wrapped}, kept

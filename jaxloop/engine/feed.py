@@ -1,4 +1,4 @@
-"""Where the batches of a loop come from."""
+"""The sources of a loop's batches."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +30,9 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
 
 @final
 class Feed(Iterator[types.Batch]):
-    """Reads one or several batches at a time, and buffers those that no step needs yet.
+    """Reads one or several batches at a time and buffers batches that no step needs yet.
 
-    If the dataset raises an exception, `Feed` returns all batches read before it, and only then raises the exception.
+    If the dataset raises an exception, `Feed` first returns all batches that were read before it, and then raises it.
 
     >>> feed = Feed(iter([1, 2, 3]))
     >>> feed.has_more(), feed.take(2), feed.take(2), feed.has_more()
@@ -40,15 +40,15 @@ class Feed(Iterator[types.Batch]):
 
     Args:
       dataset: An iterator of batches.
-      read: A function that reads the next batch from the dataset; None to use `next(dataset)`.
-      joint: In a multi-process job, the reader to use instead, which all processes share.
+      read: A function that reads the next batch from the dataset. If None, `next(dataset)` is used.
+      joint: In a multi-process job, the reader to use instead of `read`. It reads jointly with the other processes.
 
     Attributes:
       dataset: The iterator.
       joint: The argument of the same name.
       ahead: The batches that have been read but not used yet.
-      examples: In a multi-process job, the number of examples in all processes for each batch that was returned but not
-        counted yet, and for each batch in `ahead`.
+      examples: In a multi-process job, the number of examples in all processes for each batch that has been returned
+        but not counted yet, and for each batch in `ahead`.
       has_ended: True if the dataset has ended and all of its batches have been used.
     """
 
@@ -84,7 +84,7 @@ class Feed(Iterator[types.Batch]):
         return batch
 
     def count(self, number: int) -> list[int]:
-        """Counts the first `number` batches in `examples`, and forgets later ones that were used in vain."""
+        """Returns the numbers of examples in the first `number` returned batches, and forgets all returned batches."""
         counted = self.examples[:number]
         del self.examples[: len(self.examples) - len(self.ahead)]
         return counted
@@ -141,12 +141,12 @@ class Feed(Iterator[types.Batch]):
 
 @final
 class Source(NamedTuple):
-    """What an experiment does with the data of a loop.
+    """The functions with which an experiment follows the data of a loop.
 
     Attributes:
-      next_pass: A function to call when the data end. Returns True if there is more data, for another loop.
+      next_pass: A function to call when the data end. It returns True if there are more data for another loop.
       mark: A function to call before a batch is read ahead, if a save is due.
-      consumed: A function to call with the number of batches that were read but not used, after steps.
+      consumed: A function to call after steps with the number of batches that have been read but not used yet.
       observers: Functions to call with each batch before a step sees it.
     """
 
@@ -158,16 +158,16 @@ class Source(NamedTuple):
 
 @final
 class LoopData:
-    """Opens iterators for a loop, and keeps the batches that were read ahead from the latest one.
+    """Opens iterators for a loop and keeps the batches that were read ahead from the latest iterator.
 
     Args:
       loop: The loop.
       job: The processes that train together.
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
       feed: The feed of the latest iterator.
-      source: What is told about the batches that are read from it.
+      source: The functions to call for the batches that are read from the feed.
       is_wrapped: True if the `begin` hook of the current loop wraps the data.
     """
 
@@ -178,12 +178,12 @@ class LoopData:
         self.is_wrapped: bool = False
 
     def begin(self, dataset: Iterator[types.Batch], num_batches: int | None, *, evaluates: bool) -> None:
-        """Opens a feed for an iterator. It is reused for the same iterator, so that batches read ahead aren't lost.
+        """Opens a feed for an iterator. Reuses the feed of the same iterator, so that batches read ahead aren't lost.
 
         Args:
           dataset: The iterator.
-          num_batches: The maximum number of batches to read; None for all.
-          evaluates: Whether an evaluation reads them.
+          num_batches: The maximum number of batches to read, or None to read all.
+          evaluates: Whether the batches are read for an evaluation.
         """
         if self.feed.dataset is not dataset:
             self.open(dataset, evaluates=evaluates)
@@ -193,7 +193,7 @@ class LoopData:
         self.source.consumed(self.feed.num_ahead)
 
     def open(self, dataset: Iterator[types.Batch], *, evaluates: bool = False) -> None:
-        """Makes a feed for an iterator."""
+        """Creates a feed for an iterator."""
         loop, read, joint = self._loop, dataset.__next__, None
         runner = loop.step._runner
         if checks.is_user_defined(loop, "_get_next_batch"):

@@ -1,4 +1,4 @@
-"""The outputs of a run: on the devices at first, and then in segments, with a cursor for each reader."""
+"""The outputs of a run. They are first on the devices and then in segments, with a cursor for each reader."""
 
 import contextlib
 import functools
@@ -24,9 +24,9 @@ _MOST_KEPT = 1024  # The scalars of at most this many steps stay on an accelerat
 
 @final
 class Chunk(NamedTuple):
-    """Outputs of several steps: groups of consecutive steps that report the same names, as columns.
+    """The outputs of several steps, as groups of consecutive steps that report the same names.
 
-    A column is a list with one value per step, or a stacked pytree.
+    The outputs of a group are stored as columns. A column is a list with one value per step, or a stacked pytree.
     """
 
     groups: list[tuple[dict[str, Any] | None, int]]
@@ -35,23 +35,23 @@ class Chunk(NamedTuple):
 
 @final
 class Cut(NamedTuple):
-    """The end of a segment, with its merged `clu.metrics` states."""
+    """The end of a segment, with the segment's merged `clu.metrics` states."""
 
     sums: dict[str, Any]
 
 
 @final
 class Pending:
-    """The outputs of the latest steps, in a queue of chunks and cuts, until they are taken.
+    """A queue of the latest steps' outputs, as chunks and cuts, which are kept until they are taken.
 
     Args:
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
       newest: The outputs of the latest steps, which are not in the queue yet. Programs append to this list.
-      in_flight: The dispatches that may not be completed.
-      num_steps: The number of steps whose outputs were not taken yet.
-      names: The names that steps have reported; None before the first step.
+      in_flight: The dispatches that may not be completed yet.
+      num_steps: The number of steps whose outputs haven't been taken yet.
+      names: The names that steps have reported so far, or None before the first step.
       are_plain: True if there are outputs, and all steps report the same scalars, without `STOP_LOOP`.
     """
 
@@ -63,8 +63,8 @@ class Pending:
         """Forgets all outputs.
 
         Args:
-          sums: The merged states since the last cut, in a resumed run.
-          names: The names that the steps of a resumed run have reported.
+          sums: In a resumed run, the `clu.metrics` states merged since the last cut.
+          names: In a resumed run, the names that steps have reported so far.
         """
         self.newest: list[types.Output | Block] = []
         self.names: set[str] | None = names
@@ -81,12 +81,12 @@ class Pending:
         return self.in_flight.chunk - len(self._examples)
 
     def account(self, examples: Sequence[int]) -> None:
-        """Accepts the steps that were appended to `newest`."""
+        """Records the numbers of examples in the steps whose outputs were appended to `newest`."""
         self._examples += examples
         self.num_steps += len(examples)
 
     def push(self, num_steps: int, state: Any) -> int:
-        """Waits if the host is too far ahead after these steps. Returns the length of the queue to take now."""
+        """Waits if the host is too far ahead after these steps. Returns the number of queue elements to take now."""
         newest = self.newest[-1]
         values = _values_of(newest)
         self.in_flight.add(values, num_steps, state)
@@ -148,7 +148,7 @@ class Pending:
             self._sums = {}
 
     def take(self, number: int | None = None) -> list[Chunk | Cut]:
-        """Waits for the first `number` elements of the queue, and removes them. If `number` is None, takes all."""
+        """Waits for the first `number` elements of the queue (by default, all), and removes and returns them."""
         if number is None and self._examples:
             self.send()
         taken = self._queue[:number]
@@ -169,7 +169,7 @@ class Pending:
         return metrics.fetch(self._sums)
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the latest computed step that was not taken yet. Never waits."""
+        """Returns the scalars of the latest computed step whose outputs haven't been taken yet. Never waits."""
         for outputs in reversed(self.newest):
             if found := metrics.ready_scalars(_last_of(outputs) or {}):
                 return found
@@ -183,11 +183,11 @@ class Pending:
 
 @final
 class Segment:
-    """Consecutive steps. A position is a number of steps.
+    """The outputs of consecutive steps. Positions are given as numbers of steps since the start of the run.
 
     Attributes:
       first: The position at which the segment begins.
-      outputs: The outputs of its steps.
+      outputs: The outputs of the segment's steps.
       end: The position at which the segment ends.
     """
 
@@ -202,30 +202,32 @@ class Segment:
         return outputs.split(begin - self.first)[1] if begin > self.first else outputs
 
     def add_sums(self, sums: Mapping[str, Any]) -> None:
-        """Adds merged `clu.metrics` states."""
+        """Adds merged `clu.metrics` states to the segment."""
         for name, state in sums.items():
             self.outputs[name] = metrics.merge_if_metrics([*self.outputs.get(name, ()), state])
 
 
 @final
 class Outputs:
-    """The outputs of a run, in segments. Those of the latest steps are still on the devices.
+    """The outputs of a run, in segments. The outputs of the latest steps are still on the devices.
 
-    A cut ends a segment. `clu.metrics` states are merged in step order within a segment, so everything that reads
-    outputs, and every end of a loop, makes a cut. A checkpoint reads without a cut, so it changes no bits.
+    A cut ends a segment. Within a segment, `clu.metrics` states are merged in the order of the steps. Therefore, a cut
+    is made whenever outputs are read and whenever a loop ends. Saving a checkpoint reads outputs without a cut, so that
+    it doesn't affect the results.
 
         | dropped | segment | segment | open segment | pending |
                   ^ the cursor of a reader                     ^ position
 
     Args:
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
-      pending: The outputs on the devices.
+      pending: The outputs that are still on the devices.
       loop_start: The position at which the current loop began.
-      update: A function that adds a step's outputs to the loop's outputs; None to append to lists.
-      hooks_read: True if hooks of the loop read its outputs, so a checkpoint contains them from the loop's start.
-      guard: The object that sees the columns as they arrive, and looks for NaN and infinity; None if nothing does.
+      update: A function that adds a step's outputs to the loop's outputs. If None, they are appended to lists.
+      hooks_read: True if hooks of the loop read its outputs. In that case, a checkpoint contains all outputs of the
+        current loop.
+      guard: The object that checks the flags for NaN and infinity as outputs arrive on the host, or None.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
@@ -259,12 +261,12 @@ class Outputs:
         return types.STOP_LOOP in (self.pending.names or ())
 
     def push(self, num_steps: int, state: Any) -> None:
-        """Waits if the host is too far ahead after these steps, and reads outputs that have been computed."""
+        """Waits if the host is too far ahead after these steps, and then fetches the outputs that are due."""
         if number := self.pending.push(num_steps, state):
             self.fetch(number)
 
     def fetch(self, number: int | None = None) -> None:
-        """Waits until outputs are on the host: so many elements of the queue or, by default, all outputs."""
+        """Waits until the first `number` elements of the queue (by default, all outputs) are on the host."""
         for each in self.pending.take(number):
             if isinstance(each, Chunk):
                 self._arrive(each.groups, each.examples)
@@ -303,17 +305,17 @@ class Outputs:
     def since(
         self, cursor: int, until: int | None = None, *, after: LoopOutputs | None = None, keeps_all: bool = False
     ) -> LoopOutputs:
-        """Returns a copy of the outputs between two positions. By default, until now.
+        """Returns a copy of the outputs between two positions.
 
         Unless the outputs are plain, a cut must have been made at both positions.
 
-        Of values other than scalars, only those of the last segment are returned, unless `keeps_all` is True.
+        Non-scalar values are returned only for the last segment, unless `keeps_all` is True.
 
         Args:
           cursor: The first position.
-          until: The second position; None for the newest.
-          after: Earlier outputs, which are not changed, and which the result begins with.
-          keeps_all: Whether to return all values.
+          until: The second position, or None for the current position.
+          after: Earlier outputs to put at the beginning of the result. They are not changed.
+          keeps_all: Whether to return the non-scalar values of all segments.
         """
         self.fetch()
         found, add = LoopOutputs() if after is None else after.copy(), _append if keeps_all else LoopOutputs.extend
@@ -338,7 +340,7 @@ class Outputs:
         return found
 
     def begin_loop(self, position: int | None = None) -> None:
-        """Begins the next loop here or, if all outputs since then are plain, at an earlier position."""
+        """Begins the next loop at the current position or at an earlier one, if all outputs since then are plain."""
         self.loop_start = self.position if position is None else position
         self._updated = LoopOutputs()
 
@@ -357,7 +359,7 @@ class Outputs:
         return self.pending.newest_scalars() or metrics.newest_scalars(newest.outputs)
 
     def trim(self, cursors: Iterable[int]) -> None:
-        """Drops what all readers have read, and joins segments that no cursor separates."""
+        """Drops segments that all readers have read and joins segments that no cursor separates."""
         kept: list[Segment] = []
         cursors = {*cursors, self.loop_start}
         *segments, newest = self._segments
@@ -372,7 +374,7 @@ class Outputs:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, cursors: Sequence[int]) -> dict[str, Any]:
-        """Returns the outputs after the first of these cursors and, if they matter at its end, those of the loop."""
+        """Returns the outputs after the first of these cursors and, if needed later, those of the current loop."""
         self.fetch()
         wanted = [*cursors, self.loop_start] if self.hooks_read or self.may_stop else [*cursors]
         least = min(wanted, default=self.position)
@@ -389,7 +391,7 @@ class Outputs:
         }
 
     def encode(self, outputs: LoopOutputs) -> dict[str, Any]:
-        """Returns outputs as JSON values. Warns once of those that a checkpoint can't store."""
+        """Returns outputs as JSON values. Warns once about outputs that a checkpoint can't store."""
         encoded, left_out = outputs.encode()
         if set(left_out) - self._left_out:
             self._left_out.update(left_out)

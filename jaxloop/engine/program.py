@@ -1,4 +1,4 @@
-"""Programs, which run steps. No other code loops over steps."""
+"""Programs, which run steps. This is the only module that loops over steps."""
 
 import collections
 import contextlib
@@ -20,7 +20,7 @@ from jaxloop.step import FusingError, Step
 from jaxloop.step.compiled import Compiled, stacked
 
 CHUNK_SIZE = 64
-"""The maximum number of steps whose outputs are handled together."""
+"""The maximum number of steps whose outputs are processed together."""
 
 Custom = Callable[[Any, types.Batch, int], tuple[Any, types.Output]]
 """Runs one step: `(state, batch, number of the step in this stretch) -> (state, outputs)`."""
@@ -37,15 +37,15 @@ class Block(NamedTuple):
 @final
 @dataclasses.dataclass
 class Ran:
-    """The result of some steps. It is also valid if an exception ended them.
+    """The result of running some steps. It is also valid if an exception ended them.
 
     Attributes:
       state: The state after the last completed step.
       step_num: The number of updates before these steps.
       outputs: A list to which the outputs are appended.
       examples: The number of examples in each completed step.
-      in_data: Seconds spent waiting for batches.
-      is_in_step: True if an exception came after a batch was read, but before its step completed.
+      in_data: The number of seconds spent waiting for batches.
+      is_in_step: True if an exception was raised after a batch was read but before the batch's step was completed.
     """
 
     state: Any
@@ -58,12 +58,12 @@ class Ran:
 
 @final
 class Needs(NamedTuple):
-    """What a batch needs before `run`.
+    """The work that a batch needs before `run`.
 
     Attributes:
-      begin: True if the step has its own `begin`.
-      preprocessing: True if it has its own `preprocess_batch`.
-      counting: True if `num_examples` must count the batch as it comes from the dataset.
+      begin: True if the step overrides `begin`.
+      preprocessing: True if the step overrides `preprocess_batch`.
+      counting: True if `num_examples` must be called with the batch as returned by the dataset.
       placing: True if the batch must be passed to `place`.
     """
 
@@ -79,12 +79,12 @@ class Program:
     Hooks:
       run: Runs steps.
       runs_singly: Determines whether the engine counts each step before the next one begins.
-      _run_custom: Runs one step if there is a custom function. Returns its number of examples, too.
+      _run_custom: Runs one step with the custom function, if there is one. Also returns the step's number of examples.
 
     Args:
       step: The step.
       evaluates: Whether to run the steps as an evaluation, which doesn't donate the state.
-      custom: A function that runs each step instead, with all of its hooks and actions.
+      custom: A function that runs each step, with all of its hooks and actions, in place of the compiled function.
       observers: Functions to call with each batch.
     """
 
@@ -120,7 +120,7 @@ class Program:
         requests: Interruptible,
         deadline: float = math.inf,
     ) -> None:
-        """Runs up to `room` steps. Stops early when the data end, after a signal, and after the deadline."""
+        """Runs up to `room` steps. Stops early if the data end, a signal arrives, or the deadline passes."""
         read, add_outputs, add_number = feed.reader(), ran.outputs.append, ran.examples.append
         clock = timing.clock
         enter, leave, run_one, observers = self._compiled.enter, self._compiled.leave, self._run_one, self.observers
@@ -212,7 +212,7 @@ class Program:
         return carry, batch, num_examples
 
     def run_fused(self, ran: Ran, feed: Feed, size: int) -> bool:
-        """Runs `size` steps in one dispatch, and returns True. Returns False if they must run one at a time."""
+        """Runs `size` steps in one dispatch and returns True. Returns False if the steps must run one at a time."""
         if self._has_failed:
             return False
         began = timing.clock()
@@ -274,7 +274,7 @@ class Program:
 
     @functools.cached_property
     def fused(self) -> Compiled:
-        """The function that runs several steps. Raises a FusingError if they can't run in one dispatch."""
+        """The compiled function that runs several steps. Raises a `FusingError` if they can't run in one dispatch."""
         if work := self._runner.work_for_each_step(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
         return self._runner.programs.compiled(evaluates=self._evaluates, fuses=True)
@@ -285,11 +285,11 @@ class InFlight:
     """The dispatches that the devices may not have completed yet.
 
     Args:
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
       limit: The number of steps by which the host may run ahead.
-      chunk: The number of steps whose outputs are handled together.
+      chunk: The number of steps whose outputs are processed together.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
@@ -304,7 +304,7 @@ class InFlight:
         self.chunk: int = min(CHUNK_SIZE, -(-limit // 2))
 
     def add(self, outputs: types.Output, num_steps: int, state: Any) -> None:
-        """Adds a dispatch, and waits if the host is too far ahead. `state` is the state after it."""
+        """Adds a dispatch, and waits if the host is too far ahead. `state` is the state after the dispatch."""
         arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
         self._markers.append((arrays[0] if arrays else None, num_steps))
         self._num_steps += num_steps
@@ -324,7 +324,7 @@ class InFlight:
         return self._stopwatch.counting("device")
 
     def clear(self) -> None:
-        """Forgets all dispatches, because they are completed."""
+        """Forgets all dispatches. Called when they are completed."""
         self._markers.clear()
         self._num_steps = 0
 

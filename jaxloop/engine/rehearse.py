@@ -1,4 +1,4 @@
-"""Rehearses a run: finds out when its items would be due, with the real plan and a made-up progress.
+"""A rehearsal of a run: determines when items would be due, with the real plan and simulated progress.
 
 Times, the lengths of some datasets, and the results of user functions can't be predicted.
 """
@@ -37,7 +37,7 @@ class Calls:
 
     Attributes:
       moments: The progress of the run at each call.
-      rest: A phrase that describes further calls whose steps are unknown; empty if there are none.
+      rest: A phrase that describes further calls whose steps are unknown. Empty if there are none.
     """
 
     moments: Sequence[Elapsed] = ()
@@ -85,15 +85,15 @@ class Course:
 
     Attributes:
       plan: The plan of the run.
-      epochs: The number of epochs; None to read the data once.
-      batches_in_pass: The number of batches in an epoch; None if it is unknown.
+      epochs: The number of epochs, or None if the data are read once.
+      batches_in_pass: The number of batches in an epoch, or None if it is unknown.
       rows: The number of examples in a batch.
       updates: The number of optimizer updates per batch.
       start: The progress of the run when it begins or resumes.
-      passes: The number of epochs completed by then.
-      batches: The number of batches used in the current epoch by then.
-      has_stopped: True if the run was told to stop when it reached this point.
-      most_moments: The maximum number of moments to predict.
+      passes: The number of epochs completed before `start`.
+      batches: The number of batches of the current epoch used before `start`.
+      has_stopped: True if the run had been requested to stop when it reached `start`.
+      most_moments: The maximum number of calls to predict.
     """
 
     plan: Plan = dataclasses.field(default_factory=Plan)
@@ -108,7 +108,7 @@ class Course:
     most_moments: int = 5_000
 
     def end_of_pass(self, number: int) -> int:
-        """Returns the step at which the given epoch ends. The current epoch is number 1."""
+        """Returns the step at which the given epoch ends. The epoch that is current at `start` has the number 1."""
         if self.batches_in_pass is None:
             return END
         return self.start.steps + (number * self.batches_in_pass - self.batches) * self.updates
@@ -145,7 +145,7 @@ class Course:
 
     @property
     def batches_of_longest_loop(self) -> int | None:
-        """The number of batches in the longest loop; None if it is unknown."""
+        """The number of batches in the longest loop, or None if it is unknown."""
         ends = [self.start.steps, *self.loops.steps]
         return max(((later - earlier) // self.updates for earlier, later in itertools.pairwise(ends)), default=None)
 
@@ -158,7 +158,7 @@ class Course:
 
         Args:
           interval: The interval, in any form that an action accepts.
-          in_step: True for an action of a step, which doesn't know when a loop or the run ends.
+          in_step: Whether the action belongs to a step, which doesn't know when a loop or the run ends.
         """
         if in_step and not isinstance(interval, Schedule):  # An int counts the steps of each loop.
             longest = self.batches_of_longest_loop

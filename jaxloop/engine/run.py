@@ -1,4 +1,4 @@
-"""A run of a loop: its plan, its progress, and the loop over its steps."""
+"""A run of a loop: its plan, its progress, and the execution of its steps."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ _MANY_BATCHES = 10_000  # After this many, an evaluation without a limit causes 
 @final
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What an experiment adds to a loop.
+    """The items, limits and data functions that an experiment adds to a loop.
 
     Attributes:
       is_alone: True if no experiment runs the loop. In that case, each call runs a single loop.
@@ -49,7 +49,7 @@ class Plan:
     at: Elapsed | None = None
 
     def ends_at(self, now: Elapsed) -> bool:
-        """Returns True if the run ends at this step, whatever the data say."""
+        """Returns True if the run ends at this step even if there are more data."""
         return now.steps == self.total or (self.stop is not None and self.stop.stops(now.previous or now, now))
 
     def ends_loop(self, step_num: int) -> bool:
@@ -59,16 +59,16 @@ class Plan:
 
 @final
 class Clock:
-    """The training time of a run, including the earlier processes that it resumes.
+    """The training time of a run, including the time before the run was resumed.
 
     Args:
-      stopwatch: Tracks how the time is spent in this process.
-      is_shared: Whether the processes of a job agree on the time.
+      stopwatch: The stopwatch that tracks how the time is spent in this process.
+      is_shared: Whether several processes have to agree on the time.
 
     Attributes:
       stopwatch: The argument of the same name.
-      agreed: The training time in the first process, as far as all processes know it; None in a single process.
-      moment: The training time at the last moment. Everything that was due by then has been called.
+      agreed: The latest training time of the first process that all processes know, or None in a single process.
+      moment: The training time when items were last called. Everything that was due by then has been called.
     """
 
     def __init__(self, stopwatch: Stopwatch, *, is_shared: bool):
@@ -87,25 +87,25 @@ class Clock:
         return self._offset + (self.stopwatch.training_secs() if self.agreed is None else self.agreed)
 
     def deadline(self, time: float) -> float:
-        """Returns the clock reading at a training time. Slightly early, so that rounding doesn't make it late."""
+        """Returns the clock reading at a training time. It is slightly early, so that rounding can't make it late."""
         return self.stopwatch.reading_at(time - self._offset - 1e-9)
 
 
 @final
 class Run:
-    """The progress of a loop, the outputs that somebody has still to read, and the items that are called.
+    """The progress of a loop, the outputs that haven't been read by all readers, and the items to call.
 
     Args:
       job: The processes that train together.
 
     Attributes:
-      stopwatch: Tracks how the time is spent.
+      stopwatch: The stopwatch that tracks how the time is spent.
       clock: The training time.
       outputs: The outputs of the steps.
       agenda: The items.
-      now: The progress after the latest step. `now.previous` is the progress one batch earlier, with the time of the
-        last moment.
-      loops: The number of loops that this loop object has ended.
+      now: The progress after the latest step. `now.previous` is the progress one batch earlier, except that its time is
+        the time when items were last called.
+      loops: The number of loops that this loop object has completed.
       batches: The number of batches in the current loop, including those before a resume.
       began_at: The progress when the begin actions were last checked.
     """
@@ -118,7 +118,7 @@ class Run:
         self.begin(Elapsed())
 
     def begin(self, now: Elapsed) -> None:
-        """Starts to count at the given progress, and forgets what was not read."""
+        """Starts counting from the given progress, and forgets all outputs and calls."""
         self.now: Elapsed = now.without_previous()
         self.loops: int = now.loops
         self.batches: int = 0
@@ -128,7 +128,7 @@ class Run:
         self.agenda.reset()
 
     def count(self, examples: Sequence[int], updates: int) -> None:
-        """Counts completed steps. `updates` is the number of updates per batch; 0 for an evaluation."""
+        """Counts completed steps. `updates` is the number of updates per batch, or 0 for an evaluation."""
         now, number, total, stopwatch = self.now, len(examples), sum(examples), self.stopwatch
         self.batches += number
         stopwatch.steps += number * max(updates, 1)
@@ -140,27 +140,28 @@ class Run:
         self.now = Elapsed(steps, samples, self.clock.time(), now.loops, previous=before)
 
     def at_moment(self, loops: int, *, is_last: bool = False) -> Elapsed:
-        """Returns the progress at a moment, where items may be called."""
+        """Updates and returns the progress at a point where items may be called."""
         now, before = self.now, self.now.previous or self.now.without_previous()
         self.clock.moment = time = self.clock.time()
         self.now = Elapsed(now.steps, now.samples, time, loops, is_last, before)
         return self.now
 
     def end_loop(self) -> None:
-        """Ends the current loop at this position."""
+        """Ends the current loop at the current position."""
         self.outputs.cut()
         self.outputs.begin_loop()
         self.loops, self.batches = self.loops + 1, 0
 
     def pass_ends(self, loop_steps: int | None, updates: int, *, also_here: bool) -> None:
-        """Ends the loops that the latest steps completed without a stop.
+        """Counts the loops that ended during the latest steps without anything being due.
 
-        After steps 7 to 25 with loops of 10 steps, the loops end that contain steps 10 and 20.
+        For example, if the latest steps were 7 to 25 and a loop has 10 steps, the loops that end at steps 10 and 20 are
+        counted.
 
         Args:
-          loop_steps: The number of updates per loop; None for a single loop.
-          updates: The number of updates per batch; 0 for an evaluation.
-          also_here: Whether to end a loop that ends at the last of these steps, too.
+          loop_steps: The number of updates per loop, or None for a single loop.
+          updates: The number of updates per batch, or 0 for an evaluation.
+          also_here: Whether to also count a loop that ends at the latest step.
         """
         if not updates or loop_steps is None:
             return
@@ -186,10 +187,10 @@ class Run:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns JSON values, and the train states that items keep.
+        """Returns JSON values and the train states that items keep.
 
         Args:
-          in_moment: True if some items may have to be called again after a resume.
+          in_moment: Whether some of the items that are due at this step may not have been called yet.
         """
         agenda, kept = self.agenda.state_dict(self.now.steps, in_moment=in_moment)
         saved = {
@@ -214,14 +215,14 @@ class Run:
 
 @final
 class Steps:
-    """Runs the steps of a loop in stretches. Something can be due only at the end of one, and is called there.
+    """Runs the steps of a loop. Between the points at which items can be due, runs as many steps as possible at once.
 
     Args:
       loop: The loop.
       call: The call that runs the loop.
       run: The run.
-      plan: What an experiment adds to the loop.
-      options: How the steps run.
+      plan: The plan that an experiment adds to the loop.
+      options: The options that determine how the steps run.
       data: The data of the loop.
     """
 
@@ -296,7 +297,7 @@ class Steps:
         return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()
 
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
-        """Returns whether the run can continue: with another batch, which is read ahead, or with a new iterator."""
+        """Returns True if the run can continue with another batch, which is read ahead, or with a new iterator."""
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
         pauses = self._requests.pauses  # A command may ask for a save.

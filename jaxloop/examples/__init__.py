@@ -24,7 +24,7 @@ class _RegressionStep(Step):
 def tiny_regression(
     num_batches: int = 100, *, train: bool = True, **step_options: Any
 ) -> tuple[Step, Any, list[dict[str, np.ndarray]]]:
-    """Makes a linear regression that trains almost instantly, for docstring examples.
+    """Creates a linear regression that trains almost instantly, for docstring examples.
 
     Returns:
       `(step, state, batches)`: the step, its initialized state, and a list of batches `{"x": [8, 3], "y": [8, 1]}`.

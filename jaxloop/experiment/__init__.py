@@ -1,1 +1,1 @@
-"""The parts of an experiment: its arguments, its training, its evaluations, and what a checkpoint holds."""
+"""The parts of an experiment: its arguments, data, training, evaluations and checkpoints."""

@@ -1,4 +1,4 @@
-"""The training data of a run: its epochs, its positions, and the batches that it leaves out."""
+"""The training data of a run: epochs, positions, and batches that are left out."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Sources:
-    """What an `OuterLoop` knows of its data from call to call.
+    """The information about datasets that an `OuterLoop` keeps between calls.
 
     Attributes:
       passes: The number of completed epochs.
-      is_new: True if the data belong to a run with `restore_data=False`; see `CheckpointSpec`.
+      is_new: True if positions refer to the new dataset of a run with `restore_data=False`; see `CheckpointSpec`.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Sources:
         self._opened: dict[int, PositionedIterator] = {}  # Keyed by the `id` of each iterator.
 
     def open(self, dataset: Any) -> PositionedIterator:
-        """Opens a dataset. The same iterator always has the same `PositionedIterator`, so that no batches are lost."""
+        """Opens a dataset. The same iterator always gets the same `PositionedIterator`, so that no batches are lost."""
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
         if id(dataset) not in self._opened:
@@ -46,18 +46,18 @@ class Sources:
 
 @final
 class TrainingData:
-    """The training data of a run, and the iterators of its evaluations that continue where they last stopped.
+    """The training data of a run, and the iterators from which its evaluations keep reading.
 
     Args:
       spec: The arguments of the run.
-      sources: The data that are already open.
+      sources: The datasets that are already open.
       engine: The engine of the train loop.
       evaluations: The evaluations.
       left_out: The batches to leave out.
 
     Attributes:
       left_out: The argument of the same name.
-      source: The iterator over the current epoch; None between two epochs.
+      source: The iterator over the current epoch, or None between two epochs.
       consumed: The number of the batch in `source` that the last completed step used; 0 if no step has used one.
     """
 
@@ -80,10 +80,11 @@ class TrainingData:
         """Opens the training dataset at the restored position, or at its start.
 
         Args:
-          restores: Whether to go to the restored position.
-          warns: Whether to warn if a resumed run can't return to its position.
-          must_return: Whether it is an error if the data can't return to the restored position; after a detour, always.
-          raises: Whether it is an error if the next batch has changed.
+          restores: Whether to move to the restored position.
+          warns: Whether to warn about datasets whose position isn't saved, so that a resumed run can't return to it.
+          must_return: Whether to raise an error if the dataset can't return to the restored position. After a detour,
+            this is always an error.
+          raises: Whether to raise an error if the next batch has changed since the checkpoint was saved.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
         self.source = source = self._source_of_epoch()
@@ -118,21 +119,21 @@ class TrainingData:
                 logging.warning("In the evaluation %r: %s", name, warning)
 
     def note_consumed(self, ahead: int) -> None:
-        """Notes that all batches of `source` so far have been used, except for the last `ahead` ones."""
+        """Records that all batches read from `source` so far have been used, except for the last `ahead` ones."""
         source = self.source
         self.consumed = 0 if source is None else number_before(source.count, ahead, source.left_out)
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Marks the position in the data, before a batch is read ahead."""
+        """Marks the current position in the data. Called before a batch is read ahead."""
         if self.source is not None:
             self.source.mark(if_cheap=if_cheap)
 
     def next_epoch(self, *, saves: bool) -> bool:
-        """Counts the epoch that has ended, and begins the next one. Returns False if there is none.
+        """Counts the epoch that has ended and begins the next one. Returns False if there is no next epoch.
 
-        A checkpoint saved at this moment stores the start of the next epoch, which may have a different order. If the
-        epoch was the last one, a later run can therefore resume and train for more epochs. An epoch without batches is
-        an error.
+        A checkpoint saved between the two epochs stores the start of the next epoch, which may have a different order.
+        This is also the case after the last epoch, so a later run can resume and train for more epochs. An epoch
+        without batches is an error.
 
         Args:
           saves: Whether the run saves checkpoints.
@@ -161,20 +162,20 @@ class TrainingData:
         return not self.has_ended_all_epochs
 
     def close(self) -> None:
-        """Releases a dataset that no later call will keep reading from, and ends the prefetch thread."""
+        """Releases the dataset and ends the prefetch thread, unless the caller may keep reading from the dataset."""
         if not self._spec.has_iterator:  # An iterator belongs to the caller, who may keep reading from it.
             self.source = None
             self._engine.data.forget()
 
     @property
     def has_ended_all_epochs(self) -> bool:
-        """True if the number of epochs is given, and all have been completed."""
+        """True if the number of epochs is given and all epochs have been completed."""
         return self._spec.epochs is not None and self._sources.passes >= self._spec.epochs
 
     def batches_per_epoch(self, batches_before: int) -> int | None:
-        """Returns the number of batches in an epoch; without epochs, in the whole run. None if it is unknown.
+        """Returns the number of batches in an epoch (without epochs, in the whole run), or None if it is unknown.
 
-        `batches_before` is the number of batches that the run has used.
+        `batches_before` is the number of batches that the run has used so far.
         """
         source = self.source
         left = None if source is None else num_batches(source)
@@ -193,10 +194,10 @@ class TrainingData:
         return number_before(left_out.epoch_start + self.consumed, before, left_out.numbers)
 
     def turn_back(self, turn: types.TurnBack, updates: int) -> None:
-        """Plans to leave out the batches of some steps. `updates` is the number of updates per batch.
+        """Marks the batches of the steps that a detour leaves out. `updates` is the number of updates per batch.
 
         Raises:
-          ValueError: If the run has no such steps.
+          ValueError: If the run hasn't completed these steps.
         """
         newest = self._engine.run.now.steps
         if not 0 < turn.first <= turn.last <= newest:
@@ -208,7 +209,7 @@ class TrainingData:
     # Saving ----------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns all processes' positions, the epochs and the batches to leave out. Long byte strings are arrays."""
+        """Returns all processes' positions, the epoch, the batches to leave out, and long byte strings as arrays."""
         arrays: dict[str, np.ndarray] = {}
         job, evals, failure = self._engine.job, self._evals.items(), self._engine.outcome.failure
         position = position_of(self.source, self.consumed, None if job.is_shared else arrays)
@@ -221,7 +222,7 @@ class TrainingData:
         return {"positions": job.gather(own), "left_out": left_out, **counts}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`. `open` then goes to the position."""
+        """Restores a `state_dict`. A later call to `open` moves to the restored position."""
         is_shared, positions = self._engine.job.is_shared, saved["positions"]
         place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         is_own = len(positions) == count  # Otherwise, only the number of batches of the first process is used.
@@ -235,13 +236,13 @@ class TrainingData:
         self.left_out.load_state_dict(saved["left_out"], self._engine.run.now.steps)
 
     def begin(self, passes: int) -> None:
-        """Begins at the start of the data, after so many completed epochs."""
+        """Starts at the beginning of an epoch, after `passes` completed epochs."""
         self._sources.passes = passes
 
 
 @contextlib.contextmanager
 def warning_of_unknown_position(what: str) -> Iterator[None]:
-    """A context manager that logs a warning, not an error, if data can't return to a saved position."""
+    """Returns a context manager that logs a warning, rather than raising an error, if a position can't be restored."""
     try:
         yield
     except PositionUnknownError as error:
@@ -249,7 +250,10 @@ def warning_of_unknown_position(what: str) -> Iterator[None]:
 
 
 def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool, raises: bool = False) -> None:
-    """Moves an iterator to a saved position. One of another process, which reads other rows, only counts batches."""
+    """Moves an iterator to a saved position.
+
+    If the position was saved by another process, which reads different rows, only its number of batches is used.
+    """
     if position is None:
         return
     if is_own:
@@ -264,7 +268,10 @@ def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: 
 
 
 def position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
-    """Returns the position after `count` batches, for checkpoints; None if it can't be read. See `to_dict`."""
+    """Returns the position after `count` batches as a dict for checkpoints, or None if it can't be determined.
+
+    For `arrays`, see `DatasetPosition.to_dict`.
+    """
     try:
         return source and source.position(count).to_dict(arrays)
     except Exception:  # A problem with the data may be the reason why the run is ending.
@@ -273,7 +280,7 @@ def position_of(source: PositionedIterator | None, count: int, arrays: dict[str,
 
 
 def check_not_empty(source: PositionedIterator | None, dataset: Any, loop: ActionLoop, job: Job) -> None:
-    """Raises an error if a train loop's dataset is empty. The first batch remains to be read."""
+    """Raises an error if a train loop's dataset is empty. The first batch isn't consumed."""
     if source is None or job.is_shared:  # The processes of a job read their first batches together.
         return
     try:
@@ -290,7 +297,7 @@ def check_not_empty(source: PositionedIterator | None, dataset: Any, loop: Actio
 
 @final
 class LeftOut:
-    """The batches that a run leaves out. Batches are numbered from 1, and numbering continues across epochs.
+    """The batches that a run leaves out. Batches are numbered from 1, and the numbering continues across epochs.
 
     >>> left_out = LeftOut([3])
     >>> epoch = PositionedIterator(["a", "b", "c", "d"])
@@ -303,9 +310,9 @@ class LeftOut:
 
     Attributes:
       numbers: The numbers of all batches to leave out, in ascending order.
-      detours: The returns to earlier checkpoints so far. Each is a history row: `step`, at which the run turned back;
-        `first_batch` and `last_batch`, the numbers of the first and the last batch to leave out; `first_step`, the step
-        that used the first of them; and the `reason`.
+      detours: The run's returns to earlier checkpoints so far, each as a history row. `step` is the step at which the
+        run turned back, `first_batch` and `last_batch` are the numbers of the first and the last batch to leave out,
+        and `first_step` is the step that used the first of these batches. `reason` is the reason for the detour.
       epoch_start: The total number of batches in the completed epochs.
     """
 
@@ -317,7 +324,7 @@ class LeftOut:
         self._num_saved = 0
 
     def apply_to(self, source: PositionedIterator | None) -> None:
-        """Makes the iterator over the current epoch skip these batches."""
+        """Makes the iterator over the current epoch skip the batches to leave out."""
         if source is not None:
             source.left_out = {number - self.epoch_start for number in self.numbers if number > self.epoch_start}
 
@@ -330,7 +337,7 @@ class LeftOut:
     def state_dict(self, number: int) -> dict[str, Any]:
         """Returns the state as JSON-serializable values, to be stored in a checkpoint.
 
-        `number` is the number of the latest batch.
+        `number` is the number of the batch that the last completed step used.
         """
         return {
             "numbers": [each for each in self.numbers if each <= number],
@@ -340,9 +347,9 @@ class LeftOut:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step_num: int) -> None:
-        """Restores the state that a checkpoint of this step contains.
+        """Restores the state from a checkpoint that was saved at the given step.
 
-        Detours that began after the checkpoint was saved, and later batches to leave out, are kept.
+        Detours that began after the checkpoint was saved are kept, and so are later batches to leave out.
         """
         newest, before, detours = state_dict["newest"], state_dict["numbers"], state_dict["detours"]
         if missed := [each for each in self._given if each <= newest and each not in before]:

@@ -1,4 +1,4 @@
-"""Evaluations of the state during training, or of checkpoints as they are saved."""
+"""Evaluations of the current state during training, or of checkpoints as they appear."""
 
 import math
 import time
@@ -26,7 +26,7 @@ _POLL_SECS = 0.2
 
 @final
 class Recorder(Item):
-    """Adds rows to the history, and then calls a function with the progress."""
+    """Adds a row to the history whenever it is due, and then calls a function with the progress."""
 
     name = "Recorder"
     interval: Any = 1  # Each recorder has its own. Commands can change it.
@@ -61,14 +61,14 @@ class Recorder(Item):
 
 @final
 class Evaluation(Item):
-    """An evaluation. During training, it is an item of the train loop.
+    """An evaluation, which is an item of the train loop during training.
 
     Args:
       loop: The eval loop.
       spec: The dataset and the interval of the evaluation.
-      source: The iterator that successive evaluations keep reading from; None if each one reads the dataset from the
-        start.
-      history: The history to which it adds rows.
+      source: The iterator from which successive evaluations keep reading, or None if each one reads the dataset from
+        the start.
+      history: The history to add rows to.
       context: Further keyword arguments for the actions of the eval loop.
     """
 
@@ -117,7 +117,7 @@ class Evaluation(Item):
 
     @property
     def was_measured(self) -> bool:
-        """True if the evaluation has been run."""
+        """True if the evaluation has been run at least once."""
         return self._measured_at is not None
 
     def _note(self, now: Elapsed) -> None:
@@ -131,7 +131,7 @@ class Evaluation(Item):
         self._measured_at = saved["measured_at"]
 
     def evaluate(self, state: Any, now: Elapsed, context: EvalContext) -> metrics.LoopOutputs | None:
-        """Evaluates a state, and returns the outputs; None if the spec's function declines."""
+        """Evaluates a state and returns the outputs, or None if `should_eval_fn` returns False."""
         spec, engine, loop = self.spec, self.loop.engine, self.loop
         should = spec.should_eval_fn
         if should is not None and not engine.job.from_first_process(bool(should(context))):
@@ -159,7 +159,7 @@ class Evaluation(Item):
 
 @final
 class LastActions(Item):
-    """At the end of a training, calls the actions of an eval loop that are due there."""
+    """Calls the actions of an eval loop that are due at the end of training."""
 
     interval: Any = last()
 
@@ -177,7 +177,7 @@ class LastActions(Item):
 def evaluate(
     state: Any, evaluations: Sequence[Evaluation], spec: CheckpointSpec | None, history: History, job: agreement.Job
 ) -> metrics.LoopOutputs | None:
-    """Evaluates a state without training or, with a `CheckpointSpec`, checkpoints in step order as they are saved.
+    """Evaluates a state without training or, with a `CheckpointSpec`, each checkpoint as it appears, in step order.
 
     Args:
       state: The state, or one with the same structure as those in the checkpoints.
@@ -187,7 +187,7 @@ def evaluate(
       job: The processes that evaluate together.
 
     Returns:
-      The outputs of the last evaluation, or None if none was due.
+      The outputs of the last evaluation, or None if no evaluation was due.
     """
     if spec is None:
         step_num = step_num_of(state)

@@ -1,4 +1,4 @@
-"""Extensions, which watch a run without being part of it, such as its log, its watchdog and the records of failures."""
+"""Extensions, which observe a run without being part of its computation, such as the run log and the watchdog."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from jaxloop.schedules import Elapsed
 
 
 class Extension:
-    """Watches the runs of an `OuterLoop`, without a place in their computation. Its items can end a run.
+    """Observes the runs of an `OuterLoop` without being part of their computation. It can also end a run.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -33,62 +33,63 @@ class Extension:
     The run is over at step 100: finished
 
     Hooks:
-      name: The name under which checkpoints store the state; by default, that of the class.
-      begin: Called when a run begins, and again when it has returned to an earlier checkpoint.
-      batch: Called with each training batch, before the step.
-      moment: Called when the first step is known, and whenever rows, actions or evaluations may have been called.
-      end: Called when the run is over, however it ends, after all checkpoints are on the disk.
-      state_dict, load_state_dict: What checkpoints store.
+      name: The name under which checkpoints store the extension's state; by default, the name of the class.
+      begin: Called when a run begins, and again when it returns to an earlier checkpoint.
+      batch: Called with each training batch, normally before the step.
+      moment: Called when the first step is known, and whenever history rows, actions or evaluations may have been due.
+      end: Called when the run is over, no matter how it ends, after all checkpoints have been written to disk.
+      state_dict, load_state_dict: Called to save the extension's state in a checkpoint and to restore it.
     """
 
     name: str = ""
 
     def begin(self, experiment: "Experiment") -> Sequence[Item] | None:
-        """Begins to watch a run. May return items to add to it.
+        """Starts observing a run. May return items to add to the run.
 
-        This precedes the restore of a checkpoint, so the first step isn't known yet.
+        Called before a checkpoint is restored, so the first step isn't known yet.
 
         Args:
           experiment: The experiment that is about to run.
         """
 
     def batch(self, batch: types.Batch, step_num: int) -> None:
-        """Observes a training batch as the dataset returns it, before the step or after the dispatch of several steps.
+        """Observes a training batch as returned by the dataset.
 
-        An error that this raises ends the run.
+        Called before the step or, if several steps are dispatched together, after the dispatch. An error raised by this
+        hook ends the run.
 
         Args:
           batch: The batch.
-          step_num: The number of updates after the step. If the step fails, a resumed run repeats it.
+          step_num: The number of completed updates after the batch's step. If the step fails, a resumed run repeats it.
         """
 
     def moment(self, now: Elapsed) -> None:
-        """Observes the progress, perhaps more than once after a step. An error that this raises ends the run."""
+        """Observes the progress, possibly more than once after a step. An error raised by this hook ends the run."""
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
-        """Observes the end of a run. An error that this raises is logged.
+        """Observes the end of a run. An error raised by this hook is logged.
 
         Args:
           now: The progress.
           reason: "finished", "stopped" (perhaps with the name of an action), the name of a signal, "a detour" if the
             run returns to an earlier checkpoint, "hang: ..." or "error: ...".
-          error: The exception that ended the run; None if there was none.
+          error: The exception that ended the run, or None.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns what a checkpoint stores: numbers, strings, arrays, lists and dicts."""
+        """Returns the state to store in a checkpoint, as numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`. Not called if the checkpoint contains none of this extension."""
+        """Restores a `state_dict`. Not called if the checkpoint contains no state of this extension."""
 
 
 @final
 class Extensions:
-    """The extensions of an `OuterLoop`. An error that one of them raises says which one.
+    """The extensions of an `OuterLoop`. If an extension raises an error, a note on the error names the extension.
 
     Raises:
-      TypeError: If one of them is no `Extension`.
+      TypeError: If one of them is not an `Extension`.
       ValueError: If two of them have the same name.
     """
 
@@ -109,7 +110,7 @@ class Extensions:
         self._step_num = self._updates = 0  # Of the latest batch, and per batch.
 
     def begin(self, experiment: "Experiment") -> list[Item]:
-        """Starts watching a run, and returns the items to add to it."""
+        """Starts observing a run and returns the items to add to it."""
         items, self._begun = list[Item](), []
         self._updates = experiment.loops[0].step.updates_per_step
         for each in self._by_name.values():
@@ -119,7 +120,7 @@ class Extensions:
 
     @property
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """The functions to call with each batch."""
+        """The functions to call with each training batch."""
         return [self._observe] if self._hooks["batch"] else []
 
     def _observe(self, batch: types.Batch) -> None:
@@ -128,13 +129,13 @@ class Extensions:
             _call(observe, batch, self._step_num)
 
     def moment(self, now: Elapsed) -> None:
-        """Reports the progress."""
+        """Reports the progress to all extensions."""
         self._step_num = now.steps
         for observe in self._hooks["moment"].values():
             _call(observe, now)
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None, but: Extension | None = None) -> None:
-        """Reports the end of the run to all extensions but one, in reverse order."""
+        """Reports the end of the run to all extensions except `but`, in reverse order."""
         begun, raised = [each for each in self._begun if each is not but], None
         self._begun = [each for each in self._begun if each is but]
         for each in reversed(begun):
@@ -148,7 +149,7 @@ class Extensions:
             raise raised
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the states of the extensions that have one."""
+        """Returns the states of all extensions that have a state."""
         states = {name: _call(hook) for name, hook in self._hooks["state_dict"].items()}
         return {name: encoding.encode(state) for name, state in states.items() if state}, {}
 
@@ -190,13 +191,13 @@ class _EachMoment(Item):
 @final
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """An `OuterLoop` with the arguments of a call.
+    """An `OuterLoop` together with the arguments of a call.
 
     Attributes:
-      train_loop: The train loop; None to only evaluate.
+      train_loop: The train loop, or None if the experiment only evaluates.
       eval_loops: One loop for each `EvalSpec`.
-      checkpoint_spec: The checkpoints to resume from or to evaluate; None for none.
-      workdir: The directory for the files of the run; None for none.
+      checkpoint_spec: The checkpoints to resume from or to evaluate, or None.
+      workdir: The directory for the files of the run, or None.
       savers: The actions that save checkpoints.
       history: The history.
       extensions: The extensions.
@@ -224,27 +225,27 @@ class Experiment:
 
     @functools.cached_property
     def actions(self) -> list[Action]:
-        """All actions, each of them once."""
+        """All actions, without duplicates."""
         return list(dict.fromkeys([*self.in_loops, *self.savers]))
 
     @functools.cached_property
     def checkpoint_dirs(self) -> list[epath.Path]:
-        """The directories that the run saves checkpoints to or resumes from; none without a train loop."""
+        """The directories that the run saves checkpoints to or resumes from. Empty without a train loop."""
         found, spec = [action.directory for action in self.savers], self.checkpoint_spec
         found += [] if spec is None or self.train_loop is None else [spec.checkpoint_dir]
         return list(dict.fromkeys(found))
 
     @functools.cached_property
     def directories(self) -> list[epath.Path]:
-        """The directories that the run writes to: those of its checkpoints, and its work directory."""
+        """The directories that the run writes to: its checkpoint directories and its work directory."""
         return list(dict.fromkeys([*self.checkpoint_dirs, *([] if self.workdir is None else [self.workdir])]))
 
     @functools.cached_property
     def reports_dir(self) -> epath.Path | None:
-        """The directory for reports about failures and hangs; None for none."""
+        """The directory for reports about failures and hangs, or None."""
         return self.workdir or next((action.directory for action in self.savers), None)
 
     @functools.cached_property
     def local_workdir(self) -> epath.Path | None:
-        """The work directory, if it is not remote; otherwise None."""
+        """The work directory, or None if there is none or it is remote."""
         return None if self.workdir is None or files.is_remote(self.workdir) else self.workdir

@@ -46,16 +46,16 @@ class EvalSpec:
       dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from the start.
       dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches from
         it.
-      num_steps: The number of batches to evaluate; None for all.
-      eval_loop_interval: The number of train loops between evaluations; None to evaluate after each loop. Ignored in
+      num_steps: The number of batches to evaluate, or None to evaluate all.
+      eval_loop_interval: The number of train loops between evaluations, or None to evaluate after each loop. Ignored in
         continuous evaluation.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
         the evaluation is due.
-      interval: When to evaluate, specified like an action's `interval`: either a number of train loops (as in
-        `eval_loop_interval`) or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. Schedules are
-        exact to the step, even in the middle of a train loop. Ignored if there is no train loop.
+      interval: The interval between evaluations, specified like an action's `interval`: either a number of train loops
+        (as in `eval_loop_interval`) or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. Schedules
+        are exact to the step, even in the middle of a train loop. Ignored if there is no train loop.
       name: The name of this evaluation in the history, and the prefix of its metrics, as in `test/accuracy`. If several
-        specs keep the default "eval", all but the first are numbered by position, as in "eval_2".
+        specs have the default name "eval", each of them except the first gets its position as a suffix, as in "eval_2".
     """
 
     dataset: Iterable[types.Batch] | Callable[[], Iterable[types.Batch]] | None
@@ -83,7 +83,7 @@ class EvalSpec:
 
     @property
     def data(self) -> Any:
-        """The dataset that an evaluation reads: if it is endless, one pass over it, where there are passes."""
+        """The dataset that an evaluation reads. If it is endless and has epochs, an evaluation reads a single epoch."""
         return pass_of(self.dataset) if self.num_steps is None and is_endless(self.dataset) else self.dataset
 
     @property
@@ -100,7 +100,7 @@ class EvalSpec:
         return "should_eval_fn" if is_by_fn else f"eval_loop_interval={self.eval_loop_interval}"
 
     def empty(self) -> ValueError:
-        """Returns the error to raise if the evaluation's dataset is empty."""
+        """Returns the error to raise if the evaluation's dataset has no batches."""
         return ValueError(
             f"The eval dataset of EvalSpec {self.name!r} yielded no batches. If it is an exhausted iterator, give an "
             "iterable that can be read again for each evaluation (a list, a tf.data.Dataset, tfds.as_numpy(...)), or a "
@@ -121,17 +121,17 @@ class CheckpointSpec:
     Attributes:
       checkpoint_dir: The directory, which contains one subdirectory per checkpoint, named after the step.
       iterate_interval_secs: In continuous evaluation, the time in seconds between searches for new checkpoints.
-      iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
-        default checks whether the directory contains the file `STOPPED`, which a training run writes when it is done.
+      iterate_stop_fn: In continuous evaluation, a function that returns True if no more checkpoints will appear. The
+        default function checks for the file `STOPPED` in the directory, which a training run writes when it is done.
       transforms: New names for saved leaves; see `Step.restore_model`.
-      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if
-        the dataset has changed: the run reads it from the beginning, and later restarts resume at positions in the new
-        one. Also pass False for an iterator that is already at the right position.
-      on_changed_data: What a resumed run does if the next batch of its training dataset is not the one that came next
-        when the checkpoint was saved: "warn" logs a warning that lists the differences, and "raise" raises an error
-        that lists them.
-      restore_hyperparams: Whether a resumed run continues with the checkpoint's hyperparameters of
-        `optax.inject_hyperparams`, such as the learning rate. Pass False to use those of the given state. If they
+      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
+        dataset has changed: the run then reads the new dataset from the beginning, and later restarts resume at the
+        saved position in the new dataset. Also pass False for an iterator that is already at the right position.
+      on_changed_data: The response of a resumed run if the next batch of its training dataset isn't the one that came
+        next when the checkpoint was saved. "warn" logs a warning that lists the differences, and "raise" raises an
+        error that lists them.
+      restore_hyperparams: Whether a resumed run continues with the hyperparameters of `optax.inject_hyperparams`, such
+        as the learning rate, from the checkpoint. Pass False to use those of the state passed to the run. If the two
         differ, a warning shows both.
     """
 
@@ -161,7 +161,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs with distinct names. If the default name is repeated, a number is added to it.
+    """Returns the specs with distinct names. Adds the position to the default name if it is repeated.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -256,13 +256,13 @@ class RunSpec:
 
     @property
     def end(self) -> Any:
-        """The planned end of the training, for messages."""
+        """A description of the planned end of training, for messages."""
         end = self.stop if self.total_steps is None else self.total_steps
         return "the end of the dataset" if end is None else end
 
     @property
     def last_step(self) -> int | None:
-        """The step at which the training ends at the latest; None if there is no such limit."""
+        """The last step that training can reach, or None if there is no limit."""
         return earliest([self.total_steps, planned_steps(self.stop, Elapsed())])
 
     def description(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The training part of an experiment, which starts or resumes and then trains epoch by epoch until the end."""
+"""The training part of an experiment: starts or resumes a run, and trains epoch by epoch until the end."""
 
 import dataclasses
 import functools
@@ -42,10 +42,10 @@ class Training:
       experiment: The experiment, with a train loop.
       evaluations: The evaluations of the call.
       data: The training data.
-      whole: Everything that checkpoints contain besides the train state.
+      whole: Everything that a checkpoint contains in addition to the train state.
       context: Further keyword arguments for actions.
       has_begun: True if the training has reached its first step.
-      between_loops: The newest state; None while the train loop is running, because the loop holds it then.
+      between_loops: The newest state. None while the train loop is running, because the loop holds the state then.
     """
 
     experiment: Experiment
@@ -63,7 +63,7 @@ class Training:
 
     @property
     def newest_state(self) -> Any:
-        """The state after the last completed step; None if it was lost."""
+        """The state after the last completed step, or None if it was lost."""
         return self.loop.rescued_state if self.between_loops is None else self.between_loops
 
     def __call__(
@@ -156,7 +156,7 @@ class Training:
         return errors
 
     def rescue(self, error: BaseException) -> None:
-        """Saves the last completed step's state, unless it was lost, when an exception ends a run."""
+        """Saves the state after the last completed step when an exception ends a run, unless the state was lost."""
         state, step_num = self.newest_state, self.loop.step_num
         if state is None and self.experiment.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.outcome.failure.reason)
@@ -166,13 +166,13 @@ class Training:
             self.save_now(state)
 
     def begin_detour(self, turn: types.TurnBack) -> None:
-        """Plans to return to an earlier checkpoint, and to leave out the batches of some steps."""
+        """Prepares to return to an earlier checkpoint and to leave out the batches of some steps."""
         self.has_begun = False  # No checkpoint may contain the newest state.
         self.data.turn_back(turn, self.loop.step.updates_per_step)
         self.loop.engine.outcome.failure = Failure()  # It has the state, which needs memory.
 
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
-        """Moves the checkpoints after the one to which the run returns away. No save may be in progress.
+        """Moves away all checkpoints that were saved after the one that the run returns to. No save may be in progress.
 
         Raises:
           RuntimeError: If there is no checkpoint to return to, or if the run has turned back too many times.
@@ -303,18 +303,18 @@ class Training:
 
 
 def steps_of_next_loop(loop: ActionLoop) -> int | None:
-    """Returns the number of steps of the next train loop; None if it runs to the end of the data."""
+    """Returns the number of steps in the next train loop, or None if the loop runs to the end of the data."""
     return 0 if ends_now(loop) else loop.engine.loop_end(loop.step_num)
 
 
 def ends_now(loop: ActionLoop) -> bool:
-    """Returns True if a run was interrupted between the last step of a loop and its end."""
+    """Returns True if the run was interrupted after the last step of a loop but before the loop ended."""
     run, plan, now = loop.engine.run, loop.engine.plan, loop.engine.run.now
     return run.batches > 0 and (plan.ends_loop(now.steps) or now.steps == plan.total or run.agenda.wants_stop)
 
 
 def end_of(loops: Sequence[ActionLoop]) -> str:
-    """Returns how a run ended that no signal ended: "finished", "stopped" or "stopped by" an action."""
+    """Describes how a run ended without a signal: "finished", "stopped" or "stopped by" with the class of an action."""
     if not loops[0].engine.run.agenda.wants_stop:
         return "finished"
     by = stopped_by(loops)
@@ -322,6 +322,6 @@ def end_of(loops: Sequence[ActionLoop]) -> str:
 
 
 def stopped_by(loops: Iterable[ActionLoop]) -> Action | None:
-    """Returns the action that asked the run to stop; None if none did."""
+    """Returns the action that requested the run to stop, or None."""
     items = (loop.engine.run.agenda.stopped_by for loop in loops)
     return next((item.action for item in items if isinstance(item, ActionItem)), None)

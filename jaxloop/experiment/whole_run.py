@@ -1,4 +1,4 @@
-"""Saves and loads the state of a run, except for the train state."""
+"""Saving and loading of a run's state other than the train state."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +27,13 @@ _BYTES = "data.bytes"  # The name of the tree of long byte strings.
 
 
 class Saveable(Protocol):
-    """A part of a run that checkpoints contain: a loop, the data, the history, the extensions."""
+    """A part of a run that checkpoints contain, such as a loop, the data, the history or the extensions."""
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns JSON values, and train states by name. The data return a dict of long byte strings as arrays instead.
+        """Returns two dicts: JSON values, and train states by name.
 
-        `in_moment` is True if something that is due at this step may not have been called.
+        For the data, the second dict contains long byte strings as arrays instead. `in_moment` is True if some of the
+        items that are due at this step may not have been called yet.
         """
         ...
 
@@ -42,12 +43,12 @@ class Saveable(Protocol):
 
 @final
 class WholeRun:
-    """The parts of a run that a checkpoint contains, besides the train state.
+    """The parts of a run that a checkpoint contains in addition to the train state.
 
     Args:
-      parts: The parts by name, in the order in which they are restored. "train" is the one that trains. Its JSON values
-        contain `elapsed` and `previous`, the progress one step earlier.
-      history: The history, which is the last part.
+      parts: The parts by name, in the order in which they are restored. "train" is the train loop. Its JSON values
+        contain the progress (`elapsed`) and the progress one step earlier (`previous`).
+      history: The history, which is added as the last part.
       job: The processes that train together.
       keys: The PRNG keys. The run can be resumed only with the same keys.
       transforms: New names for saved leaves; see `CheckpointSpec`.
@@ -74,7 +75,7 @@ class WholeRun:
     def snapshot(self, *, in_moment: bool = False) -> dict[str, Any]:
         """Returns the run's current state as keyword arguments for `CheckpointAction.save`.
 
-        `in_moment` is True if something that is due at this step may not have been called.
+        `in_moment` is True if some of the items that are due at this step may not have been called yet.
         """
         values, trees = dict[str, Any](), dict[str, Any]()
         for name, part in self._parts.items():
@@ -97,7 +98,9 @@ class WholeRun:
         }
 
     def load(self, opened: checkpoint.Checkpoint, state: Any) -> list[str]:
-        """Restores all parts that a checkpoint contains. Returns their names: none if it contains only a train state.
+        """Restores all parts that a checkpoint contains and returns their names.
+
+        The list is empty if the checkpoint contains only a train state.
 
         Args:
           opened: The checkpoint.
@@ -136,7 +139,7 @@ class WholeRun:
 
 @final
 class Rows:
-    """The rows of the history: the part of checkpoints that tells how many there are.
+    """The part of a run that saves the number of rows in the history and restores the history to that number.
 
     Args:
       history: The history.
@@ -153,17 +156,18 @@ class Rows:
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Takes over a `state_dict`, for `drop_later`."""
+        """Keeps a `state_dict` for `drop_later`."""
         self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
     def begin(self, step_num: int) -> None:
-        """Begins without a `state_dict`. A run that begins at step 0 repeats the rows of this step."""
+        """Prepares `drop_later` for a run without a `state_dict`. A run that begins at step 0 drops all rows."""
         self._saved = {} if step_num else {"num_rows": 0}
 
     def drop_later(self, step_num: int) -> None:
-        """Drops later rows from the history, first in the process that writes the file, then in all others.
+        """Drops the rows that don't belong to a run that starts or resumes at `step_num`.
 
-        Nothing may refuse the start of the run afterwards, because the rows are lost.
+        The process that writes the file drops them first, and then all others. The rows are lost, so all checks that
+        could prevent the run from starting must come before this call.
         """
         if not self._job.is_first:
             agreement.wait_for_all("the history")
@@ -187,10 +191,10 @@ def saved_paths(directories: Sequence[epath.Path], job: agreement.Job) -> list[e
 def restore_newest(
     saved: Sequence[epath.Path], state: Any, spec: CheckpointSpec, job: agreement.Job
 ) -> tuple[checkpoint.Checkpoint, Any]:
-    """Restores the state of the newest undamaged checkpoint. Returns the checkpoint, too.
+    """Restores the state of the newest undamaged checkpoint. Returns the checkpoint and the state.
 
     Raises:
-      ValueError: If the number of steps in the state differs from the name of the checkpoint.
+      ValueError: If the restored `state.step` differs from the step in the name of the checkpoint.
     """
     restore = lambda opened: opened.restore(state, transforms=spec.transforms)
     restored = checkpoint.open_newest(saved, restore, quarantines=not job.is_shared)
@@ -221,7 +225,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
-    """Continues a run that was stopped if all actions that stopped it have more patience now."""
+    """Lets a stopped run continue if none of the actions that stopped it is still out of patience."""
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
     if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
         agenda.stopped_by = None
@@ -230,13 +234,13 @@ def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
 def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: str) -> Any:
     """Warns if hyperparameters of `optax.inject_hyperparams` differ between the program and the checkpoint.
 
-    Scheduled hyperparameters are not compared, because each update computes them anew.
+    Scheduled hyperparameters are not compared, because they are recomputed at each update.
 
     Args:
-      given: The state that the program made.
+      given: The state that the program created.
       restored: The state from the checkpoint.
       restores: Whether the run continues with the checkpoint's values. Otherwise, it continues with the program's.
-      remedy: A sentence about how to change that.
+      remedy: A sentence that explains how to use the other values.
 
     Returns:
       The restored state, with the program's values if `restores` is False.
@@ -269,7 +273,7 @@ def check_no_newer_checkpoints(savers: Iterable[CheckpointAction], step_num: int
     """Checks that a run starting at `step_num` won't save into a directory with later checkpoints from another run.
 
     Raises:
-      ValueError: If a directory contains checkpoints from later steps.
+      ValueError: If a directory contains checkpoints of later steps.
     """
     for action in savers:
         found = checkpoint.all_steps(action.directory)

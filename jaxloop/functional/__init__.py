@@ -25,7 +25,7 @@ step 30: 3.0000
 The state may be any pytree. `Elapsed`, schedules, `History`, actions, checkpoints and partitioners are the same as in
 the other APIs.
 
-- `loop` calls the callbacks. In a hand-written loop, use `elapse` to count steps, and call the same tools yourself.
+- `loop` calls the callbacks. In a hand-written loop, use `elapse` to count steps, and call the same callbacks yourself.
 - `logs()` creates an empty `Logs` for a step's values. `history()` creates an empty `History` for a run's metrics.
 - `step` and `train_step` turn pure functions into compiled and sharded callbacks.
 - `checkpoint`, `early_stopping`, `keras_bar` and `inner_loop` return callbacks.

@@ -1,4 +1,4 @@
-"""The callbacks of a loop, as items of its engine, and the state of the loop as they see it."""
+"""The callbacks of a loop as items of its engine, and the state of the loop that is passed to them."""
 
 import dataclasses
 import functools
@@ -41,13 +41,13 @@ class LoopState:
       state: The train state. A callback may replace it.
       history: The history of the run up to the previous step.
       elapsed: The progress of the loop, including this step.
-      batch: The batch of this step. None before the first step, and right after a resume.
+      batch: The batch of this step. None before the first step and right after the loop has resumed.
       logs: The values that the callbacks of this step have logged so far.
       outputs: The outputs that the callbacks of this step have returned so far, by name.
       metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
         numbers, strings, arrays, lists or dicts.
       stop_iteration: Set this to True to end the loop after this step.
-      total_steps: The planned number of steps; None if `stop` doesn't determine it.
+      total_steps: The planned number of steps, or None if `stop` doesn't determine it.
       newest: The latest values that have arrived on the host. Set by the loop.
     """
 
@@ -66,7 +66,7 @@ class LoopState:
     def accumulated_logs(self) -> Logs:
         """The example-weighted means of all logs, including this step's.
 
-        Reading them waits for the devices, and takes longer the more rows the history has.
+        Reading this property synchronizes with the devices. The more rows the history has, the longer it takes.
         """
         return aggregate([*self.history, (self.elapsed, metrics.fetch(self.logs))])
 
@@ -83,7 +83,7 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def end_row(loop_state: LoopState) -> None:
-    """Adds a row with the logs of this step to the history, and begins the next one."""
+    """Adds a row with the logs of this step to the history and begins the next row."""
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
         loop_state.newest.push(ended)
@@ -122,12 +122,12 @@ class FunctionTask(Item):
 
     Args:
       of: The callback.
-      key: Its key in the tasks.
+      key: The callback's key in the tasks.
       loop_state: The state of the loop.
 
     Attributes:
       of: The callback.
-      keys: Its key in the tasks.
+      keys: The callback's key in the tasks.
       name, time_category: See `Item`.
     """
 
@@ -222,13 +222,13 @@ class ActionTask(ActionItem):
     """An action, which receives the logs since its previous call.
 
     Args:
-      of: The callback: the action, or a tool that contains it.
+      of: The callback: the action, or a tool that wraps it.
       action: The action.
       loop_state: The state of the loop.
 
     Attributes:
       of: The callback.
-      keys: Its keys in the tasks. It is due when any of these schedules fires.
+      keys: The callback's keys in the tasks. The action is due when any of these schedules fires.
     """
 
     def __init__(self, of: Callback, action: Action, loop_state: LoopState):

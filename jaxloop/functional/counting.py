@@ -1,4 +1,4 @@
-"""Counting of steps, examples and time, batch by batch, for hand-written loops and the functional API."""
+"""Counting of steps, examples and time in hand-written loops and the functional API."""
 
 import dataclasses
 import numbers
@@ -82,7 +82,7 @@ def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[type
 
 
 def is_over(stop: Schedule | None, start: Elapsed) -> bool:
-    """Returns whether a run that begins at `start` has ended already, and logs this."""
+    """Returns True if a run that begins at `start` is already over. In that case, also logs this."""
     has_ended = stop is not None and stop.stops(start.previous or start, start)
     if has_ended:
         logging.warning("Nothing is left to train: step %d has reached stop=%r.", start.steps, stop)
@@ -90,7 +90,7 @@ def is_over(stop: Schedule | None, start: Elapsed) -> bool:
 
 
 def warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
-    """Warns if a dataset ended before it had any batch, or before `stop`."""
+    """Logs a warning if a dataset was empty or ended before `stop`."""
     if elapsed.steps == start.steps:
         logging.warning("The dataset yielded no batches. An iterator can be read only once. Give each loop a new one.")
     elif stop is not None:

@@ -27,16 +27,16 @@ class Logs(dict[str, Any]):
     __slots__ = ("__weakref__",)
 
     def add(self, collection: str, name: str, value: Any) -> Self:
-        """Adds a value to a collection, and returns self."""
+        """Adds a value to a collection and returns self."""
         self.setdefault(collection, Logs())[name] = value
         return self
 
     def add_metric(self, name: str, value: Any) -> Self:
-        """Adds a value to the collection `metrics`, and returns self."""
+        """Adds a value to the collection `metrics` and returns self."""
         return self.add("metrics", name, value)
 
     def add_loss(self, name: str, value: Any) -> Self:
-        """Adds a loss, and returns self. `train_step` differentiates the sum of all losses.
+        """Adds a loss and returns self. `train_step` differentiates the sum of all losses.
 
         Args:
           name: The name of the loss.
@@ -102,7 +102,7 @@ jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten)
 
 
 def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of logs, keyed by path, such as `metrics.loss`."""
+    """Returns the values in logs, keyed by path, such as `metrics.loss`."""
     return traverse_util.flatten_dict(logs, sep=".")
 
 
@@ -125,15 +125,16 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
     """Returns the number of examples in the step that a row describes.
 
-    If some steps since the previous row have no row, returns the mean number of examples per step.
+    If there are steps without a row since the previous row, returns the mean number of examples per step.
     """
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
 
 def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
-    """Returns the mean of each entry of rows, which must be on the host and in their order.
+    """Returns the mean of each entry over rows, which must be on the host and in chronological order.
 
-    Values are weighted by the number of examples, or by the logged weights, whose sum is returned, too.
+    Values are weighted by the number of examples or, if they were logged with weights, by these weights. The sum of the
+    logged weights is also returned.
     """
     columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)
     before, examples = Elapsed(), 1

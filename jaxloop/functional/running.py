@@ -1,4 +1,4 @@
-"""The loop function of the functional API."""
+"""The `loop` function of the functional API."""
 
 import contextlib
 import dataclasses
@@ -50,39 +50,39 @@ def loop(
 ) -> tuple[Any, History, Elapsed]:
     """Loops over the batches of a dataset and, at each step, calls the callbacks whose schedules fire.
 
-    The callbacks are called in the order of the tasks, except that actions and tools come after all others, and
-    checkpoints last. A callback is a function that takes up to four positional arguments, `(state, batch, elapsed,
-    loop_state)`, in this order; any further parameters need defaults. It returns None, logs, `(logs, state)`, or
-    `(outputs, logs, state)`, where any element of a tuple may be None. It may also return just a state, unless the
-    state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are callbacks too, and so are objects with a
-    `__loop_callback__(loop_state) -> (logs, state)` method.
+    The callbacks are called in the order of the tasks, except that actions and tools are called after all other
+    callbacks, and checkpoints are saved last. A callback is a function that takes up to four positional arguments,
+    `(state, batch, elapsed, loop_state)`, in this order; any further parameters need defaults. It returns None, logs,
+    `(logs, state)`, or `(outputs, logs, state)`, where any element of a tuple may be None. It may also return just a
+    state, unless the state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are also callbacks, and so are
+    objects with a method `__loop_callback__(loop_state) -> (logs, state)`.
 
     The logs of a step become one row of the history. The loop doesn't wait for the devices unless a callback reads a
     value. On Ctrl-C, the loop finishes the current step, saves a checkpoint if the tasks include one, and returns the
     results so far. On SIGTERM, it does the same, and then the process exits with status 143.
 
-    The callbacks of every step that come first in the tasks, such as the train step, are called as soon as its batch
-    has been read. Before any other callback is called, the next batch is read, too, as in an `OuterLoop`, so that
-    `elapsed.is_last` is known. Checkpoints still store the position before that batch. If one of these callbacks stops
-    the loop, a dataset that is an iterator has therefore lost that batch.
+    Callbacks at the beginning of the tasks that are due at every step, such as the train step, are called as soon as
+    the step's batch has been read. Before any other callback is called, the loop reads the next batch, as an
+    `OuterLoop` does, so that `elapsed.is_last` is known. Checkpoints still store the position before that batch.
+    However, if one of these other callbacks stops the loop and the dataset is an iterator, that batch is lost.
 
-    Unlike an `OuterLoop`, the loop has no `check`, and supports one process only. At its start, it warns only about
-    schedules that would never fire. The other problems that an `OuterLoop` reports then, such as a patience that is
-    longer than the run, show only during the run.
+    Unlike an `OuterLoop`, the loop has no `check` and supports only a single process. When it starts, it warns only
+    about schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a patience
+    that is longer than the run, become apparent only during the run.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (with its NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
     It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
-    and `load_state_dict(state_dict)`. A callback that is called at the step of the checkpoint, such as one with the
-    schedule `last()` if that was the last step, receives None as its batch.
+    and `load_state_dict(state_dict)`. If a callback is called at the step of the checkpoint, for example because its
+    schedule is `last()` and that was the last step, it receives None as its batch.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
       dataset: The batches to loop over. Pass None if the callbacks don't need any data. In that case, `batch` is None,
         and `stop` must be given.
-      tasks: The callbacks by schedule, such as `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, as a
-        dictionary or as pairs. `on_start` and `on_end` are also valid keys.
-      stop: When to end the loop; see `elapse`.
+      tasks: The callbacks by schedule, as a dictionary or as pairs. For example, `{every(1): [train_step],
+        every(steps=1000): [checkpoint(...)]}`. `on_start` and `on_end` are also valid keys.
+      stop: The number of steps, or a schedule that ends the loop; see `elapse`.
       history: A history to continue, which is also returned. If None, a new one is started.
       elapsed: The progress of an earlier run to continue.
       num_examples: A function that returns the number of examples in a batch, which is the batch's weight in means. For
@@ -95,7 +95,7 @@ def loop(
     Raises:
       TypeError: If a callback has an invalid signature or returns an invalid result. The message names the callback.
       ValueError: If the state was donated to an earlier call.
-      Exception: If a callback or the dataset raises one. A note added to the exception says where and at which step it
+      Exception: If a callback or the dataset raises one. A note on the exception describes where and at which step it
         was raised. Pending checkpoints are committed before the exception is propagated.
     """
     if dataset is None and stop is None:
@@ -119,21 +119,21 @@ def loop(
 
 @final
 class TaskLoop(Loop):
-    """One call of `loop`. The state of the engine is None, because the callbacks share a `LoopState`.
+    """A single call of `loop`. The state of the engine is None, because the callbacks share a `LoopState`.
 
-    It is also the part of a checkpoint that describes the loop and its callbacks.
+    This class is also the part of a checkpoint that describes the loop and its callbacks.
 
     Args:
       loop_state: The state of the loop.
       tasks: The callbacks by schedule. An action that appears several times is due when any of its schedules fires.
-      spec: The dataset, and when to end the loop.
+      spec: The dataset, and the schedule that ends the loop.
       count: A function that counts the examples in a batch.
-      has_history: Whether the history was given by the user.
+      has_history: Whether the user passed a history.
 
     Attributes:
-      job: The only process, with its signals.
+      job: The job, which consists of this process, and the signals that it received.
       loop_state: The argument of the same name.
-      of_each_step: The callbacks that the program calls at each step.
+      of_each_step: The callbacks that `TaskProgram` calls at every step.
       directories: The directories that the loop saves to.
     """
 
@@ -176,7 +176,7 @@ class TaskLoop(Loop):
         return super().run(state, dataset, num_steps)
 
     def run_to_end(self) -> None:
-        """Begins or resumes, calls what is due at the start, runs the steps, and finishes the actions."""
+        """Starts or resumes the loop, calls what is due at the start, runs the steps, and finishes the actions."""
         loop_state, engine, can_resume = self.loop_state, self.engine, bool(self._resumed_from)
         is_resumed = can_resume and self._resume()
         self._data.open(restores=True, warns=can_resume)
@@ -241,7 +241,7 @@ class TaskLoop(Loop):
         return True
 
     def close(self, failure: BaseException | None) -> None:
-        """Finishes the history, and closes the actions. Their errors don't hide an error that ended the loop."""
+        """Finishes the history and closes the actions. Errors in doing so don't hide an error that ended the loop."""
         errors, history, status = list[Exception](), self.loop_state.history, self.job.requests.run_status(failure)
         ends = [functools.partial(end_row, self.loop_state), *([] if history.path is None else [history.flush])]
         for task in self._actions:
@@ -258,7 +258,7 @@ class TaskLoop(Loop):
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns JSON values, and the train states that actions keep."""
+        """Returns JSON values and the train states that actions keep."""
         saved, kept = self.engine.state_dict(in_moment=in_moment)
         leaves = checks.leaves_by_path(self.loop_state.state)
         on_host = {path: kind for path, leaf in leaves.items() if (kind := kind_on_host(leaf)) is not None}
@@ -266,7 +266,7 @@ class TaskLoop(Loop):
         return saved, {index: checks.as_arrays(state) for index, state in kept.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`, with the NumPy and Python numbers of the state."""
+        """Restores a `state_dict`, including the NumPy and Python numbers in the state."""
         self.loop_state.metadata.update(encoding.decode(saved["metadata"]))
         as_saved = lambda path, leaf: as_kind(saved["on_host"].get(checks.path_name(path)), leaf)
         restore = functools.partial(jax.tree_util.tree_map_with_path, as_saved)
@@ -301,7 +301,7 @@ def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule | Key, Any]]:
 
 @final
 class TaskProgram(Program):
-    """A program that calls callbacks at each step.
+    """A program that calls callbacks at every step.
 
     Args:
       loop: The loop.

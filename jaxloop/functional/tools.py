@@ -1,4 +1,4 @@
-"""Ready-made callbacks: checkpoints, early stopping, bars, inner loops and compiled steps."""
+"""Ready-made callbacks: checkpoints, early stopping, progress bars, inner loops and compiled steps."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ from jaxloop.schedules import Elapsed, Schedule
 
 
 class Tool:
-    """A callback that wraps an action, for tasks and for hand-written loops.
+    """A callback that wraps an action, for the tasks of a `loop` and for hand-written loops.
 
     Hooks:
-      __call__: Calls the action at a step of a hand-written loop.
+      __call__: Called in a hand-written loop to call the action.
 
     Attributes:
       action: The action.
@@ -67,14 +67,14 @@ class CheckpointTool(Tool):
     action: CheckpointAction  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def restore(self, state: Any) -> tuple[Any, Elapsed]:
-        """Restores the newest checkpoint, and returns its state and progress.
+        """Restores the newest checkpoint and returns its state and progress.
 
-        The returned state has the same layout as `state`. Pass it and the progress to
-        `loop(state, ..., elapsed=elapsed)`, with a dataset that continues after `elapsed.steps` batches. If there is no
+        The returned state has the same layout as `state`. To continue, pass both to `loop` (the progress as its
+        argument `elapsed`), with a dataset that starts after the first `elapsed.steps` batches. If there is no
         checkpoint, returns the given state and `Elapsed()`.
 
         Raises:
-          ValueError: If the checkpoint was saved from a different state. The error lists the leaves that differ.
+          ValueError: If the checkpoint was saved from a different state. The message lists the leaves that differ.
         """
         directory = self.action.directory
         found = checkpoints.restore_newest(directory, checks.as_arrays(state))
@@ -86,7 +86,7 @@ class CheckpointTool(Tool):
 
 
 def kind_on_host(leaf: Any) -> str | None:
-    """Returns how a leaf is held on the host: as "numpy" or, for Python numbers, "builtins"; None on a device."""
+    """Returns "numpy" or, for Python numbers, "builtins" if a leaf is on the host. Returns None for a JAX array."""
     return None if isinstance(leaf, jax.Array) else type(leaf).__module__
 
 
@@ -112,14 +112,14 @@ def checkpoint(
     for pending saves before it returns. To restore the state, call `checkpoint(directory).restore(state)`.
 
     Args:
-      directory: The directory for the checkpoints, each in its own subdirectory. The path may be relative.
-      keep: The number of recent checkpoints to keep; None to keep all.
-      monitor: The logged value that determines the best checkpoint, which is also kept. It must be logged at every step
-        where a checkpoint is saved.
+      directory: The directory for the checkpoints, each of which gets its own subdirectory. The path may be relative.
+      keep: The number of recent checkpoints to keep, or None to keep all.
+      monitor: The logged value that determines the best checkpoint, which is also kept. The value must be logged at
+        every step at which a checkpoint is saved.
       mode: "min" if the smallest value is the best, "max" if the largest is, or "auto" to infer it from the name; see
         `jaxloop.actions.Monitor`.
-      resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and no history is passed to
-        the loop, its history is written to `history.jsonl` in the directory.
+      resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If this is True and no history is
+        passed to the loop, the loop writes its history to `history.jsonl` in the directory.
     """
     best = None if monitor is None else (monitor, mode)
     return CheckpointTool(CheckpointAction(directory, keep=keep, best=best), resume)
@@ -135,8 +135,9 @@ def early_stopping(
     """Returns a callback that ends the loop when a logged value stops improving.
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Each call reads the value, and
-    therefore waits for the devices. With `restore_best=True`, the callback's `finish(state)` returns the best state.
-    For the arguments, see `EarlyStoppingAction`. `patience` counts the calls with a newly logged value.
+    therefore synchronizes with the devices. With `restore_best=True`, the callback's `finish(state)` returns the best
+    state. For the arguments, see `EarlyStoppingAction`. `patience` is a number of calls for which a new value has been
+    logged.
     """
     return Tool(EarlyStoppingAction(monitor, patience, mode, min_delta, restore_best))
 
@@ -196,8 +197,8 @@ def inner_loop(name: str, run: Callable[..., tuple[Any, History, Elapsed]]) -> _
     """Returns a callback that runs another loop, such as an evaluation during training, and logs its mean values.
 
     `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`,
-    the mean over all examples. An evaluation that is interrupted by Ctrl-C doesn't log anything. A resumed loop repeats
-    it.
+    the mean over all examples. An evaluation that is interrupted by Ctrl-C doesn't log anything; a resumed loop repeats
+    the evaluation.
 
     Args:
       name: The name of the collection to log the values in.
@@ -213,7 +214,7 @@ def inner_loop(name: str, run: Callable[..., tuple[Any, History, Elapsed]]) -> _
 def step(
     fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None, *, donate: bool = False
 ) -> Any:
-    """Makes a callback from a pure function `fn(state, batch)`. Can be used as a decorator.
+    """Converts a pure function `fn(state, batch)` to a callback. Can be used as a decorator.
 
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
     can't be divided evenly across the devices. The function returns its results in the same form as any callback; see
@@ -221,8 +222,8 @@ def step(
 
     Args:
       fn: The function to compile.
-      partitioner: The partitioner, which decides where the state and the batches live. If None, a single device is
-        used.
+      partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
+        device is used.
       donate: Whether to donate the state, so that the new state can reuse its memory.
     """
     if fn is None:

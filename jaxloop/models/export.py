@@ -1,4 +1,4 @@
-"""Exports a model with its parameters to a file that can be used without jaxloop."""
+"""Export of a model and its parameters to a file that can be used without jaxloop."""
 
 from collections.abc import Sequence
 

@@ -67,7 +67,7 @@ def fit(
     dry_run: bool = False,
     topology: str | None = None,
 ) -> Any:
-    """Trains a model in one call, using the same loops and actions that a hand-written program would use.
+    """Trains a model with a single call, using the same loops and actions as a hand-written program.
 
     >>> import numpy as np
     >>> from flax import linen as nn
@@ -86,14 +86,15 @@ def fit(
     >>> int(state.step), history.collect("steps", "eval.loss")[0]
     (40, [8, 16, 24, 32, 40])
 
-    To train with a step function of your own, use `jaxloop.functional.loop`.
+    To train with your own step function, use `jaxloop.functional.loop`.
 
-    An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop. When it ends, a
-    row is added to the history. If `train_total_steps` is given, the history gets about a hundred additional rows.
+    An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop. At the end of
+    each epoch, a row is added to the history. If `train_total_steps` is given, about a hundred further rows are added
+    during the run.
 
     If `workdir` is given, `fit` writes TensorBoard events (train and eval metrics and `hparams`), `history.jsonl`, and
     the newest and best checkpoints (in `checkpoints`). If the run is interrupted, repeating the call resumes it from
-    the newest checkpoint. Without a work directory, `fit` doesn't write any files.
+    the newest checkpoint. Without `workdir`, `fit` doesn't write any files.
 
     Args:
       model: Any model that `LossStep` accepts.
@@ -111,28 +112,31 @@ def fit(
       params_to_evaluate: A function of the state that returns the parameters for evaluations; see `LossStep`.
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. A finite dataset is repeated as often as necessary.
-      eval_interval: When to evaluate: a number of epochs, or a schedule such as `every(steps=500)`, which can also fire
-        within an epoch. If None, `fit` evaluates after every epoch. It always evaluates at the end of the run.
-      log_interval: When to add a row of the training to the history, and to write summaries. If None, as above.
-      workdir: The work directory; if None, no files are written.
-      keep: The number of newest checkpoints to keep besides the best one; None for all of them.
+      eval_interval: The interval between evaluations: a number of epochs, or a schedule such as `every(steps=500)`,
+        which can also fire within an epoch. If None, `fit` evaluates after every epoch. It always evaluates at the end
+        of the run.
+      log_interval: The interval at which train metrics are added to the history and summaries are written. If None, the
+        defaults described above apply.
+      workdir: The work directory. If None, no files are written.
+      keep: The number of recent checkpoints to keep in addition to the best one, or None to keep all.
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy" or, with its mode,
         `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given.
-      partitioner: Decides where the state and the batches are placed. If None, a single device is used. If "auto", all
-        devices are used, so the rows of a batch must be a multiple of their number. The state is replicated if it fits
-        on each device, or sharded otherwise (`FSDPPartitioner`). The choice is logged.
+      partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
+        device is used. If "auto", all devices are used, so the number of rows in a batch must be a multiple of the
+        number of devices. With "auto", the state is replicated if it fits on each device, and sharded otherwise
+        (`FSDPPartitioner`). The choice is logged.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for initializing the parameters and for dropout.
       steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
-      dry_run: If True, `fit` doesn't train or allocate memory for the state. It returns the report of
-        `OuterLoop.check`, which contains the plan of the run and every problem found.
+      dry_run: Whether to check the arguments instead of training. If True, `fit` doesn't allocate memory for the state,
+        and returns the report of `OuterLoop.check`, which contains the plan of the run and all problems.
       topology: The TPU topology to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. The dataset must
         yield global batches, with rows for all devices.
 
     Returns:
-      `(state, history)`, or the report if `dry_run` is True.
+      `(state, history)`, or a report if `dry_run` is True.
 
     Raises:
       ValueError: If both or neither of `train_epochs` and `train_total_steps` are given, if the training dataset is an

@@ -31,7 +31,7 @@ class FunctionStep(NumpyStep):
 
     Args:
       fn: A pure function. It is compiled, and its state argument is donated.
-      partitioner: Decides where the state and the batches live.
+      partitioner: The partitioner, which determines where the state and the batches are placed.
       train: Whether this is a train step.
     """
 
@@ -64,14 +64,14 @@ class FunctionStep(NumpyStep):
 
 @final
 class Carry(list[Any]):
-    """A state between two calls of a `CompiledFunction`, as its only item. Each call replaces the item."""
+    """A list whose only element is a state between two calls of a `CompiledFunction`. Each call replaces it."""
 
 
 @final
 class CompiledFunction:
     """Compiles a pure function of `(state, batch)` for all devices.
 
-    The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`, as `outputs_logs_and_state` describes.
+    The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`; see `outputs_logs_and_state`.
 
     >>> @CompiledFunction
     ... def add(state, batch):
@@ -82,7 +82,8 @@ class CompiledFunction:
 
     Args:
       fn: The function.
-      partitioner: Decides where the state and the batches live; None for one device.
+      partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
+        device is used.
       train: Whether to update the state with the gradient of the sum of the logged losses. The state must be a
         `TrainState`.
       donate: Whether to donate the state, so that the new state reuses its memory.
@@ -143,7 +144,7 @@ class CompiledFunction:
         return (logs, state) if outputs is None else (outputs, logs, state)
 
     def enter(self, state: Any) -> "Carry":
-        """Converts a state to the form that may be passed from call to call instead, which is faster."""
+        """Converts a state to a carry, which can be passed from call to call in place of the state. This is faster."""
         ready = self._step._runner.states.prepare(state)
         if self.donates and ready is not state:  # Otherwise, a state that this function returned.
             checks.mark_donated(state, repr(self))
@@ -230,7 +231,7 @@ def name_of(function: Any) -> str:
 
 
 def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
-    """Returns the names of a function's required positional arguments, and how many positional arguments it accepts.
+    """Returns the names of a function's required positional arguments and the number that it accepts in total.
 
     >>> positional_arguments(lambda state, batch, extra=None: None)
     (['state', 'batch'], 3)

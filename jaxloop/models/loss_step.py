@@ -25,11 +25,11 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
 
 class LossStep(NumpyStep):
-    """A `Step` for which you only provide the loss, `loss(outputs, batch)`, as a method or as an argument.
+    """A `Step` for which you only have to provide the loss, `loss(outputs, batch)`, as a method or as an argument.
 
     `outputs` is the model's output for the batch's inputs. The loss returns an array of shape `[batch]` with one number
     per example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To add metrics,
-    return a pair `(losses, metrics)`, where `metrics` is a dict in which each value has one of these three forms.
+    return a pair `(losses, metrics)`. Each value in the dict `metrics` can have any of these three forms.
 
     With `train=True`, a step makes one optimizer update, using the gradient of the mean loss, and updates the model's
     batch statistics and other variables. With `train=False`, a step calls the model in evaluation mode and doesn't
@@ -67,7 +67,7 @@ class LossStep(NumpyStep):
     >>> float(outputs["loss"]), float(outputs["error"])
     (1.0, 1.0)
 
-    **Models.** `model` is
+    **Models.** `model` is one of the following:
 
     - a Linen module;
     - an NNX class, with `nnx_model_args`, or an NNX instance, whose variables become the initial variables;
@@ -85,12 +85,12 @@ class LossStep(NumpyStep):
     **Masks and short batches.** A batch that is a dict may contain a `"mask"` of shape `[batch]` that consists of
     bools, or of 0s and 1s. Examples whose mask is 0 are excluded from means and from the update, even if they contain
     NaN: they are replaced by copies of another row before the step. A mask of any other shape is ignored, so the loss
-    must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics, so multiply by the mask.
+    must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics, so apply the mask yourself.
 
     A short batch is padded with masked copies of its last row if that doesn't change any value. This requires that the
-    loss and all metrics are per example and that, in training, the model doesn't mix examples (batch normalization
-    does). When a row is masked for the first time, the step is run with two different contents of that row, without an
-    update, to make sure that the values don't depend on it, as those of contrastive losses do. An evaluation pads to
+    loss and all metrics are per example and that, in training, the model doesn't mix examples (as batch normalization
+    does). When a row is masked for the first time, the step is run without an update for two different contents of that
+    row, to make sure that the values don't depend on it. (The values of a contrastive loss do.) An evaluation pads to
     the size of the loop's first batch, so that the step compiles only once. Training pads to `batch_size` or, if it is
     None, to the next multiple of the number of devices in the mesh, times `accumulate`. If masked rows would change a
     value, a batch stays short, and its masked rows are removed. The values are then still exact, but the step has to be
@@ -105,10 +105,11 @@ class LossStep(NumpyStep):
     have to be a multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for
     convolutions inside the loop over micro-batches.
 
-    **Sown losses and optimizers that need the loss.** Losses that a Linen or NNX model sows, as in
-    `self.sow("losses", "name", value)`, are added to the loss, also in evaluations. Each must be a scalar (a mean) or
-    an array `[batch]`. Optimizers that take them receive the loss as `value`, the gradients as `grad`, and a function
-    that computes the loss from parameters as `value_fn`, so `optax.contrib.reduce_on_plateau` and `optax.lbfgs` work.
+    **Sown losses and optimizers that need the loss.** Losses that a Linen or NNX model sows, as in `self.sow("losses",
+    "name", value)`, are added to the loss, also in evaluations. Each must be a scalar (a mean) or an array `[batch]`.
+    Optimizers that accept these arguments receive the loss as `value`, the gradients as `grad`, and a function that
+    computes the loss from parameters as `value_fn`. Therefore, `optax.contrib.reduce_on_plateau` and `optax.lbfgs`
+    work.
 
     Args:
       base_prng: See `Step`, which also describes the arguments that are not listed here.
@@ -131,15 +132,15 @@ class LossStep(NumpyStep):
         part, see `jaxloop.optimizers.by_path`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function that computes the
         decay from the number of updates. The average is part of the optimizer's state; see `jaxloop.optimizers.ema`.
-      use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. The state
-        must come from a step with `ema`. Batch statistics are not averaged.
-      params_to_evaluate: A function of the state that returns the parameters to use there instead. If neither is given,
-        see `Step.params_to_evaluate`.
+      use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. This
+        requires a state from a step with `ema`. Batch statistics are not averaged.
+      params_to_evaluate: A function of the state that returns the parameters to use in evaluations, `predict` and
+        `jaxloop.export`. If neither this nor `use_ema` is given, `Step.params_to_evaluate` describes the default.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
-      TypeError: If the loss is missing or is given both as an argument and as a method, if a keyword is unknown, or if
-        the kind of model isn't supported.
+      TypeError: If the loss is missing or is given both as an argument and as a method, if there are unknown keyword
+        arguments, or if the kind of model isn't supported.
     """
 
     _runner_class = PaddingRunner
@@ -249,7 +250,7 @@ class LossStep(NumpyStep):
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
         """Returns the spec of the model's inputs for `initialize_model`, or None for a pytree of parameters.
 
-        The spec describes the inputs of a host batch, but with a single row.
+        The spec describes the inputs in the given host batch, except that it has a single row.
 
         >>> step = LossStep(jax.random.key(0), (jnp.zeros, jnp.dot), loss=lambda outputs, batch: outputs)
         >>> step.input_spec({"x": np.zeros([32, 28, 28, 1]), "y": np.zeros(32)})
@@ -287,7 +288,7 @@ class LossStep(NumpyStep):
 
         Raises:
           ValueError: If the dataset is empty, or if an output has no example axis.
-          NotImplementedError: If this is a multi-process job.
+          NotImplementedError: If called in a multi-process job.
         """
         checks.check_only_process("LossStep.predict")
         pending, parts = None, []

@@ -1,4 +1,4 @@
-"""Means of the values of a `LossStep`: over the rows of a batch whose mask is 1, and over micro-batches."""
+"""Means of the losses and metrics of a `LossStep`, over the unmasked rows of a batch and over micro-batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +13,17 @@ from jaxloop.step import forward
 
 
 def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, bool]:
-    """Returns the mean of a per-example value over the unmasked rows, and True; other values unchanged, and False.
+    """Returns `(mean, True)` for a per-example value, with the mean over the real rows; otherwise `(value, False)`.
 
     Args:
-      what: The value in words, for error messages.
-      value: The value, which the loss or a metric has returned.
-      mask: The mask of the real rows; None if the rows can't be counted.
-      parts: The number of micro-batches whose means are to be combined.
+      what: A description of the value, for error messages.
+      value: The value that the loss or a metric returned.
+      mask: The mask of the real rows, or None if the rows can't be counted.
+      parts: The number of micro-batches whose values are combined later.
 
     Raises:
-      TypeError: If this is no value.
-      ValueError: If the value has a wrong shape.
+      TypeError: If the value is not of a supported type.
+      ValueError: If the value has the wrong shape.
     """
     if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
         mean, is_per_example = mean_of(what, value.value, mask, parts=parts)
@@ -65,7 +65,7 @@ def _array_of(what: str, value: Any, mask: Any, parts: int) -> jax.Array:
 
 
 def weight_of(loss: Any, mask: Any) -> jax.Array:
-    """Returns the weight of a mean loss."""
+    """Returns the weight of a mean loss: that of a `Weighted`, or otherwise the number of real rows (1 if unknown)."""
     if isinstance(loss, types.Weighted):
         return loss.weight
     return jnp.float32(1) if mask is None else _count(mask)
@@ -74,13 +74,14 @@ def weight_of(loss: Any, mask: Any) -> jax.Array:
 def accumulated(
     gradients: Callable[..., Any], state: Any, batch: Any, mask: Any, keys: Any, *, parts: int, shards: int
 ) -> tuple[Any, dict[str, Any], Any]:
-    """Returns what `gradients(state, batch, mask, keys)` returns for a batch, by scanning over its micro-batches.
+    """Computes `gradients(state, batch, mask, keys)` for a batch by scanning over its micro-batches.
 
     Args:
-      gradients: A function that returns the gradients of the mean loss, the values, and the state with its variables.
+      gradients: A function that returns the gradients of the mean loss, the values (losses and metrics), and the state
+        with the updated variables.
       state: The state.
       batch: The batch.
-      mask: The mask of its real rows.
+      mask: The mask of the batch's real rows.
       keys: The PRNG keys.
       parts: The number of micro-batches.
       shards: The number of shards of the batch. Each row stays on its device.
@@ -134,7 +135,10 @@ def _combine(value: Any, weights: jax.Array) -> Any:
 
 
 def with_variables(before: Any, after: Any, has_rows: Any) -> Any:
-    """Returns the state `after`, with variables of the dtypes of `before`, and its values for a batch without rows."""
+    """Returns `after` with its variables cast to the dtypes in `before`.
+
+    If the batch has no real rows, floating-point variables keep their values from `before`.
+    """
     variables = lambda state: (state.batch_stats, state.collections)
     if not structures.are_alike(variables(before), variables(after)):
         return after  # `Step` raises the error when it checks the result of `run`.

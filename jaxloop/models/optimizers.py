@@ -28,9 +28,9 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     """Keeps an exponential moving average of the parameters in the optimizer's state.
 
     After each update, `average += (1 - decay) * (params - average)`. The average starts at the parameters that the
-    first update receives, which may have been loaded after the optimizer's state was made. It is sharded like them, and
-    is saved with the optimizer's state. The updates pass through unchanged. `LossStep(ema=...)` adds this
-    transformation.
+    first update receives, which may have been loaded after the optimizer's state was created. The average is sharded
+    like the parameters and saved with the optimizer's state. The updates pass through unchanged. `LossStep(ema=...)`
+    adds this transformation.
 
     >>> optimizer = optax.chain(optax.sgd(1.0), ema(0.75))  # It must be the last transformation.
     >>> params = {"w": jnp.array(1.0)}
@@ -76,7 +76,7 @@ def ema_params(state: Any) -> Any:
 
     Before the first update, the average is equal to `state.params`.
 
-    You can call it inside `Step.run`, for example in an evaluation: `params = ema_params(state)`.
+    You can call this function inside `Step.run`, for example in an evaluation: `params = ema_params(state)`.
 
     >>> import jaxloop
     >>> from flax import linen as nn
@@ -103,7 +103,7 @@ def ema_params(state: Any) -> Any:
 
 
 def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) -> optax.GradientTransformation:
-    """Returns an optimizer that updates each parameter with the first one whose pattern matches the parameter's path.
+    """Returns an optimizer that applies to each parameter the first transformation whose pattern matches its path.
 
     Parameters whose pattern is mapped to None are frozen: they stay bit-identical, and the optimizer doesn't keep any
     state for them.

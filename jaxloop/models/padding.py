@@ -1,4 +1,4 @@
-"""Masks of batches: short batches are padded, and rows whose mask is 0 are overwritten or removed."""
+"""Masking of batches: short batches are padded, and rows whose mask is 0 are overwritten or removed."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from jaxloop.step.runner import Runner
 
 @final
 class MaskedBatch(NamedTuple):
-    """A batch and the mask of its real rows: a bool array, or None if the rows can't be counted."""
+    """A batch and the mask of its real rows, which is a bool array, or None if the rows can't be counted."""
 
     batch: Any
     mask: Any
@@ -33,12 +33,12 @@ class _UnmaskedWatch(checks.BatchWatch):
 
 @final
 class PaddingRunner(Runner):
-    """Runs a `LossStep`, which pads and masks its batches.
+    """Runs a `LossStep` with padded and masked batches.
 
     Attributes:
-      not_per_example: The names of the values that are not per example, and so may depend on padding; None until `run`
-        is traced, which sets it.
-      eval_rows: The number of rows to which an evaluation pads; None before its first batch.
+      not_per_example: The names of the values that aren't per example, and therefore may depend on padding. None until
+        `run` is traced.
+      eval_rows: The number of rows to which an evaluation pads its batches. None before its first batch.
     """
 
     watch_class = _UnmaskedWatch
@@ -181,7 +181,7 @@ class PaddingRunner(Runner):
 
     @functools.cached_property
     def forward_step(self) -> Step:
-        """A step that only calls the model. It is kept with its compiled function."""
+        """A step that only calls the model. It is cached, together with its compiled function."""
         return _Forward(self.step)
 
 
@@ -199,7 +199,7 @@ class _Forward(Step):
 
 
 def mask_of(batch: Any) -> Any:
-    """Returns the mask of the examples in a batch, or None if it has none."""
+    """Returns the mask of the examples in a batch, or None if the batch has no mask."""
     if not isinstance(batch, dict) or "mask" not in batch:
         return None
     mask, rows = batch["mask"], checks.num_examples(batch)
@@ -208,7 +208,7 @@ def mask_of(batch: Any) -> Any:
 
 
 def with_own_mask(batch: Any) -> MaskedBatch:
-    """Returns a batch with the mask that it contains; if it has none, all of its rows are real."""
+    """Returns a batch with its own mask or, if it has none, with a mask that marks all rows as real."""
     rows, mask = checks.num_examples(batch), mask_of(batch)
     all_real = None if rows is None else _all_real(rows)
     return MaskedBatch(batch, all_real if mask is None else mask.astype(bool))
@@ -240,5 +240,5 @@ def _fill(batch: Any, is_real: np.ndarray, size: int) -> MaskedBatch:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Formats names for messages."""
+    """Formats names for use in messages."""
     return ", ".join(map(repr, names))

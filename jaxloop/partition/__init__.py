@@ -1,4 +1,4 @@
-"""Partitioners, which decide where arrays live: on one device or across a mesh."""
+"""Partitioners, which determine where arrays are placed: on one device or across a mesh."""
 
 from jaxloop.partition.choice import choose as choose
 from jaxloop.partition.choice import memory_of as memory_of

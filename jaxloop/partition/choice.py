@@ -17,15 +17,14 @@ _SHARE_FOR_STATE = 0.5
 
 
 def choose(state: Any, rows: int | None) -> Partitioner:
-    """Chooses a partitioner for the available devices, and logs the reason.
+    """Chooses a partitioner for the available devices and logs the reason.
 
-    If there are several devices, the batch is split across all of them. The state is replicated if the state and its
-    gradients (which are as large as the parameters) need at most half of a device's memory; otherwise, the state is
-    split too.
+    If there are several devices, the batch is split across all of them. The state is replicated if it and the gradients
+    (which are as large as the parameters) need at most half of a device's memory; otherwise, it is also split.
 
     Args:
       state: The train state, or its shapes as returned by `jax.eval_shape`.
-      rows: The number of rows in each batch of this process; None if unknown.
+      rows: The number of rows in each batch of this process, or None if it is unknown.
 
     Raises:
       ValueError: If the rows of a batch can't be divided evenly among the devices.
@@ -51,5 +50,5 @@ def choose(state: Any, rows: int | None) -> Partitioner:
 
 
 def memory_of(device: Any) -> int | None:
-    """Returns the size of a device's memory in bytes; None for a CPU, or if the device doesn't report it."""
+    """Returns the size of a device's memory in bytes, or None for a CPU or a device that doesn't report it."""
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

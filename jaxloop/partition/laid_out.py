@@ -110,7 +110,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
 
 @final
 class FSDPPartitioner(_LeafPartitioner):
-    """Shards parameters and optimizer state over `data_axis`, just like the batch. This is known as FSDP or ZeRO-3.
+    """Shards the parameters and the optimizer state over `data_axis`, like the batch (FSDP, also known as ZeRO-3).
 
     During a step, each device gathers the parameters that it needs from the other devices. On n devices, each device
     holds 1/n of the state, except for leaves that are small or can't be divided evenly.
@@ -141,7 +141,7 @@ class FSDPPartitioner(_LeafPartitioner):
 
 @final
 class RulesPartitioner(_LeafPartitioner):
-    r"""Shards a state by rules that match the paths of its leaves, for models without partitioning metadata.
+    r"""Shards a state by rules that match the paths of its leaves. Use it for models without partitioning metadata.
 
     A rule consists of a regular expression, which is searched for in each leaf's path, and a `PartitionSpec`, which
     names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule
@@ -159,8 +159,8 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state raises the same error if a rule
-        splits an axis that a parameter doesn't have, or an axis that can't be divided evenly among the devices.
+      ValueError: If a rule names an axis that isn't in the mesh. The same error is raised when a state is laid out, if
+        a rule splits an axis that a parameter doesn't have, or an axis that can't be divided evenly among the devices.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -214,8 +214,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
         `nn.with_logical_constraint` also uses these rules inside `run`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state raises the same error if the model
-        uses a name that is neither an axis of the mesh nor a logical name with a rule.
+      ValueError: If a rule names an axis that isn't in the mesh. The same error is raised when a state is laid out, if
+        the model uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
@@ -273,8 +273,8 @@ class ExplicitPartitioner(_LaidOutPartitioner):
     """Keeps the axes of a mesh explicit, so that shardings are part of array types.
 
     The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, with a mesh
-    from `jax.make_mesh`. The mesh is the current mesh, as if set by `jax.set_mesh`, while the model is initialized and
-    while `run` is traced. The state keeps its initial layout: leaves are replicated unless the model splits them. The
+    from `jax.make_mesh`. While the model is initialized and while `run` is traced, this mesh is the current mesh, as if
+    set by `jax.set_mesh`. The state keeps its initial layout: leaves are replicated unless the model splits them. The
     leading axis of the batch is split over `data_axis`.
 
     JAX raises a `ShardingTypeError` if it can't determine how a result is split. A contraction over the split axis,

@@ -47,7 +47,7 @@ class LeafLayout:
 
 @final
 class Layout:
-    """The layout of a state. `str` formats it as a table.
+    """The layout of a state across devices. `str` returns it as a table.
 
     Attributes:
       leaves: The layouts of the leaves, in order.

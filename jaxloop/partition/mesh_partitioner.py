@@ -1,4 +1,4 @@
-"""The base class for partitioners that use a mesh, and the one that replicates the state."""
+"""The base class for partitioners that use a mesh, and the partitioner that replicates the state."""
 
 import copy
 import functools
@@ -83,7 +83,7 @@ class MeshPartitioner(Partitioner):
         return self._mesh.size > 1 or type(self).shard_batch is not MeshPartitioner.shard_batch
 
     def shard_batch(self, batch: types.Batch) -> types.Batch:
-        """Splits a batch along its leading axis over `data_axis`; scalars are replicated.
+        """Splits a batch along its leading axis over `data_axis`. Scalars are replicated.
 
         Raises:
           ValueError: If the rows of a leaf can't be divided evenly among the devices of the axis.
@@ -137,7 +137,7 @@ class MeshPartitioner(Partitioner):
 
 
 class DataParallelPartitioner(MeshPartitioner):
-    """Replicates the state on every device, and splits the batch over `data_axis`.
+    """Replicates the state on every device and splits the batch over `data_axis`.
 
     Hooks:
       shard_batch, place_state, partition: See `Partitioner`.
@@ -156,7 +156,7 @@ class DataParallelPartitioner(MeshPartitioner):
 
 
 def check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -> None:
-    """Raises a ValueError unless the rows of all leaves, along an axis, can be divided evenly."""
+    """Raises a `ValueError` unless the rows of all leaves, along the given axis, can be divided evenly."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(leaf)[axis:]
         if shape and shape[0] % shards:

@@ -18,11 +18,11 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
     ('data',)
 
     Args:
-      devices: The devices of the mesh; None to use all devices of all hosts.
+      devices: The devices of the mesh, or None to use all devices of all hosts.
       **axes: The size of each axis. One size may be -1, in which case it is chosen so that the mesh uses all devices.
 
     Raises:
-      TypeError: If a size is not an int, or there is none.
+      TypeError: If a size is not an int, or if no axes are given.
       ValueError: If the product of the sizes isn't equal to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
@@ -42,7 +42,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context in which `PartitionSpec`s refer to the axes of a mesh. It has no overhead after tracing."""
+    """Returns a context manager within which `PartitionSpec`s refer to the axes of a mesh. Affects tracing only."""
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
@@ -67,16 +67,16 @@ def _hide_mesh_from_dense_general(
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
-    """Returns whether a mesh consists of several devices that share one CPU."""
+    """Returns True if a mesh consists of several devices that share one CPU."""
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
     """Returns the number of steps by which the host may run ahead, so that the devices never wait for it.
 
-    The number is small if several devices share one CPU, because the collectives of many steps would compete for the
-    same threads. For a single CPU device, it is larger and grows with `steps_per_dispatch`, because a CPU can finish a
-    small dispatch before a waiting thread wakes up.
+    If several devices share one CPU, the number is small, because the collectives of many steps would compete for the
+    same threads. For a single CPU device, the number is larger and grows with `steps_per_dispatch`, because a CPU can
+    finish a small dispatch before a waiting thread wakes up.
     """
     if is_cpu_mesh(mesh):
         return 8
@@ -84,10 +84,11 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
 
 
 def constrain(value: jax.Array, *axes: Any) -> jax.Array:
-    """Constrains a value's leading axes to be sharded over mesh axes. Call it inside `run` or inside a model.
+    """Constrains a value's leading axes to be sharded over mesh axes. Call this function inside `run` or a model.
 
-    The compiler chooses shardings itself, but not always well. For example, a transformer with sharded parameters is
-    faster if its activations are sharded like the batch: `x = constrain(x, "data")`. On one device, this is a no-op.
+    The compiler chooses shardings itself, but its choice isn't always the best. For example, a transformer with sharded
+    parameters is faster if its activations are sharded like the batch: `x = constrain(x, "data")`. On a single device,
+    this function is a no-op.
 
     >>> import jax.numpy as jnp
     >>> constrain(jnp.zeros([8, 3]), "data").shape

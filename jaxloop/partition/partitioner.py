@@ -1,4 +1,4 @@
-"""The base class for all partitioners, and the one for a single device."""
+"""The base class for all partitioners, and the partitioner for a single device."""
 
 import abc
 import copy
@@ -20,9 +20,9 @@ Rules = Iterable[tuple[str, Any]]
 
 
 class Partitioner(abc.ABC):
-    """Places a `Step`'s state and batches on devices, and compiles its `run` for that placement.
+    """Places a `Step`'s state and batches on devices and compiles its `run` for that placement.
 
-    A `Step` calls `shard_init_fn` once. Then, for each batch, it calls `shard_batch` and the compiled function.
+    A `Step` calls `shard_init_fn` once, and then calls `shard_batch` and the compiled function for each batch.
 
     Hooks:
       shard_init_fn: Called by `Step.initialize_model` to compile the function that creates the initial state.
@@ -31,18 +31,18 @@ class Partitioner(abc.ABC):
       shard_short_batch: Called for each batch of an evaluation.
       shard_stacked_batches: Called for each dispatch of several steps, with their stacked batches.
       place_state: Called with each state that the step didn't create itself, such as a restored one.
-      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: Properties that the methods above use.
+      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: Properties that the above methods use.
     """
 
     @property
     @abc.abstractmethod
     def mesh(self) -> Mesh | None:
-        """The device mesh; None on a single device. Its axes are automatic, except in an `ExplicitPartitioner`."""
+        """The device mesh, or None on a single device. Its axes are automatic, except in an `ExplicitPartitioner`."""
 
     @property
     @abc.abstractmethod
     def data_axis(self) -> str | None:
-        """The mesh axis over which batches are split; None on a single device."""
+        """The mesh axis over which batches are split, or None on a single device."""
 
     @property
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class Partitioner(abc.ABC):
 
     @property
     def output_sharding(self) -> Sharding | None:
-        """The sharding of a step's outputs; None to let the compiler choose."""
+        """The sharding of a step's outputs, or None to let the compiler choose."""
         return None
 
     @property
@@ -66,26 +66,26 @@ class Partitioner(abc.ABC):
 
     @property
     def places_batches(self) -> bool:
-        """True if `shard_batch` places batches on the devices; False if the jitted call takes host arrays directly."""
+        """True if `shard_batch` places batches on the devices; False if host arrays are passed to the jitted call."""
         return True
 
     @abc.abstractmethod
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiles `init_fn` so that each leaf of its result is created on the devices where it belongs."""
+        """Compiles `init_fn` so that each leaf of its result is created directly on the devices that will hold it."""
 
     @abc.abstractmethod
     def shard_batch(self, batch: types.Batch) -> types.Batch:
         """Places all rows of a host batch on the devices."""
 
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
-        """Places an evaluation batch on the devices. By default, as `shard_batch` does.
+        """Places an evaluation batch on the devices. By default, calls `shard_batch`.
 
         Mesh partitioners replicate a batch whose size isn't divisible by the number of devices.
         """
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
-        """Places the stacked batches of a dispatch on the devices. Their leading axis indexes the dispatch's steps."""
+        """Places the stacked batches of a dispatch on the devices. The leading axis corresponds to the steps."""
         raise NotImplementedError(f"{type(self).__name__} needs shard_stacked_batches(batches) for steps_per_dispatch.")
 
     def shardings_of(self, state: Any) -> Any:
@@ -94,14 +94,14 @@ class Partitioner(abc.ABC):
         return jax.tree.map(lambda _: shardings, state) if isinstance(shardings, Sharding) else shardings
 
     def place_state(self, state: Any) -> Any:
-        """Moves a state that was created elsewhere onto this partitioner's devices.
+        """Moves a state that was created elsewhere to this partitioner's devices.
 
         The default implementation leaves this to `jax.jit`.
         """
         return state
 
     def report(self, state: Any) -> Layout:
-        """Returns the layout of a state: the placement and the size of each leaf. `str` formats it as a table.
+        """Returns the layout of a state: the placement and the size of each leaf. `str` returns it as a table.
 
         >>> from jaxloop import examples
         >>> step, state, _ = examples.tiny_regression()
@@ -127,7 +127,7 @@ class Partitioner(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} needs moved_to(devices) for check(topology=...).")
 
     def layout_of(self, state: Any) -> Any:
-        """Returns the shapes of a state with this partitioner's shardings, no matter where the state is placed."""
+        """Returns the shapes of a state with this partitioner's shardings, regardless of where the state is placed."""
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(place, state, self.shardings_of(state))
 
@@ -136,11 +136,11 @@ class Partitioner(abc.ABC):
         """Compiles `fn(state, batch)` so that it donates the state.
 
         Args:
-          fn: A pure function that returns a pair: the new state, which gets the layout of the state, and outputs. For a
-            function that returns anything else, pass `out_shardings=None` and `donate_argnums=()`.
-          **jit_kwargs: Arguments for `jax.jit`. Implementations must let these take precedence over the partitioner's
-            own arguments, as in `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. Evaluations pass
-            `donate_argnums=()`.
+          fn: A pure function that returns a pair: the new state, which gets the layout of the old state, and the
+            outputs. For a function that returns anything else, pass `out_shardings=None` and `donate_argnums=()`.
+          **jit_kwargs: Arguments for `jax.jit`. Implementations must let these arguments take precedence over the
+            partitioner's own, as in `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. For an evaluation,
+            `donate_argnums=()` is passed.
         """
 
 

@@ -1,1 +1,1 @@
-"""Other processes and signals: agreement among processes, interrupts, and the lock of a directory."""
+"""Coordination with other processes: agreement among the processes of a job, signals, and directory locks."""

@@ -1,4 +1,4 @@
-"""Communication that makes all processes of a job do the same thing at the same step.
+"""Communication that ensures that all processes of a job do the same thing at the same step.
 
 Each process reads its own part of each batch, receives its own signals and raises its own errors. However, a step must
 run in all processes or in none: a process that ran one more step than the others would wait for them forever. The
@@ -40,18 +40,18 @@ MESSAGE = np.dtype([*_HEAD, ("secs", np.float64), ("batches", _BATCH, _MAX_BATCH
 
 
 def is_known_to_all_processes(error: BaseException) -> bool:
-    """Returns whether all processes know about an error and have stopped at the same step."""
+    """Returns True if all processes know about an error and have stopped at the same step."""
     return getattr(error, "_jaxloop_is_known_everywhere", False)
 
 
 def known_to_all_processes(error: Any) -> Any:
-    """Marks an error as raised by all processes at the same step, and returns it."""
+    """Marks an error as raised by all processes at the same step and returns the error."""
     error._jaxloop_is_known_everywhere = True
     return error
 
 
 def is_shared(mesh: Mesh | None) -> bool:
-    """Returns whether the devices of a mesh belong to more than one process."""
+    """Returns True if the devices of a mesh belong to more than one process."""
     return mesh is not None and mesh.is_multi_process
 
 
@@ -114,7 +114,7 @@ _VOTES = "asks whether the run continues"
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells the other processes, at their next call to `any_stops`, that this process failed."""
+    """Tells the other processes that this process failed. They learn of it at their next call to `any_stops`."""
     with contextlib.suppress(Exception):  # The caller raises `error`.
         _send_message(_VOTES, status=FAILED).read()
         known_to_all_processes(error)
@@ -148,12 +148,12 @@ _SAME_PROGRAM = (
 
 
 def check_same(what: str, lines: Sequence[str], remedy: str = _SAME_PROGRAM) -> None:
-    """Raises an error in every process unless all processes pass the same lines.
+    """Raises an error in every process if the processes don't all pass the same lines.
 
     >>> check_same("A loop", ["batch size 8"])
 
     Raises:
-      ValueError: If the lines of the processes differ. The error lists the differences.
+      ValueError: If the lines of the processes differ. The message lists the differences.
     """
     texts = gather_texts(_without_addresses("\n".join(lines)))
     for place, text in enumerate(texts):
@@ -170,7 +170,7 @@ def check_same(what: str, lines: Sequence[str], remedy: str = _SAME_PROGRAM) -> 
 
 @final
 class Job:
-    """The processes that train together, all of which must call these methods at the same points.
+    """The processes that train together. All of them must call the methods of this class at the same points.
 
     If there is only one process, the methods return its own values.
 
@@ -194,22 +194,22 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        """True in the process that writes the job's files."""
+        """True in the process that writes the job's files: the first or only one."""
         return not self.is_shared or distributed.is_first_process()
 
     def send(self, about: str, **message: Any) -> _Messages:
-        """Sends a message, which also tells the other processes which signals this one has received."""
+        """Sends a message, together with the signals that this process has received, to the other processes."""
         return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
 
     def receive(self, messages: _Messages) -> np.ndarray:
-        """Returns the messages of all processes, one per process, and puts their signals into effect."""
+        """Returns the messages of all processes, one per process, and applies the signals that they contain."""
         received = messages.read()
         if received["signum"].any():
             self.requests.outermost.confirm(int(received["signum"].max()))
         return received
 
     def any_stops(self, stops: bool = False) -> bool:
-        """Returns whether any process wants to stop here.
+        """Returns True if any process wants to stop here.
 
         The processes also tell each other which signals they have received.
 
@@ -225,7 +225,7 @@ class Job:
         return bool(votes["number"].any())
 
     def from_first_process(self, value: bool) -> bool:
-        """Returns the value that the first process passed."""
+        """Returns the value that the first process passed to this method."""
         if not self.is_shared:
             return value
         return bool(_send_message("asks the first process", number=int(value)).read()["number"][0])
@@ -238,25 +238,25 @@ class Job:
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Returns whether all processes stopped at the same step because of this error."""
+        """Returns True if all processes stopped at the same step because of this error."""
         return not self.is_shared or is_known_to_all_processes(error)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
-        """Calls the function `check_same` if there are several processes."""
+        """Calls the function `check_same` if there are several processes; see there."""
         if self.is_shared:
             check_same(what, lines())
 
 
 @final
 class Pace(NamedTuple):
-    """The number of batches per vote: about as many as take 50 ms, so that a signal takes effect soon.
+    """The number of batches per vote, chosen so that a vote covers about 50 ms and a signal takes effect soon.
 
     >>> Pace(size=4, secs=7.0).at(7.02), Pace(size=4, secs=7.0).at(8.0)
     (Pace(size=8, secs=7.02), Pace(size=2, secs=8.0))
 
     Attributes:
       size: The number of batches in the next vote.
-      secs: The training time in the first process when it sent the newest vote.
+      secs: The training time, in seconds, at which the first process sent the latest vote.
     """
 
     size: int = 1
@@ -319,7 +319,7 @@ def _checksum_of_form(*form: Any) -> int:
 
 @final
 class OwnBatches:
-    """The batches that this process has read ahead.
+    """The batches that this process has read ahead of the votes.
 
     Args:
       read: A function that reads the next batch.
@@ -328,7 +328,7 @@ class OwnBatches:
 
     Attributes:
       runner: The argument of the same name.
-      ahead: The batches, each with its record in a vote.
+      ahead: The batches that have been read but not returned yet, each with its record in a vote.
     """
 
     def __init__(self, read: Callable[[], types.Batch], runner: Any, stopwatch: timing.Stopwatch):
@@ -339,7 +339,7 @@ class OwnBatches:
         self._error: Exception | SystemExit | None = None  # The exception that comes after these batches.
 
     def vote(self, start: int, size: int) -> dict[str, Any]:
-        """Returns a vote on the `size` batches after the first `start`. Reads those that are not `ahead` yet."""
+        """Returns a vote on `size` batches, skipping the first `start`. Reads batches that are not in `ahead` yet."""
         records = np.zeros(_MAX_BATCHES, _BATCH)
         try:
             while len(self.ahead) < start + size and self._error is None:
@@ -362,13 +362,13 @@ class OwnBatches:
         self._newest = batch
 
     def take(self) -> types.Batch:
-        """Returns the next batch, or one without rows if the data have ended."""
+        """Returns the next batch, or a batch without rows if the data have ended."""
         if self.ahead:
             return self.ahead.popleft()[0]
         return jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, self._newest)
 
     def exception(self, agreed: Exception) -> Exception | SystemExit:
-        """Returns the exception to raise here if all processes stop: this process's own one, if it has failed."""
+        """Returns the exception to raise if all processes stop: this process's own if it failed; otherwise `agreed`."""
         if self.ahead:
             return agreed
         own, self._error = self._error, None
@@ -377,7 +377,7 @@ class OwnBatches:
 
 @final
 class JointReader:
-    """Reads the same number of batches in all processes, and adds up their examples.
+    """Reads the same number of batches in all processes and adds up their examples.
 
     The processes vote on the next few batches, which they have read ahead of time. If one process reaches the end of
     its data, raises an error, or receives Ctrl-C or SIGTERM, all processes learn of it at the same batch.
@@ -387,7 +387,7 @@ class JointReader:
       own: The batches of this process.
       job: The processes.
       until_all_end: Whether to continue until the datasets of all processes have ended. If True, a process whose
-        dataset has ended reads batches without rows. If False, reading stops when the first dataset ends.
+        dataset has ended receives batches without rows. If False, reading stops when the first dataset ends.
     """
 
     def __init__(self, who: str, own: OwnBatches, job: Job, *, until_all_end: bool):
@@ -404,11 +404,11 @@ class JointReader:
 
     @property
     def secs(self) -> float:
-        """The training time that all processes use: that of the first process at the newest vote."""
+        """The training time that all processes use, which is the first process's time at the latest vote."""
         return self._pace.secs
 
     def begin(self, limit: float) -> None:
-        """Begins a loop that reads at most `limit` batches. Earlier votes, and the signals in them, are void."""
+        """Begins a loop that reads at most `limit` batches. Discards earlier votes and the signals in them."""
         self._agreed.clear()
         self._sent, self._left = None, limit
 

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM: the first signal ends the run after the current step, and the second ends it immediately.
+"""Handling of Ctrl-C and SIGTERM: the first signal ends the run after the current step, the second one immediately.
 
 Other threads can also pause a run between two steps, or end it.
 """
@@ -41,16 +41,16 @@ class Interruptible:
     """A context in which Ctrl-C and SIGTERM (preemption) set `requested` instead of interrupting a step.
 
     If the first signal is SIGTERM, the process exits with code 143 when the outermost context closes, so save and close
-    everything inside the context. If it is Ctrl-C, the program continues. Exceptions propagate; after SIGTERM, a note
-    is added to them. From the first signal on, a SIGCHLD handler of the program isn't called.
+    everything inside the context. If it is Ctrl-C, the program continues. Exceptions propagate, but after SIGTERM, a
+    note is added to them. After the first signal, a SIGCHLD handler of the program is no longer called.
 
-    The second signal ends the process at once, with exit code 128 + the signal's number, even if the main thread hangs
-    in native code: a thread watches for signals. No `finally` blocks run, and the child processes of `multiprocessing`
-    are killed. Interactive sessions, and programs that use `signal.set_wakeup_fd`, have no such thread. There, the
-    second signal has Python's default effect, so that Ctrl-C raises `KeyboardInterrupt`. A Ctrl-C up to 2 s after one
-    that ended an earlier run also raises it.
+    The second signal ends the process immediately, with exit code 128 + the signal's number. This works even if the
+    main thread hangs in native code, because another thread watches for signals. No `finally` blocks run, and the child
+    processes of `multiprocessing` are killed. Interactive sessions, and programs that use `signal.set_wakeup_fd`, have
+    no such thread. In these, the second signal has Python's default effect, so that Ctrl-C raises `KeyboardInterrupt`.
+    Within 2 s after a run was ended by Ctrl-C, another Ctrl-C also raises `KeyboardInterrupt`.
 
-    If the processes of a job have not agreed on the first signal after 15 s, because one of them hangs, the process
+    If one process of a job hangs, so that the processes have not agreed on the first signal after 15 s, the process
     exits in the same way. Saved checkpoints stay intact in all cases.
 
     Nested contexts share the state of the outermost one, so an `OuterLoop` and its loops agree. The context has no
@@ -62,8 +62,8 @@ class Interruptible:
     (True, 'Ctrl-C')
 
     Args:
-      defers: Whether a signal remains `unconfirmed` until `confirm` is called. A multi-process job confirms a signal
-        once all processes know about it.
+      defers: Whether a signal takes effect only when `confirm` is called. A multi-process job confirms a signal once
+        all processes know about it.
     """
 
     def __init__(self, *, defers: bool = False):
@@ -92,7 +92,7 @@ class Interruptible:
 
     @property
     def signal_name(self) -> str | None:
-        """The name of the first signal or request, such as "Ctrl-C" or "a command"; None if there was none."""
+        """The name of the first signal or request, such as "Ctrl-C" or "a command", or None if there was none."""
         if self._outer is not None:
             return self._outer.signal_name
         names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command"}
@@ -100,20 +100,20 @@ class Interruptible:
 
     @property
     def reason(self) -> str | None:
-        """The reason a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
+        """The reason why a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
         return "stopped by a command" if self.signum == STOP else self.signal_name
 
     def run_status(self, error: BaseException | None) -> str:
-        """Returns how a run ended: "failed", "killed" (by a signal) or "finished"."""
+        """Returns the status of a run that has ended: "failed", "killed" (by a signal) or "finished"."""
         if isinstance(error, Exception | SystemExit):
             return "failed"
         return "finished" if error is None and self.outermost.signum in _NO_SIGNALS else "killed"
 
     def supersedes(self, error: BaseException) -> bool:
-        """Returns True if a signal arrived before the data raised this error, and logs the error.
+        """Returns True if a signal arrived before the data raised this error. In that case, also logs the error.
 
-        A signal to a process group also ends the worker processes of a data loader, whose error must not hide the
-        signal.
+        A signal to a process group also ends the worker processes of a data loader. The resulting error must not hide
+        the signal.
         """
         is_caused = isinstance(error, Exception) and self.outermost.signum not in _NO_SIGNALS
         if is_caused:
@@ -133,11 +133,11 @@ class Interruptible:
 
     @property
     def to_confirm(self) -> int:
-        """The request that the processes of a job still have to confirm; 0 if there is none."""
+        """The signal or request that the processes of a job still have to confirm, or 0 if there is none."""
         return self.unconfirmed or (_PAUSE if self._pause_is_unconfirmed else 0)
 
     def confirm(self, signum: int) -> None:
-        """Puts a request into effect, no matter which process of the job received it.
+        """Puts a signal or request into effect, no matter which process of the job received it.
 
         The hosts of a cluster may receive a signal at different times. If this process receives it later, it counts as
         the same signal.

@@ -1,6 +1,6 @@
 """Directory locks, which ensure that only one run at a time trains in a directory.
 
-The kernel releases the lock of a process that ends, no matter how it ends.
+When a process ends, no matter how, the kernel releases its locks.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ _held: dict[str, os.stat_result] = {}  # The lock files that this process has lo
 
 
 class DirectoryInUseError(RuntimeError):
-    """Raised if another run, in this process or in a different one, uses a directory."""
+    """Raised if a directory is in use by another run, in this process or in a different one."""
 
 
 class DirectoryLostError(RuntimeError):
-    """Raised if a directory that this process has locked was moved, deleted, or replaced."""
+    """Raised if a directory that this process has locked was moved, deleted or replaced."""
 
 
 @contextlib.contextmanager
 def locked(directory: epath.PathLike, name: str = TRAINER) -> Iterator[None]:
-    """A context manager that prevents other runs from using a directory.
+    """Returns a context manager that prevents other runs from using a directory.
 
-    The lock file stays in the directory, and describes the process that last held the lock. Remote directories (`gs://`)
+    The lock file stays in the directory and describes the process that last held the lock. Remote directories (`gs://`)
     can't be locked; a warning is logged instead.
 
     >>> import tempfile
@@ -55,7 +55,7 @@ def locked(directory: epath.PathLike, name: str = TRAINER) -> Iterator[None]:
 
     Raises:
       DirectoryInUseError: If the lock is already held.
-      OSError: If the directory can't be created, written to, or locked.
+      OSError: If the directory can't be created, written to or locked.
     """
     path = _path(directory, name)
     if files.is_remote(path):
@@ -87,7 +87,7 @@ def check(directory: epath.PathLike, name: str = TRAINER) -> None:
     """Checks that a directory is still the one that this process locked. Does nothing if it isn't locked.
 
     Raises:
-      DirectoryLostError: If the directory or its lock file was moved, deleted, or replaced.
+      DirectoryLostError: If the directory or its lock file was moved, deleted or replaced.
     """
     path = _path(directory, name)
     if (locked_file := _held.get(path)) is None:

@@ -1,4 +1,4 @@
-"""Tools for the operation of runs: logs, status, commands, comparisons, failures and rewinding."""
+"""Tools for operating runs: logs, status, commands, comparisons, failure records and rewinding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +10,9 @@ from jaxloop.runs.run_log import RunLog
 
 
 def default_extensions(notes: Mapping[str, Any] | None, *, has_directory: bool) -> list[Extension]:
-    """Returns the extensions that each `OuterLoop` has; see there for the arguments."""
+    """Returns the extensions that every `OuterLoop` has by default.
+
+    `notes` is the argument of `OuterLoop`. `has_directory` is True if the `OuterLoop` writes to a directory.
+    """
     found: list[Extension] = [RunLog(notes)] if has_directory or notes else []
     return [*found, Tell(), Failures()] if has_directory else found

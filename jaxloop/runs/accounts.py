@@ -29,7 +29,7 @@ _PARTS = {
 class Goodput:
     """A breakdown of the wall time of one or more runs.
 
-    The parts add up to the time between the first start of a run and its last recorded activity. `str` formats them as
+    The parts add up to the time between the first start of a run and its last recorded activity. `str` returns them as
     a table.
 
     >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
@@ -48,11 +48,11 @@ class Goodput:
       checkpoints: Seconds that the loop was blocked by saving checkpoints.
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
-      downtime: Seconds between the last log line of a process and the start of the next one. If a process is killed,
-        this includes its time since its last log point.
-      unknown: Seconds not covered above.
+      downtime: Seconds between the last log line of a process and the start of the next process. If a process is
+        killed, this includes the time between its last log line and its end.
+      unknown: Seconds that belong to none of the above.
       steps: The number of updates up to the last log line, not counting repeats.
-      repeated_steps: The number of updates that were logged, and then repeated.
+      repeated_steps: The number of updates that were repeated after they had been logged.
       starts: The number of calls to the `OuterLoop`.
     """
 
@@ -103,8 +103,8 @@ class Goodput:
 def goodput(*workdirs: epath.PathLike) -> Goodput:
     """Returns a breakdown of the wall time of one or more runs, which may still be in progress.
 
-    The times are read from the run log, `goodput.jsonl`, which every `OuterLoop` with a local work directory writes
-    when a run starts, at log points, and when the run ends.
+    The times are read from the run log, `goodput.jsonl`. Every `OuterLoop` with a local work directory appends to this
+    log when a run starts, at log points, and when the run ends.
 
     >>> import tempfile, jaxloop
     >>> from jaxloop import examples

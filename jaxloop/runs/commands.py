@@ -1,4 +1,4 @@
-"""Commands for a run in progress, which reads them from files in its work directory and executes them between steps."""
+"""Commands for a run in progress, which are stored as files in its work directory and executed between steps."""
 
 import contextlib
 import dataclasses
@@ -44,8 +44,8 @@ class Answer:
     Attributes:
       id: The name of the command's file, without the suffix.
       command: The command, such as "save".
-      step: The number of completed updates when the command was executed or rejected.
-      error: The reason the command was rejected; None if it was executed.
+      step: The number of completed updates at the time when the command was executed or rejected.
+      error: The reason why the command was rejected, or None if it was executed.
     """
 
     id: str
@@ -59,14 +59,14 @@ class Answer:
 
 
 def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answer | None:
-    """Sends a command to the run in a work directory, and waits for the run's answer.
+    """Sends a command to the run in a work directory and waits for the run's answer.
 
     - `save`: saves a checkpoint.
     - `stop`: saves a checkpoint and ends the run, like Ctrl-C.
     - `profile=5`: records a profile of the next 5 steps in `<workdir>/profile`.
     - `log_every=10`: adds a row to the history now and every 10 steps.
-    - `summary.interval=100`: calls one of the train loop's end actions now and every 100 steps.
-    - `early_stopping.patience=5`: changes one of an action's `settings`.
+    - `summary.interval=100`: calls an end action of the train loop (here, the `SummaryAction`) now and every 100 steps.
+    - `early_stopping.patience=5`: changes one of the `settings` of an action.
 
     Actions are named after their classes: `early_stopping` is the `EarlyStoppingAction`, and `summary_2` is the second
     `SummaryAction`.
@@ -82,7 +82,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
     Args:
       workdir: The work directory of an `OuterLoop` that is training.
       command: The command.
-      wait_secs: Seconds to wait for the answer.
+      wait_secs: The maximum number of seconds to wait for the answer.
 
     Returns:
       The answer, or None if it didn't arrive in time. In that case, the run may still execute the command later.
@@ -120,7 +120,7 @@ def answers(workdir: epath.PathLike) -> list[Answer]:
 
 
 def parse(command: str) -> tuple[str, Any]:
-    """Splits a command into its name and value. The value is None if the command doesn't have one.
+    """Splits a command into its name and value. The value is None if the command has no value.
 
     >>> parse("early_stopping.patience=5"), parse("save")
     (('early_stopping.patience', 5), ('save', None))
@@ -145,10 +145,10 @@ def parse(command: str) -> tuple[str, Any]:
 class Tell(Extension):
     """Lets `tell` send commands to a run with a train loop and a local work directory.
 
-    Once per second, a thread in the first process looks for files in `<workdir>/commands`, as does each moment. If it
-    finds any, all processes pause at the same step, after the current dispatch. The first process reads the files, and
-    all processes execute the commands in file-name order, and save a checkpoint. Each executed command and its step are
-    appended to `<workdir>/commands.jsonl`. Malformed, oversized and non-regular files have no effect.
+    Once per second, and at every log point, the first process looks for files in `<workdir>/commands`. If it finds any,
+    all processes pause at the same step, after the current dispatch. The first process reads the files, and then all
+    processes execute the commands in the order of the file names and save a checkpoint. Each executed command and its
+    step are appended to `<workdir>/commands.jsonl`. Malformed, oversized and non-regular files have no effect.
     """
 
     name = "commands"
@@ -183,10 +183,10 @@ class Commands(Item):
 
     Args:
       experiment: The experiment.
-      workdir: Its work directory.
+      workdir: The work directory of the experiment.
 
     Attributes:
-      changes: The commands that have changed a setting.
+      changes: The commands that have changed settings so far.
     """
 
     name = "commands"
@@ -204,7 +204,7 @@ class Commands(Item):
         self._thread: threading.Thread | None = None
 
     def poll(self) -> None:
-        """Requests a pause of the run if any commands are pending. The first call starts a thread that does so."""
+        """Requests a pause of the run if commands are pending. The first call starts a thread that polls regularly."""
         if not self._job.is_first:
             return
         if self._thread is None:
@@ -218,7 +218,7 @@ class Commands(Item):
             self.poll()
 
     def end(self) -> None:
-        """Ends the polling, and rejects the commands that are still pending."""
+        """Stops polling and rejects the commands that are still pending."""
         self._has_ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -292,7 +292,7 @@ class Commands(Item):
         return []
 
     def repeat(self, changes: Sequence[str]) -> None:
-        """Changes the settings as commands changed them before a checkpoint."""
+        """Repeats changes of settings that commands made before the checkpoint was saved."""
         self.changes = list(changes)
         for command in changes:
             try:

@@ -1,4 +1,4 @@
-"""A table that compares runs by their best value of a metric, and shows the notes in which they differ."""
+"""A table that compares runs by the best value of a metric and shows the notes in which they differ."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from jaxloop.runs import accounts, run_log
 @final
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A comparison of runs, sorted by their best value of a metric. `str` formats it as a table.
+    """A comparison of runs, sorted by their best values of a metric. `str` returns it as a table.
 
     Attributes:
       by: The path of the metric.

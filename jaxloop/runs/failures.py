@@ -1,4 +1,4 @@
-"""The flight recorder, which records a failed step so that it can be rerun."""
+"""The recorder of failed steps, which allows them to be rerun."""
 
 import collections
 import contextlib
@@ -22,7 +22,7 @@ from jaxloop.step import Step, nonfinite
 from jaxloop.train_loop import TrainLoop
 
 FOLDER = "failures"
-"""The folder in a work directory that contains one subfolder per failed step."""
+"""The name of the subdirectory in a work directory that contains one directory per failed step."""
 
 _FILE, _STATE = "failure.json", "state"
 _MOST_FAILURES = 5
@@ -35,12 +35,13 @@ _MAX_FILE_BYTES = 1 << 32
 
 @final
 class Failures(Extension):
-    """Records a failed step in `<workdir>/failures/<step>`, and adds a note on how to replay it to the error.
+    """Records a failed step in `<workdir>/failures/<step>` and adds a note to the error that explains how to replay it.
 
-    The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
-    If it doesn't, the path of the latest earlier checkpoint and the batches since then are stored instead, provided
-    that they are from the last 128 steps and fit in 64 MiB. The five newest records are kept. Errors that occur while
-    recording are logged, not raised. A job of several processes records nothing, because no process has all batches.
+    The directory contains the batch of the failed step, the PRNG keys, and the state before the step if that state
+    still exists. Otherwise, it contains the path of the latest earlier checkpoint and the batches since that
+    checkpoint, provided that these batches are from the last 128 steps and fit in 64 MiB. The five newest records are
+    kept. Errors that occur while recording are logged rather than raised. A multi-process job doesn't record anything,
+    because no process has all batches.
     """
 
     name = "failures"
@@ -144,7 +145,7 @@ def replay(
 ) -> tuple[Any, types.Output]:
     """Reruns a failed step from the record written by an `OuterLoop` that has a `workdir`.
 
-    On the same devices, the results are bit-identical to the original ones. If any of them aren't finite, a warning
+    On the same devices, the results are bit-identical to the original ones. If any results aren't finite, a warning
     lists their names. The step's own actions are not called.
 
     >>> import tempfile
@@ -165,14 +166,14 @@ def replay(
     (8, nan)
 
     Args:
-      path: The folder `<workdir>/failures/<step>`, or the work directory.
+      path: The directory `<workdir>/failures/<step>`, or the work directory.
       step: The run's step object, or one created in the same way.
       step_num: The number of the failed step. Pass it only if `path` is a work directory. If None, the most recent
         record is replayed.
-      state: A state with the same structure as the run's state. If it is more recent than the recorded state, and all
-        batches after it were recorded, the replay starts from it. Otherwise, it only serves as a template for restoring
-        the recorded state. It is not donated. If None, a new state is used. This requires that `step.initialize_model`
-        has been called.
+      state: A state with the same structure as the run's state. It is not donated. If it is more recent than the
+        recorded state, and all batches after it were recorded, the replay starts from it. Otherwise, it only serves as
+        a template for restoring the recorded state. If None, a newly created state is used, which requires that
+        `step.initialize_model` has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
         may differ in the last bits. Any earlier steps are still compiled, so `run` is traced for them before it is
         called eagerly.
@@ -182,7 +183,7 @@ def replay(
 
     Raises:
       FileNotFoundError: If there is no such record.
-      ValueError: If the PRNG keys of `step` differ from those of the run, or if the state before the failed step is not
+      ValueError: If the PRNG keys of `step` differ from those of the run, or if the state before the failed step isn't
         available.
     """
     folder = _folder(path, step_num)

@@ -53,8 +53,9 @@ def rewind(
 ) -> Rewound:
     """Reproduces, bit for bit, the state, the batch and the PRNG keys that a run used for a given step.
 
-    Restores the last checkpoint before the step and repeats the steps from there, without evaluations or actions. The
-    work directory isn't changed. You can then run the step again, eagerly in a debugger or after changing it:
+    This function restores the last checkpoint before the step and repeats the steps from there, without evaluations or
+    actions. The work directory isn't changed. You can then run the step again, for example eagerly in a debugger or
+    after changing its code:
 
     >>> import tempfile, jax, jaxloop
     >>> from jaxloop import examples
@@ -76,8 +77,8 @@ def rewind(
         the run's initial state.
       outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
       step_num: The number of the step, counting updates from 1.
-      state: A state with the structure of the run's state, or an abstract state. If None, the step creates one with the
-        arguments of the most recent `initialize_model` call. If there is no earlier checkpoint, the run is repeated
+      state: A state with the structure of the run's state, or an abstract state. If None, the step creates a state with
+        the arguments of the most recent `initialize_model` call. If there is no earlier checkpoint, the run is repeated
         from this state, which is then donated.
       train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
       train_total_steps: The value that was passed to the run; see `OuterLoop`.
@@ -91,7 +92,7 @@ def rewind(
     Raises:
       FileNotFoundError: If there is neither a checkpoint before the step nor a `state` from an earlier step.
       RuntimeError: If the repeated steps differ from the original ones, for example because the devices are different.
-      ValueError: If the run doesn't have such a step, or the dataset can't return to an earlier position.
+      ValueError: If the run doesn't have such a step, or if the dataset can't return to an earlier position.
     """
     checks.check_only_process("rewind")
     checks.check_positive("rewind.step_num", step_num)

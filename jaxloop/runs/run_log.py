@@ -1,4 +1,4 @@
-"""The run log, which records every start of a run, its progress, and how it ended."""
+"""The run log, which records each start of a run, its progress, and the reason why it ended."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ class RunLog(Extension):
     """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
     A line is appended when the run starts, when its first step is known, at most once per second while it runs, and
-    when it ends. A killed run's last line shows its last known progress.
+    when it ends. If a run is killed, the last line shows its last known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
@@ -114,12 +114,12 @@ class Attempt:
 
     Attributes:
       started: The time when the call to the `OuterLoop` started, in seconds since the epoch.
-      since: The time when the process started; equal to `started` for later calls in the same process, and in
+      since: The time when the process started. Equal to `started` for later calls in the same process, and in
         notebooks.
       described: The other values in the start's log line: `pid`, `host`, `total_steps`, `notes`.
-      points: The later lines, each as `(time, step, seconds by kind)`. The first line records the first step.
-      reason: How the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or another signal,
-        or `"error: ..."`. None if it was killed or is still running.
+      points: The later lines, each as `(time, step, seconds by kind)`. The first of them records the first step.
+      reason: The reason why the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or
+        another signal, or `"error: ..."`. None if the run was killed or is still running.
     """
 
     started: float
@@ -130,7 +130,7 @@ class Attempt:
 
     @property
     def state(self) -> str:
-        """The reason, if there is one; otherwise "running" or "killed", or "silent" if it runs on a different host."""
+        """The reason why the run ended, if known; otherwise "running", "killed" or, if on another host, "silent"."""
         if self.reason is not None:
             return self.reason
         if self.described.get("host") != socket.gethostname():
@@ -139,7 +139,7 @@ class Attempt:
 
 
 def read_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects in the lines of a file, which need not exist. Skips malformed lines.
+    """Yields the JSON objects in the lines of a file, which doesn't have to exist. Skips malformed lines.
 
     Raises:
       OSError: If the file is not a regular file, or can't be read.

@@ -21,17 +21,17 @@ class Status:
 
     Attributes:
       workdir: The work directory.
-      state: "running" or "killed", or "silent" if the run was started on a different host, so that it could be either.
-        If the run has recorded why it ended, that reason: "finished", "stopped", "stopped by EarlyStoppingAction",
-        "SIGTERM", "error: ...".
-      step: The number of completed updates; None if the run hasn't reached its first step since it was last started.
-      total_steps: The planned number of updates; None if only the data or a schedule determines when the run ends.
-      steps_per_sec: The speed between the last two log points; None if unknown.
-      secs_left: The estimated time until the end, in seconds; None if unknown.
-      metrics: For each path in the history, a pair of the step and the newest value: `{"test.accuracy": (100, 0.9)}`.
-      checkpoint: The step of the newest checkpoint; None if there is none.
+      state: The reason why the run ended, if it recorded one: "finished", "stopped", "stopped by EarlyStoppingAction",
+        "SIGTERM" or "error: ...". Otherwise "running" or "killed", or "silent" if the run was started on a different
+        host, so that it could be either.
+      step: The number of completed updates, or None if the run hasn't reached its first step since it was last started.
+      total_steps: The planned number of updates, or None if only the data or a schedule determines when the run ends.
+      steps_per_sec: The speed between the last two log points, or None if it is unknown.
+      secs_left: The estimated time until the end of the run, in seconds, or None if it is unknown.
+      metrics: For each path in the history, the newest value and its step, as in `{"test.accuracy": (100, 0.9)}`.
+      checkpoint: The step of the newest checkpoint, or None if there is none.
       starts: The number of times that the run has been started.
-      quiet_secs: The time since the last sign of life, in seconds.
+      quiet_secs: The time since the last recorded activity, in seconds.
     """
 
     workdir: str

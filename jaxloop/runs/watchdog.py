@@ -1,4 +1,4 @@
-"""A watchdog that ends a hanging run, and reports which process hangs and where."""
+"""A watchdog that ends a hanging run and reports which process hangs and where."""
 
 import collections
 import contextlib
@@ -45,7 +45,7 @@ _DONE_FILE = "reported"
 @final
 @dataclasses.dataclass(eq=False)
 class Watchdog(Extension):
-    """Ends a run that has gone too long without making progress, and reports where it hangs.
+    """Ends a run that makes no progress for too long and reports where it hangs.
 
     If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
     the process is doing and contains the stacks of all threads. The first process logs a one-line summary, such as
@@ -60,9 +60,9 @@ class Watchdog(Extension):
     >>> state, _ = outer_loop(state, batches)
 
     Args:
-      step_secs: The maximum time, in seconds, that may pass without a train step being dispatched or completed.
-      startup_secs: The maximum time before the first step of an `OuterLoop` call. It also limits the time for compiling
-        a step and running it for the first time, including any wait for processes that are still compiling.
+      step_secs: The maximum time, in seconds, during which no train step is dispatched or completed.
+      startup_secs: The maximum time before the first step of an `OuterLoop` call. It is also the maximum time for
+        compiling a step and running it for the first time, including any wait for processes that are still compiling.
       eval_secs: The maximum time without a new batch in an evaluation, including compilation.
       checkpoint_secs: The maximum time that saving or restoring a checkpoint may block the run.
     """
@@ -249,7 +249,7 @@ def place_of(frame: FrameType | None, step: int) -> str:
     """Describes what a thread is doing, based on its stack, for example "reading batch 5,113".
 
     Args:
-      frame: The innermost frame; None if the thread has ended.
+      frame: The innermost frame, or None if the thread has ended.
       step: The number of train steps that have begun.
     """
     place, is_known, count, ahead, evaluation = "between two steps", False, step, 0, ""

@@ -1,4 +1,4 @@
-"""One step: what happens to a batch. Users subclass `Step`."""
+"""The base classes of steps. A step defines how one batch is processed."""
 
 from jaxloop.step.step import NO_OPTIMIZER as NO_OPTIMIZER
 from jaxloop.step.step import FusingError as FusingError

@@ -24,19 +24,20 @@ from jaxloop.step import cost, forward, nonfinite
 class Compiled:
     """Compiles a step's `run` when it is first called, and again for each new batch shape.
 
-    Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back. When
-    training without `jit_kwargs`, the carry is a flat state, unless the partitioner has its own `partition`, which may
-    expect a state. In all other cases, it is the state itself.
+    Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back. In
+    training, the carry is a flat state unless there are `jit_kwargs` or the partitioner overrides `partition`, which
+    may expect the original tree. In all other cases, the carry is the state itself.
 
-    If the function is traced again, a warning lists the leaves that changed. The second shape of batches causes none,
-    because it may be that of a short last batch. After `Step.max_batch_shapes` of them, one more raises an error.
+    If the function is traced again, a warning lists the leaves that changed. A second batch shape causes no warning,
+    because it may come from a short last batch. If there are more than `Step.max_batch_shapes` shapes, an error is
+    raised.
 
     Args:
       programs: The programs of the step.
-      evaluates: True for an evaluation, in which case the state isn't donated, and only the outputs are returned.
-      fuses: Whether to run several steps per call by scanning `run` over stacked batches. The outputs are then stacked
-        too.
-      policy: How to handle NaN and infinity. Unless they are ignored, the outputs contain flags for them.
+      evaluates: Whether to compile for evaluation. If so, the state isn't donated, and only the outputs are returned.
+      fuses: Whether to run several steps per call by scanning `run` over stacked batches. If so, the outputs are also
+        stacked.
+      policy: The policy for NaN and infinity. Unless it is "ignore", the outputs contain flags for non-finite values.
     """
 
     def __init__(self, programs: "Programs", *, evaluates: bool, fuses: bool, policy: nonfinite.NanPolicy):
@@ -68,13 +69,13 @@ class Compiled:
         return carry[0].whole(carry[1]) if self._is_flat else carry
 
     def call(self, carry: Any, batch: types.Batch, form: Any = None) -> tuple[Any, Any]:
-        """Dispatches a batch, and returns the new carry and the outputs. In training, the old carry is donated.
+        """Dispatches a batch and returns the new carry and the outputs. In training, the old carry is donated.
 
         Args:
           carry: See `enter`.
           batch: The batch.
           form: The batch's `form` from `checks.BatchWatch`. Batches with the same structure, shapes and dtypes have the
-            same form. If None, the batch is inspected, which takes about 5% as long as a small step.
+            same form. If None, the batch is inspected, which takes about 5% of the time of a small step.
         """
         step = None
         try:
@@ -220,14 +221,14 @@ class Programs:
 
     Args:
       step: The step.
-      batch_watch: The checks of the step's training batches.
+      batch_watch: The object that checks the step's training batches.
 
     Attributes:
       step, batch_watch: The arguments of the same names.
       jit_kwargs: The arguments for `jax.jit` that override the partitioner's.
-      policy: What the loop that is running the step does about NaN and infinity.
-      stopwatch: The stopwatch of the loop that is running the step; None if there is none.
-      cost: The `Cost` of the program that was last compiled ahead of time; None if there is none.
+      policy: The policy for NaN and infinity of the loop that is running the step.
+      stopwatch: The stopwatch of the loop that is running the step, or None.
+      cost: The `Cost` of the program that was last compiled ahead of time, or None if there is no such program.
     """
 
     def __init__(self, step: Any, batch_watch: checks.BatchWatch):
@@ -241,7 +242,7 @@ class Programs:
         self.cost: Any = None
 
     def restart(self, **jit_kwargs: Any) -> None:
-        """Discards everything compiled so far, and compiles with these arguments of `jax.jit` from now on."""
+        """Discards everything compiled so far. Later compilations pass these arguments to `jax.jit`."""
         jax.jit(lambda state, batch: None, **jit_kwargs)  # Raises a `TypeError` for an unknown option.
         self._compiled, self.jit_kwargs = {}, jit_kwargs
 
@@ -249,8 +250,8 @@ class Programs:
         """Returns the compiled `run`.
 
         Args:
-          evaluates: Whether it is for evaluations, which don't donate the state.
-          fuses: Whether one dispatch processes several stacked batches.
+          evaluates: Whether `run` is compiled for evaluation, which doesn't donate the state.
+          fuses: Whether one dispatch processes several batches, stacked along a new leading axis.
         """
         policy = "ignore" if evaluates else self.policy
         key = (evaluates, fuses, policy)
@@ -259,21 +260,24 @@ class Programs:
         return self._compiled[key]
 
     def detector(self, policy: nonfinite.NanPolicy) -> nonfinite.Detector:
-        """Returns the object that adds the flags of a policy to the outputs of `run`."""
+        """Returns the object that adds flags for non-finite values to the outputs of `run`, as a policy requires."""
         if policy not in self._detectors:
             is_on_mesh = self.step.partitioner.mesh is not None
             self._detectors[policy] = nonfinite.Detector(self.run, policy, is_on_mesh)
         return self._detectors[policy]
 
     def compile(self, state: Any, batch: types.Batch, *, evaluates: bool, fuses: bool) -> cost.Cost:
-        """Compiles `run` ahead of time for a state and a batch that is ready for it, or their shapes."""
+        """Compiles `run` ahead of time for a state and a batch, either of which may be abstract.
+
+        The batch must already have passed through the hooks that precede `run`.
+        """
         traced, mesh = self.compiled(evaluates=evaluates, fuses=fuses).trace(state, batch), self.step.partitioner.mesh
         self.cost = cost.cost_of(traced, num_devices=1 if mesh is None else mesh.size)
         return self.cost
 
     @contextlib.contextmanager
     def watched(self, policy: nonfinite.NanPolicy, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """A context manager that makes the step use a loop's policy for NaN and infinity, and its stopwatch.
+        """Returns a context manager that makes the step use a loop's stopwatch and its policy for NaN and infinity.
 
         Args:
           policy: The loop's `nan_policy`.
@@ -289,7 +293,7 @@ class Programs:
     # Traced --------------------------------------------------------------------------------------
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        """Calls the step's `run`, and checks its results."""
+        """Calls the step's `run` and checks its results."""
         hook = f"{type(self.step).__name__}.run"
         with forward.noting_changes() as changed:
             result = self.step.run(state, batch)
@@ -299,7 +303,7 @@ class Programs:
         return new_state, self._reported(outputs, batch)
 
     def evaluate(self, state: Any, batch: types.Batch) -> types.Output:
-        """Calls the step's `run`, and returns only its outputs."""
+        """Calls the step's `run` and returns only its outputs."""
         result = checks.check_result(self.step.run(state, batch), f"{type(self.step).__name__}.run")
         return self._reported(result[1], batch)
 
@@ -344,7 +348,7 @@ class _StackedNone:
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
-    """Stacks batches, or their shapes, along a new leading axis. Returns None if the shapes differ.
+    """Stacks batches (or abstract batches) along a new leading axis. Returns None if their shapes differ.
 
     Host arrays stay on the host.
 

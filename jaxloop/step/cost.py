@@ -17,12 +17,12 @@ from jaxloop.partition.layout import readable
 @final
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """All collective operations of one kind in a dispatch.
+    """The collective operations of one kind in a dispatch.
 
     Attributes:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
-      count: The number of operations. If XLA knows the number of iterations of a loop, an operation in the loop counts
-        once per iteration.
+      count: The number of operations. An operation in a loop counts once per iteration if XLA knows the number of
+        iterations.
       bytes: The total size of the operations, in bytes per device. Each operation's size is that of its inputs or its
         outputs, whichever is larger.
     """
@@ -35,18 +35,18 @@ class Collective:
 @final
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The computation, memory and communication of one dispatch of a compiled step. `str` formats it as one sentence.
+    """The computation, memory and communication of one dispatch of a compiled step. `str` returns them as a sentence.
 
     The sizes and collectives are those of the program that XLA compiled.
 
     Attributes:
       flops: The total number of floating-point operations on all devices; see `flops_of`.
-      argument_bytes: The memory for the state and the batch. This and all sizes below are in bytes per device.
+      argument_bytes: The memory for the state and the batch, in bytes per device, like all sizes below.
       output_bytes: The memory for the new state and the outputs.
       alias_bytes: The part of `output_bytes` that reuses the memory of donated arguments.
       temp_bytes: The memory for temporaries, such as activations and gradients.
       code_bytes: The memory for the program itself.
-      collectives: The collective operations, one item per kind. Empty on one device.
+      collectives: The collective operations, one item per kind. Empty if there is only one device.
 
     >>> print(Cost(flops=6.2e9, argument_bytes=24 << 20, output_bytes=24 << 20, alias_bytes=24 << 20,
     ...            temp_bytes=100 << 20, code_bytes=0))
@@ -207,7 +207,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 
 
 def collectives_of(program: str) -> Sequence[Collective]:
-    """Returns the collective operations in the text of a compiled XLA program, the largest total size first.
+    """Returns the collective operations in the text of a compiled XLA program, sorted by decreasing total size.
 
     >>> program = '''
     ... ENTRY %main (x: f32[8]) -> f32[8] {

@@ -28,17 +28,17 @@ from jaxloop.types import nnx
 def with_arguments(
     model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], step_class: type
 ) -> Any:
-    """Converts a model as `adapt` does, and binds the arguments of an NNX class.
+    """Converts a model as `adapt` does and binds the arguments of an NNX class.
 
     Args:
-      model: A model of any kind, or None.
+      model: A model of any supported kind, or None.
       nnx_model_args: The step's argument of the same name.
-      options: The keyword arguments that no constructor of the step defines.
+      options: The keyword arguments that aren't parameters of the step's constructors.
       step_class: The class of the step.
 
     Raises:
       ValueError: If `nnx_model_args` is missing for an NNX class, or is given for any other kind of model.
-      TypeError: If a keyword is unknown and the model is not an NNX class.
+      TypeError: If there are unknown keyword arguments and the model is not an NNX class.
     """
     if types.is_nnx_class(model):
         if nnx_model_args is None:
@@ -67,9 +67,10 @@ def init_fn(
     spec: types.BatchSpec,
     init_kwargs: Mapping[str, Any],
 ) -> tuple[Callable[..., types.TrainState], Sequence[Any]]:
-    """Returns a pure function that creates the initial state, to be compiled by a partitioner, and its arguments.
+    """Returns a pure function that creates the initial state, and the arguments to call it with.
 
-    The arguments are the arrays of an `AdaptedModel`, because constants would slow down compilation.
+    The function is compiled by a partitioner. The arrays of an `AdaptedModel` are arguments because compiling them as
+    constants would be slow.
     """
 
     def initialize(*arrays: Any) -> types.TrainState:
@@ -133,7 +134,7 @@ def _copy(leaf: Any) -> jax.Array:
 
 
 def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PRNGType | None = None) -> Any:
-    """Calls a state's model, which may be of any kind that `LossStep` accepts.
+    """Calls a state's model, which can be of any kind that `LossStep` accepts.
 
     The mode (training or inference) is set in the way that each kind of model expects. NNX and Equinox models are
     switched to that mode. All models except Equinox modules receive `train`, `training`, `is_training` or
@@ -145,9 +146,9 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
       params: The parameters to use instead of `state.params`, for example inside a function to be differentiated.
       inputs: The model's input, or a list or dict of inputs for a Linen or NNX model that takes several.
       train: Whether to call the model in training mode.
-      rngs: A single key, or a dict of keys by name. In a Linen model, dropout uses a single key as it is, and all other
-        names use keys derived from it. From a dict, a model that takes one key receives the key named "dropout" or, if
-        there is none, the key whose name sorts first.
+      rngs: A single key, or a dict of keys by name. If it is a single key, dropout in a Linen model uses it unchanged,
+        and all other names use keys derived from it. If it is a dict, a model that takes a single key receives the one
+        named "dropout" or, if there is none, the one whose name sorts first.
 
     Returns:
       `(outputs, updates)`. Pass `updates` to `state.update_variables`. In an evaluation, it contains only the losses
@@ -180,9 +181,9 @@ _changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("cha
 
 @contextlib.contextmanager
 def noting_changes() -> Iterator[list[Any]]:
-    """A context manager that collects the variables of a state that forward passes in training mode change.
+    """Returns a context manager that records which variables forward passes in training mode change.
 
-    The list holds their values before the change.
+    It yields a list of the values that these variables had before the change.
     """
     token = _changed.set(changed := [])
     try:
@@ -192,7 +193,7 @@ def noting_changes() -> Iterator[list[Any]]:
 
 
 def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], step: str) -> None:
-    """Raises an error if a step updates the state but drops the variables that the forward pass changed.
+    """Raises an error if a step updates the state without storing the variables that the forward pass changed.
 
     Args:
       before: The state that was passed to `run`.
@@ -232,9 +233,9 @@ def _sown_part(updates: Any) -> Any:
 
 
 def mixes_examples(state: Any, *, train: bool) -> bool:
-    """Returns whether an example may affect the outputs for other examples, in the same batch or in later ones.
+    """Returns True if an example may affect the outputs for other examples, in the same batch or in later ones.
 
-    This is the case for batch normalization in training. If so, a short batch must not be padded.
+    Batch normalization in training mode has this effect. If the result is True, a short batch must not be padded.
     """
     others = state.collections
     if types.is_nnx(others, "State"):
@@ -329,7 +330,7 @@ def _named_keys(rngs: types.PRNGType | None) -> dict[str, jax.Array] | None:
 
 
 class Forward(abc.ABC):
-    """The `apply_fn` of a model that isn't a Linen module. `jit` hashes it and compares it on each call."""
+    """The `apply_fn` of a model that isn't a Linen module. `jit` hashes and compares it on each call."""
 
     @abc.abstractmethod
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
@@ -341,8 +342,8 @@ class NNXApply(Forward):
     """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
 
     Works like `graphdef.apply`. In addition, `train=True` calls `model.train()` and `train=False` calls `model.eval()`,
-    which switch layers such as dropout and batch normalization to that mode. Without `train`, the model stays in the
-    mode that its constructor chose.
+    which switch layers such as dropout and batch normalization to that mode. If `train` isn't given, the model stays in
+    the mode that its constructor set.
 
     `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so its hash
     is cached.
@@ -371,7 +372,7 @@ class NNXApply(Forward):
         return model(*args, **kwargs, **options), nnx.state(model)
 
     def module(self, states: Sequence[Any], *, train: bool) -> Any:
-        """Returns a module with these variables, in the given mode."""
+        """Returns a module with the given variables, in training or evaluation mode."""
         model = nnx.merge(self.graphdef, *self._new_variables(states))
         model.train() if train else model.eval()
         return model
@@ -460,8 +461,8 @@ class AdaptedModel:
     Attributes:
       kind: A clause that describes the kind of model in error messages.
       apply_fn: The `apply_fn` of states created from the model.
-      arrays: The initial `(params, batch_stats, collections)`; empty if the model doesn't contain them.
-      init: A function that computes `arrays` from `(key, inputs, init_kwargs)`; None if the model contains them.
+      arrays: The initial `(params, batch_stats, collections)`. Empty if the model doesn't contain them.
+      init: A function that computes `arrays` from `(key, inputs, init_kwargs)`. None if the model contains them.
     """
 
     kind: str
@@ -534,7 +535,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def example_inputs(spec: types.BatchSpec) -> Any:
-    """Returns inputs for initializing a model. Shapes in the spec become arrays of ones; arrays are kept unchanged.
+    """Returns inputs for initializing a model: the spec with its shapes replaced by arrays of ones.
 
     >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "key": jax.random.key(0)}))
     {'image': (1, 28, 28, 1), 'key': ()}
@@ -555,10 +556,10 @@ def example_inputs(spec: types.BatchSpec) -> Any:
 
 
 def example_batch(batch: types.BatchSpec) -> types.Batch:
-    """Returns a host batch in which zeros replace the shapes.
+    """Returns a host batch with arrays of zeros in place of the shapes in a spec.
 
-    The zeros are views of a single number, so they use no memory. A batch without arrays is treated as a spec. If a
-    batch contains arrays, lists of numbers in it are not treated as shapes.
+    Each array of zeros is a view of a single number, so it takes up almost no memory. A batch without arrays is treated
+    as a spec. If a batch contains any arrays, its lists of numbers are not treated as shapes.
 
     >>> example_batch({"x": ([2**40, 3], np.uint8)})["x"].shape
     (1099511627776, 3)
@@ -574,7 +575,7 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Returns a NumPy array's shape, and the dtype that it has inside `jit`. Other leaves are returned unchanged."""
+    """Returns a NumPy array's shape and the dtype that it has inside `jit`. Returns any other leaf unchanged."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

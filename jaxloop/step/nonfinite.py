@@ -1,6 +1,6 @@
-"""Detects NaN and infinity inside the compiled step.
+"""Detection of NaN and infinity inside the compiled step.
 
-The host reads the results when it reads other values anyway.
+The host reads the results together with other values, without additional synchronization.
 """
 
 import functools
@@ -73,7 +73,7 @@ class Detector:
         self._names: list[str] = []
 
     def run(self, state: Any, batch: Any) -> tuple[Any, types.Output]:
-        """Runs a step, and adds its flags to its outputs."""
+        """Runs a step and adds its flags to its outputs."""
         new_state, outputs = self._run(state, batch)
         values = {**_losses(outputs), **_watched_leaves(new_state)}
         self._names = list(values)
@@ -93,7 +93,7 @@ class Detector:
 
 
 def names(state: Any, outputs: types.Output) -> list[str]:
-    """Returns the names of the non-finite values in a step's results. Synchronizes with the devices."""
+    """Returns the names of the non-finite values in a step's state and outputs. Synchronizes with the devices."""
     leaves = {**_losses(outputs), **_watched_leaves(state)}
     return [name for name, is_bad in metrics.fetch(jax.tree.map(_is_bad, leaves)).items() if is_bad]
 
@@ -167,12 +167,12 @@ class Guard:
 
     Args:
       policy: "raise" or "skip".
-      names: A function that returns the names of the values that a step's flags mark.
+      names: A function that returns the names of the values that a step's flags mark as non-finite.
       step_of: A function that returns the step at a position in the outputs.
 
     Attributes:
-      error: The error of the first bad step, with "raise".
-      skipped: The positions of the bad steps, with "skip".
+      error: The error to raise for the first bad step. None if there is no such step or the policy is "skip".
+      skipped: The positions in the outputs of the steps that were skipped. Empty if the policy is "raise".
     """
 
     def __init__(self, policy: NanPolicy, names: Callable[[np.ndarray], list[str]], step_of: Callable[[int], int]):
@@ -182,7 +182,10 @@ class Guard:
         self._untold: list[tuple[int, list[str]]] = []
 
     def inspect(self, columns: dict[str, Any], first: int, examples: list[int]) -> list[int]:
-        """Removes the flags from the columns. Returns the steps' weights: 0 for a skipped step."""
+        """Removes the flags from the columns and records bad steps. Returns the weights of the steps.
+
+        A step's weight is its number of examples, or 0 if the step is skipped.
+        """
         flags, weights = columns.pop(FLAGS, None), list(examples)
         if flags is None:
             return weights
@@ -197,18 +200,18 @@ class Guard:
         return weights
 
     def check(self) -> None:
-        """Raises the error of the first bad step."""
+        """Raises the error for the first bad step, if there is one."""
         if self.error is not None:
             raise self.error
 
     def report(self, who: str) -> None:
-        """Warns about the steps that were skipped since the last call."""
+        """Logs a warning about the steps that were skipped since the last call."""
         if self._untold:
             (step_num, names), number, self._untold = self._untold[0], len(self._untold), []
             text = "%s skipped %d step%s with values that are not finite, the first of them step %d: %s."
             logging.warning(text, who, number, "s" if number > 1 else "", step_num, ", ".join(names[:6]))
 
     def measure(self, start: int) -> dict[str, int]:
-        """Returns the number of steps that were skipped since a position, if there were any."""
+        """Returns the statistic that counts the steps skipped since a position; an empty dict if there were none."""
         number = sum(place >= start for place in self.skipped)
         return {STAT_SKIPPED_STEPS: number} if number else {}

@@ -1,6 +1,6 @@
 """Runs a `Step`: calls its hooks and actions in order, dispatches `run`, and keeps track of the step's states.
 
-Each step has one `Runner`, so that `Step` itself has only names for its users.
+Each step has one `Runner`, so that `Step` itself contains only the names that users need.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from jaxloop.step.compiled import Programs
 
 
 class Runner:
-    """Passes batches through a step's hooks in order, and calls the step's actions.
+    """Passes batches through a step's hooks in order and calls the step's actions.
 
     Hooks:
       watch_class: The class of `batch_watch`.
-      place: Places a batch on the devices, or several stacked batches.
-      ready_batch: Returns what the hooks before `run` make of a batch, if they don't need the state.
+      place: Places a batch, or several stacked batches, on the devices.
+      ready_batch: Passes a batch through the hooks that precede `run`, if they don't need the state.
       filler: Returns the function that sets the size of padded batches.
-      explain: Adds a note about the batch to an error.
+      explain: Adds a note about the batch to an error that a step raised.
 
     Args:
       step: The step.
@@ -40,11 +40,11 @@ class Runner:
 
     Attributes:
       step: The step.
-      batch_watch: The checks of training batches that are ready for `run`. They also count the rows.
+      batch_watch: The object that checks training batches before they are passed to `run`, and counts their rows.
       programs: The compiled versions of `run`.
       states: The states that the step returned.
       action_lists: The begin actions and the end actions.
-      has_schedules: True if the interval of any of the step's actions is a schedule.
+      has_schedules: True if any of the step's actions has a schedule as its interval.
     """
 
     watch_class = checks.BatchWatch
@@ -62,16 +62,16 @@ class Runner:
         self._has_warned_of_count = False
 
     def has_own(self, name: str) -> bool:
-        """Returns True if the step's class or the step itself overrides a method of `Step`."""
+        """Returns True if the step or its class overrides a method of `Step`."""
         return checks.is_overridden(self.step, name, self._base)
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Describes any host code that must run at each step and therefore prevents a loop from fusing its steps.
+        """Returns the reason why a loop can't fuse the step: host code that must run at each step.
 
-        Returns None if there isn't any such code.
+        Returns None if there is no such code.
 
         Args:
-          evaluates: Whether to describe the code for evaluations rather than for training.
+          evaluates: Whether to consider evaluation rather than training.
         """
         for name in ("evaluate" if evaluates else "__call__", "end"):
             if self.has_own(name):
@@ -109,14 +109,14 @@ class Runner:
         return count
 
     def ready_batch(self, batch: types.Batch) -> types.Batch | None:
-        """Returns what the hooks before `run` would make of a batch, or None if that needs the state.
+        """Passes a batch through the hooks that precede `run`, or returns None if they need the state.
 
-        A loop must assemble the state for these hooks, which takes a tenth of a small step.
+        Assembling the state for these hooks takes a tenth of the time of a small step.
         """
         return None
 
     def filler(self) -> Callable[[int], None] | None:
-        """Returns a function that sets the size to which short batches are padded, or None if the step can't pad."""
+        """Returns a function that sets the size to which short batches are padded, or None if they can't be padded."""
         return None
 
     def preprocessed(self, batch: types.Batch) -> types.Batch:
@@ -133,7 +133,7 @@ class Runner:
         return state if new_state is state else self.states.prepare(new_state), batch
 
     def begin(self, state: Any, batch: types.Batch, number: int, elapsed: Elapsed) -> tuple[Any, types.Batch]:
-        """Calls the hooks and the begin actions of a step that isn't run by a loop's program."""
+        """Calls the hooks that precede `run`, and the begin actions, when no loop does so."""
         state, batch = self.before_run(state, batch)
         _call_actions(self.action_lists[0], state, None, number, elapsed)
         return state, batch
@@ -155,7 +155,7 @@ class Runner:
 
         Args:
           batch: The batch.
-          evaluates: Whether the batch is for an evaluation.
+          evaluates: Whether the batch is used in an evaluation.
           fuses: Whether `batch` is several batches stacked along a new leading axis.
         """
         step = self.step
@@ -166,7 +166,7 @@ class Runner:
         return step.shard_batch(batch)
 
     def dispatch(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> tuple[Any, types.Output]:
-        """Dispatches `run` on a batch that is ready for it."""
+        """Dispatches `run` on a batch that has passed through the hooks that precede it."""
         compiled = self.programs.compiled(evaluates=evaluates)
         try:
             carry, outputs = compiled.call(compiled.enter(state), self.place(batch, evaluates=evaluates))
@@ -192,7 +192,7 @@ class Runner:
     # After `run` ---------------------------------------------------------------------------------
 
     def end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
-        """Calls the hook `end` and the end actions of a step that isn't run by a loop's program."""
+        """Calls the hook `end` and the end actions when no loop does so."""
         flags = (outputs or {}).get(nonfinite.FLAGS)
         if flags is not None:  # The hook and the actions see only the step's own outputs.
             own = {name: value for name, value in (outputs or {}).items() if name != nonfinite.FLAGS}
@@ -221,7 +221,7 @@ def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
 
 
 def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
-    """Passes a batch through the hooks that precede `run`. Returns the state (or its shapes) and batch shapes."""
+    """Passes a batch through the hooks that precede `run`. Returns the state and the batch, which may be abstract."""
     runner = step._runner
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
     state = jax.tree.map(_shape_in_run, state) if is_abstract else runner.states.prepare(state)
@@ -245,15 +245,16 @@ _NOTHING: Callable[[], Any] = lambda: None
 
 @final
 class States:
-    """Prepares states for a step, and remembers the one that the step returned last.
+    """Prepares states for a step and remembers the last one that the step returned.
 
     Args:
       step: The step.
 
     Attributes:
-      initialize: A function that recreates the state that `initialize_model` last returned; None if that method was
+      initialize: A function that recreates the state that `initialize_model` last returned, or None if that method was
         never called.
-      rescued: The state that `run` returned, if `end` or an end action raised an error in the last step.
+      rescued: The state that `run` returned, if `end` or an end action raised an error in the last step; otherwise
+        None.
     """
 
     def __init__(self, step: Any):
@@ -275,7 +276,7 @@ class States:
     def prepare(self, state: Any) -> Any:
         """Converts a state to the form that `run` needs, with all leaves as arrays on the partitioner's devices.
 
-        If the state is the one that this step last returned or prepared, it isn't checked again.
+        The state that this step last returned or prepared isn't checked again.
 
         Raises:
           ValueError: If the state was donated to an earlier call. (With several CPU devices, using such a state would
@@ -300,7 +301,7 @@ class States:
 
         Args:
           state: The state.
-          carry: The same state as a carry of `Compiled`, whose leaves are found faster; None if there is none.
+          carry: The same state as a carry of `Compiled`, whose leaves can be collected faster. May be None.
         """
         # Compares by identity: `state.replace(...)` makes a new object, which may contain a donated leaf.
         leaf = checks.donated_leaf(state if carry is None else carry) if hasattr(state, "step") else None

@@ -37,17 +37,16 @@ class Step:
     dict with string keys (or None).
 
     Hooks:
-      preprocess_batch: Runs first of the four, on the host. It receives only the batch.
+      preprocess_batch: Runs first, on the host. It receives only the batch.
       begin: Runs second, on the host, and returns `(state, batch)`. The batch is still in host memory.
-      run: Runs third, on the devices. It must be pure. It is compiled for each batch shape. In training, it donates the
-        state.
-      end: Runs fourth, on the host, and returns `(state, outputs)`. Reading an output value synchronizes with the
-        device.
+      run: Runs third, on the devices. It must be pure, and is compiled for each batch shape. In training, the state is
+        donated to it.
+      end: Runs last, on the host, and returns `(state, outputs)`. Reading an output value synchronizes with the device.
       num_examples: Counts the examples in a batch from the dataset. Called before the other hooks.
       shard_batch: Places a batch on the devices, between `begin` and `run`.
       make_state: Creates the initial state. `initialize_model` compiles this hook, so it must be pure.
       params_to_evaluate: Returns the parameters for evaluations, predictions and exports.
-      begin_evaluation: Runs before the first batch of an evaluation.
+      begin_evaluation: Prepares the step for an evaluation. Called before the first batch.
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
@@ -84,14 +83,15 @@ class Step:
         the step constructs the module with `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`
         (`nnx.Rngs(**base_prng)` for a dict). Pass None if your override of `make_state` doesn't need a model.
       optimizer: An Optax transformation, which becomes `state.tx`. None means no optimizer.
-      partitioner: The `Partitioner` that decides where the state and the batches live.
+      partitioner: The `Partitioner`, which determines where the state and the batches are placed.
       train: Whether this step trains. If so, it also needs an optimizer. `run` can read this flag as `self.train`.
       should_shard_batch: Set this to False if `begin` already places the batch on the devices.
       nnx_model_args: Positional arguments for an NNX class. Pass an empty tuple if there are none.
       begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts steps within the
         loop, whereas a schedule counts steps of the run: `at(100)` fires at the update that increases `state.step` to
         100.
-      end_actions: Actions that are called with the step's outputs after `end`. Their intervals work the same way.
+      end_actions: Actions that are called with the step's outputs after `end`. Their intervals work in the same way as
+        those of begin actions.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
@@ -100,7 +100,8 @@ class Step:
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of training batch shapes. `run` is compiled for each one. One more raises an error."""
+    """The maximum number of batch shapes in training. `run` is compiled for each shape. More shapes raise an error.
+    """
 
     updates_per_step: int = 1
     """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
@@ -161,11 +162,11 @@ class Step:
         return batch
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Runs on the host before `run`. Override it, for example, to convert `tf.Tensor`s to NumPy arrays."""
+        """Runs on the host before `run`. For example, an override can convert `tf.Tensor`s to NumPy arrays."""
         return state, batch
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        """Computes `(state, outputs)` from one batch. This method is compiled, so it must be pure.
+        """Computes `(state, outputs)` from a state and one batch. This method is compiled, so it must be pure.
 
         In training, `run` must add `updates_per_step` (1 by default) to `state.step`. If an output's name contains
         "loss" and its value has one float per example, it is replaced by its mean. To keep the individual values, wrap
@@ -187,7 +188,7 @@ class Step:
         return 1 if count is None else count
 
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
-        """Makes the initial state, at step 0. This method must be pure, because `initialize_model` compiles it.
+        """Creates the initial state, at step 0. This method must be pure, because `initialize_model` compiles it.
 
         Override it to add fields to the state. Create optimizers only once, in `__init__`, because they are static
         fields of the state, and separately created Optax transformations never compare equal.
@@ -212,7 +213,7 @@ class Step:
     # The model -----------------------------------------------------------------------------------
 
     def initialize_model(self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any) -> Any:
-        """Makes the initial state and places it on the devices, using the partitioner.
+        """Creates the initial state and places it on the devices as the partitioner specifies.
 
         Args:
           spec: The spec of the model's input: a shape such as `[1, 28, 28, 1]` (with dtype float32), a `(shape, dtype)`
@@ -255,22 +256,22 @@ class Step:
         `PyTreeSave`.
 
         Args:
-          state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer differs, the
-            given `opt_state` is kept and a warning is logged. If `state` has no optimizer, the saved `opt_state` is
-            ignored.
+          state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer state
+            doesn't match, `opt_state` keeps the values passed in (except for a moving average of the parameters that
+            both have), and a warning is logged. If `state` has no optimizer, the saved `opt_state` is ignored.
           checkpoint_dir: The directory that contains one subdirectory per step.
-          step: The step of the checkpoint. If None, the newest undamaged checkpoint is restored, and a warning is
-            logged for each damaged checkpoint that is skipped.
+          step: The step of the checkpoint to restore. If None, the newest undamaged checkpoint is restored, and a
+            warning is logged for each damaged checkpoint that is skipped.
           transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in `state`, as in
             `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint
-            that has the new names already is used as it is.
-          missing_ok: Whether to return `state` unchanged if the directory contains no checkpoints or doesn't exist, for
-            a program that may start from scratch.
+            that already has the new names is read unchanged.
+          missing_ok: Whether to return `state` unchanged, instead of raising an error, if the directory contains no
+            checkpoints or doesn't exist.
 
         Raises:
-          FileNotFoundError: If there is no checkpoint, or none for `step`. The error lists the steps.
+          FileNotFoundError: If there is no checkpoint, or none for `step`. The message lists the steps that have one.
           CheckpointError: If the checkpoint of `step` is damaged, or if `step` is None and all checkpoints are damaged.
-          ValueError: If the checkpoint was saved from a different model. The error lists the leaves that differ.
+          ValueError: If the checkpoint was saved from a different model. The message lists the leaves that differ.
         """
         if missing_ok and not checkpoint.all_steps(checkpoint_dir):
             logging.info("No checkpoint found in %s", checkpoint_dir)
@@ -284,7 +285,7 @@ class Step:
         return restored[0]
 
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
-        """Returns the shapes and dtypes of the state that `initialize_model` would make, without allocating memory.
+        """Returns the shapes and dtypes of the state that `initialize_model` would create, without allocating memory.
 
         `compile` and `partitioner.report` accept the result instead of a state.
 
@@ -305,7 +306,7 @@ class Step:
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def summary(self, state: Any, batch: types.BatchSpec = None) -> str:
-        """Returns a table of the model's parameters, with their number and the size of the state.
+        """Returns a table of the model's parameters, followed by their number and the size of the state.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -334,8 +335,8 @@ class Step:
     def params_to_evaluate(self, state: Any) -> Any:
         """Returns the parameters for evaluations, predictions and exports, which may differ from those in training.
 
-        By default, these are `state.params` or, for `optax.contrib.schedule_free`, the averages that the optimizer
-        keeps. `LossStep`, `fit` and `jaxloop.export` call this hook. In your own `run`, call it if the step evaluates:
+        The default is `state.params` or, with `optax.contrib.schedule_free`, the averages that the optimizer keeps.
+        `LossStep`, `fit` and `jaxloop.export` call this hook. If you write your own `run`, call it when evaluating:
         `params = state.params if self.train else self.params_to_evaluate(state)`.
         """
         return types.params_to_evaluate(state)
@@ -350,8 +351,8 @@ class Step:
           params: The parameters to use, for example the ones being differentiated.
           inputs: The input of the model.
           train: Whether to call the model in training mode. If None, `self.train` is used.
-          keys: The PRNG keys to use, for example for dropout. They are usually `self.prng_key(state.step)`. NNX models
-            have their own keys.
+          keys: The PRNG keys to use, for example for dropout; usually `self.prng_key(state.step)`. NNX models use their
+            own keys instead.
 
         Returns:
           `(outputs, updates)`. `updates` contains the variables that the forward pass changed, or is None if there are
@@ -370,8 +371,8 @@ class Step:
         counts as one per element. The body of a scan is counted once per iteration, but the body of a `while` loop is
         counted only once. If `run` has no floating-point operations, its integer operations are counted instead.
 
-        The batch passes through the hooks that precede `run`, and `run` is traced but not executed. The state remains
-        usable. Both arguments may be abstract; see `compile`.
+        The batch is passed through the hooks that precede `run`, and `run` is traced but not executed. The state
+        remains usable. Both arguments may be abstract; see `compile`.
         """
         runner = self._runner
         state, batch = shapes_for_run(self, state, batch)
@@ -407,13 +408,13 @@ class Step:
           batch: A batch from the dataset, or its shapes, given as `jax.ShapeDtypeStruct`s or as a spec (see
             `initialize_model`). If shapes are given, the hooks that precede `run` receive arrays of zeros that don't
             take up memory.
-          evaluates: Whether to compile `run` for `evaluate`, which doesn't update the state.
+          evaluates: Whether to compile `run` for evaluation, which doesn't update the state.
           steps_per_dispatch: The number of steps in one dispatch.
           **jit_kwargs: Arguments for `jax.jit` that override the partitioner's. Passing any of them discards everything
             compiled so far.
 
         Raises:
-          TypeError: If `jax.jit` doesn't take one of the arguments.
+          TypeError: If `jax.jit` doesn't accept one of the arguments.
         """
         runner, fuses = self._runner, steps_per_dispatch > 1
         if jit_kwargs or state is None:
@@ -450,15 +451,15 @@ class Step:
         *,
         elapsed: Elapsed | None = None,
     ) -> tuple[Any, types.Output]:
-        """Passes one batch through the hooks and donates the state, so always continue with the returned state.
+        """Passes one batch through the hooks. The state is donated, so always continue with the returned state.
 
         If `end` or an end action raises an error, `rescued_state` holds the state that `run` returned.
 
         Args:
           state: The train state.
           batch: A host batch.
-          per_loop_step_number: The number of steps that precede this one in the loop. The intervals of the step's
-            actions depend on this number.
+          per_loop_step_number: The number of steps before this one in the current loop. The step's actions use it to
+            determine whether they are due.
           log_num_flops: Whether to count and log the FLOPs of `run`, if they haven't been counted yet.
           elapsed: The progress of the run after this step. It is passed to the schedules of the step's actions. If
             None, these schedules count the steps within the loop.
@@ -483,7 +484,7 @@ class Step:
             raise
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
-        """Passes one batch through the hooks and returns only the outputs. The state doesn't change and remains usable.
+        """Passes one batch through the hooks and returns only the outputs. The state isn't changed and remains usable.
 
         If the batch's rows can't be divided evenly among the devices, the batch is replicated.
         """
@@ -501,7 +502,7 @@ class Step:
 
     @property
     def train(self) -> bool:
-        """True if this step trains, False if it only evaluates."""
+        """True if this step trains; False if it only evaluates."""
         return self._train
 
     @property
@@ -516,7 +517,7 @@ class Step:
 
     @property
     def partitioner(self) -> partition.Partitioner:
-        """The partitioner, which decides where the state and the batches live."""
+        """The partitioner, which determines where the state and the batches are placed."""
         return self._partitioner
 
     @property
@@ -531,12 +532,12 @@ class Step:
 
     @property
     def num_params(self) -> int | None:
-        """The number of parameters; None before `initialize_model` is called."""
+        """The number of parameters, or None before `initialize_model` is called."""
         return self._num_params
 
     @property
     def num_flops(self) -> float | None:
-        """The FLOPs of `run`, as last counted by `compute_num_flops` or `compile`; None if neither was called."""
+        """The FLOPs of `run`, as last counted by `compute_num_flops` or `compile`, or None if neither was called."""
         return self._num_flops
 
     @property
