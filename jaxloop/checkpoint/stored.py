@@ -82,7 +82,7 @@ def check_names(tree: Any, what: str) -> None:
 
 @final
 class Fingerprints:
-    """Checks the names in states and computes fingerprints, once for consecutive states with the same structure."""
+    """Checks the names in a state and computes its fingerprint, which it keeps for states with the same structure."""
 
     def __init__(self):
         self._form: Any = None

@@ -280,7 +280,7 @@ class Agenda:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Clears the requests that were made in the last call of the engine."""
+        """Clears the requests made during the previous call to the engine."""
         self.stopped_by: Any = None
         for item in self.items:
             item.is_requested = False

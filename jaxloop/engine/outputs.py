@@ -423,7 +423,7 @@ def _append(outputs: LoopOutputs, later: LoopOutputs) -> None:
 
 
 def rows_of(groups: Iterable[tuple[dict[str, Any] | None, int]]) -> list[types.Output]:
-    """Returns the outputs of each step, given groups of steps that have arrived on the host."""
+    """Splits grouped outputs that are already on the host into one dict per step."""
     rows: list[types.Output] = []
     for columns, number in groups:
         lists = columns and {name: unstacked(column, number) for name, column in columns.items()}

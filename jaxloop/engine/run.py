@@ -87,7 +87,7 @@ class Clock:
         return self._offset + (self.stopwatch.training_secs() if self.agreed is None else self.agreed)
 
     def deadline(self, time: float) -> float:
-        """Returns the clock reading at a training time. It is slightly early, so that rounding can't make it late."""
+        """Converts a training time to a clock reading, which is slightly early so that rounding can't make it late."""
         return self.stopwatch.reading_at(time - self._offset - 1e-9)
 
 

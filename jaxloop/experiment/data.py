@@ -310,9 +310,9 @@ class LeftOut:
 
     Attributes:
       numbers: The numbers of all batches to leave out, in ascending order.
-      detours: The run's returns to earlier checkpoints so far, each as a history row. `step` is the step at which the
-        run turned back, `first_batch` and `last_batch` are the numbers of the first and the last batch to leave out,
-        and `first_step` is the step that used the first of these batches. `reason` is the reason for the detour.
+      detours: A history row for each time the run has gone back to an earlier checkpoint. `step` is the step at which
+        the run turned back, `first_batch` and `last_batch` are the numbers of the first and the last batch to leave
+        out, and `first_step` is the step that used the first of these batches. `reason` is the reason for the detour.
       epoch_start: The total number of batches in the completed epochs.
     """
 

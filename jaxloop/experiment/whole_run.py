@@ -225,7 +225,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
-    """Lets a stopped run continue if none of the actions that stopped it is still out of patience."""
+    """Lets a run that was stopped early continue if every action that stopped it has patience left again."""
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
     if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
         agenda.stopped_by = None

@@ -125,7 +125,7 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
     """Returns the number of examples in the step that a row describes.
 
-    If there are steps without a row since the previous row, returns the mean number of examples per step.
+    If some steps since the previous row weren't recorded, returns their mean number of examples.
     """
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 

@@ -319,7 +319,7 @@ def _checksum_of_form(*form: Any) -> int:
 
 @final
 class OwnBatches:
-    """The batches that this process has read ahead of the votes.
+    """The batches that this process reads ahead, so that the processes can vote on them; see `JointReader`.
 
     Args:
       read: A function that reads the next batch.
@@ -328,7 +328,7 @@ class OwnBatches:
 
     Attributes:
       runner: The argument of the same name.
-      ahead: The batches that have been read but not returned yet, each with its record in a vote.
+      ahead: The batches that have been read but not returned yet, each with the record that describes it in a vote.
     """
 
     def __init__(self, read: Callable[[], types.Batch], runner: Any, stopwatch: timing.Stopwatch):
@@ -339,7 +339,7 @@ class OwnBatches:
         self._error: Exception | SystemExit | None = None  # The exception that comes after these batches.
 
     def vote(self, start: int, size: int) -> dict[str, Any]:
-        """Returns a vote on `size` batches, skipping the first `start`. Reads batches that are not in `ahead` yet."""
+        """Returns a vote on `size` batches of `ahead`, beginning at index `start`. Reads more batches if needed."""
         records = np.zeros(_MAX_BATCHES, _BATCH)
         try:
             while len(self.ahead) < start + size and self._error is None:
