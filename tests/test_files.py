@@ -1,5 +1,6 @@
 """Files in a work directory, which may contain anything."""
 
+import concurrent.futures
 import os
 import pathlib
 
@@ -79,6 +80,12 @@ def test_run_opens_only_regular_files(kind, name, tmp_path):
         with pytest.raises(OSError, match="Expected a regular file"):
             experiment(directory)
     assert (directory / "precious").read_text() == "keep me"
+
+
+def test_a_directory_can_be_prepared_by_several_processes_at_the_same_time(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert {*pool.map(files.prepare_directory, [tmp_path / "run"] * 1000)} == {tmp_path / "run"}
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_damaged_checkpoint_is_not_moved_through_a_symlink(tmp_path, caplog):

@@ -102,12 +102,14 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
       OSError: If the directory can't be created or written to. The message gives the reason.
     """
     path = absolute(directory)
-    probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this one can't.
+    probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this process is killed.
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with open_file(probe, "wb") as file:
-            file.write(b"0")  # On a full disk, creating an empty file may still succeed.
-        probe.unlink(missing_ok=True)
+        try:
+            with open_file(probe, "wb") as file:
+                file.write(b"0")  # On a full disk, creating an empty file may still succeed.
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise unwritable(path, error) from error
     return path

@@ -58,10 +58,8 @@ def printable(text: object) -> str:
     >>> print(printable("loss\n\x1b[31m"))
     loss\n\x1b[31m
     """
-    line = str(text)
-    if line.isprintable():
-        return line
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
+    escaped = lambda char: char.encode("unicode_escape").decode("ascii")
+    return "".join(char if char.isprintable() else escaped(char) for char in str(text))
 
 
 def announce(text: str, *args: object) -> None:
