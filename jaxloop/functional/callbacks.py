@@ -48,7 +48,7 @@ class LoopState:
         numbers, strings, arrays, lists or dicts.
       stop_iteration: Set this to True to end the loop after this step.
       total_steps: The planned number of steps, or None if `stop` doesn't determine it.
-      newest: The latest values that have arrived on the host. Set by the loop.
+      newest: The latest values that have arrived on the host, once an action has asked for them. Set by the loop.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -60,7 +60,7 @@ class LoopState:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
-    newest: NewestReady = dataclasses.field(default_factory=NewestReady, init=False, repr=False)
+    newest: NewestReady | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
     def accumulated_logs(self) -> Logs:
@@ -86,7 +86,8 @@ def end_row(loop_state: LoopState) -> None:
     """Adds a row with the logs of this step to the history and begins the next row."""
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
-        loop_state.newest.push(ended)
+        if loop_state.newest is not None:
+            loop_state.newest.push(ended)
         loop_state.logs = Logs()
         loop_state.history.commit(loop_state.elapsed, ended)
     if outputs:
@@ -262,6 +263,7 @@ class ActionTask(ActionItem):
         if self.action.uses_outputs and self.action.needs_all_outputs:
             self._add_rows(outputs)
         elif self.action.uses_outputs:
+            loop_state.newest = loop_state.newest or NewestReady()
             outputs.update(loop_state.newest.scalars())
         super().call(moment._replace(state=loop_state.state))
         loop_state.stop_iteration |= outputs.asks_to_stop

@@ -155,8 +155,8 @@ class NewestReady:
     """The latest logged values that have arrived on the host."""
 
     def __init__(self):
-        self._recent = collections.deque[Mapping[str, Any]]()  # The steps that may be in flight.
-        self._before: dict[str, Any] = {}  # The latest values of earlier steps.
+        # The steps that may be in flight, and the latest values of earlier steps.
+        self._recent, self._before = collections.deque[Mapping[str, Any]](), dict[str, Any]()
 
     def push(self, logs: Mapping[str, Any]) -> None:
         """Adds the logs of the next step."""

@@ -154,8 +154,7 @@ class BarTool(Tool):
         """Records a step. If an update is due, also shows the latest values that have arrived on the host."""
         self._newest.push(logs or {})
         if isinstance(self.action.interval, Schedule) and self.action.interval(elapsed):
-            outputs = metrics.LoopOutputs(self._newest.scalars())
-            self.action(None, outputs, step_num=elapsed.steps, elapsed=elapsed, history=None)
+            self.action(None, metrics.LoopOutputs(self._newest.scalars()), step_num=elapsed.steps, elapsed=elapsed)
 
 
 def keras_bar(total: int | None = None, **options: Any) -> BarTool:
