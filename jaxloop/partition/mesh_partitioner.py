@@ -96,15 +96,15 @@ class MeshPartitioner(Partitioner):
     def _shard(self, batch: types.Batch, axis: int) -> types.Batch:
         if self._mesh.size == 1:
             return batch  # Passing host arrays to the jitted call is faster than device_put.
-        check_divides(batch, axis, self._local_shards, self._data_axis)
+        _check_divides(batch, axis, self._local_shards, self._data_axis)
         place = lambda leaf: self._splits[axis] if np.ndim(leaf) > axis else self._replicated
         return self._put(batch, jax.tree.map(place, batch))
 
     def _put(self, batch: Any, shardings: Any) -> Any:
         """Places this process's part of a batch. If given shapes, returns the global shapes instead."""
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+        is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+        if any(map(is_shape, jax.tree.leaves(batch))):
             num_parts = self.shards // self._local_shards
-            is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
             whole = lambda leaf, sharding: _global_shape(leaf, sharding, self._data_axis, num_parts)
             place = lambda leaf, sharding: (whole if is_shape(leaf) else self._put)(leaf, sharding)
             return jax.tree.map(place, batch, shardings)
@@ -155,7 +155,7 @@ class DataParallelPartitioner(MeshPartitioner):
         return jax.jit(init_fn, out_shardings=self._replicated)
 
 
-def check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -> None:
+def _check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -> None:
     """Raises a `ValueError` unless the rows of all leaves, along the given axis, can be divided evenly."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(leaf)[axis:]
