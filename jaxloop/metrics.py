@@ -119,23 +119,23 @@ class LoopOutputs(dict[str, Any]):
         """True if a step, an action or a hook has set `outputs[STOP_LOOP]`."""
         return bool(np.any(self.get(types.STOP_LOOP, False)))
 
-    def extend(self, later: "LoopOutputs") -> None:
+    def extend(self, later: "LoopOutputs", *, keeps_all: bool = False) -> None:
         """Appends the outputs of later steps.
 
-        Non-scalar values, such as images, are replaced by those in `later`, so that memory use doesn't grow. The lists
-        in this object are extended in place, and `later` isn't modified.
+        Unless `keeps_all` is True, non-scalar values, such as images, are replaced by those in `later`, so that memory
+        use doesn't grow. The lists in this object are extended in place, and `later` isn't modified.
         """
-        steps_before, steps_later = len(self.num_examples), len(later.num_examples)
+        num_steps = len(self.num_examples) + len(later.num_examples)
         for name, values in later.items():
             earlier = self.get(name)
-            if not isinstance(values, list):
-                self[name] = values
-            elif not isinstance(earlier, list) or not (_numbers_alike(values) or all(map(_is_small, values))):
+            if not isinstance(values, list) or not isinstance(earlier, list):
+                self[name] = list(values) if isinstance(values, list) else values
+            elif not (keeps_all or _numbers_alike(values) or all(map(_is_small, values))):
                 self[name] = list(values)
-            elif len(earlier) == steps_before and len(values) == steps_later:
-                earlier.extend(values)
-            else:
+            elif (keeps_all or len(earlier) + len(values) < num_steps) and values and is_metric(values[0]):
                 self[name] = merge_if_metrics([*earlier, *values])
+            else:
+                earlier.extend(values)
         self.num_examples.extend(later.num_examples)
 
     def split(self, num_steps: int) -> "tuple[LoopOutputs, LoopOutputs]":

@@ -66,7 +66,7 @@ BUDGET = {
     "checkpoint": 871,
     "data": 894,
     "distributed": 62,
-    "engine": 1712,
+    "engine": 1702,
     "eval_loop": 49,
     "examples": 156,
     "experiment": 1126,

@@ -318,7 +318,7 @@ class Outputs:
           keeps_all: Whether to return the non-scalar values of all segments.
         """
         self.fetch()
-        found, add = LoopOutputs() if after is None else after.copy(), _append if keeps_all else LoopOutputs.extend
+        found = LoopOutputs() if after is None else after.copy()
         *segments, newest = self._segments
         until = newest.end if until is None else until
         if newest.first < until and newest.outputs.num_examples:
@@ -327,7 +327,7 @@ class Outputs:
             segments.append(newest)
         for each in segments:
             if each.end > cursor and each.first < until:
-                add(found, each.between(cursor, until))
+                found.extend(each.between(cursor, until), keeps_all=keeps_all)
         return found
 
     def loop(self) -> LoopOutputs:
@@ -365,7 +365,7 @@ class Outputs:
         *segments, newest = self._segments
         for each in segments:
             if kept and kept[-1].end not in cursors:
-                (_append if each.end > self.loop_start else LoopOutputs.extend)(kept[-1].outputs, each.outputs)
+                kept[-1].outputs.extend(each.outputs, keeps_all=each.end > self.loop_start)
                 kept[-1].end = each.end
             elif each.end > min(cursors):
                 kept.append(each)
@@ -408,18 +408,6 @@ class Outputs:
         self._segments = [Segment(first, LoopOutputs.decode(outputs)) for first, outputs in saved["segments"]]
         sums = {name: states[0] for name, states in LoopOutputs.decode(saved["sums"]).items()}
         self.pending.clear(sums, {types.STOP_LOOP} if saved["may_stop"] else None)
-
-
-def _append(outputs: LoopOutputs, later: LoopOutputs) -> None:
-    for name, values in later.items():
-        earlier = outputs.get(name)
-        if not isinstance(values, list) or not isinstance(earlier, list):
-            outputs[name] = list(values) if isinstance(values, list) else values
-        elif values and metrics.is_metric(values[0]):
-            outputs[name] = metrics.merge_if_metrics([*earlier, *values])
-        else:
-            earlier.extend(values)
-    outputs.num_examples += later.num_examples
 
 
 def rows_of(groups: Iterable[tuple[dict[str, Any] | None, int]]) -> list[types.Output]:
