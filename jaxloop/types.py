@@ -103,13 +103,10 @@ class TrainState(train_state.TrainState):
                 )
         # Flax counts with a Python int, which would make the first call to a jitted step a special case.
         step = jnp.zeros((), jnp.int32)
-        if _may_overwrite(params):
-            state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
-        else:
-            state = cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params), **kwargs)
         # Some optimizers begin with weakly typed numbers, which would make the second step compile again.
         strong = lambda leaf: leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
-        return state.replace(step=step, opt_state=jax.tree.map(strong, state.opt_state))
+        opt_state = jax.tree.map(strong, tx.init(params))
+        return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
         """Returns the state after an optimizer update, with `step` increased by one.
@@ -119,10 +116,11 @@ class TrainState(train_state.TrainState):
             grads)`, the conjugate of the result of `jax.grad`, because optimizers subtract the gradients.
           **kwargs: New values for other fields.
         """
-        state = self.replace(opt_state=_with_initial_params(self.opt_state, self.params))
-        if _may_overwrite(grads):
-            return super(TrainState, state).apply_gradients(grads=grads, **kwargs)
-        return _updated(state, grads).replace(**kwargs)
+        # Unlike in Flax, neither the parameters nor the gradients need to be a dict.
+        opt_state = _with_initial_params(self.opt_state, self.params)
+        updates, opt_state = self.tx.update(grads, opt_state, self.params)
+        params = optax.apply_updates(self.params, updates)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -181,13 +179,8 @@ def nnx_sown_types() -> tuple[Any, ...]:
     return nnx.variable_type_from_name("losses", allow_register=True), nnx.Intermediate
 
 
-def _may_overwrite(tree: Any) -> bool:
-    """Returns whether parameters or gradients are a mapping. Flax looks up a special key in mappings."""
-    return isinstance(tree, Mapping) or is_nnx(tree, "State")
-
-
 def apply_gradients(state: Any, grads: Any, value: Any = None, value_fn: Callable[[Any], Any] | None = None) -> Any:
-    """Returns the state after applying gradients. Unlike in Flax, the parameters don't need to be a dict.
+    """Returns the state after applying gradients.
 
     An optimizer that accepts extra arguments also receives the loss and the function that computes it from parameters.
     """
@@ -196,14 +189,7 @@ def apply_gradients(state: Any, grads: Any, value: Any = None, value_fn: Callabl
         # Bound to the optimizer, so that an override of `apply_gradients` doesn't need to pass them on.
         update = functools.partial(tx.update, value=value, grad=grads, value_fn=value_fn)
         return apply_gradients(state.replace(tx=optax.GradientTransformation(tx.init, update)), grads).replace(tx=tx)
-    is_of_flax = type(state).apply_gradients is train_state.TrainState.apply_gradients
-    return _updated(state, grads) if is_of_flax and not _may_overwrite(grads) else state.apply_gradients(grads=grads)
-
-
-def _updated(state: Any, grads: Any) -> Any:
-    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+    return state.apply_gradients(grads=grads)
 
 
 def params_to_evaluate(state: Any) -> Any:
