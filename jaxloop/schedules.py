@@ -15,8 +15,8 @@ import dataclasses
 import math
 import numbers
 import sys
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, final
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import jax
 import numpy as np
@@ -140,8 +140,8 @@ class Schedule(abc.ABC):
       stops: Called at the start of such a run, and after each step at which the schedule can fire.
       reached: Called by comparisons such as `elapsed >= schedule`.
 
-    >>> every(steps=100) | first()
-    every(steps=100) | first()
+    >>> every(steps=100) | last()
+    every(steps=100) | last()
     >>> (every(100) & ~at(200)).fires(Elapsed(199), Elapsed(200))
     False
     """
@@ -299,8 +299,8 @@ def after(
 
 
 def first() -> Schedule:
-    """Returns a schedule that fires at the first step of a run, but not when the run resumes."""
-    return _First()
+    """Returns a schedule that fires at the first step of a run, but not when the run resumes: `at(1)`."""
+    return at(1)
 
 
 def last() -> Schedule:
@@ -317,8 +317,8 @@ def last() -> Schedule:
 
 
 def always() -> Schedule:
-    """Returns a schedule that fires at every step."""
-    return _Always()
+    """Returns a schedule that fires at every step: `every(1)`."""
+    return every(1)
 
 
 def never() -> Schedule:
@@ -327,10 +327,8 @@ def never() -> Schedule:
 
 
 def is_always(schedule: Schedule) -> bool:
-    """Returns True if a schedule is known to fire at every step, as `always()` and `every(1)` are."""
-    return isinstance(schedule, _Always) or (
-        isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
-    )
+    """Returns True if a schedule is `always()`, which is also `every(1)`."""
+    return isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
 
 
 def is_never(schedule: Any) -> bool:
@@ -511,25 +509,12 @@ class _Plain(Schedule):
         return None
 
 
-class _First(_Plain):
-    def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return before.steps == 0 < now.steps
-
-    def next_step(self, now: Elapsed) -> int | None:
-        return 1 if now.steps == 0 else None
-
-
 class _Last(_Plain):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return now.is_last
 
     def next_step(self, now: Elapsed) -> int | None:
         return None
-
-
-class _Always(_Plain):
-    def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return now.steps > before.steps
 
 
 class _Never(_Plain):
@@ -542,8 +527,25 @@ class _Never(_Plain):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Schedule):
+    """Two schedules, joined by `any` or `all`."""
+
     one: Schedule
     other: Schedule
+
+    _join: ClassVar[Callable[[Iterable[bool]], bool]]
+
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return self._join(each.fires(before, now) for each in (self.one, self.other))
+
+    def stops(self, before: Elapsed, now: Elapsed) -> bool:
+        return self._join(each.stops(before, now) for each in (self.one, self.other))
+
+    def reached(self, now: Elapsed) -> bool:
+        return self._join([self.one.reached(now), self.other.reached(now)])  # Both, because either may raise an error.
+
+    def next_time(self, now: Elapsed) -> float | None:
+        # That of a pair joined by `all` is earlier than it can fire, so that the time one step before is known.
+        return earliest([self.one.next_time(now), self.other.next_time(now)])
 
     def as_stop(self) -> Schedule:
         return type(self)(self.one.as_stop(), self.other.as_stop())
@@ -553,31 +555,20 @@ class _Pair(Schedule):
 
 
 class _Or(_Pair):
+    _join = staticmethod(any)
+
     def __repr__(self) -> str:
         return f"{self.one!r} | {self.other!r}"
-
-    def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.one.fires(before, now) or self.other.fires(before, now)
 
     def next_step(self, now: Elapsed) -> int | None:
         return earliest([self.one.next_step(now), self.other.next_step(now)])
 
-    def next_time(self, now: Elapsed) -> float | None:
-        return earliest([self.one.next_time(now), self.other.next_time(now)])
-
-    def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.one.stops(before, now) or self.other.stops(before, now)
-
-    def reached(self, now: Elapsed) -> bool:
-        return any([self.one.reached(now), self.other.reached(now)])
-
 
 class _And(_Pair):
+    _join = staticmethod(all)
+
     def __repr__(self) -> str:
         return " & ".join(f"({each!r})" if isinstance(each, _Or) else repr(each) for each in (self.one, self.other))
-
-    def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.one.fires(before, now) and self.other.fires(before, now)
 
     def next_step(self, now: Elapsed) -> int | None:
         one, other = self.one.next_step(now), self.other.next_step(now)
@@ -590,16 +581,6 @@ class _And(_Pair):
                 other if self.one.next_time(now) is not None else None,
             ]
         )
-
-    def next_time(self, now: Elapsed) -> float | None:
-        # Earlier than it can fire, so that the time one step before is known.
-        return earliest([self.one.next_time(now), self.other.next_time(now)])
-
-    def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.one.stops(before, now) and self.other.stops(before, now)
-
-    def reached(self, now: Elapsed) -> bool:
-        return all([self.one.reached(now), self.other.reached(now)])
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

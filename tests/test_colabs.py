@@ -149,7 +149,7 @@ def test_loop_language_shows_when_schedules_fire():
         *("every(steps=100)", "[100, 200, 300, 400, 500]"),
         *("every(steps=100) | at(steps=250)", "[100, 200, 250, 300, 400, 500]"),
         *("every(steps=100) & ~at(steps=200)", "[100, 300, 400, 500]"),
-        *("first() | every(steps=100) & after(steps=300)", "[1, 300, 400, 500]"),
+        *("at(steps=1) | every(steps=100) & after(steps=300)", "[1, 300, 400, 500]"),
     ]
 
 
