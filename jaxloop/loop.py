@@ -123,10 +123,6 @@ class Loop:
         """Sets the loop's counters to the progress of an earlier run, so that counting continues from there."""
         self.engine.resume(elapsed)
 
-    def forget_batches(self) -> None:
-        """Drops the batches that were read ahead. Call this after moving the iterator to a different position."""
-        self.engine.data.forget()
-
     def __call__(
         self,
         state: Any,

@@ -12,7 +12,7 @@ from clu import metrics as clu_metrics
 from flax import linen as nn
 from programs.acts import Fail, Record
 
-from jaxloop import data, every, examples, metrics, partition, types
+from jaxloop import every, examples, metrics, partition, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.loop import Loop
 from jaxloop.step import Step
@@ -457,20 +457,6 @@ def test_a_custom_partitioner_places_each_batch(devices):
     step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, partitioner=partitioner)
     TrainLoop(step)(step.initialize_model([1, 3]), odd_batches("nothing"))
     assert partitioner.placed == 40
-
-
-def test_forget_batches_discards_batches_read_before_a_seek():
-    iterator = data.batches([{"x": np.full(1, number, np.float32)} for number in range(10)])
-    start = iterator.position()
-    step = Counts(jax.random.key(0), nn.Dense(1), train=True)
-    loop = TrainLoop(step, end_actions=[Fail(every(steps=3), uses_outputs=True)])
-    state = step.initialize_model([1, 1])
-    with pytest.raises(OSError, match="the disk is gone"):
-        loop(state, iterator)  # It has already read the fourth batch, to know whether the data continues.
-    iterator.seek(start)
-    loop.forget_batches()
-    _, outputs = loop(step.initialize_model([1, 1]), iterator, num_steps=2)
-    assert [float(value) for value in outputs["loss"]] == [0, 1]
 
 
 def test_a_train_loop_counts_on_after_it_evaluated_another_state():
