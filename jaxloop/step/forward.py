@@ -73,22 +73,31 @@ def init_fn(
     constants would be slow.
     """
 
-    def initialize(*arrays: Any) -> types.TrainState:
+    def variables(*arrays: Any) -> tuple[Any, Any, Any, Any]:
         if model is None:
             raise TypeError(
                 "This step has no model to initialize. Make the state yourself, for example with "
                 "TrainState.create(...), in an override of make_state(self, spec=None), or give the Step a model."
             )
         if isinstance(model, nn.Module):
-            return _init_linen(model, optimizer, base_prng, example_inputs(spec), init_kwargs)
+            return _init_linen(model, base_prng, example_inputs(spec), init_kwargs)
         if isinstance(model, AdaptedModel):
-            return _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs)
-        return _init_nnx(model, optimizer, base_prng, init_kwargs)
+            return _init_adapted(model, base_prng, spec, arrays, init_kwargs)
+        return _init_nnx(model, base_prng, init_kwargs)
+
+    def initialize(*arrays: Any) -> types.TrainState:
+        apply_fn, params, batch_stats, collections = variables(*arrays)
+        return types.TrainState.create(
+            apply_fn=apply_fn, params=params, tx=optimizer, batch_stats=batch_stats, collections=collections
+        )
 
     return initialize, model.arrays if isinstance(model, AdaptedModel) else ()
 
 
-def _init_linen(model, optimizer, base_prng, inputs, init_kwargs) -> types.TrainState:
+# Each of these functions returns `(apply_fn, params, batch_stats, collections)`.
+
+
+def _init_linen(model, base_prng, inputs, init_kwargs) -> tuple[Any, Any, Any, Any]:
     rngs = dict(base_prng) if isinstance(base_prng, Mapping) else base_prng
     method = init_kwargs.get("method", "__call__")
     method = getattr(type(model), method) if isinstance(method, str) else method
@@ -96,32 +105,22 @@ def _init_linen(model, optimizer, base_prng, inputs, init_kwargs) -> types.Train
     args, kwargs = _arguments(method, inputs, given=init_kwargs)
     variables = dict(model.init(rngs, *args, **{**flags, **kwargs, **init_kwargs}))
     variables = {name: each for name, each in variables.items() if name not in types.LINEN_SOWN}
-    params = variables.pop("params", {})
-    batch_stats = variables.pop("batch_stats", {})
-    return types.TrainState.create(
-        apply_fn=model.apply, params=params, tx=optimizer, batch_stats=batch_stats, collections=variables
-    )
+    return model.apply, variables.pop("params", {}), variables.pop("batch_stats", {}), variables
 
 
-def _init_nnx(new_model, optimizer, base_prng, init_kwargs) -> types.TrainState:
+def _init_nnx(new_model, base_prng, init_kwargs) -> tuple[Any, Any, Any, Any]:
     rngs = nnx.Rngs(**base_prng) if isinstance(base_prng, Mapping) else nnx.Rngs(base_prng)
     model = new_model(rngs=rngs, **init_kwargs)
     graphdef, params, batch_stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-    return types.TrainState.create(
-        apply_fn=NNXApply(graphdef), params=params, tx=optimizer, batch_stats=batch_stats, collections=rest
-    )
+    return NNXApply(graphdef), params, batch_stats, rest
 
 
-def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> types.TrainState:
+def _init_adapted(model, base_prng, spec, arrays, init_kwargs) -> tuple[Any, Any, Any, Any]:
     if model.init is None:
         if init_kwargs:
             raise TypeError(f"{model.kind} and takes no {', '.join(init_kwargs)}, because it has its parameters.")
-        params, batch_stats, collections = jax.tree.map(_copy, arrays)
-    else:
-        params, batch_stats, collections = model.init(_key(base_prng, "params"), example_inputs(spec), init_kwargs)
-    return types.TrainState.create(
-        apply_fn=model.apply_fn, params=params, tx=optimizer, batch_stats=batch_stats, collections=collections
-    )
+        return model.apply_fn, *jax.tree.map(_copy, arrays)
+    return model.apply_fn, *model.init(_key(base_prng, "params"), example_inputs(spec), init_kwargs)
 
 
 def _copy(leaf: Any) -> jax.Array:
