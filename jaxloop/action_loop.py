@@ -1,11 +1,8 @@
 """A loop that calls actions before, between and after its steps."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
@@ -95,16 +92,3 @@ class ActionLoop(StatLoop):
         run = self.engine.run
         if value != run.loops:  # Outputs that no action has read yet belong to a different run.
             run.begin(dataclasses.replace(run.now, loops=value))
-
-    def __call__(
-        self,
-        state: Any,
-        dataset_iterator: Iterable[types.Batch] | None,
-        num_steps: int | None = None,
-        return_state_from_step: bool = True,
-    ) -> tuple[Any, metrics.LoopOutputs]:
-        with contextlib.ExitStack() as stack:
-            if self.engine.plan.is_alone:
-                for action in reversed(self.end_actions):
-                    stack.callback(action.flush)
-            return super().__call__(state, dataset_iterator, num_steps, return_state_from_step)

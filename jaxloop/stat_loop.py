@@ -49,28 +49,22 @@ class Statistics:
     """Computes the statistics of a loop.
 
     Args:
-      step: The loop's step.
-      stopwatch: The stopwatch that counts the loop's steps and tracks how its time is spent.
+      loop: The loop.
       names: The names of the statistics to return; `DEFAULT_STATS` if None.
       global_batch_size: The number of examples in a batch. If None, the examples are counted.
-
-    Attributes:
-      peak_flops_per_sec: See `StatLoop`.
     """
 
-    def __init__(
-        self, step: Step, stopwatch: timing.Stopwatch, names: Sequence[str] | None, global_batch_size: int | None
-    ):
+    def __init__(self, loop: "StatLoop", names: Sequence[str] | None, global_batch_size: int | None):
         for name in names or ():
             if name not in ALL_STATS:
                 raise ValueError(f"stat_names contains {name!r}, which is not one of {', '.join(ALL_STATS)}.")
         checks.check_positive("global_batch_size", global_batch_size, optional=True)
-        self._step, self._stopwatch, self._global_batch_size = step, stopwatch, global_batch_size
+        self._loop, self._global_batch_size = loop, global_batch_size
+        self._step, self._stopwatch = loop.step, loop.engine.run.stopwatch
         self._names = DEFAULT_STATS if names is None else tuple(names)
-        self._init = time.time(), stopwatch.clock()
+        self._init = time.time(), self._stopwatch.clock()
         self.begin_loop(updates=1)
         self._example: tuple[types.Batch] | None = None  # To count the FLOPs of a step.
-        self.peak_flops_per_sec: float | None = None
 
     def begin_loop(self, updates: int) -> None:
         """Starts the time interval over which a loop's statistics are measured.
@@ -123,7 +117,7 @@ class Statistics:
     def _utilization(self, batches_per_sec: float) -> float | None:
         mesh = self._step.partitioner.mesh
         devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
-        peak = self.peak_flops_per_sec or cost.peak_flops_per_sec(devices[0].device_kind)
+        peak = self._loop.peak_flops_per_sec or cost.peak_flops_per_sec(devices[0].device_kind)
         if peak is None and self._names != ALL_STATS:
             text = "%s is left out, because the peak FLOPs of a device of kind %r are unknown. Set peak_flops_per_sec."
             logging.log_first_n(logging.WARNING, text, 1, STAT_MFU, devices[0].device_kind)
@@ -154,6 +148,11 @@ class StatLoop(Loop):
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
       max_steps_in_flight: See `Loop`.
+
+    Attributes:
+      peak_flops_per_sec: The peak FLOPs per second of one device, used for `STAT_MFU`. If None, jaxloop uses the
+        device's bfloat16 peak, which it knows for many GPUs and TPUs. Set this attribute if it doesn't know your
+        device.
     """
 
     def __init__(
@@ -165,21 +164,8 @@ class StatLoop(Loop):
         max_steps_in_flight: int | None = None,
     ):
         super().__init__(step, max_steps_in_flight=max_steps_in_flight)
-        self._statistics = Statistics(step, self.engine.run.stopwatch, stat_names, global_batch_size)
-        self.engine.run.agenda.statistics = self._statistics
-
-    @property
-    def peak_flops_per_sec(self) -> float | None:
-        """The peak FLOPs per second of one device, used for `STAT_MFU`.
-
-        If None, jaxloop uses the device's bfloat16 peak, which it knows for many GPUs and TPUs. Set this property if it
-        doesn't know your device.
-        """
-        return self._statistics.peak_flops_per_sec
-
-    @peak_flops_per_sec.setter
-    def peak_flops_per_sec(self, value: float | None) -> None:
-        self._statistics.peak_flops_per_sec = value
+        self.engine.run.agenda.statistics = Statistics(self, stat_names, global_batch_size)
+        self.peak_flops_per_sec: float | None = None
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # If there are outputs on the host, the devices have finished. Otherwise, wait for the state.

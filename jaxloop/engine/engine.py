@@ -1,5 +1,6 @@
 """The engine, which runs one loop after another."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -118,7 +119,9 @@ class Engine:
         """
         loop, run, requests, outputs = self._loop, self.run, self.job.requests, LoopOutputs()
         policy, runner = self.options.nan_policy if trains else "ignore", loop.step._runner
-        with runner.programs.watched(policy, run.stopwatch):
+        with contextlib.ExitStack() as flushes, runner.programs.watched(policy, run.stopwatch):
+            for item in reversed(self.actions.end if self.plan.is_alone else ()):
+                flushes.callback(item.action.flush)
             call = self._begin_call(state, trains)
             try:
                 with requests, run.stopwatch.counting("dispatch"):
