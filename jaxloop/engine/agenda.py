@@ -80,7 +80,7 @@ class Item:
         isn't counted separately.
       interval: A schedule or a number of loops. If None, only `is_due` determines when the item is called.
       call: Called when the item is due. Returns False if the call was interrupted and must be repeated after a resume.
-      state_dict, load_state_dict, kept_state: See `Action`.
+      state_dict, load_state_dict: See `Action`.
 
     Args:
       rank: The item's place among the items that are due at the same step.
@@ -100,7 +100,6 @@ class Item:
 
     name = ""
     time_category = None
-    kept_state = None
     cursor, unread, called_at, is_requested, spent = 0, None, None, False, Spent()  # Before the first `reset`.
 
     def __init__(self, rank: Rank, reads: Literal["all", "newest", "nothing"] = "nothing"):
@@ -219,14 +218,6 @@ class ActionItem(Item):
     @property
     def interval(self) -> int | Schedule:
         return self.action.interval
-
-    @property
-    def kept_state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.action.kept_state
-
-    @kept_state.setter
-    def kept_state(self, state: Any) -> None:
-        self.action.kept_state = state
 
     def call(self, moment: Moment) -> bool:
         state, now, outputs, spent = moment
@@ -408,7 +399,7 @@ class Agenda:
           in_moment: Whether some of the items that are due at this step may not have been called yet.
         """
         encode, ended = self._outputs.encode, self.ended if in_moment else None
-        kept = {str(index): item.kept_state for index, item in enumerate(self.items)}
+        actions = [(str(index), item.action) for index, item in enumerate(self.items) if isinstance(item, ActionItem)]
         items = [item.saved(encode) for item in self.items]
         if not in_moment:  # Whatever was due has been called, even if its interval is another one after a resume.
             for item, each in zip(self.items, items, strict=True):
@@ -418,7 +409,7 @@ class Agenda:
             "ended": ended and [encode(ended.outputs), *ended[1:]],
             "items": items,
         }
-        return saved, {index: state for index, state in kept.items() if state is not None}
+        return saved, {index: action.kept_state for index, action in actions if action.kept_state is not None}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any], step_num: int) -> None:
         """Restores a `state_dict` and the kept states. Items that it doesn't contain won't be called at this step."""
@@ -429,8 +420,8 @@ class Agenda:
         for item in self.items:
             if found := [index for index, each in left.items() if each["name"] == item.name]:
                 item.load(left.pop(found[0]))
-                if str(found[0]) in kept:
-                    item.kept_state = kept[str(found[0])]
+                if isinstance(item, ActionItem) and str(found[0]) in kept:
+                    item.action.kept_state = kept[str(found[0])]
                 continue
             item.called_at = step_num
             if item.state_dict():

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from absl import logging
@@ -26,23 +26,17 @@ _POLL_SECS = 0.2
 
 @final
 class Recorder(Item):
-    """Adds a row to the history whenever it is due, and then calls a function with the progress."""
+    """Adds a row to the history whenever it is due."""
 
     name = "Recorder"
     interval: Any = 1  # Each recorder has its own. Commands can change it.
 
-    def __init__(
-        self,
-        history: History,
-        part: str,
-        interval: int | Schedule,
-        observe: Callable[[Elapsed], None] = lambda now: None,
-    ):
+    def __init__(self, history: History, part: str, interval: int | Schedule):
         super().__init__(Rank.ROW, "all")
         if not isinstance(interval, Schedule):
             checks.check_positive("log_interval", interval)
         self.interval = interval
-        self._history, self._part, self._observe = history, part, observe
+        self._history, self._part = history, part
 
     def call(self, moment: Moment) -> bool:
         outputs = moment.outputs
@@ -55,7 +49,6 @@ class Recorder(Item):
         except Exception as error:
             error.add_note(f"in the history's row of {self._part!r}, after step {moment.now.steps}")
             raise
-        self._observe(moment.now)
         return True
 
 
@@ -88,8 +81,7 @@ class Evaluation(Item):
         self.source: PositionedIterator | None = source
         self.name: str = f"evaluation {spec.name}"
         self._context = context
-        self._row = Recorder(history, spec.name, 1, self._note)
-        self._measured_at: int | None = None
+        self._row = Recorder(history, spec.name, 1)
         self._was_short = False
         self._plan_at(Elapsed())
 
@@ -103,7 +95,7 @@ class Evaluation(Item):
 
     def call(self, moment: Moment) -> bool:
         now, engine, agenda = moment.now, self.loop.engine, self.loop.engine.run.agenda
-        is_measured = self._measured_at == now.steps
+        is_measured = self._row.called_at == now.steps
         if is_measured:  # Before the checkpoint, an exception kept actions of the eval loop from being called.
             stopped_by = agenda.stopped_by
             self._plan_at(now)
@@ -118,17 +110,7 @@ class Evaluation(Item):
     @property
     def was_measured(self) -> bool:
         """True if the evaluation has been run at least once."""
-        return self._measured_at is not None
-
-    def _note(self, now: Elapsed) -> None:
-        """Notes that the history has the row of this step, which must not be added again."""
-        self._measured_at = now.steps
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {"measured_at": self._measured_at}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self._measured_at = saved["measured_at"]
+        return self.loop.loop_count > 0
 
     def evaluate(self, state: Any, now: Elapsed, context: EvalContext) -> metrics.LoopOutputs | None:
         """Evaluates a state and returns the outputs, or None if `should_eval_fn` returns False."""
