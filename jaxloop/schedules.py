@@ -443,9 +443,6 @@ class _Counted(Schedule):
     def __repr__(self) -> str:
         return f"{type(self).__name__.lstrip('_').lower()}({self.unit}={self.value})"
 
-    def reached(self, now: Elapsed) -> bool:
-        return getattr(now, self.unit) >= self.value
-
     @abc.abstractmethod
     def _next(self, now: Elapsed) -> Any:
         """Returns the next value of the unit at which the schedule can fire, or None."""
@@ -470,11 +467,12 @@ class _Every(_Counted):
     def _next(self, now: Elapsed) -> Any:
         return (getattr(now, self.unit) // self.value + 1) * self.value
 
-    reached = Schedule.reached
-
 
 class _Point(_Counted):
     """A schedule defined by a point in the run."""
+
+    def reached(self, now: Elapsed) -> bool:
+        return getattr(now, self.unit) >= self.value
 
     def _next(self, now: Elapsed) -> Any:
         return None if self.reached(now) else self.value
@@ -501,28 +499,23 @@ class _After(_Point):
         return now.steps + 1 if self.reached(now) else super().next_step(now)
 
 
-class _Plain(Schedule):
+class _Last(Schedule):
     def __repr__(self) -> str:
         return f"{type(self).__name__.lstrip('_').lower()}()"
 
-    def next_loop(self, now: Elapsed) -> int | None:
-        return None
-
-
-class _Last(_Plain):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return now.is_last
 
     def next_step(self, now: Elapsed) -> int | None:
         return None
 
+    def next_loop(self, now: Elapsed) -> int | None:
+        return None
 
-class _Never(_Plain):
+
+class _Never(_Last):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return False
-
-    def next_step(self, now: Elapsed) -> int | None:
-        return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

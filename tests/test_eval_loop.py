@@ -1,12 +1,9 @@
-import itertools
-
 import jax
 import numpy as np
 import pytest
 from clu import metrics as clu_metrics
 
 from jaxloop import examples, metrics
-from jaxloop.engine import run
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.step import Step
 
@@ -53,23 +50,6 @@ def test_return_state_from_step_raises():
     step, state, batches = examples.tiny_regression()
     with pytest.raises(ValueError, match="an evaluation can't change the state"):
         EvalLoop(step)(state, batches, return_state_from_step=True)
-
-
-def test_endless_dataset_warns(warnings_logged, monkeypatch):
-    monkeypatch.setattr(run, "_MANY_BATCHES", 100)
-    step, state, batches = examples.tiny_regression(train=False)
-    endless = itertools.islice(itertools.cycle(batches), 120)  # Finite, so that the test ends.
-    EvalLoop(step)(state, endless)
-    assert len(warnings_logged()) == 1
-    assert "has run more than 100 steps without reaching the end" in warnings_logged()[0]
-    assert "num_steps" in warnings_logged()[0]
-
-
-def test_num_steps_prevents_the_endless_dataset_warning(warnings_logged, monkeypatch):
-    monkeypatch.setattr(run, "_MANY_BATCHES", 10)
-    step, state, batches = examples.tiny_regression(train=False)
-    EvalLoop(step)(state, batches, num_steps=20)
-    assert warnings_logged() == []
 
 
 def test_step_in_training_mode_warns(warnings_logged):

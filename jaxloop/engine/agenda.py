@@ -100,6 +100,7 @@ class Item:
 
     name = ""
     time_category = None
+    interval: int | Schedule | None = None
     cursor, unread, called_at, is_requested, spent = 0, None, None, False, Spent()  # Before the first `reset`.
 
     def __init__(self, rank: Rank, reads: Literal["all", "newest", "nothing"] = "nothing"):
@@ -118,11 +119,6 @@ class Item:
         """Records a call."""
         self.called_at, self.is_requested, self.spent = now.steps, False, spent
         self.cursor, self.unread = cursor, None
-
-    @property
-    def interval(self) -> int | Schedule | None:
-        """A schedule or a number of loops, or None if only `is_due` determines when the item is called."""
-        raise NotImplementedError
 
     def call(self, moment: Moment) -> bool:
         """Performs the item's work. Returns False if it was interrupted."""
@@ -216,7 +212,7 @@ class ActionItem(Item):
         super().__init__(rank, "nothing" if not reads else "all" if waits else "newest")
 
     @property
-    def interval(self) -> int | Schedule:
+    def interval(self) -> int | Schedule:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.action.interval
 
     def call(self, moment: Moment) -> bool:

@@ -189,7 +189,8 @@ class Course:
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, rest: str) -> Calls:
         """Returns the moments at which an item is due; `rest` describes those after the last moment."""
-        item, called = _Rehearsed(interval), []
+        item, called = Item(Rank.ACTION), []
+        item.interval = interval
         for now, loop in itertools.islice(moments, self.most_moments):
             if item.is_due(now, loop):
                 item.called_at = now.steps
@@ -215,15 +216,3 @@ class Course:
             loops = now.loops + (step == loop_end)
             now = Elapsed(step, samples, now.time, loops, step == end, before)
             yield now, loops if step == loop_end else None
-
-
-class _Rehearsed(Item):
-    """An item that does nothing, to find out when it is due."""
-
-    def __init__(self, interval: int | Schedule):
-        super().__init__(Rank.ACTION)
-        self._interval = interval
-
-    @property
-    def interval(self) -> int | Schedule:
-        return self._interval

@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from absl import logging
-
 from jaxloop import metrics
 from jaxloop.base import checks
 from jaxloop.base.timing import Stopwatch
@@ -20,7 +18,6 @@ from jaxloop.schedules import NEVER, Elapsed, Goal, Schedule
 
 _NO_CONTEXT = {"history": None, "total_steps": None, "snapshot": None}
 _ENDLESS = Goal(NEVER[0], math.inf, NEVER[0])
-_MANY_BATCHES = 10_000  # After this many, an evaluation without a limit causes a warning.
 
 
 @final
@@ -235,7 +232,7 @@ class Steps:
         """Runs up to `num_batches` steps. Stops where a loop ends, when the data end, and after a signal."""
         run, updates, loop_steps = self._run, self._call.updates, self._plan.loop_steps
         left = NEVER[0] if num_batches is None else num_batches
-        until, is_bounded = run.now.steps + left * updates, num_batches is not None
+        until = run.now.steps + left * updates
         goal = self._next_goal() if left > 0 else None
         while goal is not None:
             self._call.place = "the dataset"
@@ -246,13 +243,6 @@ class Steps:
                 raise
             run.pass_ends(loop_steps, updates, also_here=False)
             goal = self._call_what_is_due(goal, left)
-            if not is_bounded and not updates and run.batches > _MANY_BATCHES:
-                is_bounded = True
-                text = (
-                    "The evaluation by %r has run more than %d steps without reaching the end of its dataset. If the "
-                    "dataset repeats forever, set num_steps in its EvalSpec."
-                )
-                logging.warning(text, self._loop.step, _MANY_BATCHES)
 
     # What is due -------------------------------------------------------------------------------------
 

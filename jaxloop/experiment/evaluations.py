@@ -29,13 +29,12 @@ class Recorder(Item):
     """Adds a row to the history whenever it is due."""
 
     name = "Recorder"
-    interval: Any = 1  # Each recorder has its own. Commands can change it.
 
     def __init__(self, history: History, part: str, interval: int | Schedule):
         super().__init__(Rank.ROW, "all")
         if not isinstance(interval, Schedule):
             checks.check_positive("log_interval", interval)
-        self.interval = interval
+        self.interval = interval  # Commands can change it.
         self._history, self._part = history, part
 
     def call(self, moment: Moment) -> bool:
@@ -80,14 +79,11 @@ class Evaluation(Item):
         self.spec: EvalSpec = spec
         self.source: PositionedIterator | None = source
         self.name: str = f"evaluation {spec.name}"
+        self.interval = spec.when_due
         self._context = context
         self._row = Recorder(history, spec.name, 1)
         self._was_short = False
         self._plan_at(Elapsed())
-
-    @property
-    def interval(self) -> int | Schedule:
-        return self.spec.when_due
 
     def _plan_at(self, now: Elapsed) -> None:
         """Plans to evaluate at this progress of the training."""
@@ -143,7 +139,7 @@ class Evaluation(Item):
 class LastActions(Item):
     """Calls the actions of an eval loop that are due at the end of training."""
 
-    interval: Any = last()
+    interval = last()
 
     def __init__(self, evaluation: Evaluation):
         super().__init__(Rank.AFTER_EVALUATIONS)
@@ -215,7 +211,7 @@ def _evaluate_all(
     """Runs the evaluations that are due without training, and returns the outputs of the last one."""
     last, stops = None, False
     for each in evaluations:
-        engine, interval = each.loop.engine, each.interval
+        engine, interval = each.loop.engine, each.spec.when_due
         is_due = context.is_continuous_eval or isinstance(interval, Schedule) or context.loop_count % interval == 0
         if is_due and not engine.job.requests.requested:
             for item in engine.run.agenda.items:

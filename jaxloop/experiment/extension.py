@@ -174,7 +174,6 @@ class _EachMoment(Item):
     """Is called whenever something else may be due."""
 
     name = "extensions"
-    interval: Any = None
 
     def __init__(self, observe: Callable[[Elapsed], None]):
         super().__init__(Rank.AFTER_EVALUATIONS)

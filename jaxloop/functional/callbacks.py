@@ -143,7 +143,7 @@ class FunctionTask(Item):
         self._reports_state: bool | None = None
 
     @property
-    def interval(self) -> Schedule:
+    def interval(self) -> Schedule:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _joined(self.keys)
 
     def call(self, moment: Moment) -> bool:

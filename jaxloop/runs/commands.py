@@ -190,7 +190,6 @@ class Commands(Item):
     """
 
     name = "commands"
-    interval: Any = None
 
     def __init__(self, experiment: Experiment, workdir: epath.Path):
         super().__init__(Rank.COMMAND)
