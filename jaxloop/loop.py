@@ -121,7 +121,7 @@ class Loop:
 
     def resume(self, elapsed: Elapsed) -> None:
         """Sets the loop's counters to the progress of an earlier run, so that counting continues from there."""
-        self.engine.resume(elapsed)
+        self.engine.run.begin(elapsed)
 
     def __call__(
         self,

@@ -138,21 +138,15 @@ class LoopOutputs(dict[str, Any]):
                 earlier.extend(values)
         self.num_examples.extend(later.num_examples)
 
-    def split(self, num_steps: int) -> "tuple[LoopOutputs, LoopOutputs]":
-        """Splits the outputs into those of the first `num_steps` steps and those of the remaining steps.
+    def between(self, begin: int, end: int) -> "LoopOutputs":
+        """Returns the outputs of the steps from `begin` to `end` (exclusive), and all values that are not lists.
 
-        Values that are not lists appear in both parts.
-
-        >>> [dict(each) for each in LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).split(2)]
-        [{'loss': [3.0, 2.0], 'speed': 9.5}, {'loss': [1.0], 'speed': 9.5}]
+        >>> dict(LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).between(1, 3))
+        {'loss': [2.0, 1.0], 'speed': 9.5}
         """
-        first, others = (LoopOutputs(None, each) for each in _split(self.num_examples, num_steps))
-        for name, value in self.items():
-            parts = _split(value, num_steps) if isinstance(value, list) else (value, value)
-            for outputs, part in zip((first, others), parts, strict=True):
-                if not isinstance(part, list) or part:
-                    outputs[name] = part
-        return first, others
+        parts = {name: value[begin:end] if isinstance(value, list) else value for name, value in self.items()}
+        kept = {name: part for name, part in parts.items() if not isinstance(part, list) or part}
+        return LoopOutputs(kept, self.num_examples[begin:end])
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
         """Returns the outputs in a JSON-compatible form and the names of any values that can't be encoded."""
@@ -170,10 +164,6 @@ class LoopOutputs(dict[str, Any]):
         """Restores outputs from the result of `encode`, except for the values that `encode` left out."""
         values = {name: _not_plain(encoding.decode(value)) for name, value in encoded["values"].items()}
         return cls(values, encoded["num_examples"])
-
-
-def _split(values: list[Any], number: int) -> tuple[list[Any], list[Any]]:
-    return values[:number], values[number:]
 
 
 def _plain(value: Any) -> Any:

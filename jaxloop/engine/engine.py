@@ -390,10 +390,6 @@ class Engine:
 
     # Saving and resuming ---------------------------------------------------------------------------------
 
-    def resume(self, elapsed: Elapsed) -> None:
-        """Sets the loop's counters to the progress of an earlier run, so that counting continues from there."""
-        self.run.begin(elapsed)
-
     def batches_ahead(self, source: Any) -> int:
         """Returns the number of batches that have been read from a source but not used yet."""
         return self.data.feed.num_ahead if self.data.feed.dataset is source else 0

@@ -198,8 +198,9 @@ class Segment:
 
     def between(self, begin: int, end: int) -> LoopOutputs:
         """Returns the outputs of the steps between two positions."""
-        outputs = self.outputs if end >= self.end else self.outputs.split(end - self.first)[0]
-        return outputs.split(begin - self.first)[1] if begin > self.first else outputs
+        if begin <= self.first and end >= self.end:
+            return self.outputs
+        return self.outputs.between(max(begin - self.first, 0), end - self.first)
 
     def add_sums(self, sums: Mapping[str, Any]) -> None:
         """Adds merged `clu.metrics` states to the segment."""
