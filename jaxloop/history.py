@@ -57,7 +57,6 @@ class _Form:
 
     Attributes:
       paths: The paths of the values.
-      groups: The first key of each path.
       places: The index in the row's tuple of each path, and of each field of its progress.
 
     Raises:
@@ -68,7 +67,6 @@ class _Form:
     def __init__(self, keys: tuple[tuple[str, ...], ...]):
         self._keys = keys
         self.paths = [".".join(map(_dotted, each)) for each in keys]
-        self.groups = {path.partition(".")[0] for path in self.paths}
         names = [*_UNITS, *self.paths]
         self.places = {name: place for place, name in enumerate(names)}
         if len(self.places) < len(names):
@@ -84,13 +82,12 @@ class _Form:
         return Row(Elapsed(*stored[: len(_UNITS)]), traverse_util.unflatten_dict(values))
 
     def to_record(self, stored: Sequence[Any]) -> dict[str, Any]:
-        """Returns a stored row as a flat dict: its progress, and its values by their paths."""
-        return {path: value for path in self.places if (value := self.value(stored, path)) is not None}
+        """Returns a stored row as a flat dict: its progress, and its values by their paths.
 
-    def value(self, stored: Sequence[Any], path: str) -> Any:
-        """Returns one value of a stored row, or None if the row doesn't have it or its weight is 0."""
-        place, weight = self.places.get(path), self.places.get(path + metrics.WEIGHT)
-        return None if place is None or (weight is not None and stored[weight] == 0) else stored[place]
+        A mean whose weight is 0 is left out.
+        """
+        record = dict(zip(self.places, stored, strict=True))
+        return {path: value for path, value in record.items() if record.get(path + metrics.WEIGHT) != 0}
 
 
 _form_of = functools.lru_cache(_Form)
@@ -141,7 +138,7 @@ class History:
         # The form and the stored values of each row. The garbage collector doesn't have to traverse tuples of numbers.
         self._forms: list[_Form] = []
         self._rows: list[tuple[Any, ...]] = []
-        self._newest: dict[str, int] = {}  # The number of the newest row that has each path.
+        self._newest: dict[_Form, int] = {}  # The number of the newest row of each form.
         self._num_read = 0  # The number of rows before the first one that may have device values.
 
     # Writing ---------------------------------------------------------------------------------------
@@ -162,14 +159,33 @@ class History:
             time or loops), if a device value was donated, or if the file contains rows from an earlier run and `resume`
             was not called.
         """
+        self.commit_all([(elapsed, logs)])
+
+    def commit_all(self, rows: Sequence[tuple[Elapsed, Mapping[str, Any]]]) -> None:
+        """Appends rows `(elapsed, logs)` like `commit`. This is faster if their logs have the same keys.
+
+        >>> history = History()
+        >>> history.commit_all([(Elapsed(1), {"loss": 0.5}), (Elapsed(2), {"loss": 0.25})])
+        >>> history.collect("loss")
+        [0.5, 0.25]
+
+        If a row is invalid, the rows before it are kept, and a note on the error gives its step.
+        """
         if self._file is not None:
             self._file.begin()
-        self._add(elapsed, logs)
-        number = len(self._rows)
-        if number - self._num_read >= _MAX_PENDING_ROWS:
-            self._write(number - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
-        elif number - self._num_read == 1 and _is_plain(self._rows[-1]):
-            self._write(number)
+        try:
+            self._add(rows)
+        except Exception as error:
+            if len(rows) == 1:
+                error.add_note(f"in the logs of step {rows[0][0].steps}")
+                raise
+            for elapsed, logs in rows:  # Their keys differ, or one of them is invalid.
+                self.commit(elapsed, logs)
+            return
+        if len(self._rows) - self._num_read >= _MAX_PENDING_ROWS:
+            self._write(len(self._rows) - _MAX_PENDING_ROWS // 2)  # These have probably been computed by now.
+        elif _is_plain(self._rows[self._num_read]):
+            self._write(self._num_read)
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
         """Adds non-scalar values, such as images.
@@ -222,13 +238,11 @@ class History:
         self._forms = list(itertools.compress(self._forms, keeps))
         self._rows = list(itertools.compress(self._rows, keeps))
         self._num_read = len(self._rows)
-        self._newest = {path: number for number, form in enumerate(self._forms) for path in form.paths}
+        self._newest = {form: number for number, form in enumerate(self._forms)}
         self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
-        if file is not None and file.writes:
-            self._keep_in_file(file, steps, num_rows, is_intact=checksum is None or file.checksum() == checksum)
-
-    def _keep_in_file(self, file: "_File", steps: int, num_rows: int | None, *, is_intact: bool) -> None:
-        """Removes everything but the rows of this history from its file. Warns if that may surprise the user."""
+        if file is None or not file.writes:
+            return
+        is_intact = checksum is None or file.checksum() == checksum
         if not is_intact:
             text = "%s has changed since the checkpoint of step %d was saved. The run keeps %d of %s rows. %s"
             logging.warning(text, file.path, steps, len(self._rows), num_rows, file.move_aside("damaged"))
@@ -261,11 +275,11 @@ class History:
         if not self._rows:
             return "History(no rows)"
         rows = f"{len(self._rows)} row{'s' * (len(self._rows) > 1)}"
-        return f"History({rows} up to step {self._rows[-1][0]}: {checks.listed(self._newest)})"
+        return f"History({rows} up to step {self._rows[-1][0]}: {checks.listed(self.paths())})"
 
     def paths(self) -> list[str]:
         """Returns the full paths of all values so far, in the order in which they first appeared."""
-        return list(self._newest)
+        return list(dict.fromkeys(path for form in self._newest for path in form.paths))
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
         """Returns the pair `(elapsed, value)` for the latest value with this name, or None if there is no value yet.
@@ -276,14 +290,13 @@ class History:
         Raises:
           ValueError: If the name matches more than one value.
         """
-        if not _matching(name, self._newest):
+        if not _matching(name, paths := self.paths()):
             return None
-        path = find_path(name, self._newest)
-        number = self._newest[path]
-        place = self._forms[number].places[path]
-        if type(self._rows[number][place]) not in _PLAIN:
+        path = find_path(name, paths)
+        number = max(number for form, number in self._newest.items() if path in form.paths)
+        if not _is_plain(self._rows[number]):
             self.flush()
-        return self._row(number).elapsed, self._rows[number][place]
+        return self._row(number).elapsed, self._rows[number][self._forms[number].places[path]]
 
     def collect(self, *names: str) -> Any:
         """Returns one list of values per name, from the rows that contain a value for every name.
@@ -299,12 +312,10 @@ class History:
         Raises:
           ValueError: If a name doesn't match any value, or matches more than one.
         """
-        self.flush()
-        paths = [name if _dotted(name) in _UNITS or not self._rows else find_path(name, self._newest) for name in names]
-        rows = [
-            [form.value(stored, path) for path in paths] for form, stored in zip(self._forms, self._rows, strict=True)
-        ]
-        if not (rows := [values for values in rows if None not in values]) and self._rows:
+        records, found = self.to_records(), self.paths()
+        paths = [name if _dotted(name) in _UNITS or not records else find_path(name, found) for name in names]
+        rows = [[record[path] for path in paths] for record in records if record.keys() >= {*paths}]
+        if records and not rows:
             logging.warning(
                 "No row of the history has all of %s, so the lists are empty. Train metrics and evaluations are in "
                 "separate rows: collect them one after the other.",
@@ -325,7 +336,8 @@ class History:
         """
         newest = zip(reversed(self._forms), reversed(self._rows), strict=True)
         rows = list(itertools.takewhile(lambda each: each[1][0] > steps, newest))
-        return [form.to_record(row) for form, row in reversed(rows) if not form.groups <= without]
+        is_shown = lambda form: not {path.partition(".")[0] for path in form.paths} <= without
+        return [form.to_record(row) for form, row in reversed(rows) if is_shown(form)]
 
     # Keeping ---------------------------------------------------------------------------------------
 
@@ -367,19 +379,22 @@ class History:
         """
         from matplotlib.figure import Figure
 
-        self.flush()
-        curves = self._curves(names)
+        numbers = [path for path in self.paths() if not isinstance((self.last(path) or ("",))[-1], str)]
+        of_steps = (path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2])
+        if not (names := names or tuple(of_steps)):
+            raise ValueError("There is nothing to plot, because the history has no numbers yet.")
+        curves = {name: _matching(name, numbers) or [find_path(name, numbers)] for name in names}
         num_columns = min(len(curves), 4)
         num_lines = math.ceil(len(curves) / num_columns)
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
-        unit = "time (s)" if x == "time" else x
         for number, (name, paths) in enumerate(curves.items(), 1):
-            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=unit, ylabel=name)
-            labels = [path.removesuffix(_dotted(name)).removesuffix(".") for path in paths]
-            for path, label in zip(paths, labels, strict=True):
+            xlabel = "time (s)" if x == "time" else x
+            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=xlabel, ylabel=name)
+            for path in paths:
                 xs, ys = self.collect(x, path)
-                axes.plot(xs, list(_smoothed(ys, smoothing)), label=label or name, marker="." if len(xs) < 50 else None)
-            if any(labels):
+                label = path.removesuffix(_dotted(name)).removesuffix(".") or name
+                axes.plot(xs, list(_smoothed(ys, smoothing)), label=label, marker="." if len(xs) < 50 else None)
+            if paths != [_dotted(name)]:
                 axes.legend(frameon=False)
             axes.grid(alpha=0.25)
         # IPython displays a Figure automatically only if pyplot was imported.
@@ -388,20 +403,15 @@ class History:
 
     # Inside ----------------------------------------------------------------------------------------
 
-    def _add(self, elapsed: Elapsed, logs: Any) -> None:
-        """Appends a row to the table. Raises the same errors as `commit`."""
-        if not _is_mapping(type(logs)):
-            raise TypeError(
-                f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
-            )
-        values: dict[tuple[str, ...], Any] = {}
-        _collect(logs, (), values)
-        form, numbers = _form_of(tuple(values)), _numbers_of(elapsed)
-        if not _is_plain(numbers):
-            numbers = tuple([_checked(number, unit) for number, unit in zip(numbers, _UNITS, strict=True)])
-        self._newest.update(dict.fromkeys(form.paths, len(self._rows)))
-        self._forms.append(form)
-        self._rows.append((*numbers, *values.values()))
+    def _add(self, rows: Sequence[tuple[Elapsed, Any]]) -> None:
+        """Appends rows to the table. Raises the same errors as `commit`, and any error if the rows' keys differ."""
+        columns: dict[tuple[str, ...], list[Any]] = {}
+        _collect([logs for _, logs in rows], (), columns)
+        form = _form_of(tuple(columns))
+        self._forms += [form] * len(rows)
+        values = zip(*columns.values(), strict=True) if columns else [()] * len(rows)
+        self._rows += [(*_numbers_of(row[0]), *own) for row, own in zip(rows, values, strict=True)]
+        self._newest[form] = len(self._rows) - 1
 
     def _row(self, index: int) -> Row:
         return self._forms[index].to_row(self._rows[index])
@@ -410,10 +420,10 @@ class History:
         """Reads the device values of the rows up to a number, and writes these rows."""
         lost: list[str] = []
         for number in range(self._num_read, end):
-            form, stored = self._forms[number], self._rows[number]
-            if not _is_plain(stored):
-                self._rows[number] = row = tuple([value if type(value) in _PLAIN else _read(value) for value in stored])
-                lost += [f"{path} at step {row[0]}" for path in form.paths if row[form.places[path]] is _LOST]
+            self._rows[number] = row = tuple(map(_read, self._rows[number]))
+            if _LOST in row:
+                paths = self._forms[number].places
+                lost += [f"{path} at step {row[0]}" for path, place in paths.items() if row[place] is _LOST]
         self._num_read = end + sum(1 for _ in itertools.takewhile(_is_plain, self._rows[end:]))
         if self._file is not None:
             self._file.append(self._row, self._num_read)
@@ -423,15 +433,6 @@ class History:
                 f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
                 "jnp.copy(value)."
             )
-
-    def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Returns the paths to plot, keyed by the name of the plot that shows them."""
-        numbers = [path for path in self._newest if not isinstance((self.last(path) or ("",))[-1], str)]
-        if not names:
-            names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
-        if not names:
-            raise ValueError("There is nothing to plot, because the history has no numbers yet.")
-        return {name: _matching(name, numbers) or [find_path(name, numbers)] for name in names}
 
     def _read(self, file: "_File", checksum: Mapping[str, Any] | None = None) -> None:
         """Adds the rows of a file, up to the point at which it has a checksum.
@@ -443,7 +444,7 @@ class History:
         """
         for number, line in enumerate(file.lines(checksum), 1):
             try:
-                self._add(*_parsed(line))
+                self._add([_parsed(line)])
             except Exception as error:
                 if checksum is None:
                     shown = line[:60].decode(errors="replace").strip("\n") + ("..." if len(line) > 60 else "")
@@ -494,27 +495,35 @@ _LOST = float("nan")  # This object stands for a value that was donated before i
 _is_mapping = functools.cache(lambda kind: issubclass(kind, Mapping))  # Faster than isinstance.
 
 
-def _collect(logs: Mapping[str, Any], outer: tuple[str, ...], values: dict[tuple[str, ...], Any]) -> None:
-    """Adds the values in (nested) logs to a dict, under tuples of their keys.
+def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[str, ...], list[Any]]) -> None:
+    """Adds the columns of the (nested) logs of several rows to a dict, under tuples of their keys.
 
     Raises:
-      TypeError: If a value is not a scalar.
+      TypeError: If the first row is not a dict, or a value is not a scalar.
+      Exception: If the rows' keys differ.
     """
-    for key, value in logs.items():
-        kind, keys = type(value), (*outer, key)
-        if kind in _PLAIN:
-            values[keys] = value
-        elif _is_mapping(kind):
-            _collect(value, keys, values)
+    first = rows[0]
+    if not _is_mapping(type(first)):
+        raise TypeError(
+            f"The logs of a history must be a (nested) dict, got {checks.describe(first)}. Write {{'loss': loss}}."
+        )
+    if len(rows) > 1 and any([list(row) != list(first) for row in rows]):
+        raise ValueError("The keys of the rows differ.")
+    for key, value in first.items():
+        column, keys, kind = [row[key] for row in rows], (*outer, key), type(value)
+        if _is_mapping(kind):
+            _collect(column, keys, columns)
         elif kind is Weighted:
-            _collect({key: value.value, f"{key}{metrics.WEIGHT}": value.weight}, outer, values)
+            _collect([{key: mean.value, f"{key}{metrics.WEIGHT}": mean.weight} for mean in column], outer, columns)
         else:
-            values[keys] = _checked(value, *keys)
+            columns[keys] = [each if type(each) in _PLAIN else _checked(each, *keys) for each in column]
 
 
 def _read(value: Any) -> Any:
-    """Returns the value of a scalar on a device, or `_LOST`."""
-    return _LOST if value.is_deleted() else metrics.fetch_scalar(value)
+    """Returns the value of a scalar as a Python object, or `_LOST` if it was on a device and was donated."""
+    if type(value) in _PLAIN:
+        return value
+    return _LOST if isinstance(value, jax.Array) and value.is_deleted() else metrics.fetch_scalar(value)
 
 
 def _is_plain(values: Iterable[Any]) -> bool:
@@ -632,15 +641,13 @@ class _File:
             return
         content = b"".join([_to_line(row(number)) for number in range(self.num_lines, end)])
         with files.open_file(self.path, "ab") as file:
-            is_unchanged = files.is_remote(self.path) or file.tell() == self.size
-            if is_unchanged:
+            if files.is_remote(self.path) or file.tell() == self.size:
                 file.write(content)
-        if is_unchanged:
-            self._add(content)
-        else:
-            text = "%s was changed or deleted during the run, or a write failed. It is written again, with all %d rows."
-            logging.warning(text, self.path, end)
-            self.replace(map(row, range(end)))
+                self._add(content)
+                return
+        text = "%s was changed or deleted during the run, or a write failed. It is written again, with all %d rows."
+        logging.warning(text, self.path, end)
+        self.replace(map(row, range(end)))
 
     def replace(self, rows: Iterable[Row]) -> None:
         """Atomically replaces the file by one with these rows."""

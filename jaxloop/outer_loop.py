@@ -12,6 +12,7 @@ from etils import epath
 
 from jaxloop import checkpoint, distributed, metrics, types
 from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, files
 from jaxloop.base.text import quiet_orbax, suggests
@@ -27,7 +28,7 @@ from jaxloop.experiment.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.experiment.specs import CheckpointSpec, EvalSpec, RunSpec, named
 from jaxloop.experiment.specs import EvalContext as EvalContext
 from jaxloop.experiment.training import Training, end_of
-from jaxloop.experiment.whole_run import WholeRun, checkpoint_actions
+from jaxloop.experiment.whole_run import WholeRun, checkpoint_actions, end_all
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
 from jaxloop.processes import agreement, lock
@@ -489,20 +490,16 @@ def _finish_actions(experiment: Experiment, state: Any) -> Any:
 
 def _close_actions(experiment: Experiment, status: str | None, raise_errors: bool) -> None:
     """Closes the actions. `status` says how the run ended; it is None if the run goes on after a detour."""
-    errors = []
+
+    def close(action: Action) -> None:
+        with experiment.loops[0].engine.run.stopwatch.counting(action.time_category):
+            try:
+                if status is not None:
+                    action.end_run(status)
+            finally:
+                action.close()
+
     # The progress bar, often first, times the others.
-    for action in dict.fromkeys([*experiment.savers, *reversed(experiment.actions)]):
-        try:
-            with experiment.loops[0].engine.run.stopwatch.counting(action.time_category):
-                try:
-                    if status is not None:
-                        action.end_run(status)
-                finally:
-                    action.close()
-        except Exception as error:
-            error.add_note(f"in {type(action).__name__}.close of {action!r}, at the end of the run")
-            logging.exception("%r could not be closed.", action)
-            errors.append(error)
-    experiment.history.flush()
-    if errors and raise_errors:
-        raise errors[0]
+    actions = dict.fromkeys([*experiment.savers, *reversed(experiment.actions)])
+    ends = [(f"{type(each).__name__}.close of {each!r}", functools.partial(close, each)) for each in actions]
+    end_all([*ends, ("the history", experiment.history.flush)], raises=raise_errors)

@@ -566,7 +566,7 @@ def test_error_in_close_does_not_hide_an_earlier_one(warnings_logged):
         jf.loop(0, BATCHES, {jf.every(1): [Unclosable(), fails]})
     with pytest.raises(OSError, match="can't close"):
         jf.loop(0, BATCHES, {jf.every(1): [Unclosable()]})
-    assert re.match("Failed at the end of the loop: .*Unclosable.*close", warnings_logged()[0])
+    assert re.match("At the end of the run, there was an error in .*Unclosable", warnings_logged()[0])
 
 
 # LoopState -------------------------------------------------------------------------------------------
@@ -580,7 +580,6 @@ def test_loop_state_has_the_documented_attributes():
         assert loop_state.state is state and loop_state.batch is batch and loop_state.elapsed is elapsed
         assert loop_state.logs.loss == elapsed.steps and loop_state.outputs == {"drawn": "picture"}
         assert len(loop_state.history) == elapsed.steps - 1
-        assert loop_state.accumulated_logs == {"loss": (elapsed.steps + 1) / 2}
         assert loop_state.total_steps == 5 and loop_state.stop_iteration is False
         loop_state.metadata["calls"] = loop_state.metadata.get("calls", 0) + 1
         loop_state.state = state + loop_state.metadata["calls"]
@@ -588,15 +587,6 @@ def test_loop_state_has_the_documented_attributes():
     state, history, _ = jf.loop(0, BATCHES, {jf.every(1): [report, look]}, stop=5)
     assert state == 1 + 2 + 3 + 4 + 5
     assert [(elapsed.steps, outputs) for elapsed, outputs in history.outputs][-1] == (5, {"drawn": "picture"})
-
-
-def test_accumulated_logs_are_weighted_by_examples():
-    batches = [{"x": np.zeros(8)}, {"x": np.zeros(8)}, {"x": np.zeros(2)}]
-    values = iter([1.0, 2.0, 6.0])
-    means = []
-    look = lambda state, batch, elapsed, loop_state: means.append(loop_state.accumulated_logs.metrics.loss)
-    jf.loop(0, batches, {jf.every(1): [lambda: jf.logs().add_metric("loss", next(values)), look]})
-    assert means == [1.0, 1.5, (8 * 1 + 8 * 2 + 2 * 6) / 18]
 
 
 # Logs and histories ----------------------------------------------------------------------------------
@@ -722,7 +712,25 @@ def test_error_for_invalid_logs_names_the_callback(logs, error, message):
 
     with pytest.raises(error, match=message) as caught:
         jf.loop(0, BATCHES, {jf.every(1): bad_logs})
-    assert caught.value.__notes__[0] == "in the callback bad_logs, at step 1"
+    assert caught.value.__notes__[:2] == ["in the logs of step 1", "in the callback bad_logs, at step 1"]
+
+
+def test_error_for_invalid_logs_of_a_compiled_function_names_the_step():
+    history = jf.history()
+    batches = [*[{"x": np.ones(())}] * 4, {"x": np.ones(3)}, {"x": np.ones(())}]
+    with pytest.raises(TypeError, match=r"float32\[3\] under metrics.x") as caught:
+        jf.loop(0, batches, {jf.every(1): jax.jit(lambda state, batch: ({"metrics": batch}, state))}, history=history)
+    assert "in the logs of step 5" in caught.value.__notes__
+    assert history.collect("steps") == [1, 2, 3, 4, 6]  # The loop was one step ahead.
+
+
+def test_rows_of_compiled_functions_may_have_different_keys():
+    by_shape = jax.jit(lambda state, batch: ({"x" if batch.ndim else "y": batch.sum()}, state + 1))
+    batches = [np.float32(2), np.ones(3, np.float32)] * 3
+    state, history, _ = jf.loop(0, batches, {jf.every(1): by_shape, jf.every(2): lambda state: {"state": int(state)}})
+    assert state == 6
+    assert history.collect("steps", "y") == ([1, 3, 5], [2.0] * 3)
+    assert history.collect("steps", "x", "state") == ([2, 4, 6], [3.0] * 3, [2, 4, 6])
 
 
 def test_reported_state_is_copied_before_the_next_step_donates_it():
@@ -800,7 +808,7 @@ def test_loop_synchronizes_only_if_a_callback_reads_a_value(reads):
     history.collect("loss")
     num_reads = len(reads)
     assert num_reads
-    read = lambda state, batch, elapsed, loop_state: loop_state.accumulated_logs
+    read = lambda state, batch, elapsed, loop_state: {"rows": len(loop_state.history.rows)}
     _, state, _ = examples.tiny_regression()
     jf.loop(state, batches, {**tasks, jf.every(10): read}, stop=30)
     assert len(reads) > num_reads

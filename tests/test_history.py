@@ -29,6 +29,7 @@ from jaxloop import examples, metrics
 from jaxloop.base import files
 from jaxloop.history import History, Row
 from jaxloop.schedules import Elapsed
+from jaxloop.types import Weighted
 
 
 def history_of(*rows, path=None):
@@ -388,10 +389,38 @@ def test_a_donated_value_of_an_earlier_row_does_not_affect_later_rows():
 def test_counts_of_other_libraries_are_stored_as_python_numbers(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.commit(Elapsed(np.int64(3), np.int32(24), np.float32(1.5)), {"loss": 0.5})
+    history.flush()
     assert json.loads(history.path.read_text())["elapsed"] == {"steps": 3, "samples": 24, "time": 1.5, "loops": 0}
     history.commit(Elapsed(jnp.int32(4)), {"loss": 0.25})
     assert history.collect("steps", "loss") == ([3, 4], [0.5, 0.25])
     assert {type(count) for count in history.collect("steps")} == {int}
+
+
+@pytest.mark.parametrize("name", ["alike", "other order", "other keys", "other kinds", "empty"])
+def test_rows_committed_together_are_those_committed_one_by_one(name, tmp_path):
+    logs = {
+        "alike": {"train": {"loss": jnp.float32(2), "mean": Weighted(jnp.float32(3), 4)}, "rate": 0.5},
+        "other order": {"rate": 0.5, "train": {"mean": Weighted(1.0, 2), "loss": 2}},
+        "other keys": {"train": {"loss": 1.0}},
+        "other kinds": {"train": 3.0, "rate": {"of": 2}},
+        "empty": {},
+    }
+    rows = [(Elapsed(step), logs["alike" if step % 3 else name]) for step in range(1, 100)]
+    together, one_by_one = History(tmp_path / "together.jsonl"), History(tmp_path / "one_by_one.jsonl")
+    together.commit_all(rows)
+    for elapsed, row in rows:
+        one_by_one.commit(elapsed, row)
+    assert together.rows == one_by_one.rows and len(together) == 99
+    assert together.path.read_bytes() == one_by_one.path.read_bytes()
+    assert together.last("rate") == one_by_one.last("rate")
+
+
+def test_an_invalid_row_keeps_those_before_it():
+    history = History()
+    with pytest.raises(TypeError, match="scalars, got float64") as caught:
+        history.commit_all([(Elapsed(step), {"x": 1.0 if step != 3 else np.ones(2)}) for step in (1, 2, 3, 4)])
+    assert caught.value.__notes__ == ["in the logs of step 3"]
+    assert history.collect("steps") == [1, 2]
 
 
 def test_an_empty_row_is_written_immediately(tmp_path):

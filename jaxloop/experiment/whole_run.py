@@ -1,7 +1,7 @@
 """Saving and loading of a run's state other than the train state."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import jax
@@ -288,3 +288,22 @@ def check_no_newer_checkpoints(savers: Iterable[CheckpointAction], step_num: int
 def step_num_of(state: Any) -> int:
     """Returns the number of updates that have been applied to a state, or 0 if the state has no counter."""
     return int(metrics.fetch(getattr(state, "step", 0)))
+
+
+def end_all(ends: Iterable[tuple[str, Callable[[], Any]]], *, raises: bool) -> None:
+    """Calls all functions that end a run, and logs their errors.
+
+    Args:
+      ends: Pairs of a name, for messages, and a function.
+      raises: Whether to raise the first error after all functions have been called.
+    """
+    errors = []
+    for name, end in ends:
+        try:
+            end()
+        except Exception as error:
+            error.add_note(f"in {name}, at the end of the run")
+            logging.exception("At the end of the run, there was an error in %s.", name)
+            errors.append(error)
+    if errors and raises:
+        raise errors[0]

@@ -14,9 +14,9 @@ from jaxloop import metrics, types
 from jaxloop.actions import Action, CheckpointAction
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
-from jaxloop.functional.log_entries import Logs, NewestReady, aggregate, named, num_examples
+from jaxloop.functional.log_entries import Logs, NewestReady, named, num_examples
 from jaxloop.history import History
-from jaxloop.models.function_step import name_of, outputs_logs_and_state, positional_arguments
+from jaxloop.models.function_step import CompiledFunction, name_of, outputs_logs_and_state, positional_arguments
 from jaxloop.schedules import Elapsed, Schedule, never
 from jaxloop.step import Step
 
@@ -62,14 +62,6 @@ class LoopState:
     total_steps: int | None = None
     newest: NewestReady | None = dataclasses.field(default=None, init=False, repr=False)
 
-    @property
-    def accumulated_logs(self) -> Logs:
-        """The example-weighted means of all logs, including this step's.
-
-        Reading this property synchronizes with the devices. The more rows the history has, the longer it takes.
-        """
-        return aggregate([*self.history, (self.elapsed, metrics.fetch(self.logs))])
-
 
 Callback = Any
 """A callback of any kind that a loop accepts.
@@ -82,14 +74,17 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 """Schedules and their callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
 
 
-def end_row(loop_state: LoopState) -> None:
-    """Adds a row with the logs of this step to the history and begins the next row."""
+def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
+    """Adds a row with the logs of this step to a list, or else to the history, and begins the next row."""
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
         if loop_state.newest is not None:
             loop_state.newest.push(ended)
         loop_state.logs = Logs()
-        loop_state.history.commit(loop_state.elapsed, ended)
+        if rows is None:
+            loop_state.history.commit(loop_state.elapsed, ended)
+        else:
+            rows.append((loop_state.elapsed, ended))
     if outputs:
         loop_state.outputs = {}
         loop_state.history.add_outputs(loop_state.elapsed, outputs)
@@ -128,6 +123,7 @@ class FunctionTask(Item):
 
     Attributes:
       of: The callback.
+      is_compiled: True if the callback is a compiled function, which can't look at the loop.
       keys: The callback's key in the tasks.
       name, time_category: See `Item`.
     """
@@ -136,8 +132,8 @@ class FunctionTask(Item):
         super().__init__(Rank.ACTION)
         self._loop_state, self._call, self._short_name = loop_state, call_of(of), name_of(of)
         self.of: Callback = of
+        self.is_compiled: bool = isinstance(of, CompiledFunction | jax.stages.Wrapped)
         self.keys: list[Schedule | Key] = [key]
-        self.time_category: str | None = getattr(of, "time_category", None)
         self.name: str = type(of).__qualname__ if hasattr(of, "__loop_callback__") else f"{self._short_name} {key!r}"
         # Whether anything that it reported is part of the state; None before the first report.
         self._reports_state: bool | None = None
@@ -145,6 +141,10 @@ class FunctionTask(Item):
     @property
     def interval(self) -> Schedule:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _joined(self.keys)
+
+    @property
+    def time_category(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.of, "time_category", None)
 
     def call(self, moment: Moment) -> bool:
         self._loop_state.elapsed = moment.now
@@ -167,7 +167,9 @@ class FunctionTask(Item):
                 outputs, logs = jax.tree.map(copied, (outputs, logs))
             if outputs is not None:
                 loop_state.outputs |= outputs if isinstance(outputs, Mapping) else {self._short_name: outputs}
-            if logs:
+            if self.is_compiled and not loop_state.logs and type(logs) is Logs:
+                loop_state.logs = logs  # Nobody else has this object, so it isn't copied.
+            elif logs:
                 loop_state.logs.merge(logs)
             if state is not None:
                 loop_state.state = state

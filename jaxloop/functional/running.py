@@ -25,7 +25,7 @@ from jaxloop.engine.rehearse import Course
 from jaxloop.engine.run import Plan
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.specs import RunSpec
-from jaxloop.experiment.whole_run import WholeRun, reconcile_hyperparams, saved_paths, withdraw_stop
+from jaxloop.experiment.whole_run import WholeRun, end_all, reconcile_hyperparams, saved_paths, withdraw_stop
 from jaxloop.functional.callbacks import ActionTask, FunctionTask, Key, LoopState, Tasks, end_row, on_end, on_start
 from jaxloop.functional.counting import as_stop, counter, is_over, warn_of_early_end
 from jaxloop.functional.tools import as_kind, kind_on_host
@@ -242,18 +242,13 @@ class TaskLoop(Loop):
 
     def close(self, failure: BaseException | None) -> None:
         """Finishes the history and closes the actions. Errors in doing so don't hide an error that ended the loop."""
-        errors, history, status = list[Exception](), self.loop_state.history, self.job.requests.run_status(failure)
-        ends = [functools.partial(end_row, self.loop_state), *([] if history.path is None else [history.flush])]
+        history, status = self.loop_state.history, self.job.requests.run_status(failure)
+        ends = [("the last row", functools.partial(end_row, self.loop_state))]
+        ends += [] if history.path is None else [("the history", history.flush)]
         for task in self._actions:
-            ends += [functools.partial(task.action.end_run, status), task.action.close]
-        for end in [*ends, self._data.close]:
-            try:
-                end()
-            except Exception as error:
-                logging.exception("Failed at the end of the loop: %r", end)
-                errors.append(error)
-        if errors and failure is None:
-            raise errors[0]
+            end_run = functools.partial(task.action.end_run, status)
+            ends += [(repr(task.action), end) for end in (end_run, task.action.close)]
+        end_all([*ends, ("the data", self._data.close)], raises=failure is None)
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -310,6 +305,8 @@ class TaskProgram(Program):
     def __init__(self, loop: TaskLoop):
         super().__init__(loop.step)
         self._loop, self._run, self._plan = loop, loop.engine.run, loop.engine.plan
+        # Compiled functions can't look at the history between steps. Adding these rows together is faster.
+        self._ended_rows: list[Any] | None = [] if all(task.is_compiled for task in loop.of_each_step) else None
 
     def run(self, ran: Ran, feed: Feed, room: int, requests: Interruptible, deadline: float = math.inf) -> None:
         pauses, self._requests = requests.pauses, requests
@@ -326,13 +323,16 @@ class TaskProgram(Program):
         finally:
             if compiled is not None:
                 loop_state.state = compiled.leave(loop_state.state)
+            if self._ended_rows:
+                rows, self._ended_rows = self._ended_rows, []
+                loop_state.history.commit_all(rows)
         if loop_state.stop_iteration:
             requests.pauses, feed.has_ended = pauses, True  # Ends the loop here.
             self._run.agenda.stopped_by = "a callback"
 
     def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         loop_state, examples = self._loop.loop_state, self.step.num_examples(batch)
-        end_row(loop_state)
+        end_row(loop_state, self._ended_rows)
         self._now = now = self._now.advance(samples=examples, time=self._start + timing.clock())
         if now.steps >= self._first_end and self._plan.ends_at(now):
             now = dataclasses.replace(now, is_last=True)

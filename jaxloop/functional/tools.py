@@ -126,11 +126,7 @@ def checkpoint(
 
 
 def early_stopping(
-    monitor: str,
-    patience: int,
-    mode: str = "auto",
-    min_delta: float = 0.0,
-    restore_best: bool = False,
+    monitor: str, patience: int, mode: str = "auto", min_delta: float = 0.0, restore_best: bool = False
 ) -> Tool:
     """Returns a callback that ends the loop when a logged value stops improving.
 
