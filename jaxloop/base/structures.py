@@ -6,9 +6,8 @@ different class. The two structures have different hashes, so this module also c
 """
 
 import functools
-import operator
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Any, final
 
 import jax
 
@@ -63,59 +62,26 @@ class PerStructure:
         return self._of(jax.tree.structure(args))
 
 
-@final
-class FlatState:
-    """A state as a list of leaves and a structure, without `state.step`, which is passed separately and is not donated.
+def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
+    """Returns the leaves of a state without `state.step`, `state.step` itself, and a key for the state's structure.
 
     Flattening a `TrainState` and assembling the new one takes a sixth of the time of dispatching a small step with
     `jit`. Because nothing reads the state between two steps of a loop, its leaves are passed directly from one call to
-    the next. The leaves keep their names in the compiled function and in error messages.
+    the next. `state.step` is separate because it is not donated. It is None if the state has no `step`.
 
-    >>> flat, step = FlatState.of({"kernel": 1.0, "bias": 2.0})
-    >>> flat.leaves, flat.whole(step)
+    >>> leaves, step, structure = take_apart({"kernel": 1.0, "bias": 2.0})
+    >>> leaves, put_together(leaves, step, structure)
     ([2.0, 1.0], {'bias': 2.0, 'kernel': 1.0})
-
-    Args:
-      structure: A tuple: the index of `state.step` among the leaves (None if the state has no `step`), followed by the
-        items of the key returned by `flatten`.
-      leaves: The leaves of the state, in order, without `state.step`.
     """
-
-    __slots__ = ("leaves", "structure")
-
-    def __init__(self, structure: Any, leaves: Any):
-        self.structure: Any = structure
-        self.leaves: Any = leaves
-
-    @classmethod
-    def of(cls, state: Any) -> tuple[Self, Any]:
-        """Returns a pair of the flattened state without `step` and `state.step` (None if the state has no `step`)."""
-        leaves, structure = flatten(state)
-        index = _step_index(structure)
-        step = None if index is None else leaves.pop(index)
-        return cls((index, *structure), leaves), step
-
-    def whole(self, step: Any) -> Any:
-        """Returns the whole state, including the given `step`."""
-        index, *_, treedef = self.structure
-        leaves = list(self.leaves)
-        if index is not None:
-            leaves.insert(index, step)
-        return jax.tree.unflatten(treedef, leaves)
+    leaves, structure = flatten(state)
+    index = _step_index(structure)
+    return leaves, None if index is None else leaves.pop(index), structure
 
 
-class _Path(tuple[Any, ...]):
-    """The path of a leaf in the whole state, as a single key."""
-
-    def __str__(self) -> str:
-        return jax.tree_util.keystr(self)
-
-
-def _with_paths(flat: FlatState) -> tuple[list[tuple[_Path, Any]], Any]:
-    index, *_, treedef = flat.structure
-    numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    paths = [_Path(path) for path, number in jax.tree_util.tree_leaves_with_path(numbered) if number != index]
-    return list(zip(paths, flat.leaves, strict=True)), flat.structure
+def put_together(leaves: Any, step: Any, structure: Any) -> Any:
+    """Returns the state that `take_apart` took apart, with other leaves or another step."""
+    index = _step_index(structure)
+    return jax.tree.unflatten(structure[-1], leaves if index is None else [*leaves[:index], step, *leaves[index:]])
 
 
 @functools.lru_cache(MAX_STRUCTURES)
@@ -123,9 +89,6 @@ def _step_index(structure: Any) -> int | None:
     treedef = structure[-1]
     index = getattr(jax.tree.unflatten(treedef, range(treedef.num_leaves)), "step", None)
     return index if isinstance(index, int) else None
-
-
-jax.tree_util.register_pytree_with_keys(FlatState, _with_paths, FlatState, operator.attrgetter("leaves", "structure"))
 
 
 @final
@@ -148,18 +111,23 @@ class Donating:
     """
 
     def __init__(self, fn: Callable[[Any, Any], Any], **jit_kwargs: Any):
-        def of_parts(flat: FlatState, step: Any, batch: Any) -> Any:
-            return fn(flat.whole(step), batch)
+        def compiled(structure: Any) -> Any:
+            def of_parts(leaves: list[Any], step: Any, batch: Any) -> Any:
+                return fn(put_together(leaves, step, structure), batch)
 
-        of_parts.__name__ = of_parts.__qualname__ = getattr(fn, "__name__", "fn")
-        self._of_parts = jax.jit(of_parts, donate_argnums=0, **jit_kwargs)
+            of_parts.__name__ = of_parts.__qualname__ = getattr(fn, "__name__", "fn")
+            return jax.jit(of_parts, donate_argnums=0, **jit_kwargs)
+
+        self._compiled = functools.lru_cache(MAX_STRUCTURES)(compiled)
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        return self._of_parts(*FlatState.of(state), batch)
+        leaves, step, structure = take_apart(state)
+        return self._compiled(structure)(leaves, step, batch)
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Traces the function for these arguments, which may be `jax.ShapeDtypeStruct`s."""
-        return self._of_parts.trace(*FlatState.of(state), batch)
+        leaves, step, structure = take_apart(state)
+        return self._compiled(structure).trace(leaves, step, batch)
 
 
 def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:

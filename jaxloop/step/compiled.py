@@ -14,7 +14,7 @@ from absl import logging
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.base.structures import FlatState, PerStructure
+from jaxloop.base.structures import MAX_STRUCTURES, put_together, take_apart
 from jaxloop.base.timing import Stopwatch, duration
 from jaxloop.processes import agreement
 from jaxloop.step import cost, forward, nonfinite
@@ -25,8 +25,8 @@ class Compiled:
     """Compiles a step's `run` when it is first called, and again for each new batch shape.
 
     Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back. In
-    training, the carry is a flat state unless there are `jit_kwargs` or the partitioner overrides `partition`, which
-    may expect the original tree. In all other cases, the carry is the state itself.
+    training, the carry is the result of `take_apart` unless there are `jit_kwargs` or the partitioner overrides
+    `partition`, which may expect the original tree. In all other cases, the carry is the state itself.
 
     If the function is traced again, a warning lists the leaves that changed. A second batch shape causes no warning,
     because it may come from a short last batch. If there are more than `Step.max_batch_shapes` shapes, an error is
@@ -57,16 +57,17 @@ class Compiled:
             options |= {"donate_argnums": (), "out_shardings": partitioner.output_sharding}
         self._end_compiling: Callable[[Any], None] | None = None  # None unless it is compiling.
         self._signatures: list[dict[str, str]] = []
-        self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
+        # A dictionary compares the full hashes of structures before it checks equality.
+        self._of = functools.lru_cache(MAX_STRUCTURES)(functools.partial(self._compile, run, options))
         self._newest: tuple[Any, Any] = (None, None)  # The structures of the latest call, and its function.
 
     def enter(self, state: Any) -> Any:
         """Converts a state to a carry for `call`."""
-        return FlatState.of(state) if self._is_flat else state
+        return take_apart(state) if self._is_flat else state
 
     def leave(self, carry: Any) -> Any:
         """Converts a carry from `enter` or `call` back to a state."""
-        return carry[0].whole(carry[1]) if self._is_flat else carry
+        return put_together(*carry) if self._is_flat else carry
 
     def call(self, carry: Any, batch: types.Batch, form: Any = None) -> tuple[Any, Any]:
         """Dispatches a batch and returns the new carry and the outputs. In training, the old carry is donated.
@@ -79,17 +80,16 @@ class Compiled:
         """
         step = None
         try:
-            if self._evaluates:
-                return carry, self._compiled_per_structure(carry, batch)
             if not self._is_flat:
-                return self._compiled_per_structure(carry, batch)
-            flat, step = carry
-            key, (newest_key, function) = (flat.structure, form), self._newest
+                result = self._of(None, jax.tree.structure((carry, batch)))(carry, batch)
+                return (carry, result) if self._evaluates else result
+            leaves, step, structure = carry
+            key, (newest_key, function) = (structure, form), self._newest
             if form is None or key != newest_key:
-                function = self._compiled_per_structure.of(flat, (step, batch))
+                function = self._of(structure, jax.tree.structure(batch))
                 self._newest = (key, function)
-            flat, (step, outputs) = function(flat, (step, batch))
-            return (flat, step), outputs
+            leaves, (step, outputs) = function(leaves, (step, batch))
+            return (leaves, step, structure), outputs
         finally:
             if self._end_compiling is not None:
                 self._end_compiling(step)
@@ -100,16 +100,19 @@ class Compiled:
         If you lower and compile the result, `call` reuses the compiled program.
         """
         try:
-            if self._is_flat:
-                flat, step = FlatState.of(state)
-                state, batch = flat, (step, batch)
-            return self._compiled_per_structure.of(state, batch).trace(state, batch)
+            if not self._is_flat:
+                return self._of(None, jax.tree.structure((state, batch))).trace(state, batch)
+            leaves, step, structure = take_apart(state)
+            return self._of(structure, jax.tree.structure(batch)).trace(leaves, (step, batch))
         finally:
             if self._end_compiling is not None:
                 self._end_compiling(None)
 
-    def _compile(self, run: Callable[..., Any], options: dict[str, Any]) -> Any:
-        """Returns a compiled function. It is made when the layout of the state is known."""
+    def _compile(self, run: Callable[..., Any], options: dict[str, Any], structure: Any, _: Any) -> Any:
+        """Returns a function that is compiled for one structure of its arguments, when the state's layout is known.
+
+        `structure` is that of a state which is passed in parts; otherwise, it is None.
+        """
         partitioner = self._programs.step.partitioner
 
         @functools.wraps(run)
@@ -122,19 +125,21 @@ class Compiled:
             return run(state, batch)
 
         @functools.wraps(run)
-        def of_flat(flat: FlatState, step_and_batch: tuple[Any, types.Batch]) -> Any:
+        def of_flat(leaves: list[Any], step_and_batch: tuple[Any, types.Batch]) -> Any:
             step, batch = step_and_batch
-            new_state, outputs = traced(flat.whole(step), batch)
-            flat, step = FlatState.of(new_state)
-            return flat, (step, outputs)
+            new_state, outputs = traced(put_together(leaves, step, structure), batch)
+            leaves, step, _ = take_apart(new_state)
+            return leaves, (step, outputs)
 
         if self._is_flat and partitioner.mesh is not None:
             place: Any = partitioner.sharding
-            of_state, of_step = (place, place) if isinstance(place, jax.sharding.Sharding) else FlatState.of(place)
+            of_state, of_step = (place, place) if isinstance(place, jax.sharding.Sharding) else take_apart(place)[:2]
             options = {**options, "out_shardings": (of_state, (of_step, partitioner.output_sharding))}
         compiled = partitioner.partition(of_flat if self._is_flat else traced, **options)
         is_shared = agreement.is_shared(partitioner.mesh)
-        return _SameInAllProcesses(self._name, compiled, self._programs.batch_watch) if is_shared else compiled
+        return (
+            _SameInAllProcesses(self._name, compiled, self._programs.batch_watch, structure) if is_shared else compiled
+        )
 
     def _check_trace(self, new: dict[str, str]) -> None:
         """Warns about the leaves that differ from those of the most similar earlier trace."""
@@ -188,13 +193,13 @@ class _SameInAllProcesses:
     one process would also deadlock, so if the batches may differ, they are compared first.
     """
 
-    def __init__(self, name: str, compiled: Any, batch_watch: checks.BatchWatch):
-        self._name, self._compiled, self._batch_watch = name, compiled, batch_watch
+    def __init__(self, name: str, compiled: Any, batch_watch: checks.BatchWatch, structure: Any):
+        self._name, self._compiled, self._batch_watch, self._structure = name, compiled, batch_watch, structure
         self.trace = compiled.trace
         self._known: set[Any] = set()
 
     def __call__(self, state: Any, batch: types.Batch) -> Any:
-        is_flat = isinstance(state, FlatState)
+        is_flat = self._structure is not None
         given = batch[1] if is_flat else batch
         if self._batch_watch.may_differ:
             agreement.check_same(
@@ -206,7 +211,7 @@ class _SameInAllProcesses:
         form = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if form not in self._known:
             program = self.trace(state, batch).lower().as_text()
-            signature = _signature(state.whole(batch[0]) if is_flat else state, given)
+            signature = _signature(put_together(state, batch[0], self._structure) if is_flat else state, given)
             described = [f"{name}: {leaf}" for name, leaf in signature.items()]
             digest = hashlib.sha256(program.encode()).hexdigest()[:12]
             lines = [f"jax {jax.__version__}", *described, f"compiled program {digest}, {len(program)} characters"]
