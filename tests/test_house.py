@@ -78,7 +78,7 @@ BUDGET = {
     "outer_loop": 333,
     "partition": 528,
     "processes": 520,
-    "runs": 1185,
+    "runs": 1140,
     "schedules": 312,
     "stat_loop": 109,
     "step": 1278,
