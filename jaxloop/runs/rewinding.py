@@ -19,6 +19,7 @@ from jaxloop.experiment.training import steps_of_next_loop
 from jaxloop.experiment.whole_run import WholeRun, step_num_of
 from jaxloop.history import HISTORY_FILE, History, Row
 from jaxloop.outer_loop import OuterLoop
+from jaxloop.runs import run_log
 from jaxloop.schedules import Elapsed
 
 
@@ -104,8 +105,7 @@ def rewind(
         raise ValueError(f"The run has no step {step_num}: it ends at train_total_steps={train_total_steps}.")
     before = step_num - loop.step.updates_per_step
     spec = RunSpec(train_dataset, before, train_loop_steps, epochs=train_epochs)
-    path = files.absolute(workdir) / HISTORY_FILE
-    past, history = History.load(path) if path.exists() else History(), History(path, writes=False)
+    past, history = run_log.read_history(workdir), History(files.absolute(workdir) / HISTORY_FILE, writes=False)
     detours = batches_of(row.logs["detour"] for row in past.rows if "detour" in row.logs)
     engine, sources, passes = loop.engine, outer_loop.sources, outer_loop.sources.passes
     data = TrainingData(spec, sources, engine, [], LeftOut({*outer_loop.skip, *detours}))
