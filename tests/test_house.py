@@ -78,7 +78,7 @@ BUDGET = {
     "outer_loop": 333,
     "partition": 526,
     "processes": 520,
-    "runs": 1112,
+    "runs": 1105,
     "schedules": 312,
     "stat_loop": 109,
     "step": 1278,

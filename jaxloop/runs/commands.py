@@ -169,13 +169,6 @@ class Tell(Extension):
         if self._commands is not None:
             self._commands.end()
 
-    def state_dict(self) -> Mapping[str, Any]:
-        return {} if self._commands is None else {"changes": self._commands.changes}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        if self._commands is not None:
-            self._commands.repeat(saved["changes"])
-
 
 @final
 class Commands(Item):
@@ -184,9 +177,6 @@ class Commands(Item):
     Args:
       experiment: The experiment.
       workdir: The work directory of the experiment.
-
-    Attributes:
-      changes: The commands that have changed settings so far.
     """
 
     name = "commands"
@@ -195,22 +185,18 @@ class Commands(Item):
     def __init__(self, experiment: Experiment, workdir: epath.Path):
         super().__init__(Rank.COMMAND)
         self._experiment, self._actions = experiment, _named(experiment.actions)
-        self.changes: list[str] = []
+        self._changes: list[str] = []  # The commands that have changed settings so far.
         self._profiles: list[ProfileAction] = []
         self._inbox = _Inbox(workdir)
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
         if self._job.is_first:
             self._inbox.reject_pending()
-        self._has_ended = threading.Event()
-        self._thread: threading.Thread | None = None
+            self._thread.start()
 
     def poll(self) -> None:
-        """Requests a pause of the run if commands are pending. The first call starts a thread that polls regularly."""
-        if not self._job.is_first:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
-            self._thread.start()
-        elif self._inbox.pending():
+        """Requests a pause of the run if commands are pending."""
+        if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 
     def _poll_regularly(self) -> None:
@@ -220,7 +206,7 @@ class Commands(Item):
     def end(self) -> None:
         """Stops polling and rejects the commands that are still pending."""
         self._has_ended.set()
-        if self._thread is not None:
+        if self._job.is_first:
             self._thread.join()
             self._inbox.reject_pending()
         for each in self._profiles:
@@ -269,7 +255,7 @@ class Commands(Item):
             self._agenda.add(ActionItem(self._profiles[-1], {}))
         else:
             requested += self._change(name, value)
-            self.changes.append(command)
+            self._changes.append(command)
         for item in requested:
             item.is_requested = True
         logging.info("Executed the command %r after step %d.", printable(command), now.steps)
@@ -291,10 +277,12 @@ class Commands(Item):
         self._actions[action].change(setting, value)
         return []
 
-    def repeat(self, changes: Sequence[str]) -> None:
-        """Repeats changes of settings that commands made before the checkpoint was saved."""
-        self.changes = list(changes)
-        for command in changes:
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"changes": self._changes}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self._changes = saved["changes"]
+        for command in self._changes:  # Repeats the changes that were made before the checkpoint was saved.
             try:
                 self._change(*parse(command))
             except ValueError as error:  # The program may have different actions now.
