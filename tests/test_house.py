@@ -63,7 +63,7 @@ BUDGET = {
     "actions": 1357,
     "base": 659,
     "check": 931,
-    "checkpoint": 871,
+    "checkpoint": 842,
     "data": 894,
     "distributed": 62,
     "engine": 1712,
