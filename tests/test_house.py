@@ -77,7 +77,7 @@ BUDGET = {
     "models": 957,
     "outer_loop": 333,
     "partition": 526,
-    "processes": 520,
+    "processes": 507,
     "runs": 1105,
     "schedules": 312,
     "stat_loop": 109,
