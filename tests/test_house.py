@@ -68,7 +68,7 @@ BUDGET = {
     "distributed": 62,
     "engine": 1712,
     "eval_loop": 49,
-    "examples": 156,
+    "examples": 134,
     "experiment": 1126,
     "functional": 700,
     "history": 360,
