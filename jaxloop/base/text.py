@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import functools
 import inspect
-import itertools
 import logging as py_logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TypeVar, cast
@@ -77,7 +76,7 @@ def table(rows: Iterable[Iterable[object]], *, right: Container[int] = ()) -> st
     cells = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     align = lambda number, cell: (cell.rjust if number in right else cell.ljust)(widths[number])
-    return "\n".join("  ".join(itertools.starmap(align, enumerate(row))).rstrip() for row in cells)
+    return "\n".join("  ".join(map(align, range(len(row)), row)).rstrip() for row in cells)
 
 
 def announce(text: str, *args: object) -> None:

@@ -121,8 +121,7 @@ class Stopwatch:
         self.kind: str | None = None
         """The kind of work that is currently being timed, or None."""
         self._since = 0.0
-        self.steps = 0
-        self.samples = 0
+        self.steps = self.samples = 0
         self.training: float = 0.0
         """The value of `spent().training` at the last switch."""
         self.first_step: Any = None

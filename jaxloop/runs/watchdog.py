@@ -30,9 +30,8 @@ EXIT_CODE = 75
 """The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts the process."""
 
 _COLLECT_SECS = 3.0  # How long the first process waits for the reports of the others.
-_LAST_SECS = 0.3
+_LAST_SECS = 1.5  # The processes may notice the hang one second apart.
 _MAX_REPORT_BYTES = 1 << 20
-_DONE_FILE = "reported"
 _WAITING_FOR_PROCESSES = {
     each.__code__ for each in (agreement._send_message, agreement._Messages.read, agreement.wait_for_all)
 }
@@ -144,7 +143,6 @@ class _Watching(threading.Thread):
         path, said, is_shared = None, place, self._engines[0].job.is_shared
         with contextlib.suppress(Exception):
             path = self._write(number, step, place, secs)
-        done = path and path.parent / _DONE_FILE
         if is_first:
             if is_shared and path is not None:
                 said = self._collect(path.parent, number, place)
@@ -152,15 +150,10 @@ class _Watching(threading.Thread):
             logging.error("Nothing happened for %.0f s: %s.%s Exiting with code %d.", secs, said, stacks, EXIT_CODE)
             self._tell_extensions(step, f"hang: {said}")
             with contextlib.suppress(Exception):
-                if is_shared and done is not None:
-                    files.open_file(done, "wb").close()
-                    time.sleep(_LAST_SECS)  # Let the others exit first: if this process exits, they abort.
                 sys.stdout.flush()
                 sys.stderr.flush()
-        else:
-            deadline = time.monotonic() + _COLLECT_SECS + _LAST_SECS
-            while time.monotonic() < deadline and not (done is not None and done.exists()):
-                time.sleep(0.02)
+        if is_shared:  # Some launchers end the job when one process exits. If the first one exits, the others abort.
+            time.sleep(_COLLECT_SECS + (_LAST_SECS if is_first else 0.0))
         os._exit(EXIT_CODE)
 
     def _place(self, step: int) -> str:
@@ -185,8 +178,6 @@ class _Watching(threading.Thread):
         folder = self._experiment.reports_dir / FOLDER / f"hang-{step}"
         files.make_directory(folder.parent)
         files.make_directory(folder)
-        if distributed.is_first_process():  # Left by an earlier hang at the same step.
-            (folder / _DONE_FILE).unlink(missing_ok=True)
         path = folder / f"process-{number}.txt"
         with files.open_file(path, "w") as file:
             file.write(f"{place}\nNothing happened for {secs:.0f} s, after step {step}.\n\n")
