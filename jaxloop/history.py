@@ -276,7 +276,7 @@ class History:
         Raises:
           ValueError: If the name matches more than one value.
         """
-        if not _matching(name, self._newest):
+        if not matching(name, self._newest):
             return None
         path = find_path(name, self._newest)
         number = self._newest[path]
@@ -431,7 +431,7 @@ class History:
             names = [path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2]]
         if not names:
             raise ValueError("There is nothing to plot, because the history has no numbers yet.")
-        return {name: _matching(name, numbers) or [find_path(name, numbers)] for name in names}
+        return {name: matching(name, numbers) or [find_path(name, numbers)] for name in names}
 
     def _read(self, file: "_File", checksum: Mapping[str, Any] | None = None) -> None:
         """Adds the rows of a file, up to the point at which it has a checksum.
@@ -465,7 +465,7 @@ def _dotted(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _matching(name: str, paths: Iterable[str]) -> list[str]:
+def matching(name: str, paths: Iterable[str]) -> list[str]:
     """Returns the paths that a name can refer to: it is the path, or the end of it after a dot."""
     end = "." + _dotted(name)
     return [path for path in paths if f".{path}".endswith(end)]
@@ -477,7 +477,7 @@ def find_path(name: str, paths: Iterable[str]) -> str:
     Raises:
       ValueError: If the name doesn't match any path, or matches more than one.
     """
-    end, found = _dotted(name), _matching(name, paths)
+    end, found = _dotted(name), matching(name, paths)
     if end in found or len(found) == 1:
         return end if end in found else found[0]
     if found:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -230,7 +231,7 @@ class Commands(Item):
             answer = Answer(name, command, now.steps)
             try:
                 self._execute(command, now, savers)
-            except ValueError as error:
+            except (AttributeError, ValueError) as error:  # The former for an interval that is a property.
                 answer = dataclasses.replace(answer, error=str(error))
                 logging.warning("The command %s", answer)
             if self._job.is_first:
@@ -266,11 +267,8 @@ class Commands(Item):
         items, name = self._items(), "history.interval" if name == "log_every" else name
         action, _, setting = name.partition(".")
         if setting == "interval" and action in items and _is_count(value):
-            try:
-                owner: Any = getattr(items[action], "action", items[action])
-                owner.interval = every(steps=value) | last()
-            except AttributeError as error:  # A property of the user's action.
-                raise ValueError(f"The interval of {action} can't be set: {error}.") from error
+            owner: Any = getattr(items[action], "action", items[action])
+            owner.interval = every(steps=value) | last()
             return [items[action]]
         if setting not in self._settings(action):
             raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
@@ -359,12 +357,9 @@ def _named(actions: Sequence[Action]) -> dict[str, Action]:
     named: dict[str, Action] = {}
     for action in actions:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")
-        name = first = "_".join(words).lower()
-        number = 1
-        while name in named:
-            number += 1
-            name = f"{first}_{number}"
-        named[name] = action
+        name = "_".join(words).lower()
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        named[next(each for each in itertools.chain([name], numbered) if each not in named)] = action
     return named
 
 

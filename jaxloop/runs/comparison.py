@@ -75,7 +75,6 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
 def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
     attempts = run_log.read(workdir)
     spent = accounts.of_attempts(attempts)
-    notes = attempts[-1].described.get("notes")
     best, step = _best(workdir, monitor)
     return {
         "workdir": os.fspath(workdir),
@@ -83,7 +82,7 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
         "step": step,
         "secs": spent.total,
         "productive": spent.productive / max(spent.total, 1e-9),
-        "notes": notes if isinstance(notes, dict) else {},
+        "notes": attempts[-1].described.get("notes", {}),
     }
 
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
+import jax
 from etils import epath
 
 from jaxloop import checkpoint, types
@@ -168,10 +169,8 @@ def _restored(
 
 def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
     """Returns the step of a given state, from which the run can be repeated."""
-    try:
-        step_num = step_num_of(given)
-    except TypeError:  # An abstract state.
-        step_num = before + 1
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given))
+    step_num = before + 1 if is_abstract else step_num_of(given)
     if step_num > before:
         raise FileNotFoundError(
             f"There is no checkpoint of step {before} or earlier in {', '.join(map(str, places))}. Give the initial "

@@ -1,6 +1,5 @@
 """The status of a run, as determined from the files in its work directory."""
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -73,7 +72,7 @@ def status(workdir: epath.PathLike) -> Status:
     newest = attempts[-1]
     seen_at, step, _ = newest.points[-1] if newest.points else (newest.started, 0, {})
     total = newest.described.get("total_steps")
-    total = total if type(total) is int else None
+    saved = [step for each in newest.described.get("checkpoints", ()) for step in checkpoint.all_steps(each)]
     history = run_log.read_history(workdir)
     measured = [(path, *last) for path in history.paths() if (last := history.last(path)) is not None]
     speed, state = _speed(newest), newest.state
@@ -85,18 +84,10 @@ def status(workdir: epath.PathLike) -> Status:
         steps_per_sec=speed,
         secs_left=(total - step) / speed if state == "running" and total is not None and speed else None,
         metrics={path: (elapsed.steps, value) for path, elapsed, value in sorted(measured)},
-        checkpoint=_newest_checkpoint(newest.described.get("checkpoints")),
+        checkpoint=max(saved, default=None),
         starts=len(attempts),
         quiet_secs=max(time.time() - seen_at, 0.0),
     )
-
-
-def _newest_checkpoint(directories: Any) -> int | None:
-    steps: list[int] = []
-    for directory in directories if isinstance(directories, list) else ():
-        with contextlib.suppress(OSError, TypeError, ValueError, checkpoint.CheckpointError):
-            steps += checkpoint.all_steps(directory)
-    return max(steps, default=None)
 
 
 def _speed(attempt: run_log.Attempt) -> float | None:
