@@ -274,7 +274,7 @@ class Checkpoint:
     @classmethod
     def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
         """Opens the checkpoint in the directory `path`, which must exist, and verifies its files; see `at`."""
-        in_orbax_file, is_sealed = _read_json(path, METADATA_FILE), seal.is_sealed(path)
+        in_orbax_file, is_sealed = _read_json(path, METADATA_FILE), (path / seal.NAME).exists()
         if not in_orbax_file:
             raise _damage_error(path, [f"{METADATA_FILE} is missing"])
         custom_metadata = in_orbax_file.get("custom_metadata")

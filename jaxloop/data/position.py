@@ -72,10 +72,6 @@ class DatasetPosition:
     skip: int = 0
     next: Mapping[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.skip <= self.count:
-            raise ValueError(f"A DatasetPosition needs 0 <= skip <= count, got skip={self.skip}, count={self.count}.")
-
     def to_dict(self, arrays: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
         """Returns the position as a JSON-serializable dict. Byte strings are encoded as base64.
 
