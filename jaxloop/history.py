@@ -290,7 +290,7 @@ class History:
         Raises:
           ValueError: If the name matches more than one value.
         """
-        if not _matching(name, paths := self.paths()):
+        if not matching(name, paths := self.paths()):
             return None
         path = find_path(name, paths)
         number = max(number for form, number in self._newest.items() if path in form.paths)
@@ -383,7 +383,7 @@ class History:
         of_steps = (path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2])
         if not (names := names or tuple(of_steps)):
             raise ValueError("There is nothing to plot, because the history has no numbers yet.")
-        curves = {name: _matching(name, numbers) or [find_path(name, numbers)] for name in names}
+        curves = {name: matching(name, numbers) or [find_path(name, numbers)] for name in names}
         num_columns = min(len(curves), 4)
         num_lines = math.ceil(len(curves) / num_columns)
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
@@ -466,7 +466,7 @@ def _dotted(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _matching(name: str, paths: Iterable[str]) -> list[str]:
+def matching(name: str, paths: Iterable[str]) -> list[str]:
     """Returns the paths that a name can refer to: it is the path, or the end of it after a dot."""
     end = "." + _dotted(name)
     return [path for path in paths if f".{path}".endswith(end)]
@@ -478,7 +478,7 @@ def find_path(name: str, paths: Iterable[str]) -> str:
     Raises:
       ValueError: If the name doesn't match any path, or matches more than one.
     """
-    end, found = _dotted(name), _matching(name, paths)
+    end, found = _dotted(name), matching(name, paths)
     if end in found or len(found) == 1:
         return end if end in found else found[0]
     if found:

@@ -113,9 +113,7 @@ class Loop:
 
         Args:
           state: A state with the same shapes as the one that will be passed to the loop. It is not donated.
-          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`. You can also pass the result of
-            `data.batched` or `from_index`, in which case the loop is compiled for each of its batch
-            sizes.
+          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`.
         """
         self.engine.compile(state, batch)
 

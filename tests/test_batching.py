@@ -232,35 +232,7 @@ def test_stop_iteration_in_a_batch_function_does_not_end_the_data(make):
         train(make(broken), 5)
 
 
-def test_stop_iteration_in_the_first_batch_of_a_size_is_an_error():
-    ended = iter([])
-    with pytest.raises(RuntimeError, match="lambda> raised StopIteration for the index 0"):
-        data.from_index(lambda index: next(ended), 3).first_of_each_size()
-
-
 # Sizes ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps_per_dispatch", [1, 2])
-def test_compile_covers_all_declared_sizes(steps_per_dispatch):
-    dataset, step = data.batched(DATASET, 64, num_epochs=2), Regression()
-    loop, state = jaxloop.TrainLoop(step, steps_per_dispatch=steps_per_dispatch), step.initialize_model([1, 3])
-    loop.compile(state, dataset)
-    assert set(step.traced) == {8, 64}
-    traced = len(step.traced)
-    loop(state, dataset)
-    assert len(step.traced) == traced
-
-
-def test_check_compiles_all_sizes_and_reports_the_largest():
-    plans = []
-    for dataset, sizes in ((data.batched(DATASET, 64), {64}), (data.batched(DATASET, 64, num_epochs=2), {8, 64})):
-        step = Regression()
-        report = jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(step.initialize_model([1, 3]), dataset, 4, 2)
-        assert not report.problems, str(report)
-        plans.append(report.plan["step"])
-        assert set(step.traced) == sizes
-    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 250])
@@ -276,7 +248,6 @@ def test_each_epoch_contains_each_example_once(size, seed, num_epochs):
     if seed is not None:
         assert len(set(map(tuple, epochs))) == num_epochs
     assert set(map(len, rows[:-1])) <= {size} and 0 < len(rows[-1]) <= size  # The last batch may be short.
-    assert [len(batch["row"]) for batch in dataset.first_of_each_size()] == sorted(set(map(len, rows)))
 
 
 @pytest.mark.parametrize("num_epochs", [None, 1, 2])
@@ -284,7 +255,6 @@ def test_a_short_last_batch_can_be_dropped(num_epochs):
     dataset = data.batched(DATASET, 30, seed=1, num_epochs=num_epochs, drop_remainder=True)
     seen = rows_of_epochs(dataset, 2)
     assert {len(rows) for rows in seen} == {30} and len(seen) == 2 * (ROWS * (num_epochs or 1) // 30)
-    assert len(dataset.first_of_each_size()) == 1
     kept = rows_of_epochs(data.batched(DATASET, 30, seed=1, num_epochs=num_epochs), 2)
     assert seen == [rows for rows in kept if len(rows) == 30]
 

@@ -189,7 +189,7 @@ def test_votes_end_reading_after_the_same_batch(processes, in_training, in_evalu
 )
 def test_votes_name_the_processes_that_failed_first(statuses, failed):
     *_, error = agreement.agree(votes(*((status, []) for status in statuses)), until_all_end=False, fill_to=None)
-    assert f"Process {failed} of 3 has failed" in str(error) and agreement.is_known_to_all_processes(error)
+    assert f"Process {failed} of 3 has failed" in str(error) and agreement.Job(True).knows(error)
 
 
 @pytest.mark.parametrize(("step_secs", "least", "most"), [(0.0005, 16, 16), (0.003, 16, 16), (0.2, 1, 2), (30, 1, 2)])
@@ -240,7 +240,7 @@ def test_joint_reader_raises_only_after_the_last_batch():
     reader()
     with pytest.raises(OSError, match="the disk is gone") as raised:
         reader()
-    assert agreement.is_known_to_all_processes(raised.value) and not agreement.is_known_to_all_processes(OSError())
+    assert agreement.Job(True).knows(raised.value) and not agreement.Job(True).knows(OSError())
     reader = joint_reader([{"x": np.zeros([4])}])
     reader()
     for _ in range(2):

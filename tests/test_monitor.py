@@ -137,7 +137,7 @@ def test_an_ambiguous_name_raises():
     history = history_of((1, {"test": {"accuracy": 0.9}, "valid": {"accuracy": 0.8}}))
     with pytest.raises(ValueError, match="'accuracy' is ambiguous: it may be any of test.accuracy, valid.accuracy"):
         Monitor("accuracy").measured(OUTPUTS, history, Elapsed(1))
-    with pytest.raises(ValueError, match="'recall' is ambiguous: it may be any of a/recall, b/recall. Use a full name"):
+    with pytest.raises(ValueError, match="'recall' is ambiguous: it may be any of a.recall, b.recall. Use one"):
         Monitor("recall").measured({"a/recall": 0.5, "b/recall": 0.5}, None, Elapsed(1))
 
 

@@ -345,7 +345,7 @@ def test_the_state_of_tf_data_is_stored_outside_the_json():
     again = PositionedIterator(tf_data())
     again.seek(DatasetPosition.from_dict(json.loads(text), arrays))
     assert values(again) == values(iterator)
-    with pytest.raises(ValueError, match="a result of to_dict and the arrays .* Missing or unexpected: 'bytes_0'"):
+    with pytest.raises(KeyError, match="bytes_0"):
         DatasetPosition.from_dict(json.loads(text))
 
 
@@ -664,13 +664,6 @@ def test_a_value_that_is_not_a_dataset_is_rejected(take, given):
         (lambda: data.prefetch(BATCHES, 0.0), TypeError, "0 for none.*got 0.0"),
         (lambda: data.peek(data.prefetch([], 2)), ValueError, "The dataset yielded no batches"),
         (lambda: PositionedIterator(BATCHES).seek(DatasetPosition("here", 1)), ValueError, "is of the kind 'here'"),
-        (lambda: DatasetPosition("skip", 1, None, 2), ValueError, "0 <= skip <= count, got skip=2, count=1"),
-        (
-            lambda: DatasetPosition.from_dict({"next_index": 1}),
-            ValueError,
-            r"a result of to_dict.*got {'next_index': 1}",
-        ),
-        (lambda: DatasetPosition.from_dict([]), ValueError, r"a result of to_dict.*got \[\]"),
     ],
 )
 def test_bad_arguments_are_rejected(call, error, message):

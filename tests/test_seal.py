@@ -23,16 +23,16 @@ def directory(tmp_path):
 
 def test_an_unchanged_directory_has_no_problems(directory):
     (directory / "later").write_text("This came after the seal.")
-    assert seal.is_sealed(directory) and seal.verify(directory) == (ABOUT, [])
+    assert (directory / seal.NAME).exists() and seal.verify(directory) == (ABOUT, [])
     seal.write(directory)  # The old seal isn't part of the new one.
     assert seal.problems(directory) == []
 
 
 def test_a_missing_seal_is_distinguished_from_a_damaged_one(directory):
     (directory / seal.NAME).write_text("")
-    assert seal.is_sealed(directory) and seal.problems(directory)
+    assert (directory / seal.NAME).exists() and seal.problems(directory)
     (directory / seal.NAME).unlink()
-    assert not seal.is_sealed(directory)
+    assert not (directory / seal.NAME).exists()
     assert seal.problems(directory) == ["SEAL, the file with the checksums, is missing"]
 
 

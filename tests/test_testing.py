@@ -79,4 +79,4 @@ def test_compare_names_the_first_difference():
     other["history"][1][1]["loss"] = 5
     assert testing.compare(record(), other).startswith("Row 1 of the history differs")
     other = {**record(3), "history": record()["history"][:1]}
-    assert testing.compare(record(), other).startswith("The history has 1 rows instead of 2.")
+    assert testing.compare(record(), other).startswith("Row 1 of the history differs")

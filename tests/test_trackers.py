@@ -181,23 +181,6 @@ def test_a_resumed_wandb_run_omits_points_on_the_server(wandb, tmp_path):
     assert [call for call in calls if call[0] == "log"] == [("log", {"accuracy": 0.25, "jaxloop/step": 6})]
 
 
-def test_offline_wandb_parts_after_the_checkpoint_are_deleted(wandb, tmp_path):
-    parts = lambda: sorted(path.name for path in (tmp_path / "wandb").iterdir())
-    writer = actions.WandbWriter(tmp_path)
-    writer.write_scalars(5, {"loss": 0.5})
-    run = writer.position()["run"]
-    before, after, other = names = [f"offline-run-1-{run}", f"offline-run-2-{run}-1", "offline-run-3-other"]
-    (tmp_path / "wandb" / before).mkdir(parents=True)
-    position = writer.position()
-    for name in (after, other):
-        (tmp_path / "wandb" / name).mkdir()
-    assert parts() == names
-    actions.WandbWriter(tmp_path).resume(5, position)
-    assert parts() == [before, other]
-    actions.WandbWriter(tmp_path).resume(0, None)
-    assert parts() == [other]
-
-
 # Identity and resume ------------------------------------------------------------------------------------------------
 
 

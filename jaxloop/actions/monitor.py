@@ -11,7 +11,7 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.base import checks
 from jaxloop.base.text import printable
-from jaxloop.history import History
+from jaxloop.history import History, find_path, matching
 from jaxloop.schedules import Elapsed
 
 _MODES = ("auto", "min", "max")
@@ -129,19 +129,12 @@ class Monitor:
 
     def _find(self, names: Iterable[str]) -> str | None:
         """Returns the name of the loop's output that this metric refers to; None if there is no such output."""
-        wanted = _parts(self.name)
-        wanted = wanted[1:] if len(wanted) > 1 and wanted[0] == "train" else wanted
-        # Tries the full name first, then a field of a Collection, such as `loss` for `metrics/loss`.
-        for matches in (lambda parts: parts == wanted, lambda parts: parts[-len(wanted) :] == wanted):
-            found = [name for name in names if matches(_parts(name))]
-            if len(found) > 1:
-                raise ValueError(
-                    f"{self.name!r} is ambiguous: it may be any of {', '.join(map(printable, sorted(found)))}. Use a "
-                    "full name."
-                )
-            if found:
-                return found[0]
-        return None
+        wanted, paths = (
+            "/".join(_parts(self.name)).removeprefix("train/"),
+            {name.replace("/", "."): name for name in names},
+        )
+        # The name may also be that of a field of a Collection, such as `loss` for `metrics/loss`.
+        return paths[find_path(wanted, paths)] if matching(wanted, paths) else None
 
     def _warn_of_missing(self, scalars: Sequence[str], history: History | None) -> None:
         groups = set() if history is None else {_parts(path)[0] for path in history.paths()}

@@ -122,11 +122,9 @@ class SpikeGuard(Action):
         name = self._monitor.name.removeprefix("train/")
         values = outputs.get(name) if isinstance(outputs, Mapping) else None
         if not isinstance(values, list) or any(np.ndim(value) for value in values):
-            raise ValueError(f"{self!r} needs an output {name!r} with a number for each step. {self._others(outputs)}")
+            there = self._monitor.missing_message([name for name, value in (outputs or {}).items() if value], None)
+            raise ValueError(f"{self!r} needs an output {name!r} with a number for each step. {there}")
         return [None if metrics.is_empty(value) else float(value) for value in values]
-
-    def _others(self, outputs: types.Output) -> str:
-        return self._monitor.missing_message([name for name, value in (outputs or {}).items() if value], None)
 
     def _limit(self) -> float:
         """Returns the largest value that is not a spike."""

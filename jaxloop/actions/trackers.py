@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -353,9 +352,9 @@ class WandbWriter(_MediaWriter):
     takes a few seconds.
 
     In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
-    between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory. A resumed run
-    deletes the directories that are newer than its checkpoint. To upload the directories, run `wandb sync
-    --include-offline wandb/offline-run-*`.
+    between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory, and a resumed run
+    writes the points of repeated steps again. To upload the directories, run `wandb sync --include-offline
+    wandb/offline-run-*`.
 
     Args:
       workdir: The run's work directory, which stores the ID of the tracked run.
@@ -401,18 +400,6 @@ class WandbWriter(_MediaWriter):
 
     def _close(self, status: str) -> None:
         self._run.finish(exit_code={"finished": 0, "failed": 1, "killed": 255}[status])
-
-    def position(self) -> dict[str, Any]:
-        return {**super().position(), "parts": [path.name for path in self._offline_parts()]}
-
-    def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        super().resume(step, position)
-        for path in self._offline_parts():
-            if path.name not in (position or {}).get("parts", ()):
-                shutil.rmtree(path)
-
-    def _offline_parts(self) -> list[epath.Path]:
-        return [] if self._id is None else sorted(self._file.parent.glob(f"wandb/offline-run-*-{self._id}*"))
 
 
 _STEP = "jaxloop/step"

@@ -198,12 +198,12 @@ def adopt(state: Any) -> Any:
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     buffers, owned = set[Any](), []
     for path, leaf in leaves:
-        if not isinstance(leaf, _ARRAYS):
-            leaf = _on_device(path, leaf)
-        elif isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.Array):
             buffer = _buffer(leaf)
             leaf = jnp.copy(leaf) if buffer in buffers else leaf
             buffers.add(buffer)
+        elif not isinstance(leaf, jax.ShapeDtypeStruct):
+            leaf = _on_device(path, leaf)
         owned.append(leaf)
     return jax.tree.unflatten(structure, owned)
 
@@ -252,13 +252,11 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
       step: The value of `state.step`, or its shape and dtype. None if the state doesn't have a `step`.
       is_scalar: Whether `state.step` is a scalar.
     """
-    is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
-    is_int = isinstance(step, int) and not isinstance(step, bool)
-    is_integer = jnp.issubdtype(step.dtype, jnp.integer) if is_array else is_int
+    is_integer = jnp.issubdtype(getattr(step, "dtype", type(step)), jnp.integer)
     if step is not None and not (is_integer and is_scalar):
         raise TypeError(
             "state.step must be an integer scalar, the number of completed updates, got "
-            f"{describe(step) if is_array else repr(step)}. For none, write state.replace(step=jnp.int32(0))."
+            f"{describe(step)}. For none, write state.replace(step=jnp.int32(0))."
         )
 
 

@@ -30,7 +30,7 @@ def encode(value: Any, path: str = "value") -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, bytes):
-        return {"bytes": _to_text(value)}
+        return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return _encode_array(value, path)
     if isinstance(value, list):
@@ -59,7 +59,7 @@ def _encode_array(value: Any, path: str) -> dict[str, Any]:
     if array.dtype.hasobject or array.dtype.names is not None:
         raise TypeError(f"{path} can't be saved in a checkpoint: got an array of {array.dtype}. Use arrays of numbers.")
     kind = "scalar" if isinstance(value, np.generic) else "array"
-    return {kind: _to_text(array.tobytes()), "dtype": array.dtype.name, "shape": list(array.shape)}
+    return {kind: base64.b64encode(array.tobytes()).decode(), "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
 def decode(encoded: Any) -> Any:
@@ -92,7 +92,3 @@ def decode(encoded: Any) -> Any:
 
 def _decode_array(text: str, dtype: str, shape: list[int]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), jax.numpy.dtype(dtype)).reshape(shape).copy()
-
-
-def _to_text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")

@@ -5,7 +5,7 @@ import difflib
 import functools
 import inspect
 import logging as py_logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 from absl import logging
@@ -60,6 +60,23 @@ def printable(text: object) -> str:
     """
     escaped = lambda char: char.encode("unicode_escape").decode("ascii")
     return "".join(char if char.isprintable() else escaped(char) for char in str(text))
+
+
+def table(rows: Iterable[Iterable[object]], *, right: Container[int] = ()) -> str:
+    """Returns rows of cells as lines with aligned columns.
+
+    >>> print(table([["step", "100"], ["loss", "0.5"]], right=[1]))
+    step  100
+    loss  0.5
+
+    Args:
+      rows: The rows, which all have the same number of cells.
+      right: The indices of the columns to align on the right.
+    """
+    cells = [list(map(printable, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    align = lambda number, cell: (cell.rjust if number in right else cell.ljust)(widths[number])
+    return "\n".join("  ".join(map(align, range(len(row)), row)).rstrip() for row in cells)
 
 
 def announce(text: str, *args: object) -> None:

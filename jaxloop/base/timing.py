@@ -9,7 +9,7 @@ from typing import Any, final
 
 import jax
 
-_NAMES = {
+NAMES = {
     "data": "waiting for data",
     "device": "waiting for the devices",
     "compiling": "compiling",
@@ -19,6 +19,8 @@ _NAMES = {
     "checkpoints": "in checkpoints",
     "restores": "restoring checkpoints",
 }
+"""The kinds of work, which are fields of `Spent`, with their descriptions."""
+
 clock: Callable[[], float] = time.perf_counter
 """Returns the time in seconds, for measuring durations."""
 
@@ -79,7 +81,7 @@ class Spent:
 
     def __str__(self) -> str:
         total = max(self.total, 1e-9)
-        shares = sorted(((getattr(self, kind) / total, name) for kind, name in _NAMES.items()), reverse=True)
+        shares = sorted(((getattr(self, kind) / total, name) for kind, name in NAMES.items()), reverse=True)
         listed = ", ".join(f"{share:.0%} {name}" for share, name in shares if share >= 0.005)
         head = f"{self.steps:,} steps in {duration(self.total)} ({self.steps_per_sec:,.1f} steps/s in training)"
         return f"{head}: {listed}." if listed else f"{head}."
@@ -115,12 +117,11 @@ class Stopwatch:
 
     def __init__(self):
         self.clock = clock
-        self._seconds = dict.fromkeys(_NAMES, 0.0)
+        self._seconds = dict.fromkeys(NAMES, 0.0)
         self.kind: str | None = None
         """The kind of work that is currently being timed, or None."""
         self._since = 0.0
-        self.steps = 0
-        self.samples = 0
+        self.steps = self.samples = 0
         self.training: float = 0.0
         """The value of `spent().training` at the last switch."""
         self.first_step: Any = None
@@ -156,7 +157,7 @@ class Stopwatch:
         """Returns a context manager that attributes its time to one kind of work and labels that time in profiles."""
         before = self.switch(kind)
         try:
-            with jax.profiler.TraceAnnotation(f"jaxloop: {_NAMES[kind]}"):
+            with jax.profiler.TraceAnnotation(f"jaxloop: {NAMES[kind]}"):
                 yield
         finally:
             self.switch(before)

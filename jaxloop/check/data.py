@@ -13,7 +13,7 @@ from jaxloop.check.experiment import Checked, Part
 from jaxloop.check.report import Findings
 from jaxloop.data import is_endless, is_one_pass, num_batches
 from jaxloop.data.position import PositionedIterator
-from jaxloop.data.sources import NO_DATA, indexed
+from jaxloop.data.sources import NO_DATA
 from jaxloop.engine.feed import as_iterator
 from jaxloop.engine.rehearse import END, Course
 from jaxloop.engine.run import Plan
@@ -38,14 +38,6 @@ class TrainData:
     source: PositionedIterator | None = None
     first: Sequence[types.Batch] = ()
     num_batches: int | None = None
-
-    @property
-    def to_compile(self) -> Sequence[types.Batch]:
-        """The batches to compile the step for: the first one, or the first of each size that the dataset declares."""
-        declared = indexed(self.source)
-        if declared is None or not declared.firsts or not self.first:
-            return self.first
-        return declared.first_of_each_size()
 
 
 def open_train_data(checked: Checked, found: Findings) -> TrainData:

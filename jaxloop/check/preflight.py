@@ -95,7 +95,7 @@ def _check_course(
     for name, loop, spec in checked.evaluations:
         parts.append(_check_evaluation(name, loop, spec, checked, course, state, found))
     if train_loop is not None:
-        check_memory(parts[0], state, data.to_compile, checked.topology)
+        check_memory(parts[0], state, data.first, checked.topology)
     calls = check_actions(parts, course, state.shapes, found)
     if train_loop is not None:
         evaluates_once = all(len(part.calls.moments) <= 1 for part in parts[1:])  # Evaluations add rows, too.

@@ -232,12 +232,12 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
     Args:
       part: The train loop.
       state: The state that was passed to the check.
-      first: The first batch of each size, in ascending order of size. Empty if the batches are unknown.
+      first: A list with the first batch, or an empty list if there is none.
       topology: The TPUs to compile for, which don't have to be attached. If None, the step's devices are used.
     """
     if state.shapes is None or not first:
         return
-    here, largest = part.here, first[-1]
+    (batch,), here = first, part.here
     with here:
         step, shapes, memory = on_devices(part.loop.step, state.shapes, topology)
         layout = step.partitioner.report(shapes)
@@ -247,10 +247,9 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
             return
         try:
             if topology is None:
-                for batch in first:  # The run reuses these programs.
-                    part.loop.compile(_state_for_begin(state, step), batch)
+                part.loop.compile(_state_for_begin(state, step), batch)  # The run reuses this program.
             else:
-                step.compile(shapes, largest)
+                step.compile(shapes, batch)
             cost = step._runner.programs.cost
             needed = cost.peak_bytes
             here.plan["step"] = (
@@ -262,7 +261,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
         except DeviceMemoryError as error:
             needed, memory = error.needed_bytes, error.available_bytes
         if memory is not None and needed > memory:
-            sizes["batch"] = bytes_of(largest) // step.partitioner.shards
+            sizes["batch"] = bytes_of(batch) // step.partitioner.shards
             sizes["activations and temporaries"] = max(needed - sum(sizes.values()), 0)
             arguments = "step, state, batch" + (f", {topology!r}" if topology else "")
             here.error(

@@ -35,8 +35,6 @@ TRANSFORMS_KEY = "transforms"
 SEALED_KEY = "jaxloop/sealed"
 # The metric that decides which checkpoint is best: `["test/accuracy", "max"]`.
 BEST_KEY = "jaxloop/best"
-# A fingerprint of the state's leaves. Asking Orbax to describe them instead would take half as long as reading them.
-LEAVES_KEY = "jaxloop/leaves"
 # The format of `run` and of the metadata, and the version of jaxloop that saved the checkpoint.
 FORMAT_KEY, VERSION_KEY = "jaxloop/format", "jaxloop/version"
 _OWN_PREFIX = "jaxloop/"
@@ -276,7 +274,7 @@ class Checkpoint:
     @classmethod
     def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
         """Opens the checkpoint in the directory `path`, which must exist, and verifies its files; see `at`."""
-        in_orbax_file, is_sealed = _read_json(path, METADATA_FILE), seal.is_sealed(path)
+        in_orbax_file, is_sealed = _read_json(path, METADATA_FILE), (path / seal.NAME).exists()
         if not in_orbax_file:
             raise _damage_error(path, [f"{METADATA_FILE} is missing"])
         custom_metadata = in_orbax_file.get("custom_metadata")
@@ -312,8 +310,6 @@ class Checkpoint:
     def restore(self, state: Any, *, transforms: Mapping[str, str] | None = None, any_optimizer: bool = False) -> Any:
         """Restores the train state; see the function `restore`."""
         template = stored.storable(checks.as_arrays(state))
-        if transforms is None and self._has_leaves_of(template):
-            return stored.with_values(state, self._read(STATE, template))
         ours = kept = checks.leaves_by_path(template)
         try:
             found, wanted = self._match(ours, transforms)
@@ -337,9 +333,7 @@ class Checkpoint:
           ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype. The message lists these
             leaves.
         """
-        template = jax.eval_shape(stored.storable, state)
-        if transforms is not None or not self._has_leaves_of(template):
-            self._match(checks.leaves_by_path(template), transforms)
+        self._match(checks.leaves_by_path(jax.eval_shape(stored.storable, state)), transforms)
 
     def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
         """Restores trees that were saved alongside the state, with the structures and shardings of `templates`.
@@ -356,7 +350,7 @@ class Checkpoint:
         chosen = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
         if not chosen:
             return dict(templates)
-        described = _described(self, TREES) if (self.path / TREES).exists() else {}
+        described = self._described(TREES) if (self.path / TREES).exists() else {}
         saved = checks.leaves_by_path({name: described[name] for name in chosen if name in described})
         wanted = checks.leaves_by_path(stored.storable(chosen))
         stored.check_fits(self.path, saved, wanted, "template")
@@ -365,15 +359,33 @@ class Checkpoint:
     @functools.cached_property
     def leaves(self) -> Mapping[str, Any]:
         """Descriptions of the saved leaves of the train state, by path. Accessing this property reads no arrays."""
-        return checks.leaves_by_path(_described(self, STATE))
+        return checks.leaves_by_path(self._state)
 
     def read(self, wanted: Mapping[str, Any], item: str = STATE) -> dict[str, Any]:
         """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings that `wanted` specifies."""
         chosen = lambda path, _: wanted.get(checks.path_name(path), ocp.PLACEHOLDER)
-        return self._read(item, jax.tree_util.tree_map_with_path(chosen, _described(self, item)))
+        described = self._state if item == STATE else self._described(item)
+        leaves, structure = jax.tree.flatten(jax.tree_util.tree_map_with_path(chosen, described))
+        # Without dtypes and shapes, with which Orbax would cast and pad the arrays. Any difference is an error.
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+        restore_args = [
+            ocp.RestoreArgs(restore_type=np.ndarray) if each is None else ocp.ArrayRestoreArgs(sharding=each)
+            for each in shardings
+        ]
+        template, restore_args = (jax.tree.unflatten(structure, each) for each in (leaves, restore_args))
+        args = ocp.args.PyTreeRestore(template, restore_args=restore_args)
+        with _reading(self, item), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            restored = checks.leaves_by_path(checkpointer.restore(self.path / item, args=args))
+        return {path: leaf for path, leaf in restored.items() if leaf is not ocp.PLACEHOLDER}
 
-    def _has_leaves_of(self, template: Any) -> bool:
-        return self.is_sealed and self.custom_metadata.get(LEAVES_KEY) == stored.fingerprint(template)
+    def _described(self, item: str) -> Any:
+        """Returns a tree with the structure of an item and with leaves that describe the saved arrays."""
+        with _reading(self, item):
+            return ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
+
+    @functools.cached_property
+    def _state(self) -> Any:
+        return self._described(STATE)
 
     def _match(
         self, ours: Mapping[str, Any], transforms: Mapping[str, str] | None, names: Mapping[str, str] | None = None
@@ -403,20 +415,6 @@ class Checkpoint:
         wanted = {path: stored.as_wide_as(described.get(path), leaf) for path, leaf in ours.items()}
         stored.check_fits(self.path, described, wanted, "state")
         return found, wanted
-
-    def _read(self, item: str, template: Any) -> dict[str, Any]:
-        """Reads an item's arrays, except where the template has a placeholder, and returns them by path."""
-        leaves, structure = jax.tree.flatten(template)
-        # Without dtypes and shapes, with which Orbax would cast and pad the arrays. Any difference is an error.
-        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-        restore_args = [
-            ocp.RestoreArgs(restore_type=np.ndarray) if each is None else ocp.ArrayRestoreArgs(sharding=each)
-            for each in shardings
-        ]
-        args = ocp.args.PyTreeRestore(template, restore_args=jax.tree.unflatten(structure, restore_args))
-        with _reading(self, item), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            restored = checks.leaves_by_path(checkpointer.restore(self.path / item, args=args))
-        return {path: leaf for path, leaf in restored.items() if leaf is not ocp.PLACEHOLDER}
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
@@ -467,12 +465,6 @@ def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
         raise
     except (OSError, ValueError, TypeError) as error:
         raise _damage_error(path, [f"{name} can't be read: {type(error).__name__}: {error}"]) from error
-
-
-def _described(opened: Checkpoint, item: str) -> Any:
-    """Returns a tree with the structure of an item and with leaves that describe the saved arrays."""
-    with _reading(opened, item):
-        return ocp.PyTreeCheckpointHandler().metadata(opened.path / item).tree
 
 
 @contextlib.contextmanager

@@ -47,11 +47,6 @@ def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, lea
         file.write(_serialize(sealed, about or {}))
 
 
-def is_sealed(directory: epath.PathLike) -> bool:
-    """Returns True if a directory contains a seal, even a damaged one."""
-    return (epath.Path(directory) / NAME).exists()
-
-
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
     """Returns the problems that `verify` finds, without the dict."""
     return verify(directory, below)[1]

@@ -3,14 +3,12 @@
 A leaf is identified by its path, such as `params/Dense_0/kernel`.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxloop.base import checks, path_patterns
@@ -53,19 +51,6 @@ def template_of(state: Any) -> Any:
     return jax.tree.unflatten(structure, shapes)
 
 
-def fingerprint(tree: Any) -> str:
-    """Returns a hash of the paths, shapes and dtypes of a tree's leaves, and of its empty containers.
-
-    If a saved tree and a template have the same hash, Orbax can restore the tree without reading its saved structure
-    first.
-    """
-    nodes = ocp.tree.to_flat_dict(tree, sep="/", keep_empty_nodes=True)
-    forms = [
-        (path, str(getattr(node, "dtype", type(node))), getattr(node, "shape", ())) for path, node in nodes.items()
-    ]
-    return hashlib.sha256(repr(sorted(forms)).encode()).hexdigest()
-
-
 def check_names(tree: Any, what: str) -> None:
     """Raises an error if two leaves of a tree would have the same name in the form that Orbax stores."""
     names: dict[str, str] = {}
@@ -78,24 +63,6 @@ def check_names(tree: Any, what: str) -> None:
                 "Rename one."
             )
         names[name] = path
-
-
-@final
-class Fingerprints:
-    """Checks the names in a state and computes its fingerprint, which it keeps for states with the same structure."""
-
-    def __init__(self):
-        self._form: Any = None
-        self._fingerprint = ""
-
-    def of(self, state: Any) -> str:
-        """Returns the `fingerprint` of a state of arrays, after checking its names; see `check_names`."""
-        leaves, structure = jax.tree.flatten(state)
-        form = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
-        if form != self._form:
-            check_names(state, "the state")
-            self._form, self._fingerprint = form, fingerprint(state)
-        return self._fingerprint
 
 
 # Matching --------------------------------------------------------------------------------------------

@@ -64,7 +64,6 @@ class CheckpointWriter:
         self._policy: _Policy | None = None  # None if a manager was passed in, whose own options decide.
         self._manager: ocp.CheckpointManager | None = None  # None while no manager is open.
         self._saving: tuple[int, dict[str, Any]] = -1, {}  # The step and the metadata of the current or last save.
-        self._fingerprints = stored.Fingerprints()
         if isinstance(manager_or_directory, str | os.PathLike):
             self.directory: epath.Path = files.absolute(manager_or_directory)
             self._policy = _Policy(keep, best, keep_every)
@@ -134,7 +133,7 @@ class CheckpointWriter:
         custom_metadata = _json_copy(metadata, "metadata")
         checks.check_counter(getattr(state, "step", None))
         state = stored.storable(checks.as_arrays(state))
-        fingerprint = self._fingerprints.of(state)
+        stored.check_names(state, "the state")
         items: dict[str, ocp.args.CheckpointArgs] = {read.STATE: ocp.args.PyTreeSave(state)}
         if self._policy is None:
             return items[read.STATE], custom_metadata
@@ -143,11 +142,7 @@ class CheckpointWriter:
         if with_leaves := {name: checks.as_arrays(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}:
             stored.check_names(with_leaves, "trees")
             items[read.TREES] = ocp.args.PyTreeSave(stored.storable(with_leaves))
-        custom_metadata |= {
-            read.LEAVES_KEY: fingerprint,
-            read.FORMAT_KEY: read.FORMAT,
-            read.VERSION_KEY: read.own_version(),
-        }
+        custom_metadata |= {read.FORMAT_KEY: read.FORMAT, read.VERSION_KEY: read.own_version()}
         if self._policy.best is not None:
             custom_metadata[read.BEST_KEY] = list(self._policy.best)
         return ocp.args.Composite(**items), custom_metadata

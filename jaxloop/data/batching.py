@@ -66,7 +66,7 @@ def _batches(
     make_pass = functools.partial(_batches, take, length, size, drop_remainder, num_epochs or 1)
     if num_epochs is None:
         endless = lambda number: take(np.arange(number * size, (number + 1) * size))
-        return IndexedBatches(endless, None, (0,), make_pass)
+        return IndexedBatches(endless, None, make_pass)
     total = num_epochs * length
     offset = number_of_pass * total
     num_batches = total // size if drop_remainder else -(-total // size)
@@ -74,9 +74,7 @@ def _batches(
     def make_batch(number: int) -> types.Batch:
         return take(offset + np.arange(number * size, min((number + 1) * size, total)))
 
-    has_short_batch = num_batches > 1 and total < num_batches * size
-    firsts = (num_batches - 1, 0) if has_short_batch else (0,)
-    return IndexedBatches(make_batch, num_batches, firsts, make_pass)
+    return IndexedBatches(make_batch, num_batches, make_pass)
 
 
 # The examples ----------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ def fingerprint(batch: types.Batch) -> dict[str, Any]:
     >>> fingerprint({"x": np.zeros([2, 3], np.float32)})
     {'rows': 2, 'leaves': {"batch['x']": 'float32[2, 3], checksum a3c1ca20'}}
     """
-    leaves = {name: _describe(leaf) for name, leaf in checks.batch_leaves(numpy_batch(batch)).items()}
+    leaves = {name: describe(leaf) for name, leaf in checks.batch_leaves(numpy_batch(batch)).items()}
     return {"rows": checks.num_examples(batch), "leaves": leaves}
 
 
-def _describe(leaf: Any) -> str:
+def describe(leaf: Any) -> str:
+    """Returns the dtype, shape and checksum of a leaf."""
     try:
         array = np.asarray(leaf)
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -94,22 +94,16 @@ class IndexedBatches(Iterable[types.Batch]):
     Attributes:
       make_batch: A pure function that returns the batch with a given number.
       num_batches: The number of batches in an epoch, or None for an endless dataset.
-      firsts: The number of the first batch of each size, in ascending order of size. Empty if the sizes are unknown.
       make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0).
         The returned dataset has the same `make_pass`. None if all passes are the same.
     """
 
     make_batch: Callable[[int], types.Batch]
     num_batches: int | None
-    firsts: tuple[int, ...] = ()
     make_pass: Callable[[int], "IndexedBatches"] | None = None
 
     def __iter__(self) -> IndexIterator:
         return IndexIterator(self)
-
-    def first_of_each_size(self) -> list[types.Batch]:
-        """Returns the first batch of each size, in ascending order; only the first batch if the sizes are unknown."""
-        return [made_by(self.make_batch, number) for number in self.firsts or (0,)]
 
     @property
     def is_endless(self) -> bool:
@@ -124,16 +118,6 @@ class IndexedBatches(Iterable[types.Batch]):
 
 NO_DATA = IndexedBatches(lambda index: None, None)
 """The dataset of a run with `train_dataset=None`: every batch is None, and the position is the number of batches."""
-
-
-def indexed(data: Any) -> IndexedBatches | None:
-    """Returns the `IndexedBatches` that a dataset or an iterator reads its batches from, or None if it doesn't use one.
-
-    >>> indexed(iter(NO_DATA)) is NO_DATA, indexed([1]) is None
-    (True, True)
-    """
-    data = _innermost(data)
-    return data if isinstance(data, IndexedBatches) else None
 
 
 def pass_of(data: Any, number: int = 0) -> Any:

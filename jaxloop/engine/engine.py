@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -13,7 +12,6 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks
-from jaxloop.data.sources import indexed
 from jaxloop.engine.agenda import ActionItem, Ended, Moment, Rank
 from jaxloop.engine.call import Call, Failure, Options, Outcome
 from jaxloop.engine.feed import LoopData, as_iterator
@@ -381,12 +379,10 @@ class Engine:
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
         """Compiles everything needed to run steps on batches like the given one; see `Loop.compile`."""
-        options, dataset = self.options, indexed(batch)
-        batches = [batch] if dataset is None else dataset.first_of_each_size()
-        numbers = sorted({options.steps_per_dispatch, 1}, reverse=True)
+        options = self.options
         with self._loop.step._runner.programs.watched(options.nan_policy):
-            for each, number in itertools.product(batches, numbers):
-                self._loop.step.compile(state, each, evaluates=options.evaluates, steps_per_dispatch=number)
+            for number in sorted({options.steps_per_dispatch, 1}, reverse=True):
+                self._loop.step.compile(state, batch, evaluates=options.evaluates, steps_per_dispatch=number)
 
     # Saving and resuming ---------------------------------------------------------------------------------
 

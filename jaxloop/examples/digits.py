@@ -36,6 +36,9 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+        if train:
+            # The key depends only on the step, so a resumed run uses the same random numbers as an uninterrupted one.
+            images = shift_at_random(self.make_rng("dropout"), images)
         x = nn.relu(nn.Conv(32, (3, 3))(images))
         x = nn.relu(nn.Conv(64, (3, 3))(x))
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
@@ -46,33 +49,13 @@ class CNN(nn.Module):
         return nn.Dense(10)(x)
 
 
-class ClassifierStep(jaxloop.Step):
-    """Processes one batch of images and labels, for both training and evaluation."""
-
-    def run(self, state, batch):
-        if not self.train:
-            logits = state.apply_fn(state.variables, batch["image"], train=False)
-            return state, measure(logits, batch["label"])
-
-        # The keys depend only on the step, so a resumed run uses the same random numbers as an uninterrupted one.
-        keys = self.prng_key(state.step)
-        images = shift_at_random(keys["shift"], batch["image"])
-
-        def loss_fn(params):
-            logits = state.apply_fn({"params": params}, images, train=True, rngs=keys)
-            outputs = measure(logits, batch["label"])
-            return outputs["loss"], outputs
-
-        grads, outputs = jax.grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads), outputs
+def loss(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
+    """Returns one number per image. When averaging over batches, jaxloop weights them by their sizes."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
-def measure(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """Returns the metrics of one batch. When averaging over batches, jaxloop weights them by their sizes."""
-    return {
-        "loss": optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(),
-        "accuracy": jnp.mean(logits.argmax(-1) == labels),
-    }
+def accuracy(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
+    return logits.argmax(-1) == batch["label"]
 
 
 def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
@@ -122,10 +105,9 @@ def run(
 
     data = load_digits(batch_size, seed)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, train_steps // 10, train_steps)
-    params_key, shift_key, dropout_key = jax.random.split(jax.random.key(seed), 3)
-    keys = {"params": params_key, "shift": shift_key, "dropout": dropout_key}
-    train_step = ClassifierStep(keys, CNN(), optax.adamw(schedule), train=True)
-    eval_step = ClassifierStep(keys, CNN())
+    functions = {"loss": loss, "metrics": {"accuracy": accuracy}}
+    train_step = jaxloop.LossStep(jax.random.key(seed), CNN(), optax.adamw(schedule), train=True, **functions)
+    eval_step = jaxloop.LossStep(jax.random.key(seed), CNN(), **functions)
     make_state = train_step.abstract_state if check else train_step.initialize_model
     state = make_state([1, 8, 8, 1], train=False)
 
@@ -156,22 +138,12 @@ def run(
         sys.exit(130)
     print(outer_loop.spent)
 
-    # This loop has no actions, because the summary of this step is already written.
-    _, outputs = jaxloop.EvalLoop(eval_step)(state, data.test_batches)
-    test = jaxloop.summarize(outputs)
     outer_loop.history.plot("loss", "accuracy").savefig(curves_file)
-    table = {
-        "test accuracy": f"{test['accuracy']:.2%}",
-        "test loss": f"{test['loss']:.4f}",
-        "steps": f"{int(state.step):,}",
-        "best at step": checkpoint.best_step(checkpoint_dir),
-        "parameters": f"{train_step.num_params:,}",
-        "learning curves": curves_file,
-        "checkpoints": checkpoint_dir,
-        "events": f"{workdir} (tensorboard --logdir={workdir})",
-    }
-    print("\n".join(f"  {name:<17}{value}" for name, value in table.items()))
-    return state, test["accuracy"]
+    test_accuracy = outer_loop.history.collect("test.accuracy")[-1]
+    print(f"  test accuracy    {test_accuracy:.2%}")
+    print(f"  best at step     {checkpoint.best_step(checkpoint_dir)}")
+    print(f"  learning curves  {curves_file}")
+    return state, test_accuracy
 
 
 def main(argv: list[str]) -> None:

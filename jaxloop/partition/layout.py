@@ -8,7 +8,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxloop.base.text import printable
+from jaxloop.base.text import table
 
 
 @final
@@ -67,14 +67,12 @@ class Layout:
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def __str__(self) -> str:
-        rows = [("path", "shape", "dtype", "spec", "per device")]
+        rows: list[tuple[object, ...]] = [("path", "shape", "dtype", "spec", "per device")]
         for leaf in self.leaves:
             size = readable(leaf.bytes_per_device)
-            rows.append((printable(leaf.path), str(list(leaf.shape)), str(leaf.dtype), leaf.spec, size))
+            rows.append((leaf.path, list(leaf.shape), leaf.dtype, leaf.spec, size))
         rows.append(("", "", "", "", readable(self.bytes_per_device)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<<<>", widths, strict=True))
-        return "\n".join(form.format(*row) for row in rows) + f"  of {readable(self.bytes)} in total"
+        return f"{table(rows, right=[4])}  of {readable(self.bytes)} in total"
 
     def __repr__(self) -> str:
         per_device = f"{readable(self.bytes_per_device)} of {readable(self.bytes)} per device"

@@ -39,11 +39,6 @@ _HEAD = [(name, np.uint32) for name in ("topic", "status", "number", "signum")]
 MESSAGE = np.dtype([*_HEAD, ("secs", np.float64), ("batches", _BATCH, _MAX_BATCHES)])
 
 
-def is_known_to_all_processes(error: BaseException) -> bool:
-    """Returns True if all processes know about an error and have stopped at the same step."""
-    return getattr(error, "_jaxloop_is_known_everywhere", False)
-
-
 def known_to_all_processes(error: Any) -> Any:
     """Marks an error as raised by all processes at the same step and returns the error."""
     error._jaxloop_is_known_everywhere = True
@@ -239,7 +234,7 @@ class Job:
 
     def knows(self, error: BaseException) -> bool:
         """Returns True if all processes stopped at the same step because of this error."""
-        return not self.is_shared or is_known_to_all_processes(error)
+        return not self.is_shared or getattr(error, "_jaxloop_is_known_everywhere", False)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
         """Calls the function `check_same` if there are several processes; see there."""

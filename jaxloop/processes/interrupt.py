@@ -5,12 +5,10 @@ Other threads can also pause a run between two steps, or end it.
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
@@ -32,7 +30,6 @@ _PAUSE = 1
 STOP = -1
 """The number to pass to `Interruptible.confirm` to end a run, as Ctrl-C does."""
 _NO_SIGNALS = (None, STOP)
-_AGREEMENT_SECS = 15.0  # The time within which the processes of a job must agree on the first signal.
 _CLOSED = 0  # Sent to the watch thread. No signal has this number.
 
 
@@ -50,8 +47,7 @@ class Interruptible:
     no such thread. In these, the second signal has Python's default effect, so that Ctrl-C raises `KeyboardInterrupt`.
     Within 2 s after a run was ended by Ctrl-C, another Ctrl-C also raises `KeyboardInterrupt`.
 
-    If one process of a job hangs, so that the processes have not agreed on the first signal after 15 s, the process
-    exits in the same way. Saved checkpoints stay intact in all cases.
+    Saved checkpoints stay intact in all cases.
 
     Nested contexts share the state of the outermost one, so an `OuterLoop` and its loops agree. The context has no
     effect outside the main thread, or on a signal that the program already handles or ignores (as under `nohup`).
@@ -164,8 +160,7 @@ class Interruptible:
                     self._replaced[signum] = default, self._on_signal
                     _set_handler(signum, self._on_signal)
             if self._replaced and not hasattr(sys, "ps1"):
-                awaits_agreement = lambda: self._defers and self.signum in _NO_SIGNALS
-                self._watch = _Watch.begin(awaits_agreement, frozenset(self._replaced))
+                self._watch = _Watch.begin(frozenset(self._replaced))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -231,22 +226,17 @@ def _announce(signum: int) -> None:
 
 @final
 class _Watch:
-    """A thread that ends the process at the second signal, even if the main thread hangs.
+    """A thread that ends the process at the second of these signals, even if the main thread hangs."""
 
-    Args:
-      awaits_agreement: Whether the processes of a job must still agree on the first signal.
-      signums: The signals to watch for.
-    """
-
-    def __init__(self, awaits_agreement: Callable[[], bool], signums: frozenset[int]):
-        self._awaits_agreement, self._signums = awaits_agreement, signums
+    def __init__(self, signums: frozenset[int]):
+        self._signums = signums
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
 
     @classmethod
-    def begin(cls, awaits_agreement: Callable[[], bool], signums: frozenset[int]) -> "_Watch | None":
+    def begin(cls, signums: frozenset[int]) -> "_Watch | None":
         """Starts the thread. Returns None if the program already uses the wakeup file descriptor, as asyncio does."""
-        watch = cls(awaits_agreement, signums)
+        watch = cls(signums)
         # Python writes the number of each signal to the pipe when the signal arrives, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
         if before != -1:
@@ -267,23 +257,14 @@ class _Watch:
 
     def _run(self) -> None:
         first, arrived = 0, 0.0
-        while True:
-            left = None  # The seconds until the job must have agreed on the first signal.
-            if first and self._awaits_agreement():
-                left = arrived + _AGREEMENT_SECS - time.monotonic()
-                if left <= 0:
-                    _exit_now(first)
-            if not select.select([self._reader], [], [], left)[0]:
-                continue
-            signum, now = os.read(self._reader, 1)[0], time.monotonic()
-            if signum == _CLOSED:
-                self._close()
-                return
+        while (signum := os.read(self._reader, 1)[0]) != _CLOSED:
+            now = time.monotonic()
             is_same = signum == first == signal.SIGTERM and now - arrived < _SAME_WITHIN_SECS
             if signum in self._signums and not is_same:
                 if first:
                     _exit_now(signum)
                 first, arrived = signum, now
+        self._close()
 
 
 def _exit_now(signum: int) -> None:

@@ -5,6 +5,7 @@ from typing import final
 
 from etils import epath
 
+from jaxloop.base.text import table
 from jaxloop.base.timing import duration
 from jaxloop.runs import run_log
 
@@ -90,14 +91,9 @@ class Goodput:
         rows = [(name, getattr(self, part), counts.get(part, "")) for part, name in _PARTS.items()]
         rows = [row for row in rows if abs(row[1]) >= 0.0005 * self.total]
         rows.append(("total", self.total, "1 start" if self.starts == 1 else f"{self.starts:,} starts"))
-        times = [duration(max(seconds, 0.0)) for _, seconds, _ in rows]
-        width = max(map(len, times))
-        total = max(self.total, 1e-9)
-        lines = [
-            f"{name:<17} {seconds / total:6.1%}  {time:>{width}}  {count}".rstrip()
-            for (name, seconds, count), time in zip(rows, times, strict=True)
-        ]
-        return "\n".join(lines)
+        share = lambda seconds: f"{seconds / max(self.total, 1e-9):.1%}"
+        cells = [(name, share(seconds), duration(max(seconds, 0.0)), count) for name, seconds, count in rows]
+        return table(cells, right=(1, 2))
 
 
 def goodput(*workdirs: epath.PathLike) -> Goodput:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -169,13 +170,6 @@ class Tell(Extension):
         if self._commands is not None:
             self._commands.end()
 
-    def state_dict(self) -> Mapping[str, Any]:
-        return {} if self._commands is None else {"changes": self._commands.changes}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        if self._commands is not None:
-            self._commands.repeat(saved["changes"])
-
 
 @final
 class Commands(Item):
@@ -184,9 +178,6 @@ class Commands(Item):
     Args:
       experiment: The experiment.
       workdir: The work directory of the experiment.
-
-    Attributes:
-      changes: The commands that have changed settings so far.
     """
 
     name = "commands"
@@ -194,22 +185,18 @@ class Commands(Item):
     def __init__(self, experiment: Experiment, workdir: epath.Path):
         super().__init__(Rank.COMMAND)
         self._experiment, self._actions = experiment, _named(experiment.actions)
-        self.changes: list[str] = []
+        self._changes: list[str] = []  # The commands that have changed settings so far.
         self._profiles: list[ProfileAction] = []
         self._inbox = _Inbox(workdir)
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
         if self._job.is_first:
             self._inbox.reject_pending()
-        self._has_ended = threading.Event()
-        self._thread: threading.Thread | None = None
+            self._thread.start()
 
     def poll(self) -> None:
-        """Requests a pause of the run if commands are pending. The first call starts a thread that polls regularly."""
-        if not self._job.is_first:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
-            self._thread.start()
-        elif self._inbox.pending():
+        """Requests a pause of the run if commands are pending."""
+        if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 
     def _poll_regularly(self) -> None:
@@ -219,7 +206,7 @@ class Commands(Item):
     def end(self) -> None:
         """Stops polling and rejects the commands that are still pending."""
         self._has_ended.set()
-        if self._thread is not None:
+        if self._job.is_first:
             self._thread.join()
             self._inbox.reject_pending()
         for each in self._profiles:
@@ -243,7 +230,7 @@ class Commands(Item):
             answer = Answer(name, command, now.steps)
             try:
                 self._execute(command, now, savers)
-            except ValueError as error:
+            except (AttributeError, ValueError) as error:  # The former for an interval that is a property.
                 answer = dataclasses.replace(answer, error=str(error))
                 logging.warning("The command %s", answer)
             if self._job.is_first:
@@ -268,7 +255,7 @@ class Commands(Item):
             self._agenda.add(ActionItem(self._profiles[-1], {}))
         else:
             requested += self._change(name, value)
-            self.changes.append(command)
+            self._changes.append(command)
         for item in requested:
             item.is_requested = True
         logging.info("Executed the command %r after step %d.", printable(command), now.steps)
@@ -279,21 +266,20 @@ class Commands(Item):
         items, name = self._items(), "history.interval" if name == "log_every" else name
         action, _, setting = name.partition(".")
         if setting == "interval" and action in items and _is_count(value):
-            try:
-                owner: Any = getattr(items[action], "action", items[action])
-                owner.interval = every(steps=value) | last()
-            except AttributeError as error:  # A property of the user's action.
-                raise ValueError(f"The interval of {action} can't be set: {error}.") from error
+            owner: Any = getattr(items[action], "action", items[action])
+            owner.interval = every(steps=value) | last()
             return [items[action]]
         if setting not in self._settings(action):
             raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
         self._actions[action].change(setting, value)
         return []
 
-    def repeat(self, changes: Sequence[str]) -> None:
-        """Repeats changes of settings that commands made before the checkpoint was saved."""
-        self.changes = list(changes)
-        for command in changes:
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"changes": self._changes}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self._changes = saved["changes"]
+        for command in self._changes:  # Repeats the changes that were made before the checkpoint was saved.
             try:
                 self._change(*parse(command))
             except ValueError as error:  # The program may have different actions now.
@@ -370,12 +356,9 @@ def _named(actions: Sequence[Action]) -> dict[str, Action]:
     named: dict[str, Action] = {}
     for action in actions:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")
-        name = first = "_".join(words).lower()
-        number = 1
-        while name in named:
-            number += 1
-            name = f"{first}_{number}"
-        named[name] = action
+        name = "_".join(words).lower()
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        named[next(each for each in itertools.chain([name], numbered) if each not in named)] = action
     return named
 
 

@@ -10,7 +10,7 @@ from etils import epath
 
 from jaxloop.actions.monitor import Monitor
 from jaxloop.base import checks
-from jaxloop.base.text import printable
+from jaxloop.base.text import printable, table
 from jaxloop.base.timing import duration
 from jaxloop.runs import accounts, run_log
 
@@ -46,7 +46,7 @@ class Comparison:
             ]
             for run in self.runs
         ]
-        return _table([head, *rows])
+        return table([head, *rows])
 
 
 def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> Comparison:
@@ -64,7 +64,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     monitor = Monitor(by, mode)
     runs = [_run(workdir, monitor) for workdir in workdirs]
     if all(run["best"] is None for run in runs):
-        there = sorted({path for each in workdirs for _, values in run_log.read_history(each) for path in values})
+        there = sorted({path for each in workdirs for path in run_log.read_history(each).paths()})
         text = f"No history has a finite value of {printable(by)!r}. Available: {checks.listed(there)}."
         raise ValueError(f"{text} Give one of these.")
     sign = -1.0 if monitor.mode == "max" else 1.0
@@ -75,7 +75,6 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
 def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
     attempts = run_log.read(workdir)
     spent = accounts.of_attempts(attempts)
-    notes = attempts[-1].described.get("notes")
     best, step = _best(workdir, monitor)
     return {
         "workdir": os.fspath(workdir),
@@ -83,15 +82,16 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
         "step": step,
         "secs": spent.total,
         "productive": spent.productive / max(spent.total, 1e-9),
-        "notes": notes if isinstance(notes, dict) else {},
+        "notes": attempts[-1].described.get("notes", {}),
     }
 
 
 def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None]:
     """Returns the best finite value in a history, and the first step at which it was reached."""
     name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
-    values = [(values.get(name), step) for step, values in run_log.read_history(workdir)]
-    finite = [(value, step) for value, step in values if isinstance(value, int | float) and math.isfinite(value)]
+    history = run_log.read_history(workdir)
+    pairs = zip(*history.collect(name, "steps"), strict=True) if name in history.paths() else ()
+    finite = [(value, step) for value, step in pairs if isinstance(value, int | float) and math.isfinite(value)]
     return min(finite, key=lambda pair: sign * pair[0], default=(None, None))
 
 
@@ -103,10 +103,3 @@ def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
+import jax
 from etils import epath
 
 from jaxloop import checkpoint, types
@@ -19,6 +20,7 @@ from jaxloop.experiment.training import steps_of_next_loop
 from jaxloop.experiment.whole_run import WholeRun, step_num_of
 from jaxloop.history import HISTORY_FILE, History, Row
 from jaxloop.outer_loop import OuterLoop
+from jaxloop.runs import run_log
 from jaxloop.schedules import Elapsed
 
 
@@ -104,8 +106,7 @@ def rewind(
         raise ValueError(f"The run has no step {step_num}: it ends at train_total_steps={train_total_steps}.")
     before = step_num - loop.step.updates_per_step
     spec = RunSpec(train_dataset, before, train_loop_steps, epochs=train_epochs)
-    path = files.absolute(workdir) / HISTORY_FILE
-    past, history = History.load(path) if path.exists() else History(), History(path, writes=False)
+    past, history = run_log.read_history(workdir), History(files.absolute(workdir) / HISTORY_FILE, writes=False)
     detours = batches_of(row.logs["detour"] for row in past.rows if "detour" in row.logs)
     engine, sources, passes = loop.engine, outer_loop.sources, outer_loop.sources.passes
     data = TrainingData(spec, sources, engine, [], LeftOut({*outer_loop.skip, *detours}))
@@ -168,10 +169,8 @@ def _restored(
 
 def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
     """Returns the step of a given state, from which the run can be repeated."""
-    try:
-        step_num = step_num_of(given)
-    except TypeError:  # An abstract state.
-        step_num = before + 1
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given))
+    step_num = before + 1 if is_abstract else step_num_of(given)
     if step_num > before:
         raise FileNotFoundError(
             f"There is no checkpoint of step {before} or earlier in {', '.join(map(str, places))}. Give the initial "

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
-import numpy as np
 from absl import logging
 from etils import epath
 
@@ -22,7 +21,7 @@ from jaxloop.base.text import printable
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import Item
 from jaxloop.experiment.extension import Experiment, Extension
-from jaxloop.history import HISTORY_FILE
+from jaxloop.history import HISTORY_FILE, History
 from jaxloop.schedules import Elapsed
 
 FILE = "goodput.jsonl"
@@ -151,19 +150,10 @@ def read_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
                 yield found
 
 
-def read_history(workdir: epath.PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the step and the values of each row of a run's history. The values are keyed by their paths."""
-    for row in read_lines(files.absolute(workdir) / HISTORY_FILE):
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            yield int(row["elapsed"]["steps"]), dict(_flat(row["logs"]))
-
-
-def _flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in logs.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}".replace("/", "."), value
+def read_history(workdir: epath.PathLike) -> History:
+    """Returns the history in a work directory, which is empty if there is no file."""
+    path = files.absolute(workdir) / HISTORY_FILE
+    return History.load(path) if path.exists() else History()
 
 
 def read(workdir: epath.PathLike) -> list[Attempt]:
@@ -187,43 +177,24 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
     """Adds a log line to the attempts. Raises one of several exceptions if the line is malformed."""
-    event, when = line["event"], _seconds(line["time"])
+    event, when = line["event"], float(line["time"])
     if event == "start":
-        attempts.append(Attempt(when, min(_seconds(line["since"]), when), dict(line)))
+        attempts.append(Attempt(when, min(float(line["since"]), when), dict(line)))
         return
-    attempt, step = attempts[-1], line["step"]
-    if type(step) is not int or not 0 <= step < 2**63:
-        raise ValueError("step is no step number")
-    attempt.points.append((when, step, {kind: _seconds(line["spent"].get(kind, 0.0)) for kind in _KINDS}))
+    attempt, seconds = attempts[-1], {kind: float(line["spent"].get(kind, 0.0)) for kind in _KINDS}
+    attempt.points.append((when, int(line["step"]), seconds))
     if event == "end":
         attempt.reason = str(line["reason"])
 
 
-def _seconds(value: Any) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError("no number of seconds")
-    return float(value)
-
-
 def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Checks a run's notes, and returns them as JSON values.
-
-    Raises:
-      TypeError: If the notes are not a dict of strings, numbers and booleans.
-      ValueError: If a number is not finite.
-    """
-    checked = {}
-    for name, value in (notes or {}).items():
-        value = value.item() if isinstance(value, np.generic) else value
-        if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
-            raise TypeError(
-                f"OuterLoop.notes takes strings, numbers and booleans by name, got {value!r} for {name!r}. Write "
-                f"str(...), or several notes."
-            )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"OuterLoop.notes takes finite numbers, got {name}={value!r}.")
-        checked[name] = value
-    return checked
+    """Returns a run's notes as JSON values. Raises a `TypeError` if that isn't possible."""
+    try:
+        return json.loads(json.dumps(notes or {}, allow_nan=False, default=lambda value: value.item()))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"OuterLoop.notes takes strings, finite numbers and booleans, got {notes!r}: {error}"
+        ) from error
 
 
 def _commit() -> dict[str, str]:

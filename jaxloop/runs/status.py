@@ -1,6 +1,5 @@
 """The status of a run, as determined from the files in its work directory."""
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -9,7 +8,7 @@ from typing import Any, final
 from etils import epath
 
 from jaxloop import checkpoint
-from jaxloop.base.text import printable
+from jaxloop.base.text import printable, table
 from jaxloop.base.timing import duration
 from jaxloop.runs import run_log
 
@@ -54,14 +53,13 @@ class Status:
             shown["step"] = f"{self.step:,}{of}{speed}{left}"
         shown["checkpoint"] = "none" if self.checkpoint is None else f"step {self.checkpoint:,}"
         for name, (step, value) in self.metrics.items():
-            number = f"{value:.4g}" if isinstance(value, float) else printable(value)
-            shown[printable(name)] = f"{number} at step {step:,}"
+            number = f"{value:.4g}" if isinstance(value, float) else value
+            shown[name] = f"{number} at step {step:,}"
         if self.quiet_secs is not None:
             starts = "1 start" if self.starts == 1 else f"{self.starts:,} starts"
             shown["last sign"] = f"{duration(self.quiet_secs)} ago, in {starts}"
-        width = max(map(len, shown))
-        lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
-        return "\n".join([f"{printable(self.workdir)}: {printable(self.state)}", *lines])
+        lines = table(("", name, text) for name, text in shown.items())
+        return f"{printable(self.workdir)}: {printable(self.state)}\n{lines}"
 
 
 def status(workdir: epath.PathLike) -> Status:
@@ -74,8 +72,9 @@ def status(workdir: epath.PathLike) -> Status:
     newest = attempts[-1]
     seen_at, step, _ = newest.points[-1] if newest.points else (newest.started, 0, {})
     total = newest.described.get("total_steps")
-    total = total if type(total) is int else None
-    newest_values = {name: (at, value) for at, row in run_log.read_history(workdir) for name, value in row.items()}
+    saved = [step for each in newest.described.get("checkpoints", ()) for step in checkpoint.all_steps(each)]
+    history = run_log.read_history(workdir)
+    measured = [(path, *last) for path in history.paths() if (last := history.last(path)) is not None]
     speed, state = _speed(newest), newest.state
     return Status(
         workdir=os.fspath(workdir),
@@ -84,19 +83,11 @@ def status(workdir: epath.PathLike) -> Status:
         total_steps=total,
         steps_per_sec=speed,
         secs_left=(total - step) / speed if state == "running" and total is not None and speed else None,
-        metrics=dict(sorted(newest_values.items())),
-        checkpoint=_newest_checkpoint(newest.described.get("checkpoints")),
+        metrics={path: (elapsed.steps, value) for path, elapsed, value in sorted(measured)},
+        checkpoint=max(saved, default=None),
         starts=len(attempts),
         quiet_secs=max(time.time() - seen_at, 0.0),
     )
-
-
-def _newest_checkpoint(directories: Any) -> int | None:
-    steps: list[int] = []
-    for directory in directories if isinstance(directories, list) else ():
-        with contextlib.suppress(OSError, TypeError, ValueError, checkpoint.CheckpointError):
-            steps += checkpoint.all_steps(directory)
-    return max(steps, default=None)
 
 
 def _speed(attempt: run_log.Attempt) -> float | None:

@@ -9,37 +9,32 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
-from types import CodeType, FrameType
 from typing import Any, final
 
 from absl import logging
 from etils import epath
 
 from jaxloop import distributed, metrics
-from jaxloop.actions.action import Action
-from jaxloop.base import files
+from jaxloop.base import files, timing
 from jaxloop.base.text import printable
-from jaxloop.data.position import PositionedIterator
 from jaxloop.engine.agenda import Item
 from jaxloop.engine.engine import Engine
-from jaxloop.engine.feed import Feed
-from jaxloop.engine.program import Program
-from jaxloop.experiment.evaluations import Evaluation
 from jaxloop.experiment.extension import Experiment, Extension
-from jaxloop.experiment.training import Training
 from jaxloop.processes import agreement
 from jaxloop.runs.failures import FOLDER
 from jaxloop.schedules import Elapsed
-from jaxloop.step import Step
 
 EXIT_CODE = 75
 """The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts the process."""
 
 _COLLECT_SECS = 3.0  # How long the first process waits for the reports of the others.
-_LAST_SECS = 0.3
+_LAST_SECS = 1.5  # The processes may notice the hang one second apart.
 _MAX_REPORT_BYTES = 1 << 20
-_DONE_FILE = "reported"
+_WAITING_FOR_PROCESSES = {
+    each.__code__ for each in (agreement._send_message, agreement._Messages.read, agreement.wait_for_all)
+}
 
 
 @final
@@ -49,9 +44,9 @@ class Watchdog(Extension):
 
     If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
     the process is doing and contains the stacks of all threads. The first process logs a one-line summary, such as
-    "process 3 is reading batch 5,113; 7 others are waiting for the other processes". All processes exit with code 75,
-    so that a scheduler restarts them. The run then resumes from its newest checkpoint. A separate thread checks for
-    progress about once per second, so the steps aren't slowed down.
+    "process 1 is waiting for data after step 5,112; process 0 is waiting for the other processes". All processes exit
+    with code 75, so that a scheduler restarts them. The run then resumes from its newest checkpoint. A separate thread
+    checks for progress about once per second, so the steps aren't slowed down.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -143,15 +138,11 @@ class _Watching(threading.Thread):
         """Reports the hang and ends the process."""
         self.is_ending = True
         step = self._engines[0].step_num
-        frames = sys._current_frames()
-        place = place_of(frames.pop(self._watched, None), step)
-        if place.startswith("in ") and any(map(_is_at_barrier, frames.values())):
-            place += ", waiting for the other processes"
+        place = self._place(step)
         number, is_first = distributed.place()[0], distributed.is_first_process()
         path, said, is_shared = None, place, self._engines[0].job.is_shared
         with contextlib.suppress(Exception):
             path = self._write(number, step, place, secs)
-        done = path and path.parent / _DONE_FILE
         if is_first:
             if is_shared and path is not None:
                 said = self._collect(path.parent, number, place)
@@ -159,16 +150,19 @@ class _Watching(threading.Thread):
             logging.error("Nothing happened for %.0f s: %s.%s Exiting with code %d.", secs, said, stacks, EXIT_CODE)
             self._tell_extensions(step, f"hang: {said}")
             with contextlib.suppress(Exception):
-                if is_shared and done is not None:
-                    files.open_file(done, "wb").close()
-                    time.sleep(_LAST_SECS)  # Let the others exit first: if this process exits, they abort.
                 sys.stdout.flush()
                 sys.stderr.flush()
-        else:
-            deadline = time.monotonic() + _COLLECT_SECS + _LAST_SECS
-            while time.monotonic() < deadline and not (done is not None and done.exists()):
-                time.sleep(0.02)
+        if is_shared:  # Some launchers end the job when one process exits. If the first one exits, the others abort.
+            time.sleep(_COLLECT_SECS + (_LAST_SECS if is_first else 0.0))
         os._exit(EXIT_CODE)
+
+    def _place(self, step: int) -> str:
+        """Describes what the watched thread is doing, such as "waiting for data after step 5,112"."""
+        stack = traceback.walk_stack(sys._current_frames().get(self._watched))
+        if any(frame.f_code in _WAITING_FOR_PROCESSES for frame, _ in stack):
+            return "waiting for the other processes"
+        kind = self._engines[0].run.stopwatch.kind
+        return f"{timing.NAMES[kind] if kind else 'between two loops'} after step {step:,}"
 
     def _tell_extensions(self, step: int, reason: str) -> None:
         """Ends the extensions in a thread of its own, because one of them may hang, too."""
@@ -184,8 +178,6 @@ class _Watching(threading.Thread):
         folder = self._experiment.reports_dir / FOLDER / f"hang-{step}"
         files.make_directory(folder.parent)
         files.make_directory(folder)
-        if distributed.is_first_process():  # Left by an earlier hang at the same step.
-            (folder / _DONE_FILE).unlink(missing_ok=True)
         path = folder / f"process-{number}.txt"
         with files.open_file(path, "w") as file:
             file.write(f"{place}\nNothing happened for {secs:.0f} s, after step {step}.\n\n")
@@ -214,8 +206,8 @@ def _counts(engine: Engine) -> tuple[int, int, int]:
 def sentence(places: dict[int, str], count: int) -> str:
     """Describes what the processes of a job are doing, starting with the rarest activity.
 
-    >>> sentence({0: "waiting for the others", 1: "reading batch 8", 2: "waiting for the others"}, 4)
-    'process 1 is reading batch 8; processes 0, 2 are waiting for the others; process 3 did not report'
+    >>> sentence({0: "waiting for the others", 1: "compiling", 2: "waiting for the others"}, 4)
+    'process 1 is compiling; processes 0, 2 are waiting for the others; process 3 did not report'
     """
     groups = collections.defaultdict(list)
     for number, place in sorted(places.items()):
@@ -232,64 +224,3 @@ def sentence(places: dict[int, str], count: int) -> str:
 def _numbered(numbers: Sequence[int]) -> str:
     listed = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"process{'es' if len(numbers) > 1 else ''} {listed}"
-
-
-# The place ------------------------------------------------------------------------------------------------
-
-_WAITING_FOR_PROCESSES = {
-    each.__code__ for each in (agreement._send_message, agreement._Messages.read, agreement.wait_for_all)
-}
-_WAITING = {each.__code__ for each in (metrics.wait, metrics.fetch)}
-_READING = {each.__code__ for each in (Feed.take, Feed.has_more, PositionedIterator.peek)}
-_HOOKS = {"__call__", "begin_run", "write_notes", "finish", "flush", "close", "before_checkpoint"}
-_STEP_HOOKS = {"begin", "preprocess_batch", "run", "end"}
-
-
-def place_of(frame: FrameType | None, step: int) -> str:
-    """Describes what a thread is doing, based on its stack, for example "reading batch 5,113".
-
-    Args:
-      frame: The innermost frame, or None if the thread has ended.
-      step: The number of train steps that have begun.
-    """
-    place, is_known, count, ahead, evaluation = "between two steps", False, step, 0, ""
-    while frame is not None:
-        code, names = frame.f_code, frame.f_locals
-        owner: Any = names.get("self")
-        if code is Evaluation.evaluate.__code__:
-            evaluation, count = f" of the evaluation {owner.spec.name!r}", _counts(owner.loop.engine)[1]
-        elif code is agreement.JointReader.__call__.__code__:
-            ahead += owner.held
-        if code.co_name in _HOOKS and isinstance(owner, Action):
-            place, is_known = f"in {type(owner).__name__}", True
-        elif not is_known and (found := _what(code, names)):
-            place, is_known = found, True
-        frame = frame.f_back
-    numbers = {"batch": count + ahead + 1, "next": count + 1, "newest": count}
-    return place.format(**{name: f"{number:,}{evaluation}" for name, number in numbers.items()})
-
-
-def _what(code: CodeType, names: Any) -> str | None:
-    owner = names.get("self")
-    if isinstance(owner, Step) and code.co_name in _STEP_HOOKS:
-        return f"in {type(owner).__name__}.{code.co_name}, step {{next}}"
-    if code in _WAITING_FOR_PROCESSES:
-        return "waiting for the other processes"
-    if code in _WAITING:
-        return "waiting for step {newest}"
-    if code is Program.run.__code__:
-        return "running step {next}" if names.get("is_in_step") else "reading batch {batch}"
-    if code in _READING:
-        return "reading batch {batch}"
-    if code is Training._resume.__code__:
-        return "restoring a checkpoint"
-    return None
-
-
-def _is_at_barrier(frame: FrameType | None) -> bool:
-    """Returns whether an Orbax thread is waiting for the other processes."""
-    while frame is not None:
-        if "multihost" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
