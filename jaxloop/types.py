@@ -92,7 +92,13 @@ class TrainState(train_state.TrainState):
 
         Raises:
           TypeError: If a leaf of `params` is not an array.
+          ValueError: If `params` has values that Flax replaces by their gradients, as its FP8 layers do.
         """
+        if isinstance(params, Mapping) and "_overwrite_with_gradient" in params:
+            raise ValueError(
+                "TrainState updates all params with the optimizer, so they can't contain '_overwrite_with_gradient', "
+                "Flax's FP8 statistics. Use Flax's own TrainState, from flax.training.train_state."
+            )
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
                 raise TypeError(

@@ -87,3 +87,9 @@ def test_metric_type_defaults_to_scalar():
 def test_update_variables_with_none_returns_the_state():
     state = types.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1), batch_stats={"m": 1.0})
     assert state.update_variables(None) is state
+
+
+def test_values_that_flax_would_replace_by_their_gradients_are_an_error():
+    params = {"params": {"kernel": jnp.ones(3)}, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    with pytest.raises(ValueError, match="Use Flax's own TrainState"):
+        types.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
