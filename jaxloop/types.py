@@ -94,7 +94,7 @@ class TrainState(train_state.TrainState):
           TypeError: If a leaf of `params` is not an array.
           ValueError: If `params` has values that Flax replaces by their gradients, as its FP8 layers do.
         """
-        if isinstance(params, Mapping) and "_overwrite_with_gradient" in params:
+        if "_overwrite_with_gradient" in (params if isinstance(params, Mapping) else ()):
             raise ValueError(
                 "TrainState updates all params with the optimizer, so they can't contain '_overwrite_with_gradient', "
                 "Flax's FP8 statistics. Use Flax's own TrainState, from flax.training.train_state."

@@ -3,12 +3,14 @@
 A leaf is identified by its path, such as `params/Dense_0/kernel`.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxloop.base import checks, path_patterns
@@ -49,6 +51,17 @@ def template_of(state: Any) -> Any:
     keys = _keys_in(leaves)
     shapes = [leaf if at in keys else checks.shape_of(leaf) for at, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, shapes)
+
+
+def fingerprint(tree: Any) -> str:
+    """Returns a hash of the paths, shapes and dtypes of a tree's leaves, and of its empty containers.
+
+    If a saved tree and a template have the same hash, Orbax can restore the tree without reading its structure first,
+    which would take half as long as reading the arrays.
+    """
+    nodes = ocp.tree.to_flat_dict(tree, sep="/", keep_empty_nodes=True).items()
+    forms = [(path, str(getattr(node, "dtype", type(node))), getattr(node, "shape", ())) for path, node in nodes]
+    return hashlib.sha256(repr(sorted(forms)).encode()).hexdigest()
 
 
 def check_names(tree: Any, what: str) -> None:

@@ -143,6 +143,7 @@ class CheckpointWriter:
             stored.check_names(with_leaves, "trees")
             items[read.TREES] = ocp.args.PyTreeSave(stored.storable(with_leaves))
         custom_metadata |= {read.FORMAT_KEY: read.FORMAT, read.VERSION_KEY: read.own_version()}
+        custom_metadata[read.LEAVES_KEY] = stored.fingerprint(state)
         if self._policy.best is not None:
             custom_metadata[read.BEST_KEY] = list(self._policy.best)
         return ocp.args.Composite(**items), custom_metadata

@@ -1,6 +1,7 @@
 """A breakdown of runs' wall time, across all restarts."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import final
 
 from etils import epath
@@ -9,7 +10,7 @@ from jaxloop.base.text import table
 from jaxloop.base.timing import duration
 from jaxloop.runs import run_log
 
-# The parts, each with its name in the table.
+# The parts of the wall time, each with its name in the table.
 _PARTS = {
     "productive": "productive steps",
     "repeated": "repeated steps",
@@ -33,41 +34,26 @@ class Goodput:
     The parts add up to the time between the first start of a run and its last recorded activity. `str` returns them as
     a table.
 
-    >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
+    >>> print(Goodput({"productive": 90.0, "data": 9.0, "startup": 1.0}, steps=1000, starts=1))
     productive steps   90.0%  1 min 30 s  1,000 steps
     waiting for data    9.0%       9.0 s
     start-up            1.0%       1.0 s
     total             100.0%  1 min 40 s  1 start
 
     Attributes:
-      productive: Seconds spent dispatching new steps and waiting for the devices to run them.
-      repeated: Seconds spent repeating steps that a killed process had already run after its last checkpoint.
-      compiling: Seconds spent tracing and compiling the train step.
-      data: Seconds spent waiting for the next batch.
-      actions: Seconds spent in actions other than saving checkpoints.
-      evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds that the loop was blocked by saving checkpoints.
-      restores: Seconds spent restoring checkpoints.
-      startup: Seconds between the start of a process and its call to the `OuterLoop`.
-      downtime: Seconds between the last log line of a process and the start of the next process. If a process is
-        killed, this includes the time between its last log line and its end.
-      unknown: Seconds that belong to none of the above.
+      parts: The seconds spent on each part. `productive`: dispatching new steps, and waiting for the devices to run
+        them. `repeated`: repeating steps that a killed process had already run after its last checkpoint. `compiling`:
+        tracing and compiling the train step. `data`: waiting for the next batch. `actions`: actions other than saving
+        checkpoints. `evals`: evaluations, including their compilation. `checkpoints`: saves of checkpoints that blocked
+        the loop. `restores`: restoring checkpoints. `startup`: from the start of a process to its call to the
+        `OuterLoop`. `downtime`: from the last log line of a process to the start of the next process; if a process is
+        killed, this includes the time between its last log line and its end. `unknown`: anything else.
       steps: The number of updates up to the last log line, not counting repeats.
       repeated_steps: The number of updates that were repeated after they had been logged.
       starts: The number of calls to the `OuterLoop`.
     """
 
-    productive: float = 0.0
-    repeated: float = 0.0
-    compiling: float = 0.0
-    data: float = 0.0
-    actions: float = 0.0
-    evals: float = 0.0
-    checkpoints: float = 0.0
-    restores: float = 0.0
-    startup: float = 0.0
-    downtime: float = 0.0
-    unknown: float = 0.0
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     steps: int = 0
     repeated_steps: int = 0
     starts: int = 0
@@ -75,20 +61,16 @@ class Goodput:
     @property
     def total(self) -> float:
         """The total wall time, in seconds."""
-        return sum(getattr(self, part) for part in _PARTS)
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The seconds spent on each part, keyed by the part's name in the table."""
-        return {name: getattr(self, part) for part, name in _PARTS.items()}
+        return sum(self.parts.values())
 
     def __add__(self, other: "Goodput") -> "Goodput":
-        names = [field.name for field in dataclasses.fields(self)]
-        return Goodput(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        parts = {part: self.parts.get(part, 0.0) + other.parts.get(part, 0.0) for part in _PARTS}
+        counts = (self.steps + other.steps, self.repeated_steps + other.repeated_steps, self.starts + other.starts)
+        return Goodput(parts, *counts)
 
     def __str__(self) -> str:
         counts = {"productive": f"{self.steps:,} steps", "repeated": f"{self.repeated_steps:,} steps"}
-        rows = [(name, getattr(self, part), counts.get(part, "")) for part, name in _PARTS.items()]
+        rows = [(name, self.parts.get(part, 0.0), counts.get(part, "")) for part, name in _PARTS.items()]
         rows = [row for row in rows if abs(row[1]) >= 0.0005 * self.total]
         rows.append(("total", self.total, "1 start" if self.starts == 1 else f"{self.starts:,} starts"))
         share = lambda seconds: f"{seconds / max(self.total, 1e-9):.1%}"
@@ -145,4 +127,4 @@ def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
             repeated_steps += again
             when, at, reached = now, max(at, step), max(reached, step)
         most, end = reached, when
-    return Goodput(**parts, steps=most - (first or 0), repeated_steps=repeated_steps, starts=len(attempts))
+    return Goodput(parts, most - (first or 0), repeated_steps, starts=len(attempts))

@@ -81,7 +81,7 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
         "best": best,
         "step": step,
         "secs": spent.total,
-        "productive": spent.productive / max(spent.total, 1e-9),
+        "productive": spent.parts.get("productive", 0.0) / max(spent.total, 1e-9),
         "notes": attempts[-1].described.get("notes", {}),
     }
 
