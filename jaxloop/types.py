@@ -94,12 +94,12 @@ class TrainState(train_state.TrainState):
           TypeError: If a leaf of `params` is not an array.
           ValueError: If `params` has values that Flax replaces by their gradients, as its FP8 layers do.
         """
-        if "_overwrite_with_gradient" in (params if isinstance(params, Mapping) else ()):
-            raise ValueError(
-                "TrainState updates all params with the optimizer, so they can't contain '_overwrite_with_gradient', "
-                "Flax's FP8 statistics. Use Flax's own TrainState, from flax.training.train_state."
-            )
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if "_overwrite_with_gradient" in jax.tree_util.keystr(path[:1]):
+                raise ValueError(
+                    "TrainState updates all params with the optimizer, so they can't contain Flax's FP8 statistics, "
+                    "'_overwrite_with_gradient'. Use Flax's own TrainState, from flax.training.train_state."
+                )
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
                 raise TypeError(
                     f"TrainState.create takes params whose leaves are arrays, got {leaf!r} at "

@@ -63,7 +63,7 @@ BUDGET = {
     "actions": 1339,
     "base": 642,
     "check": 924,
-    "checkpoint": 848,
+    "checkpoint": 847,
     "data": 877,
     "distributed": 62,
     "engine": 1676,
