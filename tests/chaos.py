@@ -40,7 +40,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from programs import (
@@ -52,7 +51,6 @@ from programs import (
     spikes,
     stubborn,
     summaries,
-    topologies,
     tracking,
     whole_run,
 )
@@ -397,33 +395,6 @@ def damage(path: pathlib.Path, rng: random.Random) -> tuple[str, pathlib.Path]:
     return f"{file.relative_to(path)} {what}", file
 
 
-def reuse_donated(directory, report):
-    """Reuses donated states; returns the error of each call, or the value that it returned instead."""
-    jax.config.update("jax_num_cpu_devices", 4)
-    found, batch = {}, whole_run.batch_of(0)
-    for devices in (1, 2, 4):
-        program = whole_run.make_program(devices=devices)
-        step = program.train_step
-        step.ids = []
-        eval_loop = jaxloop.EvalLoop(program.eval_step)
-        train = lambda state, step=step: jaxloop.TrainLoop(step)(state, iter([batch]), 1)
-        calls = {
-            "TrainLoop": train,
-            "Step": lambda state, step=step: step(state, batch),
-            "EvalLoop": lambda state, loop=eval_loop: loop(state, iter([batch])),
-            "OuterLoop": lambda state, step=step: jaxloop.OuterLoop(jaxloop.TrainLoop(step))(state, [batch], 1),
-        }
-        for name, call in calls.items():
-            state = jax.tree.map(jnp.copy, program.state)
-            train(state)
-            try:
-                found[f"{name} {devices}"] = f"returned {call(state)}"
-            except Exception as error:
-                found[f"{name} {devices}"] = f"{type(error).__name__}: {error}"
-            report("donated", devices)
-    return found
-
-
 def run_many_steps(directory, report, *, steps):
     """Runs many steps; returns memory sizes and compilations over time, and the threads and files before and after."""
     compilations = []
@@ -463,7 +434,6 @@ def run_many_steps(directory, report, *, steps):
 JOBS: dict[str, Callable[..., Any]] = {
     "run": run_experiment,
     "damage": damage_many,
-    "donated": reuse_donated,
     "end_everywhere": end_everywhere,
     "resume_everywhere": resume_everywhere,
     "long": run_many_steps,
@@ -848,24 +818,6 @@ def two_trainers(arena: Arena, count: int, seed: int) -> Results:
         yield 1, problems + arena.finish([first], directory, options, exact=False)
 
 
-DONATED = re.compile(
-    r"ValueError: .* got a state that was already donated to .*(TrainLoop|NoisyStep).*: its buffers "
-    r"\(.*(params|step).*\) were reused.*\n"
-    r"Use the state returned by that call\. To keep a copy, make it before the call"
-)
-
-
-def donated(arena: Arena, count: int, seed: int) -> Results:
-    """Reuses donated states, on 1, 2 and 4 devices."""
-    child = arena.server.start(arena.new_directory("donated"), "donated")
-    code = child.wait()
-    if code != 0:
-        yield count, [f"the exit code is {code}: {child.log.read_text()[-3000:]}"]
-        return
-    for call, text in child.result().items():
-        yield 1, [] if DONATED.match(text) else [f"{call}: {text}"]
-
-
 def ends(arena: Arena, count: int, seed: int) -> Results:
     """Ends a run at each visit to each place. Ignores the count: the number of cases is fixed."""
     yield from compare_in_one_process(arena, "end_everywhere", count)
@@ -1117,12 +1069,6 @@ def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
         yield spikes.SPIKES, problems
 
 
-def topology_checks(arena: Arena, count: int, seed: int) -> Results:
-    """Compares predictions of whether steps fit on TPUs, for batches around the largest one that fits."""
-    for number in range(count):
-        yield 1, topologies.problems_of(seed + number)
-
-
 def hangs(arena: Arena, count: int, seed: int) -> Results:
     """Makes a run hang at each place, in a single process and in one of four. Some of the runs don't hang."""
     rng, places = random.Random(seed), [*hanging.PLACES, *hanging.HEALTHY]
@@ -1178,7 +1124,6 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "stuck": (stuck, 8),
     "event_files": (event_files, 12),
     "transformer": (transformer, 1),
-    "donated": (donated, 12),
 }
 
 
@@ -1193,8 +1138,6 @@ FORMAT = "{:<60} {:>6} {:>6} {:>8.1f}"
 TRACKERS = [name for name in tracking.WRITERS if importlib.util.find_spec(name) is not None]
 if TRACKERS:
     PARTS["trackers"] = (trackers, 20)
-if importlib.util.find_spec("libtpu") is not None:
-    PARTS["topologies"] = (topology_checks, 3)
 
 
 def run_fault_tests(directory: pathlib.Path) -> list[Row]:
