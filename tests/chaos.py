@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
-import importlib
 import importlib.util
 import itertools
 import json
@@ -40,19 +39,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from programs import (
-    copies,
     directories,
     hanging,
     launching,
-    pipelines,
-    spikes,
     stubborn,
     summaries,
-    topologies,
     tracking,
     whole_run,
 )
@@ -60,7 +54,6 @@ from programs import (
 import jaxloop
 from jaxloop import checkpoint
 from jaxloop.checkpoint import seal
-from jaxloop.runs import commands, run_log
 
 TIMEOUT_SECS = 120.0
 
@@ -202,11 +195,7 @@ def serve(cache: str) -> Any:
     assert not xla_bridge._backends, "can't fork after a JAX backend was initialized"
     for line in sys.stdin:
         request = json.loads(line)
-        if "import" in request:
-            for name in request["import"]:
-                importlib.import_module(name)
-            print(0, flush=True)
-        elif "wait" in request:
+        if "wait" in request:
             print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
         else:
             pid = os.fork()
@@ -397,33 +386,6 @@ def damage(path: pathlib.Path, rng: random.Random) -> tuple[str, pathlib.Path]:
     return f"{file.relative_to(path)} {what}", file
 
 
-def reuse_donated(directory, report):
-    """Reuses donated states; returns the error of each call, or the value that it returned instead."""
-    jax.config.update("jax_num_cpu_devices", 4)
-    found, batch = {}, whole_run.batch_of(0)
-    for devices in (1, 2, 4):
-        program = whole_run.make_program(devices=devices)
-        step = program.train_step
-        step.ids = []
-        eval_loop = jaxloop.EvalLoop(program.eval_step)
-        train = lambda state, step=step: jaxloop.TrainLoop(step)(state, iter([batch]), 1)
-        calls = {
-            "TrainLoop": train,
-            "Step": lambda state, step=step: step(state, batch),
-            "EvalLoop": lambda state, loop=eval_loop: loop(state, iter([batch])),
-            "OuterLoop": lambda state, step=step: jaxloop.OuterLoop(jaxloop.TrainLoop(step))(state, [batch], 1),
-        }
-        for name, call in calls.items():
-            state = jax.tree.map(jnp.copy, program.state)
-            train(state)
-            try:
-                found[f"{name} {devices}"] = f"returned {call(state)}"
-            except Exception as error:
-                found[f"{name} {devices}"] = f"{type(error).__name__}: {error}"
-            report("donated", devices)
-    return found
-
-
 def run_many_steps(directory, report, *, steps):
     """Runs many steps; returns memory sizes and compilations over time, and the threads and files before and after."""
     compilations = []
@@ -463,14 +425,9 @@ def run_many_steps(directory, report, *, steps):
 JOBS: dict[str, Callable[..., Any]] = {
     "run": run_experiment,
     "damage": damage_many,
-    "donated": reuse_donated,
     "end_everywhere": end_everywhere,
     "resume_everywhere": resume_everywhere,
     "long": run_many_steps,
-    "pipeline": pipelines.run,
-    "copies": copies.resume_from_each,
-    "spikes": spikes.run,
-    "without_spikes": spikes.without,
 }
 
 # Runs and their results ----------------------------------------------------------------------------------
@@ -616,63 +573,6 @@ def sigkill(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
         killed += kills
         if kills or problems:
             yield kills, problems + arena.finish(children, directory, options, exact=False)
-
-
-def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Results:
-    """Kills runs with tf.data, Grain and PyTorch pipelines at random moments, and resumes them, in each API."""
-    modules, missing = pipelines.libraries()
-    for name in missing:
-        print(f"  pipelines: {name} is not installed; skipping its pipelines", flush=True)
-    arena.server.ask({"import": [*modules, "tensorboard.backend.event_processing.plugin_event_accumulator"]})
-    rng, killed, kinds = random.Random(seed), 0, collections.Counter()
-    cases = [
-        (name, api) for name, each in pipelines.PIPELINES.items() if each.library not in missing for api in each.apis
-    ]
-    rng.shuffle(cases)
-    for name, api in itertools.cycle(cases):
-        if killed >= count:
-            break
-        options, directory = {"pipeline": name, "api": api, "pace": 0.01}, arena.new_directory("pipeline")
-        start_run = functools.partial(arena.server.start, directory, "pipeline", **options)
-        reference, children = arena.reference(options, "pipeline", "step"), []
-        while len(children) < min(per_run, count - killed):
-            child = start_run()
-            if child.wait_for("step"):
-                time.sleep(rng.uniform(0, 0.7 * reference.secs))
-            child.send(signal.SIGKILL)
-            if child.wait() != -signal.SIGKILL:  # It has finished, or failed; then the next process fails, too.
-                break
-            children.append(child)
-        if not children:
-            continue
-        last_child = start_run()
-        code = last_child.wait()
-        children.append(last_child)
-        has_warned = any(re.search(pipelines.WARNING, child.log.read_text()) for child in children)
-        problems, has_resumed = [], any(child.first_step for child in children)
-        if code != 0:
-            problems.append(f"the last run failed: {last_child.log.read_text()[-3000:]}")
-        elif not pipelines.PIPELINES[name].warns:
-            result = last_child.result()
-            problems += [
-                f"{what}: {first_difference(*map(as_list, (result[what], reference.result[what])))}"
-                for what in ("leaves", "history", "points")
-                if result[what] != reference.result[what]
-            ]
-            problems += ["it warned that resuming is not exact"] if has_warned else []
-        elif not has_warned:
-            problems.append("it did not warn that resuming is not exact")
-        killed += len(children) - 1
-        kinds[pipelines.PIPELINES[name].library, api, "resumed" if has_resumed else "killed before the first save"] += (
-            len(children) - 1
-        )
-        yield len(children) - 1, [f"{name}, {api}: {problem}" for problem in problems]
-    for kind, number in sorted(kinds.items()):
-        print(f"  pipelines: {number:3} kills in {', '.join(kind)}", flush=True)
-
-
-def as_list(value: Any) -> list[Any]:
-    return sorted(value.items()) if isinstance(value, dict) else value
 
 
 def lost_too_much(child: Child, save: int, saves_under_way: int) -> list[str]:
@@ -848,24 +748,6 @@ def two_trainers(arena: Arena, count: int, seed: int) -> Results:
         yield 1, problems + arena.finish([first], directory, options, exact=False)
 
 
-DONATED = re.compile(
-    r"ValueError: .* got a state that was already donated to .*(TrainLoop|NoisyStep).*: its buffers "
-    r"\(.*(params|step).*\) were reused.*\n"
-    r"Use the state returned by that call\. To keep a copy, make it before the call"
-)
-
-
-def donated(arena: Arena, count: int, seed: int) -> Results:
-    """Reuses donated states, on 1, 2 and 4 devices."""
-    child = arena.server.start(arena.new_directory("donated"), "donated")
-    code = child.wait()
-    if code != 0:
-        yield count, [f"the exit code is {code}: {child.log.read_text()[-3000:]}"]
-        return
-    for call, text in child.result().items():
-        yield 1, [] if DONATED.match(text) else [f"{call}: {text}"]
-
-
 def ends(arena: Arena, count: int, seed: int) -> Results:
     """Ends a run at each visit to each place. Ignores the count: the number of cases is fixed."""
     yield from compare_in_one_process(arena, "end_everywhere", count)
@@ -876,14 +758,9 @@ def resumes(arena: Arena, count: int, seed: int) -> Results:
     yield from compare_in_one_process(arena, "resume_everywhere", count)
 
 
-def copied(arena: Arena, count: int, seed: int) -> Results:
-    """Resumes from incomplete and foreign copies of checkpoints, and with damaged history files."""
-    yield from compare_in_one_process(arena, "copies", count, num_cases=count, seed=seed)
-
-
-def compare_in_one_process(arena: Arena, job: str, count: int, **options: Any) -> Results:
+def compare_in_one_process(arena: Arena, job: str, count: int) -> Results:
     """Runs a job that breaks many runs in one process, and returns the differences found in each of them."""
-    child = arena.server.start(arena.new_directory(job), job, **options)
+    child = arena.server.start(arena.new_directory(job), job)
     if child.wait(5 * TIMEOUT_SECS) != 0:
         yield count, [child.log.read_text()[-3000:]]
         return
@@ -991,138 +868,6 @@ def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Results:
         yield faults, [*found, str(happened)] if found else []
 
 
-def goodput(arena: Arena, count: int, seed: int, max_stops: int = 4) -> Results:
-    """Kills and stops runs at random moments, and compares their goodput with outside measurements."""
-    options = {"source": "many", "total": 150, "loop_steps": 10, "save": 7, "keep": 2, "pace": 0.02}
-    rng, reference = random.Random(seed), arena.reference({**options})
-    for _ in range(count):
-        directory, children, problems, furthest, repeated, began = arena.new_directory("goodput"), [], [], 0, 0, 0.0
-        for number in itertools.count():
-            child = arena.server.start(directory, **options)
-            began = time.time() if number == 0 else began
-            children.append(child)
-            if number < max_stops:
-                wait_for_start(directory, number + 1)  # Nothing records a process that ends earlier.
-                if rng.random() < 0.75:
-                    child.wait_for("step")
-                time.sleep(rng.uniform(0, reference.secs / 3))
-                child.send(rng.choice([signal.SIGKILL, signal.SIGTERM]))
-            code = child.wait()
-            steps = child.at("step")
-            reached = child.first_step + len(steps)
-            repeated += max(min(reached, furthest) - child.first_step, 0) if steps else 0
-            furthest = max(furthest, reached)
-            if code == 0:
-                break
-            # SIGTERM may arrive before the run has set its handler.
-            if code not in (-signal.SIGKILL, -signal.SIGTERM, 143):
-                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
-                break
-            time.sleep(rng.uniform(0, 0.5))
-        # The last process writes its result when the run ends. Its exit may take long after that on a busy machine.
-        secs, found = os.stat(directory / "result.json").st_mtime - began, jaxloop.goodput(directory)
-        expected = options["total"], repeated, len(children)
-        # The steps of a killed process are known up to its last log line.
-        if (found.steps, found.starts) != (expected[0], expected[2]) or found.repeated_steps > repeated:
-            problems.append(f"it counts {found.steps, found.repeated_steps, found.starts} instead of {expected}")
-        if abs(found.total - secs) > 0.01 * secs:
-            problems.append(f"its parts add up to {found.total:.3f} s instead of {secs:.3f} s:\n{found}")
-        yield 1, problems
-
-
-def wait_for_start(directory: pathlib.Path, number: int) -> None:
-    """Waits until the run log contains this many starts."""
-    end, found = time.monotonic() + TIMEOUT_SECS, 0
-    while found < number:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{directory} has no start {number}")
-        time.sleep(0.002)
-        with contextlib.suppress(FileNotFoundError):  # The run has not begun to write yet.
-            found = len([each for each in run_log.read(directory) if each.started])
-
-
-COMMANDS = "save", "log_every=7", "log_every=3", "summary.interval=5", "checkpoint.interval=11", "profile=2"
-
-
-def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
-    """Sends commands to runs and kills them; compares each with a run that resumes after its last command."""
-    rng = random.Random(seed)
-    for number in range(count):
-        options: dict[str, Any] = {"source": "many", "total": 150, "loop_steps": [10, None][number % 2], "save": 7}
-        options |= {"keep": 1000, "pace": 0.02, "steps_per_dispatch": [1, 4][number // 2 % 2]}
-        directory, problems, given, answers = arena.new_directory("told"), [], [], []
-        for attempt in range(kills + 1):
-            child = arena.server.start(directory, **options)
-            child.wait_for("action")
-            for _ in range(rng.randint(1, 2)):
-                with contextlib.suppress(ValueError):  # The run has ended.
-                    given.append(jaxloop.tell(directory, rng.choice(COMMANDS), wait_secs=rng.choice([0, 3])))
-            if attempt < kills:
-                time.sleep(rng.uniform(0, 0.5))
-                child.send(signal.SIGKILL)
-            code = child.wait()
-            answers += commands.answers(directory)  # Without a checkpoint, a run restarts without its commands.
-            if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
-                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
-            if code == 0:
-                break
-        found, first = child.result(), checkpoint.all_steps(directory / "checkpoints")[0]
-        rows = [(elapsed["steps"], logs["command"]) for elapsed, logs in found["history"] if "command" in logs]
-        newest = max([first, *(step for step, _ in rows)])  # Each command is followed by a checkpoint.
-        again = whole_run.copy_until(newest, directory, arena.new_directory("told_again"))
-        uninterrupted = arena.server.start(again, **options)
-        if uninterrupted.wait() != 0:
-            problems.append(f"the uninterrupted run failed: {uninterrupted.log.read_text()[-3000:]}")
-        for what in ("state", "history"):
-            if found[what] != uninterrupted.result()[what]:
-                problems.append(f"the {what} differs: {commands.answers(directory)}")
-        done = [(answer.step, answer.command) for answer in answers if answer.error is None]
-        if strange := [row for row in rows if row not in done]:
-            problems.append(f"the history has {strange}, but the answers are {done}")
-        if lost := [each for each in given if each is not None and each not in answers]:
-            problems.append(f"answers were lost: {lost}")
-        yield 1, problems
-
-
-def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
-    """Kills runs whose loss spikes; compares each with a run on data without the batches that it left out."""
-    rng = random.Random(seed)
-    for number in range(count // spikes.SPIKES):
-        options, directory = {"seed": seed * 1000 + number}, arena.new_directory("spikes")
-        problems = []
-        for attempt in range(kills + 1):
-            child = arena.server.start(directory, "spikes", **options)
-            child.wait_for("action")
-            if attempt < kills:
-                time.sleep(rng.uniform(0, 2))
-                child.send(signal.SIGKILL)
-            code = child.wait()
-            if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
-                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
-            if code == 0:
-                break
-        if not problems:
-            found = child.result()
-            if missing := set(spikes.spikes_of(options["seed"])) - set(found["left_out"]):
-                problems.append(f"the spikes {missing} were not left out")
-            options |= {"left_out": found["left_out"], "rewinds": directory.name}
-            other = arena.server.start(arena.new_directory("without_spikes"), "without_spikes", **options)
-            if other.wait() != 0:
-                problems.append(f"the run without the batches failed: {other.log.read_text()[-3000:]}")
-            else:
-                problems += other.result()["problems"]
-                problems += [
-                    f"the {what} differs" for what in ("state", "history") if found[what] != other.result()[what]
-                ]
-        yield spikes.SPIKES, problems
-
-
-def topology_checks(arena: Arena, count: int, seed: int) -> Results:
-    """Compares predictions of whether steps fit on TPUs, for batches around the largest one that fits."""
-    for number in range(count):
-        yield 1, topologies.problems_of(seed + number)
-
-
 def hangs(arena: Arena, count: int, seed: int) -> Results:
     """Makes a run hang at each place, in a single process and in one of four. Some of the runs don't hang."""
     rng, places = random.Random(seed), [*hanging.PLACES, *hanging.HEALTHY]
@@ -1160,25 +905,19 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "soak": (soak, 100),
     "signals": (signals, 100),
     "sigkill": (sigkill, 100),
-    "pipelines": (data_pipelines, 100),
     "resumes": (resumes, 198),
     "ends": (ends, 78),
     "damaged": (damaged, 500),
-    "copied": (copied, 100),
     "disk_full": (disk_full, 10),
     "lost_directories": (lost_directories, 9),
     "impostors": (impostors, 10),
-    "goodput": (goodput, 20),
-    "told": (told, 20),
     "hangs": (hangs, 64),
-    "spikes": (spiking, 100),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),
     "stuck": (stuck, 8),
     "event_files": (event_files, 12),
     "transformer": (transformer, 1),
-    "donated": (donated, 12),
 }
 
 
@@ -1193,8 +932,6 @@ FORMAT = "{:<60} {:>6} {:>6} {:>8.1f}"
 TRACKERS = [name for name in tracking.WRITERS if importlib.util.find_spec(name) is not None]
 if TRACKERS:
     PARTS["trackers"] = (trackers, 20)
-if importlib.util.find_spec("libtpu") is not None:
-    PARTS["topologies"] = (topology_checks, 3)
 
 
 def run_fault_tests(directory: pathlib.Path) -> list[Row]:

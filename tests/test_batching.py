@@ -39,24 +39,6 @@ class Regression(jaxloop.Step):
         return state.apply_gradients(grads=grads), {"loss": loss, "rows": (batch["row"] + 1).sum()}
 
 
-def train(dataset, total_steps, directory=None, **options):
-    """Returns the step, state and history of a run. With a directory, it resumes and saves after every step."""
-    step = Regression()
-    actions = [] if directory is None else [jaxloop.CheckpointAction(directory, interval=every(steps=1))]
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, end_actions=actions, **options),
-        checkpoint_spec=directory and jaxloop.CheckpointSpec(directory),
-        log_interval=every(steps=1),
-    )
-    state, _ = outer_loop(step.initialize_model([1, 3]), dataset, train_total_steps=total_steps)
-    return step, state, outer_loop.history
-
-
-def assert_same(one, two):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def shuffled():
     return data.batched(DATASET, 8, seed=3)
 
@@ -66,19 +48,6 @@ def rows_of(batches, number=None):
 
 
 # Resuming -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_run_resumed_after_every_step_is_bit_identical(prefetch, tmp_path, logs):
-    dataset = lambda: data.prefetch(shuffled(), prefetch) if prefetch else shuffled()
-    total = 10
-    _, state, history = train(dataset(), total)
-    for step_num in range(1, total + 1):
-        _, resumed, again = train(dataset(), step_num, tmp_path / "run")
-    assert sum("Resumed at step" in message for message in logs.messages) == total - 1
-    assert_same(state, resumed)
-    for path in ("train.rows", "train.loss", "samples"):
-        assert history.collect(path) == again.collect(path)
 
 
 def test_position_is_only_the_number_of_the_next_batch():
@@ -165,17 +134,6 @@ def test_the_epochs_of_batched_follow_the_seed_alone_whatever_the_api(monkeypatc
         assert [number for number, _ in itertools.groupby(seen)] == [[7, 0, 0], [7, 0, 1], [7, 0, 2]]
 
 
-def test_each_process_reads_its_share_of_each_epoch():
-    whole = rows_of_epochs(data.batched(DATASET, 40, seed=0), 2)
-    shares = [
-        rows_of_epochs(
-            data.shard_for_process(data.batched(DATASET, 40, seed=0), process_index=place, process_count=2), 2
-        )
-        for place in (0, 1)
-    ]
-    assert [one + other for one, other in zip(*shares, strict=True)] == whole
-
-
 class Recorded(list):
     """The examples, with the thread that read each one."""
 
@@ -228,8 +186,9 @@ def test_stop_iteration_in_a_batch_function_does_not_end_the_data(make):
     def broken(index):
         return {name: leaf[: index + 1] if index < 2 else next(iter([])) for name, leaf in DATASET.items()}
 
+    step = Regression()
     with pytest.raises(RuntimeError, match="(broken|lambda>) raised StopIteration for the index 2"):
-        train(make(broken), 5)
+        jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), make(broken), 5)
 
 
 # Sizes ----------------------------------------------------------------------------------------------------
@@ -341,56 +300,6 @@ def test_invalid_examples_and_sizes_raise(make, error, message):
 
 # Hugging Face datasets ------------------------------------------------------------------------------------
 
-# pandas is installed with `datasets`. A custom format is a transformation that is applied when rows are read.
-FORMATS = [None, "numpy", "pandas", "arrow", "custom"]
-
-
-def hugging_face(kind, **options):
-    columns = {name: leaf.tolist() if name == "row" else list(leaf) for name, leaf in DATASET.items()}
-    rows = pytest.importorskip("datasets").Dataset.from_dict({**columns, "text": ["a"] * ROWS})
-    if kind == "custom":
-        return rows.with_transform(lambda found: {name: list(map(np.asarray, found[name])) for name in DATASET})
-    return rows.with_format(kind, columns=list(DATASET), **options)
-
-
-def streamed(kind):
-    return hugging_face(None).with_format(None).remove_columns("text").to_iterable_dataset().with_format(kind)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_batched_converts_hugging_face_datasets_in_any_format(kind):
-    found = list(itertools.islice(data.batched(hugging_face(kind), 8, seed=3), 12))
-    for batch, expected in zip(found, shuffled(), strict=False):
-        assert batch.keys() == expected.keys() and {type(leaf) for leaf in batch.values()} == {np.ndarray}
-        jax.tree.map(np.testing.assert_array_equal, batch, expected)
-
-
-@pytest.mark.parametrize("kind", [None, "pandas", "arrow"])
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_hugging_face_datasets_without_arrays_raise(kind, is_streamed):
-    rows = streamed(kind) if is_streamed else hugging_face(kind)
-    message = rf"Hugging Face .*Dataset in the {kind or 'python'} format .*with_format\(.numpy.\).*data.batched"
-    step = Regression()
-    for read in (data.batches, lambda rows: jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), rows)):
-        with pytest.raises(TypeError, match=message):
-            read(rows)
-
-
-@pytest.mark.parametrize(("kind", "what"), [("pandas", "a DataFrame"), ("arrow", "a Table")])
-def test_table_as_a_batch_raises(kind, what):
-    step = Regression()
-    with pytest.raises(TypeError, match=rf"batch is {what}, .*with_format\(.numpy.\)"):
-        jaxloop.LossStep(
-            jax.random.key(0), nn.Dense(1), OPTIMIZER, train=True, loss=lambda outputs, batch: outputs.mean()
-        )(step.initialize_model([1, 3]), next(hugging_face(kind).iter(batch_size=4)))
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_hugging_face_datasets_of_arrays_are_used_unchanged(is_streamed):
-    batches = (streamed("numpy") if is_streamed else hugging_face("numpy").remove_columns("text")).batch(10)
-    assert rows_of(data.batches(batches)) == [list(range(begin, begin + 10)) for begin in range(0, ROWS, 10)]
-    assert data.batches(batches).kind == ("state_dict" if is_streamed else "unknown")
-
 
 class Rows:
     """The parts of a Hugging Face dataset that `batched` uses, for tests without the library."""
@@ -433,7 +342,7 @@ class FromState(Regression):
         return state, {name: leaf[rows] for name, leaf in DATASET.items()}
 
 
-def test_a_step_without_data_makes_each_batch_from_the_newest_state(tmp_path):
+def test_a_step_without_data_makes_each_batch_from_the_newest_state(tmp_path, assert_same):
     def run(total_steps, directory):
         step = FromState()
         outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=every(steps=1), workdir=directory)

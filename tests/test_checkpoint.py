@@ -1,6 +1,5 @@
 import contextlib
 import errno
-import itertools
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
+from programs import tiny
 
 from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, examples, partition
 from jaxloop.actions import CheckpointAction
@@ -40,60 +40,44 @@ def save(directory, *steps_and_states):
 
 
 def test_restore_model_restores_the_newest_or_the_given_step(tmp_path, assert_same):
-    step, state, batches = examples.tiny_regression()
-    first, _ = step(state, batches[0])
-    first_values = jax.device_get(first)
-    save(tmp_path, (1, first))
-    second, _ = step(first, batches[1])
-    save(tmp_path, (2, second))
-    fresh, template, _ = examples.tiny_regression()
-    assert_same(fresh.restore_model(template, tmp_path), second)
-    assert_same(fresh.restore_model(template, tmp_path, step=1), first_values)
-    assert int(template.step) == 0  # Still usable.
-
-
-def test_step_0_can_be_restored_explicitly(tmp_path):
-    step, state, batches = examples.tiny_regression()
-    save(tmp_path, (0, state))
-    state, _ = step(state, batches[0])
+    save(tmp_path, (0, tiny.STATE))
+    state, _ = tiny.STEP(tiny.STATE, tiny.BATCHES[0])
     save(tmp_path, (1, state))
-    assert int(step.restore_model(state, tmp_path, step=0).step) == 0
+    assert_same(tiny.STEP.restore_model(tiny.STATE, tmp_path), state)
+    assert_same(tiny.STEP.restore_model(tiny.STATE, tmp_path, step=0), tiny.STATE)
+    assert int(tiny.STATE.step) == 0  # Still usable.
 
 
 def test_restoring_without_checkpoints_raises(tmp_path, logs):
-    step, state, _ = examples.tiny_regression()
     for number in (None, 3):
         with pytest.raises(FileNotFoundError, match="No checkpoint in "):
-            step.restore_model(state, tmp_path / "nowhere", number)
-        assert step.restore_model(state, tmp_path / "nowhere", number, missing_ok=True) is state
+            tiny.STEP.restore_model(tiny.STATE, tmp_path / "nowhere", number)
+        assert tiny.STEP.restore_model(tiny.STATE, tmp_path / "nowhere", number, missing_ok=True) is tiny.STATE
     assert f"No checkpoint found in {tmp_path / 'nowhere'}" in logs.messages
 
 
 def test_restoring_a_missing_step_raises_and_lists_the_steps(tmp_path):
-    step, state, _ = examples.tiny_regression()
-    save(tmp_path, (3, state), (5, state))
+    save(tmp_path, (3, tiny.STATE), (5, tiny.STATE))
     with pytest.raises(FileNotFoundError, match="No checkpoint of step 4 in .*, which holds steps 3, 5"):
-        step.restore_model(state, tmp_path, step=4)
+        tiny.STEP.restore_model(tiny.STATE, tmp_path, step=4)
 
 
 def test_restore_model_skips_a_damaged_checkpoint_without_moving_it(tmp_path, warnings_logged):
-    step, state, _ = examples.tiny_regression()
     with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
         for number in (1, 2):
-            writer.save(number, state.replace(step=number))
+            writer.save(number, tiny.STATE.replace(step=number))
     (tmp_path / "2" / "default" / "_METADATA").unlink()
-    assert int(step.restore_model(state, tmp_path).step) == 1
+    assert int(tiny.STEP.restore_model(tiny.STATE, tmp_path).step) == 1
     assert checkpoint.all_steps(tmp_path) == [1, 2] and "_METADATA is missing" in warnings_logged()[-1]
     with pytest.raises(checkpoint.CheckpointError, match="_METADATA is missing"):
-        step.restore_model(state, tmp_path, step=2)
+        tiny.STEP.restore_model(tiny.STATE, tmp_path, step=2)
 
 
 def test_relative_directory_is_accepted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    step, state, _ = examples.tiny_regression()
-    save("runs/first", (3, state))
+    save("runs/first", (3, tiny.STATE))
     assert checkpoint.all_steps("runs/first") == [3]
-    step.restore_model(state, "runs/first")
+    tiny.STEP.restore_model(tiny.STATE, "runs/first")
 
 
 MANAGERS = {
@@ -106,9 +90,8 @@ MANAGERS = {
 
 @pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
 def test_managers_of_both_styles_save_and_restore(tmp_path, make, assert_same):
-    step, state, _ = examples.tiny_regression()
-    save(make(tmp_path), (3, state))
-    assert_same(step.restore_model(state, tmp_path), state)
+    save(make(tmp_path), (3, tiny.STATE))
+    assert_same(tiny.STEP.restore_model(tiny.STATE, tmp_path), tiny.STATE)
 
 
 def test_checkpoint_of_plain_orbax_and_flax_is_restored(tmp_path):
@@ -124,10 +107,9 @@ def test_checkpoint_of_plain_orbax_and_flax_is_restored(tmp_path):
 
 
 def test_python_and_numpy_leaves_are_restored(tmp_path):
-    step, state, _ = examples.tiny_regression()
-    odd = state.replace(step=np.int32(7), batch_stats={"scale": 0.5})
+    odd = tiny.STATE.replace(step=np.int32(7), batch_stats={"scale": 0.5})
     save(tmp_path, (7, odd))
-    restored = step.restore_model(odd.replace(step=0, batch_stats={"scale": 1.0}), tmp_path)
+    restored = tiny.STEP.restore_model(odd.replace(step=0, batch_stats={"scale": 1.0}), tmp_path)
     assert int(restored.step) == 7 and float(restored.batch_stats["scale"]) == 0.5
     restored = checkpoint.restore(tmp_path, 7, odd.replace(step=0, batch_stats={"scale": 1.0}), transforms={})
     assert int(restored.step) == 7 and float(restored.batch_stats["scale"]) == 0.5
@@ -201,8 +183,7 @@ def test_a_run_with_transforms_can_be_restarted(tmp_path, assert_same, old, new,
 
 
 def test_transforms_that_do_not_fit_the_state_raise(tmp_path):
-    _, state, _ = examples.tiny_regression()
-    save(tmp_path, (1, state))
+    save(tmp_path, (1, tiny.STATE))
     for wrong, error, text in [
         ({"**/gone/*": "**/kernel/*"}, ValueError, "matches no path"),
         ({"params/kernel": "params/weights"}, ValueError, r"params/kernel: \(none\) -> float32\[3, 1\]"),
@@ -210,9 +191,9 @@ def test_transforms_that_do_not_fit_the_state_raise(tmp_path):
         ({"(.*)old": orbax_checkpoint.Transform()}, TypeError, r"such as \{'\*\*/Dense/\*\*': '\*\*/output/\*\*'\}"),
     ]:
         with pytest.raises(error, match=text):
-            checkpoint.restore_newest(tmp_path, state, transforms=wrong)
+            checkpoint.restore_newest(tmp_path, tiny.STATE, transforms=wrong)
         with pytest.raises(error, match=text):
-            checkpoint.Checkpoint.at(tmp_path, 1).check_fits(state, wrong)
+            checkpoint.Checkpoint.at(tmp_path, 1).check_fits(tiny.STATE, wrong)
     assert checkpoint.all_steps(tmp_path) == [1]
 
 
@@ -304,9 +285,8 @@ def test_keep_every_keeps_checkpoints_forever_across_restarts(tmp_path, best, ke
 
 
 def test_keep_every_is_part_of_the_interval(tmp_path):
-    step, state, batches = examples.tiny_regression()
     action = CheckpointAction(tmp_path, every(steps=4), keep=1, keep_every=every(steps=5))
-    TrainLoop(step, end_actions=[action])(state, batches, 14)
+    TrainLoop(tiny.STEP, end_actions=[action])(tiny.STATE, tiny.BATCHES, 14)
     assert checkpoint.all_steps(tmp_path) == [5, 10, 12]
     with pytest.raises(TypeError, match=r"keep_every must be a schedule such as every\(steps=1000\), got 1000"):
         CheckpointAction(tmp_path, keep_every=1000)
@@ -384,11 +364,6 @@ def test_checkpoints_of_plain_orbax_have_no_metadata(tmp_path):
         with make(tmp_path / name) as manager:
             manager.save(1, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}))
         assert checkpoint.Checkpoint.at(tmp_path / name, 1).metadata() == {}
-
-
-def test_metadata_of_a_missing_checkpoint_raises(tmp_path):
-    with pytest.raises(FileNotFoundError, match="No checkpoint in"):
-        checkpoint.Checkpoint.at(tmp_path, 3).metadata()
 
 
 def test_values_that_are_too_large_to_be_read_again_raise(tmp_path, monkeypatch):
@@ -520,25 +495,6 @@ def test_saved_values_can_be_changed_and_donated_once_save_returns(tmp_path):
     assert (checkpoint.restore(tmp_path, 1, {"w": jnp.zeros([500_000])})["w"] == 1).all()
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (1, 4)])
-def test_trees_are_restored_onto_a_different_mesh(tmp_path, data_parallel, before, after):
-    def split(devices, values):
-        mesh = data_parallel(devices).mesh
-        return jax.device_put(values, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-
-    writer = checkpoint.CheckpointWriter(tmp_path)
-    writer.save(1, STATE, trees={"sums": {"x": split(before, jnp.arange(16.0))}})
-    writer.close()
-    template = split(after, jnp.zeros([16]))
-    x = checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"sums": {"x": template}})["sums"]["x"]
-    assert x.sharding == template.sharding and len(x.addressable_shards) == after
-    np.testing.assert_array_equal(x, jnp.arange(16.0))
-    shape = jax.ShapeDtypeStruct([16], x.dtype, sharding=template.sharding)  # Costs no memory.
-    assert (
-        checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"sums": {"x": shape}})["sums"]["x"].sharding == x.sharding
-    )
-
-
 def test_dtype_is_never_cast_silently(tmp_path):
     save(tmp_path, (1, {"old": jnp.ones([2], jnp.float32)}))
     transforms = {"old": "new"}
@@ -656,12 +612,6 @@ def test_step_of_a_damaged_checkpoint_can_be_saved_again(runs):
     assert_is_run(runs, 2, state)
     with orbax_checkpoint.CheckpointManager(runs) as manager:
         assert manager.all_steps() == [1, 2]
-
-
-def test_empty_checkpoint_is_damaged(runs):
-    shutil.rmtree(runs / "2")
-    (runs / "2").mkdir()
-    assert checkpoint.restore_newest(runs, make_run(0)[0])[1] == 1
 
 
 def test_restoring_a_damaged_step_raises_and_lists_the_files(runs, saved_runs):
@@ -905,13 +855,9 @@ def test_saving_to_an_unwritable_directory_names_the_step(tmp_path):
 
 
 def test_prepare_directory_raises_on_a_full_disk(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # As on a full disk, empty files can still be created.
-    try:
-        with pytest.raises(OSError, match="Can't write to the directory"):
-            files.prepare_directory(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    # As on a full disk, empty files can still be created.
+    with limit_file_size(0), pytest.raises(OSError, match="Can't write to the directory"):
+        files.prepare_directory(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -993,12 +939,11 @@ PARTS_OF_A_CHECKPOINT = ("SEAL", "_CHECKPOINT_METADATA", "default", "run")
 
 
 def short_run(directory, total=20):
-    step, state, batches = examples.tiny_regression()
     save = CheckpointAction(directory, every(steps=10))
     outer_loop = OuterLoop(
-        TrainLoop(step, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory), log_interval=every(steps=5)
+        TrainLoop(tiny.STEP, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory), log_interval=every(steps=5)
     )
-    return outer_loop(state, batches, train_total_steps=total, train_loop_steps=10)[0]
+    return outer_loop(tiny.STATE, tiny.BATCHES, train_total_steps=total, train_loop_steps=10)[0]
 
 
 @pytest.fixture(scope="module")
@@ -1007,11 +952,7 @@ def finished_run(tmp_path_factory):
     return directory, short_run(directory)
 
 
-def subsets(names):
-    return [each for size in range(1, len(names) + 1) for each in itertools.combinations(names, size)]
-
-
-@pytest.mark.parametrize("missing", subsets(PARTS_OF_A_CHECKPOINT), ids="+".join)
+@pytest.mark.parametrize("missing", [*((name,) for name in PARTS_OF_A_CHECKPOINT), PARTS_OF_A_CHECKPOINT], ids="+".join)
 def test_checkpoint_with_a_missing_part_is_damaged(missing, finished_run, tmp_path, assert_same):
     directory, state = tmp_path / "copy", finished_run[1]
     shutil.copytree(finished_run[0], directory)
@@ -1086,8 +1027,7 @@ def test_malformed_checkpoint_content_raises_checkpoint_error(change, where, fin
 
 
 def test_resuming_from_a_state_of_a_plain_manager_warns(tmp_path, warnings_logged):
-    _, state, _ = examples.tiny_regression()
     with orbax_checkpoint.CheckpointManager(tmp_path) as manager:
-        manager.save(0, args=orbax_checkpoint.args.PyTreeSave(state))
+        manager.save(0, args=orbax_checkpoint.args.PyTreeSave(tiny.STATE))
     short_run(tmp_path)
     assert any("contains only a train state" in text for text in warnings_logged())

@@ -118,20 +118,12 @@ def test_custom_loop_learns_and_resumes():
     assert accuracies[400] > 0.8
 
 
-def test_custom_loop_shows_the_error_for_a_donated_state():
-    assert "was already donated to" in shown(executed(_COLABS / "custom_loop.ipynb"))
-
-
 def test_quick_start_learns():
     evaluations = re.findall(r"^step (\d+)  eval: accuracy (\d\.\d+)", in_cell("quick_start", "fit"), re.MULTILINE)
     assert [int(step) for step, _ in evaluations] == [23 * epoch for epoch in range(1, 11)]
     assert float(evaluations[-1][1]) > 0.9
     before, after = re.findall(r"(\d+\.\d)%", in_cell("quick_start", "nnx-update"))
     assert float(before) < 50 and float(after) > 90
-
-
-def test_quick_start_shows_the_curves_and_the_digits():
-    assert set(pictures(executed(_COLABS / "quick_start.ipynb"))) == {"plot", "predictions"}
 
 
 def test_quick_start_resumes_where_it_stopped():
@@ -175,10 +167,6 @@ def test_loop_language_stops_early_with_the_best_state():
     assert stopped < 5000 and stopped - best == 5 * 25
     accuracy, step = re.findall(r"the best is (\S+)%, at step (\d+)", in_cell("loop_language", "collect"))[0]
     assert float(accuracy) > 90 and int(step) == best
-
-
-def test_loop_language_shows_curves():
-    assert set(pictures(executed(_COLABS / "loop_language.ipynb"))) == {"plot", "object"}
 
 
 @pytest.fixture(params=["saved", "executed"])

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from programs.tiny import STATE, STEP
 
 import jaxloop
 from jaxloop import __main__ as command_line
@@ -38,15 +38,14 @@ class Commander:
 
 def train(workdir, given=None, total=60, *, saves_every=20, log_interval=None, more=(), **options):
     """Trains, and returns the state, the outer loop and the outputs. Log points, every 5 steps, read the commands."""
-    step, state, _ = examples.tiny_regression()
     save = jaxloop.CheckpointAction(workdir, interval=every(steps=saves_every), keep=None)
     outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, end_actions=[*more, save], **options),
+        jaxloop.TrainLoop(STEP, end_actions=[*more, save], **options),
         checkpoint_spec=jaxloop.CheckpointSpec(workdir),
         log_interval=log_interval or every(steps=5),
     )
     data = jaxloop.from_index(Commander(workdir, given or {}))
-    state, outputs = outer_loop(state, data, train_total_steps=total)
+    state, outputs = outer_loop(STATE, data, train_total_steps=total)
     return state, outer_loop, outputs
 
 
@@ -97,38 +96,6 @@ def test_log_every_adds_a_row_at_once_and_then_every_n_steps(tmp_path):
     assert steps == sorted({5, 10, 15, answer.step, 20, 40, 60, 70})
 
 
-def test_log_every_in_a_single_long_loop_counts_each_step_once(tmp_path):
-    class PollOften(jaxloop.Action):
-        uses_outputs = False
-
-        def __call__(self, state, outputs, **kwargs):
-            if commands_of:
-                commands_of[0].poll()
-
-    commands_of = []
-    step, state, batches = examples.tiny_regression()
-    loop = jaxloop.TrainLoop(step, end_actions=[PollOften(every(steps=1))])
-    outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=None, workdir=tmp_path)
-
-    def give():
-        jaxloop.tell(tmp_path, "log_every=30", wait_secs=0)
-        commands_of.extend(each for each in loop.engine.plan.items if isinstance(each, commands.Commands))
-
-    losses = []
-    plain_step, plain_state, _ = examples.tiny_regression()
-    for batch in batches[:70]:
-        plain_state, outputs = plain_step(plain_state, batch)
-        losses.append(float(outputs["loss"]))
-    data = jaxloop.from_index(Commander(tmp_path, {11: [give]}))
-    outer_loop(state, data, train_total_steps=70)
-    (answer,) = commands.answers(tmp_path)
-    steps, means = outer_loop.history.collect("steps", "train.loss")
-    assert steps == [answer.step, 30, 60, 70] and answer.step < 20
-    ends = [0, *steps]
-    expected = [np.mean(losses[one:two]) for one, two in itertools.pairwise(ends)]
-    np.testing.assert_allclose(means, expected, rtol=1e-5)
-
-
 def test_action_declares_the_options_that_commands_may_change(tmp_path):
     stopping = jaxloop.EarlyStoppingAction("loss", patience=1000, min_delta=10.0, interval=every(steps=1))
     state, _, _ = train(tmp_path, {11: ["early_stopping.patience=3"]}, more=[stopping])
@@ -149,21 +116,6 @@ def test_invalid_command_is_rejected_with_a_list_of_valid_ones(tmp_path, command
     if "patience" not in command:
         for known in ("save", "stop", "profile=N", "log_every=N", "early_stopping.patience=X", "checkpoint.interval=N"):
             assert known in answer.error
-
-
-def test_the_interval_of_an_action_that_is_read_only_is_rejected(tmp_path):
-    class Fixed(jaxloop.Action):
-        interval = property(lambda self: every(steps=7))
-
-        def __init__(self):
-            pass
-
-        def __call__(self, state, outputs, **kwargs):
-            pass
-
-    state, _, _ = train(tmp_path, {11: ["fixed.interval=9"]}, more=[Fixed()], total=30)
-    (answer,) = commands.answers(tmp_path)
-    assert "has no setter" in answer.error and int(state.step) == 30
 
 
 def test_profile_command_profiles_the_next_steps(tmp_path):

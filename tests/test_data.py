@@ -104,35 +104,6 @@ def test_batches_accepts_tensorflow_datasets():
         data.batches(tf.ones(3))
 
 
-def test_batches_accepts_grain_datasets_and_keeps_their_position():
-    grain = pytest.importorskip("grain")
-    dataset = grain.MapDataset.source(list(range(10))).batch(4)
-    loader = grain.DataLoader(
-        data_source=list(range(10)),
-        sampler=grain.samplers.SequentialSampler(10, grain.sharding.NoSharding()),
-        operations=[grain.transforms.Batch(4)],
-        worker_count=0,
-    )
-    for source in (dataset, dataset.to_iter_dataset(), loader):
-        assert [batch.tolist() for batch in data.batches(source)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-        assert not data.is_one_pass(source)
-        first, iterator = data.peek(data.batches(source))
-        before = iterator.position()
-        assert first.tolist() == next(iterator).tolist() == [0, 1, 2, 3]
-        assert next(iterator).tolist() == [4, 5, 6, 7]
-        iterator.seek(before)
-        assert next(iterator).tolist() == [0, 1, 2, 3]
-
-
-def test_batches_save_and_restore_their_position():
-    iterator = data.batches(BATCHES)
-    next(iterator)
-    saved = iterator.position()
-    again = data.batches(BATCHES)
-    again.seek(saved)
-    assert_equal(list(again), BATCHES[1:])
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

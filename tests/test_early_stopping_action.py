@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
 
 import jaxloop
 from jaxloop import examples
@@ -76,8 +77,7 @@ def test_reason_for_stopping_is_logged(options, values, sentence, logs):
 
 def states():
     """Yields the states of steps 100, 200, ..., and deletes the previous one, as a train step does."""
-    _, state, _ = examples.tiny_regression()
-    state = state.replace(collections={"rngs": jax.random.key(3), "name": "static"})
+    state = STATE.replace(collections={"rngs": jax.random.key(3), "name": "static"})
     for step in range(100, 1000, 100):
         taken, state = state, jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, state)
         state = state.replace(step=jnp.int32(step), params=jax.tree.map(lambda p: p + 1, state.params))
@@ -196,14 +196,13 @@ def test_repr_shows_metric_and_patience():
 
 def test_check_reports_an_interval_with_too_few_measurements_to_stop():
     def run(**options):
-        step, state, batches = examples.tiny_regression(num_batches=40)
-        evaluated = jaxloop.EvalLoop(examples.tiny_regression(train=False)[0])
+        evaluated = jaxloop.EvalLoop(EVAL_STEP)
         stopping = jaxloop.EarlyStoppingAction("test/loss", patience=3, min_delta=1e9, **options)
-        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[stopping]), [evaluated])
-        spec = jaxloop.EvalSpec(batches[:2], interval=every(steps=4), name="test")
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[stopping]), [evaluated])
+        spec = jaxloop.EvalSpec(BATCHES[:2], interval=every(steps=4), name="test")
         options = {"eval_specs": [spec], "train_total_steps": 40, "train_loop_steps": 20}
-        report = outer_loop.check(step.abstract_state([1, 3]), batches, **options)
-        state, _ = outer_loop(state, batches, **options)
+        report = outer_loop.check(STEP.abstract_state([1, 3]), BATCHES, **options)
+        state, _ = outer_loop(STATE, BATCHES, **options)
         return str(report), int(state.step)
 
     report, steps = run()
@@ -212,13 +211,3 @@ def test_check_reports_an_interval_with_too_few_measurements_to_stop():
     assert steps == 40
     report, steps = run(interval=every(steps=4))
     assert report.startswith("No problem") and steps == 16
-
-
-def test_monitor_prefers_the_output_of_its_own_loop():
-    step, state, batches = examples.tiny_regression(num_batches=40)
-    stopping = EarlyStoppingAction("loss", patience=2, min_delta=1e9)
-    evaluation = jaxloop.EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[stopping])
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [evaluation], log_interval=every(steps=2))
-    spec = jaxloop.EvalSpec(batches[:2], interval=every(steps=4), name="test")
-    state, _ = outer_loop(state, batches, eval_specs=[spec], train_total_steps=40)
-    assert int(state.step) == 12 and stopping.stopped

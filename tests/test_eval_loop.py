@@ -2,6 +2,7 @@ import jax
 import numpy as np
 import pytest
 from clu import metrics as clu_metrics
+from programs.tiny import BATCHES, STATE, STEP
 
 from jaxloop import examples, metrics
 from jaxloop.eval_loop import EvalLoop
@@ -39,17 +40,16 @@ def test_mean_is_exact_with_a_short_last_batch(devices, num_examples, data_paral
 
 
 def test_evaluation_does_not_change_the_state():
-    step, state, batches = examples.tiny_regression()  # Its `run` makes an update.
+    _, state, _ = examples.tiny_regression()
     before = jax.device_get(state)
-    same_state, _ = EvalLoop(step)(state, batches)
+    same_state, _ = EvalLoop(STEP)(state, BATCHES)  # The step's `run` makes an update.
     assert same_state is state
     jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
 def test_return_state_from_step_raises():
-    step, state, batches = examples.tiny_regression()
     with pytest.raises(ValueError, match="an evaluation can't change the state"):
-        EvalLoop(step)(state, batches, return_state_from_step=True)
+        EvalLoop(STEP)(STATE, BATCHES, return_state_from_step=True)
 
 
 def test_step_in_training_mode_warns(warnings_logged):

@@ -10,10 +10,7 @@ import sys
 import pytest
 from programs import summaries
 
-from jaxloop import actions, checkpoint, every, examples
-from jaxloop.base import encoding
-from jaxloop.outer_loop import OuterLoop
-from jaxloop.train_loop import TrainLoop
+from jaxloop import actions
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
@@ -100,26 +97,3 @@ def test_flush_syncs_to_disk_and_a_closed_writer_can_write_again(tmp_path, monke
     sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
     assert len(sizes) == 2 and {*sizes} <= {*synced}
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.5"]]
-
-
-def test_custom_action_is_flushed_before_a_checkpoint(tmp_path):
-    class Queueing(actions.Action):
-        queued, written = 0, 0
-
-        def __call__(self, state, outputs, **kwargs):
-            self.queued += 1
-
-        def flush(self):
-            self.written = self.queued
-
-        def state_dict(self):
-            return {"written": self.written, "queued": self.queued}
-
-    step, state, batches = examples.tiny_regression()
-    saves = actions.CheckpointAction(tmp_path, every(steps=3), keep=None)
-    train_loop = TrainLoop(step, end_actions=[saves, Queueing(every(steps=1))])
-    OuterLoop(train_loop)(state, batches, 6)
-    for number in (3, 6):
-        items = checkpoint.Checkpoint.at(tmp_path, number).run()["parts"]["train"]["agenda"]["items"]
-        kept = [encoding.decode(item["state"]) for item in items if item["name"].endswith("Queueing")]
-        assert kept == [{"written": number, "queued": number}]

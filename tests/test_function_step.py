@@ -12,8 +12,8 @@ from flax.training import train_state
 from jax.sharding import Mesh
 
 import jaxloop
-from jaxloop import examples, metrics, partition
 from jaxloop import functional as jf
+from jaxloop import metrics, partition
 from jaxloop.models.function_step import FunctionStep
 
 RNG = np.random.default_rng(0)
@@ -74,21 +74,6 @@ def test_function_step_has_no_model():
     assert step.compute_num_params(new_state()) == values_of(new_state().params).size
 
 
-def test_function_step_converts_tensors_to_arrays():
-    class Tensor:
-        """Like a TensorFlow tensor."""
-
-        def __init__(self, value):
-            self.value = value
-
-        def numpy(self):
-            return self.value
-
-    Tensor.__module__ = "tensorflow.python"
-    _, outputs = FunctionStep(lambda state, batch: (state, {"x": batch["x"]}))(jnp.float32(0), {"x": Tensor(3)})
-    assert int(outputs["x"]) == 3
-
-
 def sum_of_inputs(state, batch):
     return {"sum": jnp.sum(batch["x"])}
 
@@ -143,12 +128,6 @@ def test_step_returns_what_its_function_returns():
     assert float(state["w"][0]) == 1  # Not donated.
     assert jf.step(lambda state, batch: None)(state, BATCH) == (None, state)
     assert jf.step(lambda state, batch: None)(state, BATCH)[1] is state
-
-
-def test_outputs_of_a_step_are_added_to_the_history():
-    step = jf.step(lambda state, batch: ({"x": batch["x"]}, None, None))
-    _, history, _ = jf.loop({"w": jnp.ones(3)}, [BATCH] * 2, {jf.every(1): step})
-    assert [(elapsed.steps, outputs["x"].shape) for elapsed, outputs in history.outputs] == [(1, (8, 3)), (2, (8, 3))]
 
 
 def test_train_step_sums_its_losses():
@@ -302,26 +281,6 @@ def test_indivisible_batch_raises_in_training_but_not_in_evaluation(data_paralle
     assert float(logs["sum"]) == pytest.approx(float(short["x"].sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_error_for_a_batch_with_strings_names_the_leaf(devices, data_parallel):
-    batch = {**BATCH, "name": np.array(["a"] * 8)}
-    with pytest.raises(TypeError, match=r"batch\['name'\] is <U1\[8\], which JAX can't turn"):
-        jf.step(sum_of_inputs, data_parallel(devices))({}, batch)
-
-
-def test_objects_and_functions_give_bit_identical_results(assert_same, data_parallel):
-    step, state, batches = examples.tiny_regression(partitioner=data_parallel(4))
-    expected, _ = jaxloop.TrainLoop(step)(state, batches, 30)
-
-    @jf.train_step(partitioner=data_parallel(4))
-    def train(state, batch):
-        predicted = state.apply_fn({"params": state.params}, batch["x"])
-        return jf.logs().add_loss("loss", jnp.mean((predicted - batch["y"]) ** 2))
-
-    _, state, _ = examples.tiny_regression(partitioner=data_parallel(4))
-    assert_same(jf.loop(state, batches, {jf.every(1): train}, stop=30)[0], expected)
-
-
 def test_64_bit_integers_may_appear_under_a_new_name():
     step = FunctionStep(lambda state, batch: (state + sum(leaf.sum() for leaf in batch.values()), {}), train=True)
     batches = [{"x": np.ones(4, np.int64)}] * 5 + [{"z": np.ones(4, np.int64)}] * 5
@@ -367,14 +326,3 @@ def test_step_that_returns_a_state_of_a_different_class_raises():
     step = jf.step(lambda state, batch: (None, other(state.x)), donate=True)
     with pytest.raises(TypeError, match="Point was given, Point was returned"):
         step(one(np.float32(0)), {"x": np.ones(1, np.float32)})
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_indivisible_batch_is_replicated(donate, data_parallel):
-    @jf.step(partitioner=data_parallel(2), donate=donate)
-    def add(state, batch):
-        return {"sum": batch["x"].sum()}, state + batch["x"].sum()
-
-    batches = [{"x": np.ones(rows, np.float32)} for rows in (4, 3)]
-    state, history, _ = jf.loop(np.float32(0), batches, {jf.every(1): [add]})
-    assert float(state) == 7 and history.collect("sum") == [4, 3]

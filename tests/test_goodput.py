@@ -9,11 +9,11 @@ import sys
 import pytest
 from absl import logging
 from programs.acts import Fail
+from programs.tiny import BATCHES, STATE, STEP
 
 import jaxloop
 from jaxloop import __main__ as command_line
 from jaxloop import every, examples
-from jaxloop.runs.status import status
 
 
 def write(workdir, *lines):
@@ -122,10 +122,9 @@ def test_steps_of_a_killed_process_are_counted_up_to_its_last_log_point(tmp_path
     assert process.returncode == -9, process.stderr
     assert jaxloop.goodput(tmp_path).steps == 30
     assert "killed\n  step        30 of 100" in printed(capsys, "status", tmp_path)
-    step, state, batches = examples.tiny_regression()
     saves = jaxloop.CheckpointAction(tmp_path, every(steps=10))
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[saves]), None, jaxloop.CheckpointSpec(tmp_path))
-    outer_loop(state, batches, 100, 50)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[saves]), None, jaxloop.CheckpointSpec(tmp_path))
+    outer_loop(STATE, BATCHES, 100, 50)
     found = jaxloop.goodput(tmp_path)
     assert (found.steps, found.starts) == (100, 2)
     assert found.repeated_steps in (0, 10)  # The save of step 30 may not have finished.
@@ -245,26 +244,5 @@ def test_notes_are_stored_in_the_run_log(tmp_path, capsys):
 
 @pytest.mark.parametrize("notes", [{"lr": print}, {(): 1}, {"lr": float("nan")}, {"lr": float("inf")}])
 def test_notes_that_cannot_be_stored_are_rejected(notes):
-    step, _, _ = examples.tiny_regression()
     with pytest.raises(TypeError, match=r"OuterLoop\.notes"):
-        jaxloop.OuterLoop(jaxloop.TrainLoop(step), notes=notes)
-
-
-def test_status_does_not_name_an_action_that_stopped_an_earlier_run(tmp_path):
-    class StoppingStep(type(examples.tiny_regression()[0])):
-        def end(self, state, outputs):
-            return state, {**outputs, **({jaxloop.STOP_LOOP: True} if self.stops else {})}
-
-    step, _, batches = examples.tiny_regression()
-    step = StoppingStep(step.base_prng, step.model, step.optimizer, train=True)
-    step.stops = False
-    stopping = jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=1e9)
-    evaluation = jaxloop.EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[stopping])
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [evaluation], workdir=tmp_path)
-    spec = jaxloop.EvalSpec(batches[:2], interval=jaxloop.every(steps=5), name="test")
-    outer_loop(step.initialize_model([1, 3]), batches, 20, eval_specs=[spec])
-    assert status(tmp_path).state == "stopped by EarlyStoppingAction"
-    step.stops = True
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [evaluation], workdir=tmp_path / "second")
-    outer_loop(step.initialize_model([1, 3]), batches, 20, 3, [spec])
-    assert status(tmp_path / "second").state == "stopped"
+        jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), notes=notes)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from programs.acts import Do, Fail, Record
+from programs.acts import Fail, Record
 
 import jaxloop
 from jaxloop import at, every
@@ -405,28 +405,6 @@ def test_a_steps_request_to_stop_takes_effect_at_the_end_of_its_loop(fails, tmp_
             run_one(jaxloop.TrainLoop, 40, 10, end_actions=[Fail(at(steps=7))], **options)
     _, state, outputs = run_one(jaxloop.TrainLoop, 40, 10, **options)
     assert int(state.step) == 10 and outputs[jaxloop.STOP_LOOP] is True
-
-
-class EndStops(jaxloop.TrainLoop):
-    def end(self, state, outputs):
-        state, outputs = super().end(state, outputs)
-        return state, {**outputs, **({jaxloop.STOP_LOOP: True} if self.step_num == 20 else {})}
-
-
-def test_an_action_that_reads_a_request_to_stop_later_does_not_repeat_it():
-    read = Do(lambda outputs, **_: outputs["x"], every(steps=25))
-    loop, state, _ = run_one(EndStops, 60, 10, end_actions=[read])
-    assert int(state.step) == 20
-    state, _ = loop.outer_loop(state, NUMBERS, 60, 10)
-    assert int(state.step) == 60
-
-
-def test_an_action_that_is_new_at_a_resume_gets_the_outputs_since_then(tmp_path):
-    new = Record(1, lambda step_num, outputs, **_: (step_num, len(outputs["x"])))
-    for end_actions, total in ([], 20), ([new], 40):
-        options = {"end_actions": end_actions, "log_interval": every(steps=30), "workdir": tmp_path}
-        run_one(jaxloop.TrainLoop, total, 10, **options)
-    assert new.seen == [(30, 10), (40, 10)]
 
 
 def test_data_that_end_with_a_loop_return_that_loops_outputs_although_begin_wraps_them():

@@ -1,7 +1,6 @@
 import _thread
 import itertools
 import signal
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,9 @@ import optax
 import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
+from programs import tiny
 from programs.acts import Fail, Record
+from programs.tiny import BATCHES, STATE, STEP
 
 from jaxloop import every, examples, metrics, partition, types
 from jaxloop.action_loop import ActionLoop
@@ -35,20 +36,17 @@ def test_a_loop_matches_a_handwritten_loop(assert_same):
 
 
 def test_the_next_loop_continues_the_iterator():
-    step, state, batches = examples.tiny_regression()
-    iterator, loop = iter(batches), Loop(step)
-    state, _ = loop(state, iterator, num_steps=3)
+    iterator, loop = iter(BATCHES), Loop(STEP)
+    state, _ = loop(STATE, iterator, num_steps=3)
     state, outputs = loop(state, iterator, num_steps=3)
-    step, state, _ = examples.tiny_regression()
-    _, expected = Loop(step)(state, iter(batches), num_steps=6)
+    _, expected = Loop(STEP)(STATE, iter(BATCHES), num_steps=6)
     assert outputs["loss"] == expected["loss"][3:]
 
 
 @pytest.mark.parametrize("num_steps", [None, 100])
 def test_an_exhausted_dataset_ends_the_loop(num_steps):
-    step, state, batches = examples.tiny_regression()
-    loop = Loop(step)
-    state, outputs = loop(state, batches[:7], num_steps)
+    loop = Loop(STEP)
+    state, outputs = loop(STATE, BATCHES[:7], num_steps)
     assert (int(state.step), loop.step_num, len(outputs["loss"])) == (7, 7, 7)
     state, outputs = loop(state, iter([]), num_steps)
     assert (int(state.step), outputs) == (7, {})
@@ -58,38 +56,24 @@ def test_an_exhausted_dataset_ends_the_loop(num_steps):
     ("num_steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)]
 )
 def test_num_steps_must_be_positive(num_steps, error):
-    step, state, batches = examples.tiny_regression()
     with pytest.raises(error, match="num_steps must be a positive int or None, got"):
-        Loop(step)(state, batches, num_steps)
-    Loop(step)(state, batches, 1)  # Nothing was lost.
+        Loop(STEP)(STATE, BATCHES, num_steps)
+    Loop(STEP)(STATE, BATCHES, 1)  # Nothing was lost.
 
 
 @pytest.mark.parametrize("dataset", ["train", 5, {"x": np.zeros(3)}, np.zeros([3, 3])])
 def test_a_value_that_is_not_a_dataset_is_rejected(dataset):
-    step, state, _ = examples.tiny_regression()
     with pytest.raises(TypeError, match="A dataset must be an iterator or an iterable of batches, got"):
-        Loop(step)(state, dataset, 1)
+        Loop(STEP)(STATE, dataset, 1)
 
 
 def test_return_state_from_step_false_leaves_the_state_usable():
-    step, state, batches = examples.tiny_regression()
+    _, state, _ = examples.tiny_regression()
     before = jax.device_get(state)
-    same_state, outputs = Loop(step)(state, batches, num_steps=5, return_state_from_step=False)
+    same_state, outputs = Loop(STEP)(state, BATCHES, num_steps=5, return_state_from_step=False)
     assert len(outputs["loss"]) == 5
     jax.tree.map(np.testing.assert_array_equal, same_state, before)
-    Loop(step)(state, batches, num_steps=1)
-
-
-def test_update_outputs_sees_each_step_in_order_on_the_host():
-    class Best(Loop):
-        def update_outputs(self, loop_outputs, step_outputs):
-            assert isinstance(step_outputs["loss"], np.float32)
-            loop_outputs["best"] = min(step_outputs["loss"], loop_outputs.get("best", np.inf))
-            return super().update_outputs(loop_outputs, step_outputs)
-
-    step, state, batches = examples.tiny_regression()
-    _, outputs = Best(step)(state, batches, num_steps=50)
-    assert outputs["best"] == min(outputs["loss"])
+    Loop(STEP)(state, BATCHES, num_steps=1)
 
 
 def failing_dataset(batches, after):
@@ -98,15 +82,15 @@ def failing_dataset(batches, after):
 
 
 def test_an_error_in_the_iterator_loses_nothing():
-    step, state, batches = examples.tiny_regression()
-    loop = Loop(step)
+    _, state, _ = examples.tiny_regression()
+    loop = Loop(STEP)
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        loop(state, failing_dataset(batches, after=5), num_steps=10)
+        loop(state, failing_dataset(BATCHES, after=5), num_steps=10)
     assert "in the dataset, after step 5" in caught.value.__notes__[0]
     assert int(loop.rescued_state.step) == 5
     with pytest.raises(ValueError, match="donated"):  # Passing the old state again doesn't lose the rescued one.
-        loop(state, iter(batches), 1)
-    rescued, _ = loop(loop.rescued_state, iter(batches), 1)
+        loop(state, iter(BATCHES), 1)
+    rescued, _ = loop(loop.rescued_state, iter(BATCHES), 1)
     assert int(rescued.step) == 6 and loop.rescued_state is None
 
 
@@ -159,65 +143,20 @@ def test_a_state_rescued_by_an_earlier_call_is_not_rescued_again():
 
 
 def test_the_error_for_a_donated_state_names_the_loop():
-    step, state, batches = examples.tiny_regression()
-    loop = TrainLoop(step)
-    state, _ = loop(state, batches, 3)
-    loop(state, batches, 3)
+    loop = TrainLoop(STEP)
+    state, _ = loop(STATE, BATCHES, 3)
+    loop(state, BATCHES, 3)
     with pytest.raises(ValueError, match=r"(?s)TrainLoop\(.*\), which began at step 3.*jnp.copy"):
-        loop(state, batches, 3)
-
-
-def test_ctrl_c_ends_a_loop_after_the_step_and_returns_the_state(logs, interrupted):
-    step, state, batches = examples.tiny_regression()
-    state, outputs = Loop(step)(state, interrupted(batches, 4), num_steps=50)
-    assert (int(state.step), len(outputs["loss"])) == (5, 5)
-    assert "the run stops after this step" in logs.text
-    state, _ = Loop(step)(state, batches, num_steps=50)  # The next loop runs.
-    assert int(state.step) == 55
-
-
-def test_memory_does_not_grow_with_the_steps():
-    """The number of step outputs alive at any time is bounded (each takes 1 kB)."""
-    alive, most = weakref.WeakSet(), 0
-
-    class Watched(Step):
-        def run(self, state, batch):
-            return state.replace(step=state.step + 1), {"x": jnp.broadcast_to(batch["x"].sum(), (256,))}
-
-        def end(self, state, outputs):
-            nonlocal most
-            alive.add(Holder(outputs["x"]))
-            most = max(most, len(alive))
-            return state, outputs
-
-    class Holder:
-        def __init__(self, array):
-            array.holder = self  # Lives as long as the array does.
-
-    step = Watched(jax.random.key(0), nn.Dense(1))
-    state = step.initialize_model([1, 1])
-    Loop(step)(state, ({"x": np.ones(2, np.float32)} for _ in range(500)))
-    assert 0 < most <= 2 * 64 + 2
-
-
-@pytest.mark.parametrize("num_steps", [10, 100, 1000])
-def test_the_host_reads_in_chunks(num_steps, monkeypatch):
-    reads = []
-    fetch = metrics.fetch
-    monkeypatch.setattr(metrics, "fetch", lambda tree: reads.append(1) or fetch(tree))
-    step, state, batches = examples.tiny_regression()
-    Loop(step)(state, itertools.islice(itertools.cycle(batches), num_steps))
-    assert len(reads) <= num_steps / 64 + 3
+        loop(state, BATCHES, 3)
 
 
 def test_a_second_loop_does_not_read_the_step_from_the_device(monkeypatch):
-    step, state, batches = examples.tiny_regression()
-    loop = TrainLoop(step)
-    state, _ = loop(state, batches, 3)
+    loop = TrainLoop(STEP)
+    state, _ = loop(STATE, BATCHES, 3)
     reads = []
     fetch = metrics.fetch
     monkeypatch.setattr(metrics, "fetch", lambda tree: reads.append(tree) or fetch(tree))
-    loop(state, batches, 3)
+    loop(state, BATCHES, 3)
     assert len(reads) == 1 and loop.step_num == 6  # A single read, for the outputs.
 
 
@@ -356,24 +295,10 @@ class Regression(Step):
 
 def odd_batches(kind):
     """Returns 40 batches, of which the 36th differs from the others."""
-    rng = np.random.default_rng(0)
-    batches = [{"x": rng.normal(size=[8, 3]).astype(np.float32), "y": np.ones([8, 1], np.float32)} for _ in range(40)]
+    batches = [{"x": batch["x"], "y": np.ones([8, 1], np.float32)} for batch in BATCHES[:40]]
     if kind == "too large":
         batches = [{"x": batch["x"], "y": np.ones([8, 1], np.int64)} for batch in batches]
-    x, y = batches[35].values()
-    batches[35] = {
-        "nothing": {"x": x, "y": y},
-        "short": {"x": x[:5], "y": y[:5]},
-        "one leaf": {"x": x, "y": y[:1]},
-        "dtype": {"x": x, "y": y.astype(np.int32)},
-        "another leaf": {"x": x, "y": y, "z": x},
-        "order": {"y": y, "x": x},
-        "no array": {"x": jnp.asarray(x), "y": y},
-        "no dict": [x, y],
-        "wrong": {"x": np.ones([8, 4], np.float32), "y": y},
-        "strings": {"x": x, "y": np.array(["a"] * 8)},
-        "too large": {"x": x, "y": np.full([8, 1], 2**40)},
-    }[kind]
+    batches[35] = tiny.odd_batches(**batches[35])[kind]
     return batches
 
 
@@ -460,10 +385,9 @@ def test_a_custom_partitioner_places_each_batch(devices):
 
 
 def test_a_train_loop_counts_on_after_it_evaluated_another_state():
-    step, state, batches = examples.tiny_regression()
     _, other, _ = examples.tiny_regression()
-    loop = TrainLoop(step)
-    state, _ = loop(state, batches, 5)
-    loop(other, batches, 2, return_state_from_step=False)
-    state, _ = loop(state, batches, 5)
+    loop = TrainLoop(STEP)
+    state, _ = loop(STATE, BATCHES, 5)
+    loop(other, BATCHES, 2, return_state_from_step=False)
+    state, _ = loop(state, BATCHES, 5)
     assert int(state.step) == loop.step_num == loop.elapsed.steps == 10

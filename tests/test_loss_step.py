@@ -381,7 +381,7 @@ def reference_update(batch, mask):
     return 0.1 * 2 * x.T @ y / max(len(x), 1), np.mean(y**2) if len(x) else 0.0
 
 
-@pytest.mark.parametrize("count", range(1, 10))
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 7, 8])
 def test_micro_batches_match_the_update_of_the_whole_batch(count):
     batch = rows(count, seed=count)
     step = linear_step(train=True, accumulate=4)
@@ -494,7 +494,7 @@ def test_an_evaluation_is_exact_and_compiles_once(devices, data_parallel):
     state = step.initialize_model([1, 3])
     kernel, bias = (np.asarray(state.params[name], np.float64) for name in ("kernel", "bias"))
     data = rows(24)
-    for count in range(1, 25):
+    for count in (1, 5, 7, 8, 9, 16, 23, 24):
         batches = [jax.tree.map(lambda leaf, i=i, n=count: leaf[i : min(i + 8, n)], data) for i in range(0, count, 8)]
         traces.clear()
         found = summary(loop, state, batches)

@@ -10,12 +10,11 @@ import time
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from absl import logging
 from programs.acts import Do, Fail, Record, Stop
+from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
 
-import jaxloop
 from jaxloop import STOP_LOOP, actions, checkpoint, examples
 from jaxloop.checkpoint import seal
 from jaxloop.eval_loop import EvalLoop
@@ -49,19 +48,17 @@ def train(state, step, batches, **options):
     ],
 )
 def test_train_total_steps_counts_all_updates(start, total, loop_steps, ends):
-    step, state, batches = examples.tiny_regression()
-    state = state.replace(step=state.step + start)
-    state, outputs, noted = train(state, step, batches, train_total_steps=total, train_loop_steps=loop_steps)
+    state = STATE.replace(step=STATE.step + start)
+    state, outputs, noted = train(state, STEP, BATCHES, train_total_steps=total, train_loop_steps=loop_steps)
     assert (int(state.step), noted) == (total, ends)
     assert len(outputs["loss"]) == ends[-1] - ([start, *ends])[-2]
 
 
 @pytest.mark.parametrize("start", [100, 101])
 def test_a_finished_run_makes_no_update(start, warnings_logged):
-    step, state, batches = examples.tiny_regression()
-    state = state.replace(step=state.step + start)
+    state = STATE.replace(step=STATE.step + start)
     before = jax.device_get(state)
-    state, outputs, noted = train(state, step, batches, train_total_steps=100, train_loop_steps=10)
+    state, outputs, noted = train(state, STEP, BATCHES, train_total_steps=100, train_loop_steps=10)
     assert (outputs, noted) == (None, [])
     assert warnings_logged() == [f"Nothing is left to train: step {start} has reached train_total_steps=100."]
     jax.tree.map(np.testing.assert_array_equal, state, before)
@@ -69,8 +66,7 @@ def test_a_finished_run_makes_no_update(start, warnings_logged):
 
 @pytest.mark.parametrize("loop_steps", [10, 7, None])
 def test_a_dataset_that_ends_early_causes_a_warning(loop_steps, warnings_logged):
-    step, state, batches = examples.tiny_regression()
-    state, outputs = OuterLoop(TrainLoop(step))(state, batches[:50], train_total_steps=100, train_loop_steps=loop_steps)
+    state, outputs = OuterLoop(TrainLoop(STEP))(STATE, BATCHES[:50], train_total_steps=100, train_loop_steps=loop_steps)
     assert int(state.step) == 50 and outputs["loss"]
     warnings = [text for text in warnings_logged() if "train_total_steps" in text]
     assert "They end at step 50, after 50 batches" in warnings[0]
@@ -78,51 +74,38 @@ def test_a_dataset_that_ends_early_causes_a_warning(loop_steps, warnings_logged)
 
 
 def test_without_a_total_the_dataset_ends_the_run(warnings_logged):
-    step, state, batches = examples.tiny_regression()
-    state, outputs = OuterLoop(TrainLoop(step), log_interval=last())(state, batches[:50])
+    state, outputs = OuterLoop(TrainLoop(STEP), log_interval=last())(STATE, BATCHES[:50])
     assert (int(state.step), len(outputs["loss"])) == (50, 50)
     assert warnings_logged() == []
 
 
 @pytest.mark.parametrize("interval", [0, -1, 2.5, "x", None])
 def test_a_log_interval_that_is_set_later_is_checked(interval):
-    step, state, batches = examples.tiny_regression()
-    outer_loop = OuterLoop(TrainLoop(step))
+    outer_loop = OuterLoop(TrainLoop(STEP))
     outer_loop.log_interval = interval
     with pytest.raises((TypeError, ValueError), match="log_interval must be a positive int"):
-        outer_loop(state, batches, 20, 10)
+        outer_loop(STATE, BATCHES, 20, 10)
 
 
 def test_an_error_in_a_row_says_where_it_happened(tmp_path, monkeypatch):
     def fail(self, *args):
         raise OSError("The disk is full.")
 
-    step, state, batches = examples.tiny_regression()
-    outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step)], None)
+    outer_loop = OuterLoop(TrainLoop(STEP), [EvalLoop(STEP)], None)
     monkeypatch.setattr(History, "commit", fail)
     with pytest.raises(OSError) as caught:
-        outer_loop(state, batches, 20, 10, [EvalSpec(batches[:3])])
+        outer_loop(STATE, BATCHES, 20, 10, [EvalSpec(BATCHES[:3])])
     assert "in the history's row of 'train', after step 10" in caught.value.__notes__
-
-
-def test_results_are_bit_identical_for_any_loop_length(assert_same):
-    def run(loop_steps):
-        step, state, batches = examples.tiny_regression()
-        return train(state, step, batches, train_total_steps=60, train_loop_steps=loop_steps)[0]
-
-    expected = run(None)
-    for loop_steps in (1, 7, 33, 60, 100):
-        assert_same(run(loop_steps), expected)
 
 
 @pytest.mark.parametrize("interval", [2, 3])
 def test_intervals_continue_after_a_resume(interval):
     def run(*totals):
         trained, evaluated = Record(interval), Record(interval)
-        step, state, batches = examples.tiny_regression()
+        state = STATE
         for total in totals:
-            loops = TrainLoop(step, end_actions=[trained]), [EvalLoop(step, end_actions=[evaluated])]
-            state, _ = OuterLoop(*loops)(state, batches, total, 10, eval_specs=[EvalSpec(batches[:2])])
+            loops = TrainLoop(STEP, end_actions=[trained]), [EvalLoop(STEP, end_actions=[evaluated])]
+            state, _ = OuterLoop(*loops)(state, BATCHES, total, 10, eval_specs=[EvalSpec(BATCHES[:2])])
         assert trained.seen == evaluated.seen
         return trained.seen
 
@@ -130,12 +113,10 @@ def test_intervals_continue_after_a_resume(interval):
 
 
 def test_a_second_run_with_the_same_objects_restarts_its_intervals(writer):
-    step, state, batches = examples.tiny_regression()
     note = Record(interval=3)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[note, actions.SummaryAction(writer, interval=3)]))
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[note, actions.SummaryAction(writer, interval=3)]))
     for _ in range(2):
-        _, state, _ = examples.tiny_regression()
-        outer_loop(state, batches, 40, 10)
+        outer_loop(STATE, BATCHES, 40, 10)
     assert note.seen == [30, 30]
     first, second = (value for _, value in writer.scalars("loss"))
     assert first == second
@@ -145,54 +126,48 @@ def test_a_second_run_with_the_same_objects_restarts_its_intervals(writer):
 
 
 def test_evaluations_follow_their_specs():
-    step, state, batches = examples.tiny_regression()
     notes = [Record(), Record(), Record()]
     contexts = []
     specs = [
-        EvalSpec(batches[:3]),
-        EvalSpec(batches, num_steps=2, eval_loop_interval=2),
-        EvalSpec(batches[:1], should_eval_fn=lambda context: contexts.append(context) or context.step_num > 20),
+        EvalSpec(BATCHES[:3]),
+        EvalSpec(BATCHES, num_steps=2, eval_loop_interval=2),
+        EvalSpec(BATCHES[:1], should_eval_fn=lambda context: contexts.append(context) or context.step_num > 20),
     ]
-    outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note]) for note in notes])
-    state, outputs = outer_loop(state, batches, train_total_steps=40, train_loop_steps=10, eval_specs=specs)
+    outer_loop = OuterLoop(TrainLoop(STEP), [EvalLoop(STEP, end_actions=[note]) for note in notes])
+    _, outputs = outer_loop(STATE, BATCHES, train_total_steps=40, train_loop_steps=10, eval_specs=specs)
     assert [note.seen for note in notes] == [[10, 20, 30, 40], [20, 40], [30, 40]]
     assert contexts[0] == EvalContext(is_continuous_eval=False, step_num=10, loop_count=1)
     assert len(outputs["loss"]) == 10  # From the train loop.
 
 
 def test_an_evaluation_needs_both_its_interval_and_its_function():
-    step, state, batches = examples.tiny_regression()
     note = Record()
-    spec = EvalSpec(batches[:1], eval_loop_interval=2, should_eval_fn=lambda context: context.loop_count > 2)
-    outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note])])
-    outer_loop(state, batches, train_total_steps=60, train_loop_steps=10, eval_specs=[spec])
+    spec = EvalSpec(BATCHES[:1], eval_loop_interval=2, should_eval_fn=lambda context: context.loop_count > 2)
+    outer_loop = OuterLoop(TrainLoop(STEP), [EvalLoop(STEP, end_actions=[note])])
+    outer_loop(STATE, BATCHES, train_total_steps=60, train_loop_steps=10, eval_specs=[spec])
     assert note.seen == [40, 60]
 
 
 def test_one_evaluation_runs_without_a_train_loop():
-    step, state, batches = examples.tiny_regression()
-    same_state, outputs = OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[EvalSpec(batches[:5])])
-    assert same_state is state and len(outputs["loss"]) == 5
+    same_state, outputs = OuterLoop(eval_loops=[EvalLoop(STEP)])(STATE, eval_specs=[EvalSpec(BATCHES[:5])])
+    assert same_state is STATE and len(outputs["loss"]) == 5
 
 
 def test_the_next_evaluation_continues_an_eval_iterator():
-    step, state, batches = examples.tiny_regression()
-    spec = EvalSpec(None, dataset_iterator=iter(batches), num_steps=40)
-    outer_loop = OuterLoop(eval_loops=[EvalLoop(step, stat_names=[])])
-    first, second = (outer_loop(state, eval_specs=[spec])[1]["loss"] for _ in range(2))
-    whole = EvalLoop(step)(state, batches, 80)[1]["loss"]
+    spec = EvalSpec(None, dataset_iterator=iter(BATCHES), num_steps=40)
+    outer_loop = OuterLoop(eval_loops=[EvalLoop(STEP, stat_names=[])])
+    first, second = (outer_loop(STATE, eval_specs=[spec])[1]["loss"] for _ in range(2))
+    whole = EvalLoop(STEP)(STATE, BATCHES, 80)[1]["loss"]
     assert [*first, *second] == whole
 
 
 def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
-    step, state, batches = examples.tiny_regression()
-    eval_step, _, _ = examples.tiny_regression(train=False)
-    as_list, by_function = (OuterLoop(TrainLoop(step), [EvalLoop(eval_step)]) for _ in range(2))
-    spec = EvalSpec(lambda: (batch for batch in batches[:3]))
-    report = by_function.check(state, batches, 20, 10, eval_specs=[spec])
+    as_list, by_function = (OuterLoop(TrainLoop(STEP), [EvalLoop(EVAL_STEP)]) for _ in range(2))
+    spec = EvalSpec(lambda: (batch for batch in BATCHES[:3]))
+    report = by_function.check(STATE, BATCHES, 20, 10, eval_specs=[spec])
     assert report.ok, report
-    as_list(examples.tiny_regression()[1], batches, 20, 10, eval_specs=[EvalSpec(batches[:3])])
-    by_function(state, batches, 20, 10, eval_specs=[spec])
+    as_list(STATE, BATCHES, 20, 10, eval_specs=[EvalSpec(BATCHES[:3])])
+    by_function(STATE, BATCHES, 20, 10, eval_specs=[spec])
     assert by_function.history.collect("eval.loss", "steps")[1] == [10, 20]
     assert by_function.history.collect("eval.loss") == as_list.history.collect("eval.loss")
 
@@ -206,27 +181,24 @@ def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
     ],
 )
 def test_an_empty_eval_dataset_raises(dataset, message, tmp_path):
-    step, state, batches = examples.tiny_regression()
-    train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
-    outer_loop = OuterLoop(train_loop, [EvalLoop(step)])
+    train_loop = TrainLoop(STEP, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
+    outer_loop = OuterLoop(train_loop, [EvalLoop(STEP)])
     with pytest.raises(ValueError, match=message):
-        outer_loop(state, batches, 20, 10, eval_specs=[EvalSpec(dataset())])
+        outer_loop(STATE, BATCHES, 20, 10, eval_specs=[EvalSpec(dataset())])
     assert checkpoint.all_steps(tmp_path) == [10]  # Nothing was lost.
     assert int(outer_loop.rescued_state.step) == 10
 
 
 def test_an_evaluation_that_never_runs_causes_a_warning(tmp_path, warnings_logged):
-    step, state, batches = examples.tiny_regression(train=False)
-    spec = EvalSpec(batches[:2], should_eval_fn=lambda context: False)
-    assert OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[spec]) == (state, None)
+    spec = EvalSpec(BATCHES[:2], should_eval_fn=lambda context: False)
+    assert OuterLoop(eval_loops=[EvalLoop(EVAL_STEP)])(STATE, eval_specs=[spec]) == (STATE, None)
     (tmp_path / "STOPPED").touch()
-    OuterLoop(None, [EvalLoop(step)], CheckpointSpec(tmp_path))(state, eval_specs=[EvalSpec(batches[:2])])
+    OuterLoop(None, [EvalLoop(EVAL_STEP)], CheckpointSpec(tmp_path))(STATE, eval_specs=[EvalSpec(BATCHES[:2])])
     assert [text.split(":")[0] for text in warnings_logged()] == ["Nothing was evaluated"] * 2
 
 
 def test_an_eval_dataset_shorter_than_num_steps_causes_a_warning(warnings_logged):
-    step, state, batches = examples.tiny_regression(train=False)
-    OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[EvalSpec(batches[:5], num_steps=7)])
+    OuterLoop(eval_loops=[EvalLoop(EVAL_STEP)])(STATE, eval_specs=[EvalSpec(BATCHES[:5], num_steps=7)])
     assert "ended after 5 of num_steps=7 batches" in warnings_logged()[0]
 
 
@@ -235,70 +207,65 @@ def test_an_eval_dataset_shorter_than_num_steps_causes_a_warning(warnings_logged
 
 @pytest.mark.parametrize("where", ["train", "eval"])
 def test_an_action_of_a_loop_stops_the_run(where, tmp_path):
-    step, state, batches = examples.tiny_regression()
     stop = [Stop(2)]
-    train_loop = TrainLoop(step, end_actions=stop if where == "train" else [])
-    eval_loop = EvalLoop(step, end_actions=stop if where == "eval" else [])
+    train_loop = TrainLoop(STEP, end_actions=stop if where == "train" else [])
+    eval_loop = EvalLoop(STEP, end_actions=stop if where == "eval" else [])
     outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
-    state, outputs = outer_loop(state, batches, 100, 10, eval_specs=[EvalSpec(batches[:2])])
+    state, outputs = outer_loop(STATE, BATCHES, 100, 10, eval_specs=[EvalSpec(BATCHES[:2])])
     assert int(state.step) == 20 and outputs[STOP_LOOP] is True
     assert len(outputs["loss"]) == 10
     assert (tmp_path / "STOPPED").exists()
 
 
 def test_ctrl_c_returns_the_state_and_the_next_call_continues(tmp_path, logs, interrupted):
-    step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]), checkpoint_spec=CheckpointSpec(tmp_path))
-    state, outputs = outer_loop(state, interrupted(batches, 24), 100, 10)
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[action]), checkpoint_spec=CheckpointSpec(tmp_path))
+    state, outputs = outer_loop(STATE, interrupted(BATCHES, 24), 100, 10)
     assert int(state.step) == 25 and len(outputs["loss"]) == 5 and outputs[STOP_LOOP]
     assert checkpoint.all_steps(tmp_path)[-1] == 25
     assert "Stopped by Ctrl-C at step 25; saving its state." in logs.text
     assert not (tmp_path / "STOPPED").exists()
-    state, _ = outer_loop(state, itertools.cycle(batches), 100, 10)
+    state, _ = outer_loop(state, itertools.cycle(BATCHES), 100, 10)
     assert int(state.step) == 100 and (tmp_path / "STOPPED").exists()
 
 
 def test_ctrl_c_in_an_evaluation_writes_no_partial_result_and_saves_the_state(writer, tmp_path, interrupted):
     class Dataset:
         def __iter__(self):
-            return interrupted(batches, 3)
+            return interrupted(BATCHES, 3)
 
-    step, state, batches = examples.tiny_regression()
-    eval_loops = [EvalLoop(step, end_actions=[actions.SummaryAction(writer)]) for _ in range(2)]
-    train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
+    eval_loops = [EvalLoop(STEP, end_actions=[actions.SummaryAction(writer)]) for _ in range(2)]
+    train_loop = TrainLoop(STEP, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
     outer_loop = OuterLoop(train_loop, eval_loops)
-    state, outputs = outer_loop(state, batches, 100, 10, eval_specs=[EvalSpec(Dataset()), EvalSpec(batches)])
+    state, outputs = outer_loop(STATE, BATCHES, 100, 10, eval_specs=[EvalSpec(Dataset()), EvalSpec(BATCHES)])
     assert int(state.step) == 10 and len(outputs["loss"]) == 10
     assert writer.written == [] and checkpoint.all_steps(tmp_path) == [10]
 
 
 def test_a_donated_state_is_rejected():
-    step, state, batches = examples.tiny_regression()
-    OuterLoop(TrainLoop(step))(state, batches, 10)
+    _, state, _ = examples.tiny_regression()
+    OuterLoop(TrainLoop(STEP))(state, BATCHES, 10)
     with pytest.raises(ValueError, match=r"OuterLoop\(\.\.\.\) got a state that was already donated to TrainLoop"):
-        OuterLoop(TrainLoop(step))(state, batches, 20)
+        OuterLoop(TrainLoop(STEP))(state, BATCHES, 20)
 
 
 # Resuming --------------------------------------------------------------------------------------------
 
 
-def resumable(directory, total, batches=None):
-    step, state, all_batches = examples.tiny_regression()
+def resumable(directory, total, batches=BATCHES):
     action = actions.CheckpointAction(directory)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]), checkpoint_spec=CheckpointSpec(directory))
-    return outer_loop(state, all_batches if batches is None else batches, total, 10)
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[action]), checkpoint_spec=CheckpointSpec(directory))
+    return outer_loop(STATE, batches, total, 10)
 
 
 def test_a_run_resumes_from_its_newest_checkpoint(tmp_path, assert_same, logs):
     expected, _ = resumable(tmp_path / "unbroken", 60)
     resumable(tmp_path / "broken", 30)
-    _, _, batches = examples.tiny_regression()
-    state, outputs = resumable(tmp_path / "broken", 60, batches)
+    state, outputs = resumable(tmp_path / "broken", 60, BATCHES)
     assert_same(state, expected)
     assert len(outputs["loss"]) == 10
     assert f"Resumed at step 30 from {tmp_path / 'broken'}" in logs.text
-    state, outputs = resumable(tmp_path / "broken", 60, batches)
+    state, outputs = resumable(tmp_path / "broken", 60, BATCHES)
     assert int(state.step) == 60 and outputs is None
 
 
@@ -306,46 +273,17 @@ def test_a_run_that_starts_from_scratch_says_so(tmp_path, logs, warnings_logged)
     resumable(tmp_path / "new", 20)
     assert f"No checkpoint found in {tmp_path / 'new'}: the run starts from scratch." in logs.messages
     assert warnings_logged() == []  # The directory is its own, so this is the first start.
-    step, state, batches = examples.tiny_regression()
-    OuterLoop(TrainLoop(step), checkpoint_spec=CheckpointSpec(tmp_path / "typo"))(state, batches, 20)
+    OuterLoop(TrainLoop(STEP), checkpoint_spec=CheckpointSpec(tmp_path / "typo"))(STATE, BATCHES, 20)
     assert warnings_logged()[0] == f"No checkpoint found in {tmp_path / 'typo'}: the run starts from scratch."
-
-
-def test_resuming_lists_the_directory_once_before_the_first_batch(tmp_path, monkeypatch):
-    _, _, batches = examples.tiny_regression()
-    in_orbax, listed, seen = ocp.path.step, [], []
-    list_directory = in_orbax.checkpoint_steps_paths
-    count = lambda directory: listed.append(directory) or list_directory(directory)
-    monkeypatch.setattr(in_orbax, "checkpoint_steps_paths", count)
-
-    def make_batch(number):
-        seen.append(len(listed))
-        return batches[number % 100]
-
-    resumable(tmp_path, 20, jaxloop.from_index(make_batch))
-    listed.clear()
-    seen.clear()
-    resumable(tmp_path, 40, jaxloop.from_index(make_batch))
-    assert seen[0] == 1
 
 
 def test_a_new_run_does_not_save_among_the_checkpoints_of_another_run(tmp_path):
     resumable(tmp_path, 20)
-    step, state, batches = examples.tiny_regression()
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[actions.CheckpointAction(tmp_path)]))
     with pytest.raises(ValueError, match=r"starts at step 0, and the directory has checkpoints up to step 20. Resume"):
-        outer_loop(state, batches, 20, 10)
-    state, _ = outer_loop(step.restore_model(state, tmp_path), batches, 40, 10)
+        outer_loop(STATE, BATCHES, 20, 10)
+    outer_loop(STEP.restore_model(STATE, tmp_path), BATCHES, 40, 10)
     assert checkpoint.all_steps(tmp_path) == [20, 30, 40]
-
-
-def test_the_stopped_file_is_found_under_a_tilde_path(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    resumable("~/run", 10)
-    assert (tmp_path / "run" / "STOPPED").exists()
-    note = Record()
-    continuous("~/run", note)
-    assert note.seen == [10]
 
 
 @pytest.mark.parametrize("home", ["~/", ""], ids=["home", "relative"])
@@ -355,19 +293,18 @@ def test_paths_are_resolved_when_the_objects_are_made(tmp_path, monkeypatch, hom
         directory.mkdir()
     monkeypatch.setenv("HOME", str(before))
     monkeypatch.chdir(before)
-    step, state, batches = examples.tiny_regression()
     end_actions = [
         actions.SummaryAction(actions.default_writer(f"{home}events")),
         actions.CheckpointAction(f"{home}run", every(steps=5)),
     ]
     spec = CheckpointSpec(f"{home}run")
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=end_actions), checkpoint_spec=spec, workdir=f"{home}work")
-    eval_loop = EvalLoop(step)
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=end_actions), checkpoint_spec=spec, workdir=f"{home}work")
+    eval_loop = EvalLoop(STEP)
     evaluator = OuterLoop(None, [eval_loop], spec, workdir=f"{home}work")
     monkeypatch.setenv("HOME", str(after))
     monkeypatch.chdir(after)
-    state, _ = outer_loop(state, batches, 10)
-    evaluator(state, eval_specs=[EvalSpec(batches[:2])])
+    state, _ = outer_loop(STATE, BATCHES, 10)
+    evaluator(state, eval_specs=[EvalSpec(BATCHES[:2])])
     assert evaluator.history.collect("steps", "loss")[0] == [5, 10]
     assert sorted(path.name for path in before.iterdir()) == ["events", "run", "work"]
     assert sorted(after.iterdir()) == [] and (before / "run" / "STOPPED").exists()
@@ -381,19 +318,17 @@ def test_a_stale_stopped_file_is_removed_while_training(tmp_path):
         assert not (tmp_path / "STOPPED").exists()
         yield from batches[1:]
 
-    _, _, batches = examples.tiny_regression()
-    resumable(tmp_path, 10, look(batches))
+    resumable(tmp_path, 10, look(BATCHES))
     assert (tmp_path / "STOPPED").exists() and os.path.getsize(tmp_path / "STOPPED") == 0
 
 
 def test_an_unwritable_checkpoint_directory_raises_before_the_first_step(tmp_path):
     (tmp_path / "file").touch()
-    step, state, batches = examples.tiny_regression()
-    iterator = iter(batches)
-    outer_loop = OuterLoop(TrainLoop(step), checkpoint_spec=CheckpointSpec(tmp_path / "file" / "checkpoints"))
+    iterator = iter(BATCHES)
+    outer_loop = OuterLoop(TrainLoop(STEP), checkpoint_spec=CheckpointSpec(tmp_path / "file" / "checkpoints"))
     with pytest.raises(OSError, match="Can't write to the directory .*checkpoints"):
-        outer_loop(state, iterator, 10)
-    assert int(state.step) == 0 and len(list(iterator)) == 100
+        outer_loop(STATE, iterator, 10)
+    assert int(STATE.step) == 0 and len(list(iterator)) == 100
 
 
 def test_an_exception_saves_the_last_completed_step_and_closes_everything(tmp_path, writer):
@@ -401,19 +336,18 @@ def test_an_exception_saves_the_last_completed_step_and_closes_everything(tmp_pa
         yield from batches[:25]
         raise OSError("the network is gone")
 
-    step, state, batches = examples.tiny_regression()
     note = Record()
     ckpt = actions.CheckpointAction(tmp_path, interval=100)
     summary = actions.SummaryAction(writer)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[note, ckpt, summary]), checkpoint_spec=CheckpointSpec(tmp_path))
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[note, ckpt, summary]), checkpoint_spec=CheckpointSpec(tmp_path))
     with pytest.raises(OSError, match="the network is gone") as caught:
-        outer_loop(state, fails(batches), 100, 10)
+        outer_loop(STATE, fails(BATCHES), 100, 10)
     assert "in the dataset, after step 25" in caught.value.__notes__[0]
     assert checkpoint.all_steps(tmp_path) == [25]
     assert int(outer_loop.rescued_state.step) == 25
     assert (note.closed, writer.flushes) == (1, 2)  # Before the save is committed, and at the end.
     assert not (tmp_path / "STOPPED").exists()
-    state, _ = outer_loop(examples.tiny_regression()[1], batches[25:], 40, 10)
+    state, _ = outer_loop(STATE, BATCHES[25:], 40, 10)
     assert int(state.step) == 40 and outer_loop.rescued_state is None
 
 
@@ -451,11 +385,10 @@ def test_an_error_in_an_action_loses_nothing(step_actions, loop_actions, note, s
 
 
 def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
-    step, state, batches = examples.tiny_regression()
-    train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=2)])
+    train_loop = TrainLoop(STEP, end_actions=[actions.CheckpointAction(tmp_path, interval=2)])
     outer_loop = OuterLoop(train_loop, checkpoint_spec=CheckpointSpec(tmp_path))
-    iterator = iter(batches)
-    state, _ = outer_loop(state, iterator, 30, 10)
+    iterator = iter(BATCHES)
+    state, _ = outer_loop(STATE, iterator, 30, 10)
     assert checkpoint.all_steps(tmp_path) == [20]
     state, _ = outer_loop(state, iterator, 40, 10)
     assert int(state.step) == 40 and len(list(iterator)) == 60
@@ -467,15 +400,13 @@ def test_an_error_in_close_is_raised_unless_another_is_propagating():
         def close(self):
             raise OSError("can't close")
 
-    step, state, batches = examples.tiny_regression()
     failing, after = Fail(every(steps=30), RuntimeError("the action failed")), Record()
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Unclosable(), failing, after]))
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[Unclosable(), failing, after]))
     with pytest.raises(OSError, match="can't close"):
-        outer_loop(state, batches, 20, 10)
+        outer_loop(STATE, BATCHES, 20, 10)
     assert after.closed == 1
-    _, state, _ = examples.tiny_regression()
     with pytest.raises(RuntimeError, match="the action failed"):
-        outer_loop(state, batches, 40, 10)
+        outer_loop(STATE, BATCHES, 40, 10)
     assert after.closed == 2
 
 
@@ -483,10 +414,9 @@ def test_an_error_in_close_is_raised_unless_another_is_propagating():
 
 
 def continuous(directory, note, **options):
-    step, state, batches = examples.tiny_regression()
     spec = CheckpointSpec(directory, **options)
-    outer_loop = OuterLoop(eval_loops=[EvalLoop(step, end_actions=[note])], checkpoint_spec=spec)
-    return outer_loop(state, eval_specs=[EvalSpec(batches[:4])])
+    outer_loop = OuterLoop(eval_loops=[EvalLoop(STEP, end_actions=[note])], checkpoint_spec=spec)
+    return outer_loop(STATE, eval_specs=[EvalSpec(BATCHES[:4])])
 
 
 def test_an_evaluation_that_waits_for_a_missing_directory_warns(tmp_path, warnings_logged):
@@ -501,9 +431,8 @@ def test_each_checkpoint_is_evaluated_until_training_stops(tmp_path):
     note = Record()
     state, outputs = continuous(tmp_path, note)
     assert note.seen == [10, 20, 30]
-    step, _, batches = examples.tiny_regression()
-    restored = step.restore_model(state, tmp_path)
-    assert outputs["loss"] == EvalLoop(step)(restored, batches[:4])[1]["loss"]
+    restored = STEP.restore_model(state, tmp_path)
+    assert outputs["loss"] == EvalLoop(STEP)(restored, BATCHES[:4])[1]["loss"]
 
 
 def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
@@ -513,8 +442,7 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
                 time.sleep(0.3)
             yield batch
 
-    _, _, batches = examples.tiny_regression()
-    trainer = threading.Thread(target=resumable, args=(tmp_path, 30, slow(batches)))
+    trainer = threading.Thread(target=resumable, args=(tmp_path, 30, slow(BATCHES)))
     trainer.start()
     note = Record()
     continuous(tmp_path, note)
@@ -577,10 +505,9 @@ def test_a_stop_function_replaces_the_stopped_file(tmp_path):
     (tmp_path / "STOPPED").unlink()
     asked = []
     contexts = []
-    step, state, batches = examples.tiny_regression()
     spec = CheckpointSpec(tmp_path, iterate_stop_fn=lambda: asked.append(1) or len(asked) == 3)
-    outer_loop = OuterLoop(eval_loops=[EvalLoop(step)], checkpoint_spec=spec)
-    outer_loop(state, eval_specs=[EvalSpec(batches[:1], should_eval_fn=lambda c: contexts.append(c) or True)])
+    outer_loop = OuterLoop(eval_loops=[EvalLoop(STEP)], checkpoint_spec=spec)
+    outer_loop(STATE, eval_specs=[EvalSpec(BATCHES[:1], should_eval_fn=lambda c: contexts.append(c) or True)])
     assert len(asked) == 3
     assert contexts == [EvalContext(is_continuous_eval=True, step_num=10, loop_count=0)]
 
@@ -626,13 +553,13 @@ UNINTENDED = {
 def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, warnings_logged):
     make_options, call, message = UNINTENDED[mistake]
     options = make_options(tmp_path)
-    step, state, batches = examples.tiny_regression(110)
-    spec = EvalSpec(batches[:1], eval_loop_interval=options.pop("eval_loop_interval", 1))
-    train_loop = TrainLoop(step, end_actions=options.pop("end_actions", None))
-    outer_loop = OuterLoop(train_loop, [EvalLoop(examples.tiny_regression(train=False)[0])], **options)
+    state = STATE
+    spec = EvalSpec(BATCHES[:1], eval_loop_interval=options.pop("eval_loop_interval", 1))
+    train_loop = TrainLoop(STEP, end_actions=options.pop("end_actions", None))
+    outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], **options)
     for total in (40, 41):  # The second call doesn't repeat the warning.
         call = {"train_total_steps": total, **call}
-        state, _ = outer_loop(state, batches, eval_specs=[spec], **call)
+        state, _ = outer_loop(state, BATCHES * 2, eval_specs=[spec], **call)
     assert sum(bool(re.search(message, text)) for text in warnings_logged()) == 1
 
 
@@ -641,37 +568,34 @@ def test_the_check_of_a_custom_action_is_not_called_without_outputs(warnings_log
         def check(self, state, outputs):
             return [] if "loss" in outputs else ["There is no loss."]
 
-    step, state, batches = examples.tiny_regression(20)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[NeedsLoss()]), log_interval=every(steps=5))
-    assert outer_loop.check(state, batches).ok
-    outer_loop(state, batches)
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[NeedsLoss()]), log_interval=every(steps=5))
+    assert outer_loop.check(STATE, BATCHES[:20]).ok
+    outer_loop(STATE, BATCHES[:20])
     assert not warnings_logged()
 
 
 def test_a_workdir_saves_nothing_where_an_explicit_checkpoint_spec_resumes(tmp_path, warnings_logged):
-    step, state, batches = examples.tiny_regression()
-    keep_all = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path / "old", every(steps=5), keep=None)])
-    OuterLoop(keep_all, log_interval=every(steps=5))(jax.tree.map(jax.numpy.copy, state), batches, 20)
+    keep_all = TrainLoop(STEP, end_actions=[actions.CheckpointAction(tmp_path / "old", every(steps=5), keep=None)])
+    OuterLoop(keep_all, log_interval=every(steps=5))(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 20)
     spec = CheckpointSpec(tmp_path / "old", restore_data=False)
-    outer_loop = OuterLoop(TrainLoop(step), checkpoint_spec=spec, workdir=tmp_path / "new", log_interval=every(steps=5))
-    outer_loop(state, batches, 30)
+    outer_loop = OuterLoop(TrainLoop(STEP), checkpoint_spec=spec, workdir=tmp_path / "new", log_interval=every(steps=5))
+    outer_loop(STATE, BATCHES, 30)
     assert checkpoint.all_steps(tmp_path / "old") == [5, 10, 15, 20]
     assert any("has no CheckpointAction, so a killed run would start over" in text for text in warnings_logged())
 
 
 def test_a_resumed_run_does_not_warn_of_what_happened_before(tmp_path, warnings_logged):
     for total in (95, 100):
-        step, state, batches = examples.tiny_regression()
-        train_loop = TrainLoop(step, end_actions=[Record(every(30)), actions.EarlyStoppingAction("loss", patience=8)])
+        train_loop = TrainLoop(STEP, end_actions=[Record(every(30)), actions.EarlyStoppingAction("loss", patience=8)])
         options = {"workdir": tmp_path, "log_interval": every(steps=40)}
-        outer_loop = OuterLoop(train_loop, [EvalLoop(examples.tiny_regression(train=False)[0])], **options)
-        outer_loop(state, batches, total, 10, eval_specs=[EvalSpec(batches[:1], interval=every(50))])
+        outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], **options)
+        outer_loop(STATE, BATCHES, total, 10, eval_specs=[EvalSpec(BATCHES[:1], interval=every(50))])
     assert not [text for text in warnings_logged() if text.startswith("In ")]
 
 
 def test_the_check_at_the_start_reads_no_batch_and_compiles_nothing(logs):
     def batches():
-        for batch in examples.tiny_regression()[2][:4]:
+        for batch in BATCHES[:4]:
             logging.info("read a batch")
             yield batch
 
@@ -697,9 +621,8 @@ def test_a_run_logs_where_it_saves_where_it_resumes_and_why_it_stops_early(verbo
     try:
         for total, action in [(20, None), (40, Stop(5)), (60, actions.EarlyStoppingAction("loss", 1, min_delta=1e9))]:
             directory = tmp_path / ("other" if total == 60 else "run")
-            step, state, batches = examples.tiny_regression()
-            train_loop = TrainLoop(step, end_actions=[action] * (action is not None))
-            OuterLoop(train_loop, workdir=directory)(state, batches, total, 5)
+            train_loop = TrainLoop(STEP, end_actions=[action] * (action is not None))
+            OuterLoop(train_loop, workdir=directory)(STATE, BATCHES, total, 5)
     finally:
         logging.set_verbosity(before)
     lines = [record.getMessage() for record in caplog.records if verbosity == logging.WARNING]
@@ -719,9 +642,8 @@ def test_a_run_logs_where_it_saves_where_it_resumes_and_why_it_stops_early(verbo
 
 def test_a_run_with_a_workdir_saves_and_resumes_on_its_own(tmp_path, assert_same):
     def run(total, directory, **options):
-        step, state, batches = examples.tiny_regression()
-        outer_loop = OuterLoop(TrainLoop(step), workdir=directory, **options)
-        return outer_loop(state, batches, total, 10)[0]
+        outer_loop = OuterLoop(TrainLoop(STEP), workdir=directory, **options)
+        return outer_loop(STATE, BATCHES, total, 10)[0]
 
     whole = run(45, tmp_path / "whole")
     run(25, tmp_path / "parts")
@@ -729,23 +651,20 @@ def test_a_run_with_a_workdir_saves_and_resumes_on_its_own(tmp_path, assert_same
     assert_same(run(45, tmp_path / "parts"), whole)
     run(25, tmp_path / "none", checkpoint_spec=None)
     assert not (tmp_path / "none" / "checkpoints").exists()
-    assert OuterLoop(TrainLoop(examples.tiny_regression()[0])).checkpoint_spec is None
+    assert OuterLoop(TrainLoop(STEP)).checkpoint_spec is None
 
 
 def test_a_run_with_a_workdir_saves_every_minute(tmp_path, set_clock):
-    step, state, batches = examples.tiny_regression()
     set_clock(itertools.count(step=25).__next__)  # Each step takes more than 25 seconds.
     saved = lambda *_: checkpoint.all_steps(tmp_path / "checkpoints")
-    train_loop = TrainLoop(step)
-    state, _ = OuterLoop(train_loop, workdir=tmp_path)(state, batches, 10, 10)
+    OuterLoop(TrainLoop(STEP), workdir=tmp_path)(STATE, BATCHES, 10, 10)
     assert len(saved()) > 1 and saved()[-1] == 10
 
 
 def test_a_checkpoint_action_of_the_loop_replaces_the_one_of_the_workdir(tmp_path):
     def run(total):
-        step, state, batches = examples.tiny_regression()
         action = actions.CheckpointAction(tmp_path / "mine", every(steps=10))
-        return OuterLoop(TrainLoop(step, end_actions=[action]), workdir=tmp_path)(state, batches, total, 10)[0]
+        return OuterLoop(TrainLoop(STEP, end_actions=[action]), workdir=tmp_path)(STATE, BATCHES, total, 10)[0]
 
     run(20)
     assert int(run(30).step) == 30
@@ -754,29 +673,19 @@ def test_a_checkpoint_action_of_the_loop_replaces_the_one_of_the_workdir(tmp_pat
 
 
 def test_no_warning_is_logged_if_everything_ran(warnings_logged):
-    step, state, batches = examples.tiny_regression()
-    train_loop = TrainLoop(step, end_actions=[Record(), Record(10)])
-    eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[Record(3)])
-    OuterLoop(train_loop, [eval_loop])(state, batches, 100, 10, eval_specs=[EvalSpec(batches[:1])])
+    train_loop = TrainLoop(STEP, end_actions=[Record(), Record(10)])
+    eval_loop = EvalLoop(EVAL_STEP, end_actions=[Record(3)])
+    OuterLoop(train_loop, [eval_loop])(STATE, BATCHES, 100, 10, eval_specs=[EvalSpec(BATCHES[:1])])
     assert warnings_logged() == []
-
-
-def train_loop():
-    return TrainLoop(examples.tiny_regression()[0])
-
-
-def eval_loop():
-    return EvalLoop(examples.tiny_regression()[0])
 
 
 def start(*loops, **options):
     """Starts a run of 10 steps with an evaluation, or with other loops and arguments, which makes no step."""
-    _, state, batches = examples.tiny_regression()
-    arguments = {"train_dataset": batches, "train_total_steps": 10, "eval_specs": [EvalSpec(batches)], **options}
+    arguments = {"train_dataset": BATCHES, "train_total_steps": 10, "eval_specs": [EvalSpec(BATCHES)], **options}
     try:
-        OuterLoop(*(loops or (train_loop(), [eval_loop()])))(state, **arguments)
+        OuterLoop(*(loops or (TrainLoop(STEP), [EvalLoop(STEP)])))(STATE, **arguments)
     finally:
-        assert int(state.step) == 0
+        assert int(STATE.step) == 0
 
 
 def spec(**options):
@@ -805,23 +714,23 @@ IN_WRONG_PLACES = r"got train_loop=.* Write OuterLoop\(train_loop, \[eval_loop\]
             "got a train_loop without a train_dataset. Give the data",
         ),
         (lambda: start(train_dataset="train"), TypeError, "A dataset must be an iterator"),
-        (lambda: start(None, [eval_loop()]), ValueError, "got a train_dataset without a train_loop"),
+        (lambda: start(None, [EvalLoop(STEP)]), ValueError, "got a train_dataset without a train_loop"),
         (lambda: start(eval_specs=[]), ValueError, "has 1 eval_loops and was called with 0 eval_specs"),
         (lambda: start(eval_specs=[None]), TypeError, "eval_specs must contain EvalSpecs, got None"),
         (lambda: start(eval_specs=spec()), TypeError, r"must be a list of EvalSpecs.*eval_specs=\[eval_spec\]"),
         (
-            lambda: start(train_loop(), [eval_loop(), eval_loop()], eval_specs=[spec(name="test")] * 2),
+            lambda: start(TrainLoop(STEP), [EvalLoop(STEP), EvalLoop(STEP)], eval_specs=[spec(name="test")] * 2),
             ValueError,
             "Two EvalSpecs are named 'test'",
         ),
         (OuterLoop, ValueError, "it got neither"),
-        (lambda: OuterLoop(train_loop(), eval_loop()), TypeError, IN_WRONG_PLACES),
-        (lambda: OuterLoop(eval_loop(), [train_loop()]), TypeError, IN_WRONG_PLACES),
-        (lambda: OuterLoop(eval_loop()), TypeError, IN_WRONG_PLACES),
-        (lambda: OuterLoop(None, [train_loop()]), TypeError, IN_WRONG_PLACES),
-        (lambda: OuterLoop(train_loop(), [eval_loop()] * 2), ValueError, "OuterLoop got the same loop twice"),
+        (lambda: OuterLoop(TrainLoop(STEP), EvalLoop(STEP)), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(EvalLoop(STEP), [TrainLoop(STEP)]), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(EvalLoop(STEP)), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(None, [TrainLoop(STEP)]), TypeError, IN_WRONG_PLACES),
+        (lambda: OuterLoop(TrainLoop(STEP), [EvalLoop(STEP)] * 2), ValueError, "OuterLoop got the same loop twice"),
         (
-            lambda: OuterLoop(train_loop(), checkpoint_spec="runs"),
+            lambda: OuterLoop(TrainLoop(STEP), checkpoint_spec="runs"),
             TypeError,
             "checkpoint_spec must be a CheckpointSpec, .* got 'runs'",
         ),
@@ -842,14 +751,10 @@ def test_bad_arguments_raise_before_the_first_step(call, error, message):
         call()
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_an_indivisible_training_batch_loses_nothing(devices, tmp_path, data_parallel):
-    step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
+def test_an_indivisible_training_batch_loses_nothing(tmp_path, data_parallel):
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(8))
     dataset = [*batches[:14], {name: leaf[:5] for name, leaf in batches[14].items()}]
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=100)]))
-    if devices == 1:
-        outer_loop(state, dataset, 15)
-        return
     with pytest.raises(ValueError, match=r"batch\['x'\] has 5 rows.*8 devices of mesh axis 'data'"):
         outer_loop(state, dataset, 15)
     assert checkpoint.all_steps(tmp_path) == [14]
@@ -883,12 +788,11 @@ def other_run():
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_two_runs_in_one_workdir_do_not_mix_their_rows(tmp_path, other_run, trains):
-    step, state, batches = examples.tiny_regression()
-    train_loop, eval_loops = (TrainLoop(step), []) if trains else (None, [EvalLoop(step)])
+    train_loop, eval_loops = (TrainLoop(STEP), []) if trains else (None, [EvalLoop(STEP)])
     outer_loop = OuterLoop(train_loop, eval_loops, workdir=tmp_path)
     other_run(tmp_path, lock.EVALUATOR if trains else lock.TRAINER)  # Its rows are in a different file.
-    options = {"train_dataset": batches, "train_total_steps": 2} if trains else {"eval_specs": [EvalSpec(batches)]}
-    state, _ = outer_loop(state, **options)
+    options = {"train_dataset": BATCHES, "train_total_steps": 2} if trains else {"eval_specs": [EvalSpec(BATCHES)]}
+    state, _ = outer_loop(STATE, **options)
     options = {**options, "train_total_steps": 4} if trains else options
     before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
     other_run(tmp_path, lock.TRAINER if trains else lock.EVALUATOR)
@@ -902,28 +806,9 @@ def test_two_runs_in_one_workdir_do_not_mix_their_rows(tmp_path, other_run, trai
 
 def test_a_workdir_moved_during_the_run_raises(tmp_path):
     move = Do(lambda **_: (tmp_path / "run").rename(tmp_path / "moved"), 2)
-    step, state, batches = examples.tiny_regression()
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[move]), checkpoint_spec=None, workdir=tmp_path / "run")
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[move]), checkpoint_spec=None, workdir=tmp_path / "run")
     with pytest.raises(lock.DirectoryLostError, match="run is no longer the one"):
-        outer_loop(state, batches, 4, 2)
-
-
-def test_trainers_in_separate_directories_run_in_parallel_threads(tmp_path):
-    together = threading.Barrier(3)
-
-    def train_in(directory):
-        step, state, batches = examples.tiny_regression()
-        save = actions.CheckpointAction(directory, every(2), keep=None)
-        outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory))
-        together.wait()
-        state, _ = outer_loop(state, batches, 10, 5)
-        return jax.device_get(state.params), outer_loop.history.collect("steps", "loss")
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        ended = list(pool.map(train_in, [tmp_path / str(number) for number in range(3)]))
-    assert [checkpoint.all_steps(tmp_path / str(number)) for number in range(3)] == [[2, 4, 6, 8, 10]] * 3
-    for other in ended[1:]:
-        jax.tree.map(np.testing.assert_array_equal, other, ended[0])
+        outer_loop(STATE, BATCHES, 4, 2)
 
 
 def test_one_of_two_trainers_in_one_directory_is_refused(tmp_path):
@@ -932,12 +817,11 @@ def test_one_of_two_trainers_in_one_directory_is_refused(tmp_path):
     wait = lambda **_: together.wait()  # Until the other trainer has been refused.
 
     def train_it(number):
-        step, state, batches = examples.tiny_regression()
         save = actions.CheckpointAction(tmp_path, every(2))
-        outer_loop = OuterLoop(TrainLoop(step, end_actions=[Do(wait, every(1)), save]))
+        outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[Do(wait, every(1)), save]))
         together.wait()
         try:
-            return int(outer_loop(state, batches, 1)[0].step)
+            return int(outer_loop(STATE, BATCHES, 1)[0].step)
         except lock.DirectoryInUseError:
             together.wait()
             return "refused"
@@ -950,33 +834,18 @@ def test_a_failed_save_after_ctrl_c_raises(tmp_path, interrupted, monkeypatch):
     def refuse(*args):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    step, state, batches = examples.tiny_regression()
     save = actions.CheckpointAction(tmp_path, every(steps=100))
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]))
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[save]))
     monkeypatch.setattr(seal, "write", refuse)
     with pytest.raises(checkpoint.CheckpointError, match="step 3 .*Read-only file system"):
-        outer_loop(state, interrupted(batches, 2))
-
-
-def test_ctrl_c_after_the_directory_was_moved_raises(tmp_path, interrupted):
-    def move(batches):
-        for number, batch in enumerate(batches):
-            if number == 1:
-                (tmp_path / "run").rename(tmp_path / "moved")
-            yield batch
-
-    step, state, batches = examples.tiny_regression()
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path / "run", every(steps=100))]))
-    with pytest.raises(checkpoint.CheckpointError, match="no longer the one that this run locked"):
-        outer_loop(state, move(interrupted(batches, 2)))
+        outer_loop(STATE, interrupted(BATCHES, 2))
 
 
 def test_a_failed_write_of_the_event_file_ends_the_run(tmp_path):
-    step, state, batches = examples.tiny_regression()
     writer = actions.default_writer(tmp_path)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.SummaryAction(writer, every(steps=1))]))
-    batches = itertools.cycle(batches)
-    state, _ = outer_loop(state, batches, 2)  # Compiles the step and creates the file.
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[actions.SummaryAction(writer, every(steps=1))]))
+    batches = itertools.cycle(BATCHES)
+    state, _ = outer_loop(STATE, batches, 2)  # Creates the file.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
@@ -987,34 +856,19 @@ def test_a_failed_write_of_the_event_file_ends_the_run(tmp_path):
         writer.close()
 
 
-def mixed_curves(directory, writer):
-    return {"end_actions": [actions.SummaryAction(writer)]}, {"end_actions": [actions.SummaryAction(writer)]}
-
-
-def summary_at_the_beginning(directory, writer):
-    return {"begin_actions": [actions.SummaryAction(writer)]}, {}
-
-
-def checkpoints_of_evaluations(directory, writer):
-    return {}, {"end_actions": [actions.CheckpointAction(directory)]}
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("train", "evaluation", "message"),
     [
-        (mixed_curves, "any output of the same name to the same writer as that of the train loop.*prefix='eval/'"),
-        (summary_at_the_beginning, "is one of the begin_actions, which receive no outputs. Add it to the end_actions"),
-        (
-            checkpoints_of_evaluations,
-            "saves states in evaluations only, .* Add it to the end_actions of the train loop",
-        ),
+        ({"end_actions": ["curves"]}, ["curves"], "any output of the same name to .*as that of .*prefix='eval/'"),
+        ({"begin_actions": ["curves"]}, [], "is one of the begin_actions, which receive no outputs. Add it to the end"),
+        ({}, ["checkpoints"], "saves states in evaluations only, .* Add it to the end_actions of the train loop"),
     ],
 )
-def test_a_run_names_an_action_in_the_wrong_place(make, message, tmp_path, writer, warnings_logged):
-    step, state, batches = examples.tiny_regression()
-    train, evaluation = make(tmp_path, writer)
-    eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], **evaluation)
-    OuterLoop(TrainLoop(step, **train), [eval_loop])(state, batches, 20, 10, eval_specs=[EvalSpec(batches[:2])])
+def test_a_run_names_an_action_in_the_wrong_place(train, evaluation, message, tmp_path, writer, warnings_logged):
+    make = {"curves": lambda: actions.SummaryAction(writer), "checkpoints": lambda: actions.CheckpointAction(tmp_path)}
+    train = {place: [make[name]() for name in names] for place, names in train.items()}
+    eval_loop = EvalLoop(EVAL_STEP, end_actions=[make[name]() for name in evaluation])
+    OuterLoop(TrainLoop(STEP, **train), [eval_loop])(STATE, BATCHES, 20, 10, eval_specs=[EvalSpec(BATCHES[:2])])
     assert len([text for text in warnings_logged() if re.search(message, text)]) == 1, warnings_logged()
 
 
@@ -1023,10 +877,9 @@ def test_a_run_names_an_action_in_the_wrong_place(make, message, tmp_path, write
 
 @pytest.mark.parametrize("loop_steps", [30, 10, None])
 def test_a_run_that_ends_with_a_nan_warns_once(loop_steps, warnings_logged):
-    step, state, batches = examples.tiny_regression()
-    spoilt = [{**batch, "y": batch["y"] * np.float32(np.nan)} if n == 12 else batch for n, batch in enumerate(batches)]
-    outer_loop = OuterLoop(TrainLoop(step))
-    outer_loop(state, spoilt[:30], train_loop_steps=loop_steps)
+    spoilt = [{**batch, "y": batch["y"] * np.float32(np.nan)} if n == 12 else batch for n, batch in enumerate(BATCHES)]
+    outer_loop = OuterLoop(TrainLoop(STEP))
+    outer_loop(STATE, spoilt[:30], train_loop_steps=loop_steps)
     assert [text for text in warnings_logged() if "NaN" in text] == [
         "The run ended at step 30 with NaN in its last loop: loss. TrainLoop(nan_policy='raise') finds the first."
     ]

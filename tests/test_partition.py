@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs.acts import Record
+from programs.tiny import BATCHES
 
 from jaxloop import examples, loop, partition, train_loop, types
 from jaxloop.outer_loop import OuterLoop
@@ -27,19 +28,6 @@ KINDS = {
 }
 
 
-def losses(partitioner, num_steps=5):
-    step, state, batches = examples.tiny_regression(partitioner=partitioner)
-    _, outputs = loop.Loop(step)(state, batches, num_steps)
-    return outputs["loss"]
-
-
-@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, TWO_AXES], ids=["auto", "explicit", "two axes"])
-@pytest.mark.parametrize("kind", [partition.DataParallelPartitioner, partition.SPMDPartitioner])
-def test_training_is_the_same_on_one_device_and_on_a_mesh(mesh, kind):
-    expected = losses(partition.SingleDevicePartitioner())
-    np.testing.assert_allclose(losses(kind(mesh, "data")), expected, rtol=1e-5)
-
-
 def test_data_parallel_replicates_the_state_and_splits_the_batch():
     partitioner = partition.DataParallelPartitioner(AUTO, "data")
     assert partitioner.sharding == NamedSharding(AUTO, P())
@@ -54,18 +42,6 @@ def test_data_parallel_replicates_the_state_and_splits_the_batch():
 def test_an_explicit_mesh_is_made_automatic():
     assert EXPLICIT.axis_types == (AxisType.Explicit,)
     assert partition.DataParallelPartitioner(EXPLICIT, "data").mesh.axis_types == (AxisType.Auto,)
-
-
-def test_the_error_for_an_indivisible_batch_names_the_leaf():
-    partitioner = partition.DataParallelPartitioner(AUTO, "data")
-    with pytest.raises(ValueError, match=r"batch\['image'\] has 30 rows.*8 devices of mesh axis 'data'.*multiple of 8"):
-        partitioner.shard_batch({"image": np.zeros([30, 2])})
-
-
-def test_a_short_batch_is_replicated_when_evaluating():
-    partitioner = partition.DataParallelPartitioner(AUTO, "data")
-    assert partitioner.shard_short_batch({"x": np.zeros([3, 2])})["x"].sharding.is_fully_replicated
-    assert not partitioner.shard_short_batch({"x": np.zeros([16, 2])})["x"].sharding.is_fully_replicated
 
 
 def test_an_unknown_axis_raises_and_lists_the_mesh_axes():
@@ -174,20 +150,19 @@ def test_spmd_places_the_state_by_the_annotations_of_the_model(make_step):
     kernels = [s for s in jax.tree.leaves(shardings) if s.spec and "model" in s.spec]
     assert len(kernels) == 4  # Two kernels, and the momentum of each.
 
-    _, _, batches = examples.tiny_regression()
-    _, outputs = loop.Loop(step)(state, batches, num_steps=5)
+    _, outputs = loop.Loop(step)(state, BATCHES, num_steps=5)
     single_step = make_step(partition.SingleDevicePartitioner())
     if make_step is nnx_step:
         with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))):
             single_state = single_step.initialize_model([1, 3])
-            _, expected = loop.Loop(single_step)(single_state, batches, num_steps=5)
+            _, expected = loop.Loop(single_step)(single_state, BATCHES, num_steps=5)
     else:
         single_state = types.TrainState.create(
             apply_fn=state.apply_fn,
             params=nn.meta.unbox(LinenTwoLayers().init(jax.random.key(0), jnp.ones([1, 3])))["params"],
             tx=optax.sgd(0.1, momentum=0.9),
         )
-        _, expected = loop.Loop(single_step)(single_state, batches, num_steps=5)
+        _, expected = loop.Loop(single_step)(single_state, BATCHES, num_steps=5)
     np.testing.assert_allclose(outputs["loss"], expected["loss"], rtol=1e-4)
 
 
@@ -206,8 +181,7 @@ def test_a_sharding_constraint_needs_no_mesh_context():
             return super().run(state, batch)
 
     step = Constrained(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partition.SPMDPartitioner(AUTO, "data"))
-    _, _, batches = examples.tiny_regression()
-    state, _ = step(step.initialize_model([1, 3]), batches[0])
+    state, _ = step(step.initialize_model([1, 3]), BATCHES[0])
     assert int(state.step) == 1
 
 
@@ -279,12 +253,11 @@ LOGICAL = {"annotate": nn.with_logical_partitioning, "names": ("embed", "heads")
     ids="data parallel,fsdp,rules,spmd,logical".split(","),
 )
 def test_layers_that_reshape_their_kernels_can_be_annotated(make, model):
-    _, _, batches = examples.tiny_regression()
     losses = []
     for partitioner in (partition.SingleDevicePartitioner(), make()):
         step = LinenStep(jax.random.key(0), model, optax.sgd(0.1), partitioner, train=True)
         state = step.initialize_model([1, 3])
-        state, outputs = loop.Loop(step)(state, batches, num_steps=3)
+        state, outputs = loop.Loop(step)(state, BATCHES, num_steps=3)
         losses.append(outputs["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-4)
     if isinstance(partitioner, partition.SPMDPartitioner):
@@ -323,22 +296,20 @@ def test_a_model_that_chooses_its_shardings_trains_on_explicit_axes(steps_per_di
     state = step.initialize_model([4, 3])
     up = NamedSharding(partitioner.mesh, P(None, "model"))
     assert state.params["up"].sharding == up and state.opt_state[0].trace["up"].sharding == up
-    _, _, batches = examples.tiny_regression()
     run = OuterLoop(TrainLoop(step, steps_per_dispatch=steps_per_dispatch))
-    assert run.check(state, batches, 6, 2).ok
-    state, outputs = run(state, batches, 6)
+    assert run.check(state, BATCHES, 6, 2).ok
+    state, outputs = run(state, BATCHES, 6)
     assert state.params["up"].sharding == up and outputs["loss"][-1] < outputs["loss"][0]
 
 
 @pytest.mark.parametrize("model", [nn.Dense(1), None])
 def test_an_explicit_mesh_may_have_one_device(model):
     mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
-    _, _, batches = examples.tiny_regression()
     losses = []
     for partitioner in (
         partition.ExplicitPartitioner(EXPLICIT_AXES, "data"),
         partition.ExplicitPartitioner(mesh, "data"),
     ):
         step = explicit_step(partitioner, model)
-        losses.append(loop.Loop(step)(step.initialize_model([4, 3]), batches, num_steps=3)[1]["loss"])
+        losses.append(loop.Loop(step)(step.initialize_model([4, 3]), BATCHES, num_steps=3)[1]["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-4)

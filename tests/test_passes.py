@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from programs.acts import Fail, Record
 from programs.fakes import Tensor
+from programs.tiny import BATCHES, STATE, STEP
 
 import jaxloop
-from jaxloop import CheckpointAction, CheckpointSpec, OuterLoop, TrainLoop, data, every, examples, functional, last
+from jaxloop import CheckpointAction, CheckpointSpec, OuterLoop, TrainLoop, data, every, functional, last
 from jaxloop.data import sources
 from jaxloop.data.position import DatasetPosition, PositionedIterator, prove
 
-STEP, STATE, BATCHES = examples.tiny_regression()
 PASSES = 3
 
 
@@ -286,16 +286,6 @@ def test_a_loader_that_draws_from_the_generators_of_numpy_and_python_is_resumed_
     assert passes[0] != passes[1]
 
 
-def test_another_number_of_workers_is_not_another_dataset(torch, warnings_logged):
-    def make(num_workers):
-        loader = Loader(Generator(70))
-        loader.num_workers = num_workers
-        return loader
-
-    whole, rest = resumed(lambda: make(0), lambda: make(2))
-    assert rest == whole and warnings_logged() == []
-
-
 class PersistentWorkers(Loader):
     """Draws from the generator of a worker process, which lives for several passes."""
 
@@ -339,7 +329,7 @@ def test_an_evaluation_does_not_advance_any_generator(torch):
     step, eval_data = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer), DrawingInEvaluation(Generator(70))
     before = np.random.get_state()[1:3], random.getstate()
     outer_loop = OuterLoop(eval_loops=[jaxloop.EvalLoop(step)])
-    outer_loop(jax.tree.map(jax.numpy.copy, STATE), eval_specs=[jaxloop.EvalSpec(eval_data, num_steps=2)])
+    outer_loop(STATE, eval_specs=[jaxloop.EvalSpec(eval_data, num_steps=2)])
     assert torch.default.number == 5 and eval_data.sampler.generator.number == 70
     np.testing.assert_equal((np.random.get_state()[1:3], random.getstate()), before)
 
@@ -353,7 +343,7 @@ def train(directory, dataset, epochs=PASSES, stop=None, save=1):
         [Fail(jaxloop.at(stop), KeyError("stop"), uses_outputs=True)] if stop else []
     )
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=actions), checkpoint_spec=CheckpointSpec(directory))
-    state, _ = outer_loop(jax.tree.map(jax.numpy.copy, STATE), step_data, train_epochs=epochs)
+    state, _ = outer_loop(STATE, step_data, train_epochs=epochs)
     return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
 
 
@@ -388,7 +378,7 @@ def numbers(directory, dataset, total_steps=None, **options):
     eval_loops = [jaxloop.EvalLoop(Numbers(STEP.base_prng, STEP.model)) for _ in run_options.get("eval_specs", ())]
     spec = CheckpointSpec(directory, **options)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), eval_loops, spec, log_interval=every(1))
-    outer_loop(jax.tree.map(jax.numpy.copy, STATE), dataset, total_steps, **run_options)
+    outer_loop(STATE, dataset, total_steps, **run_options)
     return [int(number) for number in outer_loop.history.collect("train.number")]
 
 
@@ -396,7 +386,7 @@ def test_batches_are_left_out_after_an_epoch_that_an_iterator_gave(tmp_path, war
     for dataset, epochs, skip in ((iter(Numbered(1, 5)), 1, [3]), (Numbered(1, 5), 2, [3, 7])):
         train_loop = TrainLoop(Numbers(STEP.base_prng, STEP.model, STEP.optimizer, train=True))
         outer_loop = OuterLoop(train_loop, workdir=tmp_path, skip=skip, log_interval=every(1))
-        outer_loop(jax.tree.map(jax.numpy.copy, STATE), dataset, train_epochs=epochs)
+        outer_loop(STATE, dataset, train_epochs=epochs)
     assert outer_loop.history.collect("train.number") == [1, 2, 4, 5, 1, 3, 4, 5] and warnings_logged() == []
 
 
@@ -458,7 +448,7 @@ def test_changed_data_raise_after_a_failed_action_too(tmp_path):
     def run(first, *actions):
         train_loop = TrainLoop(STEP, end_actions=[*actions, CheckpointAction(tmp_path, every(steps=2))])
         spec = CheckpointSpec(tmp_path, on_changed_data="raise")
-        return OuterLoop(train_loop, checkpoint_spec=spec)(jax.tree.map(jax.numpy.copy, STATE), BATCHES[first:], 9)
+        return OuterLoop(train_loop, checkpoint_spec=spec)(STATE, BATCHES[first:], 9)
 
     with pytest.raises(OSError, match="the disk is gone"):
         run(0, Fail(jaxloop.at(steps=5), uses_outputs=True))
@@ -484,7 +474,7 @@ def test_an_epoch_that_cannot_begin_ends_the_run_after_the_actions_of_the_one_be
     seen = Record()
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[seen, CheckpointAction(tmp_path, interval=1)]))
     with pytest.raises(OSError, match="The disk is gone"):
-        outer_loop(jax.tree.map(jax.numpy.copy, STATE), FailsLater(), train_epochs=2)
+        outer_loop(STATE, FailsLater(), train_epochs=2)
     assert seen.seen == outer_loop.history.collect("steps") == jaxloop.checkpoint.all_steps(tmp_path) == [2]
 
 
@@ -549,38 +539,6 @@ def test_a_shuffle_buffer_that_is_not_saved_is_found_out(hugging_face, monkeypat
     assert "won't continue at the right batch. The next batch of a Reshuffled" in prove(Reshuffled())
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_real_hugging_face_datasets_are_resumed_or_found_out(warnings_logged):
-    datasets = pytest.importorskip("datasets")
-    generate = lambda parts: ({"x": row} for part in parts for row in range(6 * part, 6 * part + 6))
-    rows = datasets.IterableDataset.from_generator(generate, gen_kwargs={"parts": [0, 1, 2, 3]})
-    whole, rest = resumed(lambda: rows.with_format("numpy").batch(3))
-    assert rest == whole and warnings_logged() == []
-    whole, rest = resumed(lambda: rows.shuffle(seed=3, buffer_size=9).with_format("numpy").batch(3))
-    assert rest != whole and len(warnings_logged()) == 1
-
-
-def test_a_grain_loader_over_a_class_without_a_repr_is_resumed(warnings_logged):
-    grain = pytest.importorskip("grain")
-    kept = []
-
-    class Rows:
-        def __len__(self):
-            return 24
-
-        def __getitem__(self, row):
-            return {"x": row}
-
-    def make():
-        kept.append(Rows())  # So that each one has its own address.
-        sampler = grain.samplers.IndexSampler(24, grain.sharding.NoSharding(), shuffle=True, seed=3, num_epochs=1)
-        operations = [grain.transforms.Batch(3)]
-        return grain.DataLoader(data_source=kept[-1], sampler=sampler, operations=operations, worker_count=0)
-
-    whole, rest = resumed(make)
-    assert rest == whole and len(rest) == 6 and warnings_logged() == []
-
-
 # When a batch is read --------------------------------------------------------------------------------
 
 
@@ -601,10 +559,10 @@ def test_the_next_batch_is_read_before_the_actions_but_is_not_part_of_the_positi
     save, looks = CheckpointAction(tmp_path, every(2), keep=None), Look(every(2) | last())
     if api == "objects":
         loop = TrainLoop(STEP, end_actions=[looks, save])
-        OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))(jax.tree.map(jax.numpy.copy, STATE), dataset)
+        OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))(STATE, dataset)
     else:
         tasks = {every(1): STEP, every(2) | last(): Look(), every(2): functional.checkpoint(tmp_path, keep=9)}
-        functional.loop(jax.tree.map(jax.numpy.copy, STATE), dataset, tasks)
+        functional.loop(STATE, dataset, tasks)
     actions = [event for event in events if event[0] == "action"]
     assert actions == [("action", 2, False), ("action", 4, False), ("action", 5, True)]
     for step in (2, 4):
@@ -615,5 +573,5 @@ def test_the_next_batch_is_read_before_the_actions_but_is_not_part_of_the_positi
 
 def test_a_functional_loop_warns_at_the_start_that_resuming_is_not_exact(tmp_path, warnings_logged):
     tasks = {every(1): STEP, every(2): functional.checkpoint(tmp_path, resume=True)}
-    functional.loop(jax.tree.map(jax.numpy.copy, STATE), (batch for batch in BATCHES), tasks, stop=3)
+    functional.loop(STATE, (batch for batch in BATCHES), tasks, stop=3)
     assert "can't report its position" in str(warnings_logged()) and "right batch" in str(warnings_logged())

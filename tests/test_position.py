@@ -193,20 +193,6 @@ def test_a_consumer_that_reads_ahead_gets_the_position_of_what_it_used(name):
         assert values(again) == everything[count:]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("name", ["list", "index", "get_state", "generator", "grain iter", "tf.data"])
-def test_a_run_can_be_resumed_repeatedly(name, prefetch):
-    make, _ = SOURCES[name]
-    everything, found, saved = values(PositionedIterator(make())), [], None
-    for number in (1, 2, 4, LENGTH):
-        iterator = iter(data.prefetch(make(), prefetch))
-        if saved is not None:
-            iterator.seek(saved)
-        found += values(iterator, number)
-        saved = through_json(iterator.position())
-    assert found == everything
-
-
 @pytest.mark.parametrize("name", ["list", "tuple iterator", "index"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_the_number_of_remaining_batches_is_known(name, prefetch):
@@ -549,14 +535,6 @@ def test_a_peek_at_the_end_notes_the_end():
     assert "(none) -> float32" in str(prove(Growing()))
 
 
-def test_a_short_last_batch_is_not_a_different_dataset():
-    batches = [ones(4), ones(4), ones(1)]
-    saved = saved_before_the_next_batch(batches, used=2)
-    third = PositionedIterator(batches)
-    third.seek(saved, raises=True)
-    assert values(third) == [[1]]
-
-
 # Prefetching -----------------------------------------------------------------------------------------
 
 
@@ -702,12 +680,6 @@ def test_options_are_combined():
     assert position.skippable(data.prefetch(BATCHES, 2)) == joined
     assert not data.is_one_pass(joined) and data.is_one_pass(data.prefetch(skippable(generate()), 2))
     assert values(joined) == values(joined) == values(BATCHES)
-
-
-def test_a_shared_position_survives_garbage_collection():
-    both = PositionedIterator(skippable(lambda: iter([{"x": 1}])))
-    gc.collect()
-    assert next(both) == {"x": 1}
 
 
 def test_a_peeked_batch_is_converted_too():

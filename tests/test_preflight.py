@@ -158,6 +158,9 @@ def warning(where, text, **changes):
     return where, text, False, changes
 
 
+loop_error, loop_warning = (functools.partial(kind, "the train loop") for kind in (error, warning))
+
+
 def step_with(**methods):
     return type("Planted", (GoodStep,), methods)
 
@@ -222,43 +225,36 @@ NO_CHECKPOINTS = {"save": None, "best": None, "resumes": False}
 
 MISTAKES = {
     # The data.
-    "a batch of 30 on 4 devices": error(
-        "the train loop", "30 rows.*4 devices", **on_four_devices(data=data_of(rows=30))
+    "a batch of 30 on 4 devices": loop_error("30 rows.*4 devices", **on_four_devices(data=data_of(rows=30))),
+    "a batch with text": loop_error(
+        r"batch\['name'\] is <U1\[8\], which JAX can't turn", data=data_of(name=np.array(["a"] * 8))
     ),
-    "a batch with text": error(
-        "the train loop", r"batch\['name'\] is <U1\[8\], which JAX can't turn", data=data_of(name=np.array(["a"] * 8))
+    "a batch in float64": loop_warning(r"batch\['w'\] is float64", data=data_of(w=np.ones(8))),
+    "an id that doesn't fit into 32 bits": loop_error(
+        r"batch\['id'\] is int64\[8\] with values from 1099511627776", data=data_of(id=np.full(8, 2**40))
     ),
-    "a batch in float64": warning("the train loop", r"batch\['w'\] is float64", data=data_of(w=np.ones(8))),
-    "an id that doesn't fit into 32 bits": error(
-        "the train loop",
-        r"batch\['id'\] is int64\[8\] with values from 1099511627776",
-        data=data_of(id=np.full(8, 2**40)),
-    ),
-    "leaves with different lengths": warning(
-        "the train loop", "Each batch counts as one example", data=data_of(w=np.ones(3, np.float32))
+    "leaves with different lengths": loop_warning(
+        "Each batch counts as one example", data=data_of(w=np.ones(3, np.float32))
     ),
     "train data without a batch": error("the train data", r"\(list\) yielded no batches", data=[]),
     "one batch for a dataset": error("the train data", "A dataset must be an iterator", data=batch_of()),
     "train data that end early": warning(
         "the train data", "end at step 20, after 20 batches, and train_total_steps=300", data=[batch_of()] * 20
     ),
-    "an endless run": warning("the train loop", "Nothing ends the run", options={"train_total_steps": None}),
-    "endlessly repeated batches": warning(
-        "the train loop",
+    "an endless run": loop_warning("Nothing ends the run", options={"train_total_steps": None}),
+    "endlessly repeated batches": loop_warning(
         "Nothing ends the run: its data have no end",
         data=itertools.repeat(batch_of()),
         options={"train_total_steps": None},
         **NO_CHECKPOINTS,
     ),
-    "a possibly endless generator": warning(
-        "the train loop",
+    "a possibly endless generator": loop_warning(
         "Nothing ends the run: a generator does not say whether its data end",
         data=(batch_of() for _ in itertools.count()),
         options={"train_total_steps": None},
         **NO_CHECKPOINTS,
     ),
-    "preprocess_batch without a return value": error(
-        "the train loop",
+    "preprocess_batch without a return value": loop_error(
         "Planted.preprocess_batch returned None. Return the batch",
         step=step_with(preprocess_batch=lambda self, batch: None),
     ),
@@ -297,38 +293,31 @@ MISTAKES = {
         eval_options={"interval": every(1000), "name": "test"},
         eval_actions=(STOPPING("test/loss"),),
     ),
-    "a step count that would overflow": error(
-        "the train loop",
+    "a step count that would overflow": loop_error(
         "state.step, int8.*, counts to 127, and the run goes to step 300",
         state=lambda state: state.replace(step=jnp.int8(0)),
     ),
     # The step.
-    "a state that changes dtype": error(
-        "the train loop",
+    "a state that changes dtype": loop_error(
         "params/Dense_0/bias: float32.1. -> bfloat16.1.",
         step=step_returning(lambda state, outputs: (to_bfloat16(state), outputs)),
     ),
-    "a state instead of a pair": error(
-        "the train loop",
-        "run must return .state, outputs., a pair, got TrainState",
-        step=step_returning(lambda state, outputs: state),
+    "a state instead of a pair": loop_error(
+        "run must return .state, outputs., a pair, got TrainState", step=step_returning(lambda state, outputs: state)
     ),
-    "outputs that aren't a dict": error(
-        "the train loop", "outputs as a dict", step=step_returning(lambda state, outputs: (state, outputs["loss"]))
+    "outputs that aren't a dict": loop_error(
+        "outputs as a dict", step=step_returning(lambda state, outputs: (state, outputs["loss"]))
     ),
-    "a step that leaves state.step unchanged": error(
-        "the train loop",
+    "a step that leaves state.step unchanged": loop_error(
         "returns state.step unchanged. Each run must add 1 to it",
         step=step_returning(lambda state, outputs: (state.replace(step=state.step - 1), outputs)),
     ),
-    "a loss that isn't a scalar": warning(
-        "the train loop",
+    "a loss that isn't a scalar": loop_warning(
         r"The history stores scalars only, and would not contain 'loss', float32\[8, 1\]\. Return the mean",
         step=step_with(outputs=lambda self, loss, batch: {"loss": batch["y"] + loss, "error": loss}),
         best=None,
     ),
-    "only per-example outputs": warning(
-        "the train loop",
+    "only per-example outputs": loop_warning(
         r"would not contain 'error', float32\[8\]",
         step=step_with(outputs=lambda self, loss, batch: {"error": batch["y"][:, 0] + loss}),
         best=None,
@@ -338,18 +327,14 @@ MISTAKES = {
         r"Its step has the model Network\(.*width = 8.*the train step has Network\(.*width = 4.*same model",
         eval_model=Network(width=8),
     ),
-    "a traced value converted to a float": error(
-        "the train loop",
-        "ConcretizationTypeError",
-        step=step_returning(lambda state, outputs: (state, {"loss": float(outputs["loss"])})),
+    "a traced value converted to a float": loop_error(
+        "ConcretizationTypeError", step=step_returning(lambda state, outputs: (state, {"loss": float(outputs["loss"])}))
     ),
-    "a misspelled key of the batch": error(
-        "the train loop",
+    "a misspelled key of the batch": loop_error(
         "KeyError: 'labels'\nat .*test_preflight.py",
         step=step_with(outputs=lambda self, loss, batch: {"loss": batch["labels"]}),
     ),
-    "outputs too large to keep": warning(
-        "the train loop",
+    "outputs too large to keep": loop_warning(
         r"100 steps .* 1.3 GiB. The largest output is 'maps', 13.7 MiB per step",
         step=step_with(outputs=lambda self, loss, batch: {"loss": loss, "maps": jnp.zeros([300, 300, 40])}),
     ),
@@ -827,47 +812,6 @@ def test_the_plan_of_a_second_call_starts_where_the_first_ended(plan):
 # Forecasts compared with runs ---------------------------------------------------------------------------
 
 
-def random_interval(rng, *, most=4):
-    """Returns a random interval of an action, whose calls can all be predicted."""
-    pick = lambda: [
-        every(rng.randrange(1, 12)),
-        at(rng.randrange(1, 30)),
-        every(samples=rng.randrange(5, 60)),
-        every(loops=rng.randrange(1, most)),
-        after(rng.randrange(1, 20)) & every(rng.randrange(1, 8)),
-        first(),
-        last(),
-    ][rng.randrange(7)]
-    kind = rng.randrange(5)
-    return [rng.randrange(1, most), pick(), pick(), pick() | pick(), pick() & ~pick()][kind]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_forecasts_of_random_runs_match_the_calls(seed):
-    rng = random.Random(seed)
-    step, state, batches = examples.tiny_regression(40)
-    train_actions = [Record(random_interval(rng)) for _ in range(4)]
-    eval_actions = [Record(rng.randrange(1, 3)), Record(every(rng.randrange(1, 9)))]
-    evaluated = Record(1)
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, end_actions=train_actions),
-        [jaxloop.EvalLoop(step, end_actions=[evaluated, *eval_actions])],
-    )
-    schedule = random_interval(rng)
-    when = {"eval_loop_interval": schedule} if isinstance(schedule, int) else {"interval": schedule}
-    options = {"eval_specs": [jaxloop.EvalSpec(batches[:2], **when)]}
-    if rng.random() < 0.3:
-        options |= {"train_epochs": rng.randrange(1, 3)}
-        batches = batches[: rng.randrange(5, 15)]
-    else:
-        options |= {"train_total_steps": rng.randrange(5, 40)}
-        options |= {"train_loop_steps": rng.randrange(3, 12)} if rng.random() < 0.7 else {}
-    predicted_calls = outer_loop.check(state, batches, **options).calls
-    outer_loop(state, batches, **options)
-    for action in (*train_actions, evaluated, *eval_actions):
-        assert list(predicted_calls[action].steps) == action.seen, (action, options, str(predicted_calls[action]))
-
-
 # Each case has the intervals of actions and evaluations, further options, and the number of batches.
 BOTH = every(7) | last()
 PLANS = {
@@ -990,17 +934,3 @@ def test_forecasts_of_eval_actions_depend_on_their_evaluation():
     assert calls(1, last()) == calls(at(5), last()) == calls(last(), last()) == "once, at the end"
     assert calls(2, last()) == "never" and calls(last(), at(5)) == "once, at step 5"
     assert calls(1, every(time=60)) == calls(every(100), every(time=60)) == "by the clock"
-
-
-def test_a_new_run_of_the_same_loops_matches_the_forecast():
-    step, state, batches = examples.tiny_regression()
-    eval_step, _, _ = examples.tiny_regression(train=False)
-    action = Record(3)
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step, end_actions=[action])])
-    outer_loop(state, batches, 20, 10, [jaxloop.EvalSpec(batches[:3])])  # A different run.
-    _, state, _ = examples.tiny_regression()
-    arguments = (batches, 100, 10, [jaxloop.EvalSpec(batches[:3])])
-    predicted_steps = outer_loop.check(state, *arguments).calls[action].steps
-    action.seen.clear()
-    outer_loop(state, *arguments)
-    assert list(predicted_steps) == action.seen == [30, 60, 90]

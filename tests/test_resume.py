@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from programs.acts import Do, Stop, lengths
+from programs.acts import Do, lengths
+from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
 
 from jaxloop import (
     STOP_LOOP,
@@ -26,14 +27,11 @@ from jaxloop import (
     checkpoint,
     data,
     every,
-    examples,
     last,
 )
 from jaxloop import functional as jf
 
-STEP, STATE, BATCHES = examples.tiny_regression()
 BY_INDEX = data.from_index(lambda number: BATCHES[number % 100])
-EVAL_STEP = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer)
 
 
 def run(directory, total=10, dataset=None, *, step=STEP, train_actions=(), save=5, restore_data=True, **options):
@@ -41,8 +39,7 @@ def run(directory, total=10, dataset=None, *, step=STEP, train_actions=(), save=
     save = CheckpointAction(directory, every(steps=save))
     spec = CheckpointSpec(directory, restore_data=restore_data)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[*train_actions, save], stat_names=[]), checkpoint_spec=spec)
-    state = jax.tree.map(jax.numpy.copy, STATE)
-    state, _ = outer_loop(state, BATCHES if dataset is None else dataset, total, **options)
+    state, _ = outer_loop(STATE, BATCHES if dataset is None else dataset, total, **options)
     return outer_loop, state
 
 
@@ -160,27 +157,6 @@ def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, wa
     assert learning_rate(25, 0.25) == 0.25 and len(warnings_logged()) == 2
 
 
-def test_a_model_parameter_that_is_called_like_a_hyperparameter_is_not_compared(tmp_path, warnings_logged):
-    class Scaled(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(1, name="hyperparams")(x)
-
-    def state_at(total, directory=tmp_path / "resumed"):
-        step = type(STEP)(STEP.base_prng, Scaled(), optax.sgd(0.1), train=True)
-        spec = CheckpointSpec(directory, restore_hyperparams=False)
-        loop = TrainLoop(step, end_actions=[CheckpointAction(directory, every(steps=5))])
-        return OuterLoop(loop, None, spec, log_interval=every(steps=5))(step.initialize_model([1, 3]), BATCHES, total)[
-            0
-        ]
-
-    state_at(10)
-    np.testing.assert_array_equal(
-        *(state_at(15, *place).params["hyperparams"]["kernel"] for place in ((), (tmp_path,)))
-    )
-    assert not any("hyperparams" in text for text in warnings_logged())
-
-
 def test_data_without_a_position_are_used_as_they_come_with_a_warning(tmp_path, warnings_logged):
     batches = []
     run(tmp_path, 10, iter(record_batches(BATCHES, [])))
@@ -202,7 +178,7 @@ def early_stopped(directory, when, patience=2, total=40, stop=None):
         CheckpointSpec(directory),
     )
     specs = [EvalSpec(BATCHES[:2], interval=every(steps=5))]
-    return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, total, eval_specs=specs, stop=stop)[0]
+    return outer_loop(STATE, BATCHES, total, eval_specs=specs, stop=stop)[0]
 
 
 @pytest.mark.parametrize(
@@ -287,10 +263,9 @@ def test_after_a_signal_an_error_of_the_data_does_not_hide_it(api, tmp_path, ass
         dataset = data.skippable(lambda: batches(fails))
         if api == "objects":
             return run(directory, 20, dataset=dataset)[1]
-        step, state, _ = examples.tiny_regression()
-        train = lambda state, batch: step(state, batch)[::-1]
+        train = lambda state, batch: STEP(state, batch)[::-1]
         return jf.loop(
-            state, dataset, {jf.every(1): train, jf.every(5): jf.checkpoint(directory, resume=True)}, stop=20
+            STATE, dataset, {jf.every(1): train, jf.every(5): jf.checkpoint(directory, resume=True)}, stop=20
         )[0]
 
     with pytest.raises(SystemExit) as caught:
@@ -310,7 +285,7 @@ class SlowToClose(CheckpointAction):
 def test_a_signal_after_the_last_step_does_not_interrupt_the_run(tmp_path):
     save = SlowToClose(tmp_path, every(steps=5))
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[save], stat_names=[]), None, CheckpointSpec(tmp_path))
-    state, _ = outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 10)
+    state, _ = outer_loop(STATE, BATCHES, 10)
     assert int(state.step) == 10 and (tmp_path / "STOPPED").exists()
 
 
@@ -334,7 +309,7 @@ def test_the_last_row_is_added_after_a_crash_at_the_end_of_the_data(tmp_path):
         save = CheckpointAction(tmp_path, every(steps=5))
         loop = TrainLoop(STEP, end_actions=[save], stat_names=[])
         outer_loop = OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path), log_interval=every(steps=4) | last())
-        outer_loop(jax.tree.map(jax.numpy.copy, STATE), dataset)
+        outer_loop(STATE, dataset)
         return outer_loop.history.collect("steps")
 
     with pytest.raises(Dies):
@@ -374,7 +349,7 @@ def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
         train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=5))])
         outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path)
         specs = [EvalSpec(Batches(BATCHES[:2]), eval_loop_interval=1)]
-        outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 15, 5, specs)
+        outer_loop(STATE, BATCHES, 15, 5, specs)
         return outer_loop.history
 
     evaluated, called = [], []
@@ -382,24 +357,6 @@ def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
         resume()
     assert resume().collect("steps", "eval.loss")[0] == [5, 10, 15]
     assert called == [5, 10, 10, 15] and len(evaluated) == 3
-
-
-def test_the_stop_of_an_evaluation_survives_the_failure_of_its_next_action(tmp_path):
-    def fail_once(**_):
-        failed.append(True)
-        if len(failed) == 1:
-            raise OSError("The disk is gone.")
-
-    def resume():
-        eval_loop = EvalLoop(EVAL_STEP, end_actions=[Stop(1), Do(fail_once)])
-        train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=5))])
-        outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
-        return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 15, 5, [EvalSpec(BATCHES[:2])])[0]
-
-    failed = []
-    with pytest.raises(OSError, match="The disk is gone"):
-        resume()
-    assert int(resume().step) == 5 and len(failed) == 2
 
 
 @pytest.mark.parametrize("when", [last(), every(steps=7)])
@@ -414,7 +371,7 @@ def test_a_stop_within_a_loop_ends_the_loop_even_if_a_signal_comes_at_that_step(
     def train():
         train_loop = TrainLoop(STEP, end_actions=[Do(stop, every(steps=7)), Do(note)])
         outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], workdir=directory)
-        outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 15, 5, [EvalSpec(BATCHES[:2], interval=when)])
+        outer_loop(STATE, BATCHES, 15, 5, [EvalSpec(BATCHES[:2], interval=when)])
         return [(row.elapsed.steps, row.elapsed.loops, row.logs) for row in outer_loop.history.rows]
 
     called, directory = [], tmp_path / "whole"
@@ -426,39 +383,13 @@ def test_a_stop_within_a_loop_ends_the_loop_even_if_a_signal_comes_at_that_step(
     assert [each for each in called if each[0] == "broken"] == [("broken", 5, 5), ("broken", 7, 2)]
 
 
-def test_a_batch_that_a_failed_step_has_changed_is_not_compared_after_a_resume(tmp_path, warnings_logged):
-    class Spoils(type(STEP)):
-        def begin(self, state, batch):
-            if fails and batch["number"][0] == 7:
-                batch["x"] *= 0.5
-                raise OSError("The disk is gone.")
-            return state, batch
-
-    def batch_of(number):
-        return {**{name: leaf.copy() for name, leaf in BATCHES[number % 100].items()}, "number": np.full([8], number)}
-
-    for fails in (True, False):
-        step = Spoils(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-        outer_loop = OuterLoop(
-            TrainLoop(step, end_actions=[CheckpointAction(tmp_path, every(steps=5))]),
-            checkpoint_spec=CheckpointSpec(tmp_path, on_changed_data="raise"),
-        )
-        state = jax.tree.map(jax.numpy.copy, STATE)
-        if fails:
-            with pytest.raises(OSError, match="The disk is gone"):
-                outer_loop(state, data.from_index(batch_of), 20)
-        else:
-            assert int(outer_loop(state, data.from_index(batch_of), 20)[0].step) == 20
-    assert not any("is not the one that came next" in text for text in warnings_logged())
-
-
 def test_what_a_checkpoint_does_not_contain_begins_at_its_step(tmp_path):
     run(tmp_path, 30, BY_INDEX, save=10)
     of_train, of_eval = lengths(every(steps=8)), lengths(2)
     train_loop, eval_loop = TrainLoop(STEP, end_actions=[of_train]), EvalLoop(EVAL_STEP, end_actions=[of_eval])
-    train_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 60)  # A call without a checkpoint, which is past it.
+    train_loop(STATE, BATCHES, 60)  # A call without a checkpoint, which is past it.
     of_train.seen.clear()
     outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
-    outer_loop(jax.tree.map(jax.numpy.copy, STATE), BY_INDEX, 60, 10, [EvalSpec(BATCHES[:3])])
+    outer_loop(STATE, BY_INDEX, 60, 10, [EvalSpec(BATCHES[:3])])
     assert of_train.seen == [(32, 2), (40, 8), (48, 8), (56, 8)]
     assert of_eval.seen == [(40, 3), (60, 6)]  # After the fourth and the sixth loop.

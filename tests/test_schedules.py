@@ -270,19 +270,6 @@ def test_actions_and_evaluations_match_the_reference(
 
 
 @settings(deadline=None, max_examples=300)
-@given(plan=plans, samples=few(1, 9), half_seconds=few(0, 3))
-def test_next_step_and_next_time_never_miss_a_firing(plan, samples, half_seconds):
-    # A single loop, whose end is always checked.
-    run = whole_run(30, 30, samples, half_seconds)
-    for step in range(30):
-        next_step, next_time = plan.schedule.next_step(run[step]), plan.schedule.next_time(run[step])
-        fired = [i for i in range(step + 1, 30) if plan.fires(run[i - 1], run[i])]
-        if fired:
-            by_step = next_step is not None and step < next_step <= fired[0]
-            assert by_step or (next_time is not None and next_time <= run[fired[0]].time)
-
-
-@settings(deadline=None, max_examples=300)
 @given(plan=plans, loop_steps=st.integers(1, 9), samples=few(1, 9), half_seconds=few(0, 3))
 def test_next_step_next_time_and_next_loop_never_miss_a_firing(plan, loop_steps, samples, half_seconds):
     run = whole_run(60, loop_steps, samples, half_seconds)

@@ -1,18 +1,18 @@
 import numpy as np
 import pytest
 from programs.clock import Clock
+from programs.tiny import BATCHES, STATE, STEP
 
 from jaxloop import examples, metrics, stat_loop
 from jaxloop.stat_loop import StatLoop
 
 
 def test_statistics_are_plain_numbers(set_clock):
-    step, state, batches = examples.tiny_regression()
     clock = set_clock(Clock(100.0))
-    loop = StatLoop(step, stat_loop.ALL_STATS)
+    loop = StatLoop(STEP, stat_loop.ALL_STATS)
     loop.peak_flops_per_sec = 1e9
     clock.now += 1
-    _, outputs = loop(state, clock.during(batches, 0.5), num_steps=10)
+    _, outputs = loop(STATE, clock.during(BATCHES, 0.5), num_steps=10)
     assert outputs[stat_loop.STAT_NUM_PARAMS] == 4
     assert outputs[stat_loop.STAT_LIFE_TIME_SECS] == 6
     assert outputs[stat_loop.STAT_LOOP_TIME_SECS] == 5
@@ -25,12 +25,11 @@ def test_statistics_are_plain_numbers(set_clock):
 
 
 def test_statistics_cover_only_the_current_call(set_clock):
-    step, state, batches = examples.tiny_regression()
     clock = set_clock(Clock(100.0))
-    loop = StatLoop(step)
-    state, _ = loop(state, clock.during(batches, 5), num_steps=4)
+    loop = StatLoop(STEP)
+    state, _ = loop(STATE, clock.during(BATCHES, 5), num_steps=4)
     clock.now += 1000  # Time between two calls isn't counted.
-    _, outputs = loop(state, clock.during(batches, 1), num_steps=2)
+    _, outputs = loop(state, clock.during(BATCHES, 1), num_steps=2)
     assert set(outputs) == {"loss", stat_loop.STAT_STEPS_PER_SEC, stat_loop.STAT_EXAMPLES_PER_SEC}
     assert outputs[stat_loop.STAT_STEPS_PER_SEC] == 1
     assert loop.spent.data == loop.spent.total == 22
@@ -49,23 +48,14 @@ def test_times_are_taken_after_the_device_has_finished(monkeypatch):
     assert waited[-1] is state
 
 
-def test_flops_are_counted_on_request():
-    step, state, batches = examples.tiny_regression()
-    _, outputs = StatLoop(step, [stat_loop.STAT_NUM_FLOPS])(state, batches, num_steps=2)
-    assert set(outputs) == {"loss", stat_loop.STAT_NUM_FLOPS}
-    assert outputs[stat_loop.STAT_NUM_FLOPS] > 0
-
-
 def test_global_batch_size_replaces_the_counted_examples():
-    step, state, batches = examples.tiny_regression()
     names = [stat_loop.STAT_STEPS_PER_SEC, stat_loop.STAT_EXAMPLES_PER_SEC]
-    _, outputs = StatLoop(step, names, global_batch_size=64)(state, batches, num_steps=3)
+    _, outputs = StatLoop(STEP, names, global_batch_size=64)(STATE, BATCHES, num_steps=3)
     np.testing.assert_allclose(outputs[names[1]], 64 * outputs[names[0]])
 
 
 def test_an_unknown_statistic_raises_and_lists_the_known_ones():
-    step, _, _ = examples.tiny_regression()
     with pytest.raises(
         ValueError, match="'steps_per_sec', which is not one of jaxloop/num_params, .*jaxloop/steps_per_sec"
     ):
-        StatLoop(step, ["steps_per_sec"])
+        StatLoop(STEP, ["steps_per_sec"])

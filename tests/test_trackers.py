@@ -13,6 +13,7 @@ import types
 
 import numpy as np
 import pytest
+from programs.tiny import BATCHES, STATE, STEP
 
 import jaxloop
 from jaxloop import actions, every, examples
@@ -186,14 +187,13 @@ def test_a_resumed_wandb_run_omits_points_on_the_server(wandb, tmp_path):
 
 def run(directory, total_steps, *, make_writer=actions.MlflowWriter, checkpoints=True, save=10, notes=None, **options):
     """Starts or resumes a run, and never closes its writer, as if the process were killed."""
-    step, state, batches = examples.tiny_regression()
     writer = make_writer(directory)
     ends = [actions.SummaryAction(writer, every(steps=1), **options)]
     if checkpoints:
         ends.append(actions.CheckpointAction(directory / "checkpoints", every(steps=save)))
     spec = jaxloop.CheckpointSpec(directory / "checkpoints") if checkpoints else None
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=ends), checkpoint_spec=spec, notes=notes)
-    outer_loop(state, jaxloop.from_index(lambda index: batches[index % 100]), total_steps)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=ends), checkpoint_spec=spec, notes=notes)
+    outer_loop(STATE, jaxloop.from_index(lambda index: BATCHES[index % 100]), total_steps)
 
 
 @pytest.mark.parametrize("save", [10, 100])
@@ -224,16 +224,6 @@ def test_notes_are_written(mlflow, tmp_path):
     assert mlflow.tags["seed"] == "3"
 
 
-def test_a_changed_point_keeps_its_first_value(mlflow, tmp_path):
-    writer = actions.MlflowWriter(tmp_path)
-    writer.write_scalars(6, {"loss": 0.5})
-    resumed = actions.MlflowWriter(tmp_path)
-    resumed.resume(5, writer.position())
-    resumed.write_scalars(6, {"loss": 0.25})
-    resumed.write_scalars(7, {"loss": 0.125})
-    assert mlflow.losses == [(6, 0.5), (7, 0.125)]
-
-
 def test_two_names_that_are_the_same_in_the_tracker_raise(mlflow, tmp_path):
     with pytest.raises(ValueError, match="Two of these names are the same in the tracker: a@b, a#b. Rename one"):
         actions.MlflowWriter(tmp_path).write_scalars(1, {"a@b": 0.5, "a#b": 0.25})
@@ -250,16 +240,6 @@ def test_an_error_names_its_source_and_no_point_is_lost_or_duplicated(mlflow, tm
     assert [step for step, _ in mlflow.losses] == list(range(1, 1001))
     assert len(mlflow.runs) == 1
     assert len({(each.key, each.step) for each in mlflow.metrics}) == len(mlflow.metrics)
-
-
-def test_a_partially_written_row_is_completed(mlflow, tmp_path):
-    writer, row = actions.MlflowWriter(tmp_path), {"loss": 0.5, "accuracy": 0.25}
-    mlflow.fails = 1
-    with pytest.raises(ConnectionError):
-        writer.write_scalars(1, row)
-    assert mlflow.losses == [(1, 0.5)]
-    writer.write_scalars(1, row)
-    assert [(each.key, each.value) for each in mlflow.metrics] == [("loss", 0.5), ("accuracy", 0.25)]
 
 
 @pytest.mark.filterwarnings("ignore")  # From the packages.
@@ -382,27 +362,6 @@ def test_a_damaged_identity_file_raises(content, mlflow, tmp_path):
 def test_an_invalid_identity_raises(run, mlflow, tmp_path):
     with pytest.raises(ValueError, match="is not a tracked run of MlflowWriter"):
         actions.MlflowWriter(tmp_path).resume(0, {"run": run})
-
-
-@pytest.mark.parametrize("missing", ["write_scalars", "flush"])
-def test_a_writer_without_required_methods_raises(missing):
-    has = {"write_scalars", "flush"} - {missing}
-    writer = types.SimpleNamespace(**dict.fromkeys(has, print))
-    with pytest.raises(TypeError, match=f"SummaryAction takes a writer with the methods .* lacks {missing}"):
-        actions.SummaryAction(writer)
-
-
-def test_an_unsupported_kind_is_skipped_with_one_warning(mlflow, tmp_path, logs):
-    writer = actions.MlflowWriter(tmp_path)
-    action = actions.SummaryAction(writer)
-    outputs = {"loss": 0.5, "weights": jaxloop.MetricWithMetadata(np.arange(6.0), jaxloop.MetricType.HISTOGRAM)}
-    warning = "SummaryAction does not write the output 'weights': its writer has no write_histograms."
-    assert list(action.check(None, outputs)) == [warning]
-    for step in (1, 2):
-        action(None, outputs, step_num=step)
-    action.flush()
-    assert logs.text.count(warning) == 1
-    assert mlflow.losses == [(1, 0.5), (2, 0.5)]
 
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "trackers.md"

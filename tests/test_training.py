@@ -3,7 +3,6 @@
 import _thread
 import contextlib
 import itertools
-import shutil
 import signal
 
 import clu.metrics
@@ -13,15 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from programs.acts import Do, Fail, Record
+from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
 
 import jaxloop
-from jaxloop import at, checkpoint, every, examples, last
+from jaxloop import at, checkpoint, every, last
 from jaxloop.schedules import never
 from jaxloop.stat_loop import STAT_LIFE_TIME_SECS
-
-STEP, STATE, BATCHES = examples.tiny_regression()
-EVAL_STEP = type(STEP)(STEP.base_prng, STEP.model)
-STATE = jax.tree.map(np.asarray, STATE)
 
 
 class OneByOne(jaxloop.TrainLoop):
@@ -168,52 +164,6 @@ FAILS_AFTER_SOME_LOOPS = {
 def test_joined_loops_give_the_same_results_as_separate_ones(plan, tmp_path_factory):
     one, other = (tmp_path_factory.mktemp("run") for _ in range(2))
     assert observed(jaxloop.TrainLoop, one, plan) == observed(OneByOne, other, plan)
-
-
-def stops_at(step_num):
-    class Stopping(type(STEP)):
-        def end(self, state, outputs):
-            stops = {jaxloop.STOP_LOOP: True} if int(state.step) == step_num else {}
-            return state, {**outputs, **stops}
-
-    return Stopping
-
-
-def with_image(state, outputs):
-    return state, {**outputs, "image": jaxloop.MetricWithMetadata(np.zeros([1, 2, 2, 1]), jaxloop.MetricType.IMAGE)}
-
-
-@pytest.mark.parametrize(
-    ("make_step", "options"),
-    [
-        (lambda: stops_at(12)(STEP.base_prng, STEP.model, STEP.optimizer, train=True), {}),
-        (
-            lambda: type("Imaging", (type(STEP),), {"end": lambda self, *given: with_image(*given)})(
-                STEP.base_prng, STEP.model, STEP.optimizer, train=True
-            ),
-            {},
-        ),
-        (lambda: STEP, {"nan_policy": "raise"}),
-        (lambda: STEP, {"nan_policy": "skip"}),
-    ],
-    ids=["a step that stops the run", "images", "raise", "skip"],
-)
-def test_stops_images_and_nans_are_handled_at_the_end_of_each_loop(make_step, options):
-    data = [{name: leaf.copy() for name, leaf in batch.items()} for batch in BATCHES]
-    if options:
-        data[46]["x"][0, 0] = np.nan
-    seen = []
-    for loop_class in (jaxloop.TrainLoop, OneByOne):
-        action = Seen(10)
-        train_loop = loop_class(make_step(), end_actions=[action], stat_names=[], **options)
-        outer_loop = jaxloop.OuterLoop(train_loop, log_interval=never())
-        outputs, name = None, None
-        try:
-            _, outputs = outer_loop(STATE, data, 500, 10)
-        except FloatingPointError as error:
-            name = (error.step_num, error.names)
-        seen.append([train_loop.step_num, train_loop.loop_count, action.calls, name, outputs and sorted(outputs)])
-    assert repr(seen[0]) == repr(seen[1])  # NaNs are unequal, but their reprs aren't.
 
 
 def test_an_iterator_can_be_reused_by_a_second_run():
@@ -365,17 +315,11 @@ def test_begin_actions_of_a_second_call_do_not_see_the_end_of_the_first():
 
 
 def test_metrics_of_the_call_after_a_failure_are_complete():
-    class Reporting(type(STEP)):
-        def run(self, state, batch):
-            state, outputs = super().run(state, batch)
-            average = clu.metrics.Average.from_model_output(outputs["loss"])
-            return state, {**outputs, "average": average}
-
     def broken():
         yield from BATCHES[:2]
         raise Broken
 
-    loop = jaxloop.TrainLoop(Reporting(STEP.base_prng, STEP.model, STEP.optimizer, train=True))
+    loop = jaxloop.TrainLoop(Averaging(STEP.base_prng, STEP.model, STEP.optimizer, train=True))
     with pytest.raises(Broken):
         loop(STATE, broken())
     _, outputs = loop(loop.rescued_state, BATCHES, 3)
@@ -474,21 +418,6 @@ def experiment(directory, *actions, save=1, log_interval=1, loop_class=jaxloop.T
 AT_THE_END = [jaxloop.EvalSpec(BATCHES[:2], interval=last())]
 
 
-@pytest.mark.parametrize("resumed_at", [10, 20, 30, 50])
-def test_a_resumed_run_has_complete_rows_of_joined_loops(resumed_at, tmp_path):
-    # Some loops end together with a chunk of steps.
-    options = {"save": every(steps=10), "log_interval": every(steps=40), "max_steps_in_flight": 8}
-    whole = experiment(tmp_path / "whole", **options)
-    whole(STATE, DATA, 80, 4, AT_THE_END)
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    for step in range(resumed_at + 10, 90, 10):  # As if the run had been killed earlier.
-        shutil.rmtree(tmp_path / "resumed" / str(step))
-    resumed = experiment(tmp_path / "resumed", **options)
-    resumed(STATE, DATA, 80, 4, AT_THE_END)
-    trained = [[row for row in rows(each) if "train" in row[1]] for each in (whole, resumed)]
-    assert [step for step, _ in trained[0]] == [40, 80] and trained[0] == trained[1]
-
-
 class StopsAtItsEnd(jaxloop.TrainLoop):
     def end(self, state, outputs):
         state, outputs = super().end(state, outputs)
@@ -514,35 +443,6 @@ class Wrapping(jaxloop.TrainLoop):
     def begin(self, state, dataset):
         state, iterator = super().begin(state, dataset)
         return state, map(lambda batch: batch, iterator)
-
-
-@pytest.mark.parametrize("first", [0, 4])
-def test_an_evaluation_prevented_by_a_signal_runs_after_a_resume(first, tmp_path):
-    def press(context):
-        _thread.interrupt_main()
-        return True
-
-    def run(interrupted_at=None, should_eval=None):
-        outer_loop = jaxloop.OuterLoop(
-            jaxloop.TrainLoop(STEP, end_actions=[jaxloop.CheckpointAction(tmp_path / "checkpoints")], stat_names=[]),
-            [jaxloop.EvalLoop(EVAL_STEP, stat_names=[])],
-            jaxloop.CheckpointSpec(tmp_path / "checkpoints"),
-            workdir=tmp_path,
-        )
-
-        def fetch(number):
-            if number == interrupted_at:
-                _thread.interrupt_main()
-            return BATCHES[number]
-
-        spec = jaxloop.EvalSpec(BATCHES[:2], interval=every(steps=4) | at(steps=0), should_eval_fn=should_eval)
-        state, _ = outer_loop(STATE, jaxloop.from_index(fetch), 8, 4, [spec])
-        return int(state.step), [row.elapsed.steps for row in outer_loop.history if set(row.logs) - {"train"}]
-
-    if first:  # The next run makes up for its evaluation.
-        assert run(interrupted_at=3)[0] == 4
-    assert run(should_eval=press)[0] == first
-    assert run() == (8, [0, 4, 8])
 
 
 def test_a_stopped_run_keeps_its_position_in_wrapped_data(tmp_path):
@@ -585,24 +485,6 @@ def test_a_stop_ends_the_run_whatever_end_returns(at):
     train_loop = ReturnsAnotherDict(STEP, end_actions=[stop_at(at, every(steps=5))])
     state, _ = jaxloop.OuterLoop(train_loop)(STATE, BATCHES, 40, 10)
     assert int(state.step) == at
-
-
-def test_a_batch_read_ahead_by_an_earlier_call_is_not_counted(tmp_path):
-    actions = [stop_at(7, every(steps=7)), jaxloop.CheckpointAction(tmp_path, jaxloop.at(steps=0))]
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions))
-    outer_loop(STATE, iter(BATCHES), 30, 10)
-    checkpoint_of_first = checkpoint.Checkpoint.at(tmp_path, 0).run()["parts"]["data"]["positions"]
-    for path in tmp_path.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    outer_loop(STATE, DATA, 30, 10)
-    counts = [
-        positions[0]["data"]["count"]
-        for positions in (
-            checkpoint_of_first,
-            checkpoint.Checkpoint.at(tmp_path, 0).run()["parts"]["data"]["positions"],
-        )
-    ]
-    assert counts == [0, 0]
 
 
 # Guarantees at the ends of loops and at resumes -----------------------------------------------------------------
@@ -659,45 +541,6 @@ def test_sums_are_bit_identical_after_a_signal(stop, intervals, length, tmp_path
     size = 8 if "train_epochs" in length else None
     run = lambda name, stop: sums_of(tmp_path / name, interrupted_data(stop, size), intervals, never(), **length)
     assert sorted(run("broken", stop) + run("broken", None)) == run("whole", None)
-
-
-@pytest.mark.parametrize("kept", [8, 16])
-def test_sums_are_bit_identical_after_a_kill(kept, tmp_path):
-    intervals = [every(steps=24), every(steps=9), every(steps=2)]
-    run = lambda: sums_of(tmp_path, DATA, intervals, every(steps=2), train_loop_steps=8, train_total_steps=24)
-    whole = run()
-    for step in checkpoint.all_steps(tmp_path):
-        if step > kept:
-            shutil.rmtree(tmp_path / str(step))
-    assert run() == [each for each in whole if each[1] > kept]
-
-
-class SavesItself(jaxloop.Action):
-    """Saves checkpoints through an action that the loop doesn't know."""
-
-    uses_outputs, runs_last, time_category = False, True, "checkpoints"
-
-    def __init__(self, directory, interval):
-        super().__init__(interval)
-        self.save, self.saved = jaxloop.CheckpointAction(directory), []
-
-    def __call__(self, state, outputs, *, step_num, **context):
-        self.saved.append(step_num)
-        self.save(state, outputs, step_num=step_num, **context)
-
-    def flush(self):
-        self.save.flush()
-
-
-def test_an_action_that_saves_is_not_called_again_at_the_step_of_its_checkpoint(tmp_path):
-    called = []
-    for total in (10, 20):
-        save = SavesItself(tmp_path, every(steps=5))
-        train_loop = jaxloop.TrainLoop(STEP, end_actions=[save], stat_names=[])
-        jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path))(STATE, DATA, total, 5)
-        save.flush()
-        called.append(save.saved)
-    assert called == [[5, 10], [15, 20]]
 
 
 @pytest.mark.parametrize("loop_steps", [5, 10])
@@ -778,33 +621,6 @@ def test_the_progress_before_the_last_step_counts_the_loops_until_then(loop_clas
     train_loop = loop_class(STEP, end_actions=[progress], stat_names=[])
     jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, DATA, 20, 2)
     assert progress.seen == [(5, 2, 4, 2), (10, 5, 9, 4), (15, 7, 14, 7), (20, 10, 19, 9)]
-
-
-def test_two_actions_of_a_class_keep_their_own_states_at_a_resume(tmp_path):
-    class Total(jaxloop.Action):
-        def __init__(self, interval):
-            super().__init__(interval)
-            self.total, self.calls = 0.0, []
-
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            self.total += float(np.sum(outputs["loss"]))
-            self.calls.append((step_num, len(outputs["loss"]), self.total))
-
-        def state_dict(self):
-            return {"total": self.total}
-
-        def load_state_dict(self, saved):
-            self.total = saved["total"]
-
-    def run(directory, total):
-        actions = [Total(every(steps=4)), Total(every(steps=7)), Total(3)]
-        save = jaxloop.CheckpointAction(directory, every(steps=10))
-        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*actions, save], stat_names=[])
-        jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(directory))(STATE, DATA, total, 5)
-        return [each.calls for each in actions]
-
-    first, second = (run(tmp_path / "resumed", total) for total in (10, 30))
-    assert [a + b for a, b in zip(first, second, strict=True)] == run(tmp_path / "whole", 30)
 
 
 def test_what_is_due_at_one_step_is_called_in_order(tmp_path):

@@ -3,15 +3,15 @@
 import jax
 import numpy as np
 import pytest
+from programs import tiny
+from programs.acts import Record
+from programs.tiny import BATCHES, STATE
 
 import jaxloop
-from jaxloop import CheckpointAction, CheckpointSpec, checkpoint, examples, schedules
-
-BASE, STATE, BATCHES = examples.tiny_regression(40)
-STATE = jax.tree.map(np.asarray, STATE)
+from jaxloop import CheckpointAction, CheckpointSpec, checkpoint, schedules
 
 
-class Repeated(type(BASE)):
+class Repeated(type(tiny.STEP)):
     """Makes several updates per batch."""
 
     updates_per_step = 4
@@ -23,7 +23,7 @@ class Repeated(type(BASE)):
         return state, outputs
 
 
-class Uncounted(type(BASE)):
+class Uncounted(type(tiny.STEP)):
     def run(self, state, batch):
         return state.replace(params=super().run(state, batch)[0].params), {}
 
@@ -37,25 +37,19 @@ class CountsLess(Repeated):
 
 
 def make(kind=Repeated, **options):
-    return kind(BASE.base_prng, BASE.model, BASE.optimizer, train=True, **options)
+    return kind(tiny.STEP.base_prng, tiny.STEP.model, tiny.STEP.optimizer, train=True, **options)
 
 
 STEP = make()  # Compiled once for most tests.
 
 
-def new_state():
-    return jax.tree.map(jax.numpy.asarray, STATE)
+def calls(interval):
+    """Records when an action is called, and the number of outputs."""
 
+    def what(state, outputs, step_num, elapsed, **_):
+        return step_num, int(state.step), elapsed.samples, len(outputs["loss"])
 
-class Seen(jaxloop.Action):
-    """Records when it is called, and the number of outputs."""
-
-    def __init__(self, interval):
-        super().__init__(interval)
-        self.calls = []
-
-    def __call__(self, state, outputs, *, step_num, elapsed, **kwargs):
-        self.calls.append((step_num, int(state.step), elapsed.samples, len(outputs["loss"])))
+    return Record(interval, what)
 
 
 def experiment(directory, step=STEP, *actions, **options):
@@ -77,12 +71,12 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_miscounting_run_raises_early_and_saves_nothing(kind, tmp_path):
     cls, message = WRONG[kind]
-    seen, save = Seen(schedules.always()), CheckpointAction(tmp_path, schedules.always())
+    seen, save = calls(schedules.always()), CheckpointAction(tmp_path, schedules.always())
     loop = jaxloop.TrainLoop(make(cls), end_actions=[seen, save])
     outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))
     with pytest.raises(ValueError, match=message):
-        outer_loop(new_state(), BATCHES, 40)
-    assert checkpoint.all_steps(tmp_path) == [] and seen.calls == [] and outer_loop.rescued_state is None
+        outer_loop(STATE, BATCHES, 40)
+    assert checkpoint.all_steps(tmp_path) == [] and seen.seen == [] and outer_loop.rescued_state is None
 
 
 def test_a_miscounting_run_is_not_rescued(tmp_path):
@@ -93,49 +87,50 @@ def test_a_miscounting_run_is_not_rescued(tmp_path):
 
     loop = jaxloop.TrainLoop(make(CountsDouble), end_actions=[CheckpointAction(tmp_path, schedules.every(30))])
     with pytest.raises(OSError, match="the data are gone"):
-        jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))(new_state(), batches(), 40)
+        jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))(STATE, batches(), 40)
     assert checkpoint.all_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_check_reports_a_miscounting_run(kind, tmp_path):
     cls, _ = WRONG[kind]
-    (problem,) = experiment(tmp_path, make(cls)).check(new_state(), BATCHES, 40).errors
+    (problem,) = experiment(tmp_path, make(cls)).check(STATE, BATCHES, 40).errors
     adds = {"none": "returns state.step unchanged", "two": "adds 2 to", "three of four": "adds 3 to"}[kind]
     assert problem.where == "the train loop" and adds in problem.text and "Each run must add" in problem.text
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 5}], ids=["", "fused"])
 def test_steps_are_updates_everywhere(options, tmp_path):
-    seen = Seen(schedules.every(10))
+    seen = calls(schedules.every(10))
     outer_loop = experiment(tmp_path, STEP, seen, **options)
-    assert outer_loop.check(new_state(), BATCHES, 120, 24).ok
-    state, outputs = outer_loop(new_state(), BATCHES, 120, 24)
+    assert outer_loop.check(STATE, BATCHES, 120, 24).ok
+    state, outputs = outer_loop(STATE, BATCHES, 120, 24)
     assert int(state.step) == 120 and len(outputs["loss"]) == 6  # 24 steps in the last loop.
     # The first counts at or after each multiple of 10. A batch has 8 examples.
     steps = [12, 20, 32, 40, 52, 60, 72, 80, 92, 100, 112, 120]
-    assert [call[:3] for call in seen.calls] == [(step, step, step // 4 * 8) for step in steps]
-    assert sum(call[3] for call in seen.calls) == 30 and checkpoint.all_steps(tmp_path) == [40, 80, 120]
+    assert [call[:3] for call in seen.seen] == [(step, step, step // 4 * 8) for step in steps]
+    assert sum(call[3] for call in seen.seen) == 30 and checkpoint.all_steps(tmp_path) == [40, 80, 120]
     assert outer_loop.history.collect("steps") == [24, 48, 72, 96, 120]
     assert "120 steps" in str(outer_loop.spent)
 
 
 @pytest.mark.parametrize("stop", [20, 28, 60])
 def test_a_run_interrupted_after_any_batch_resumes_bit_for_bit(stop, tmp_path, assert_same, interrupted):
-    whole, _ = experiment(tmp_path / "whole")(new_state(), BATCHES, 80, 40)
+    whole, _ = experiment(tmp_path / "whole")(STATE, BATCHES, 80, 40)
     data = lambda number: jaxloop.skippable(lambda: interrupted(BATCHES, number))
-    broken, _ = experiment(tmp_path / "broken")(new_state(), data(stop // 4 - 1), 80, 40)
+    broken, _ = experiment(tmp_path / "broken")(STATE, data(stop // 4 - 1), 80, 40)
     assert int(broken.step) == stop and stop in checkpoint.all_steps(tmp_path / "broken")
-    resumed, _ = experiment(tmp_path / "broken")(new_state(), data(None), 80, 40)
+    resumed, _ = experiment(tmp_path / "broken")(STATE, data(None), 80, 40)
     assert int(resumed.step) == 80
     assert_same(resumed, whole)
 
 
 def test_a_loop_counts_updates():
     loop = jaxloop.TrainLoop(STEP, stat_names=[])
-    state, outputs = loop(new_state(), BATCHES, num_steps=12)
+    state, outputs = loop(STATE, BATCHES, num_steps=12)
     assert int(state.step) == loop.step_num == 12 and len(outputs["loss"]) == 3
-    _, outputs = jaxloop.EvalLoop(Repeated(BASE.base_prng, BASE.model), stat_names=[])(state, BATCHES, num_steps=3)
+    eval_loop = jaxloop.EvalLoop(Repeated(tiny.STEP.base_prng, tiny.STEP.model), stat_names=[])
+    _, outputs = eval_loop(state, BATCHES, num_steps=3)
     assert len(outputs["loss"]) == 3  # An evaluation makes no updates: it counts batches.
 
 
@@ -152,14 +147,14 @@ def test_a_loop_counts_updates():
 def test_totals_must_be_multiples_of_updates_per_step(arguments, message, tmp_path):
     outer_loop = experiment(tmp_path)
     with pytest.raises(ValueError, match=message):
-        outer_loop(new_state(), *arguments)
-    assert outer_loop.check(new_state(), *arguments).errors[0].where == "the arguments"
+        outer_loop(STATE, *arguments)
+    assert outer_loop.check(STATE, *arguments).errors[0].where == "the arguments"
 
 
 def test_num_steps_and_state_step_must_be_multiples_of_updates_per_step():
     with pytest.raises(ValueError, match="num_steps=6 is not a multiple of 4"):
-        jaxloop.TrainLoop(STEP)(new_state(), BATCHES, num_steps=6)
-    state = new_state().replace(step=jax.numpy.int32(2))
+        jaxloop.TrainLoop(STEP)(STATE, BATCHES, num_steps=6)
+    state = STATE.replace(step=jax.numpy.int32(2))
     with pytest.raises(ValueError, match="state.step=2 is not a multiple of 4"):
         jaxloop.OuterLoop(jaxloop.TrainLoop(STEP))(state, BATCHES, 40)
 
@@ -171,7 +166,7 @@ def test_updates_per_step_must_be_a_positive_int(value):
 
 
 def test_a_checkpoint_whose_step_differs_from_its_name_raises(tmp_path):
-    run = lambda total: experiment(tmp_path, BASE)(new_state(), BATCHES, total)
+    run = lambda total: experiment(tmp_path, tiny.STEP)(STATE, BATCHES, total)
     run(40)
     (tmp_path / "40").rename(tmp_path / "30")
     with pytest.raises(
@@ -182,7 +177,7 @@ def test_a_checkpoint_whose_step_differs_from_its_name_raises(tmp_path):
 
 
 def test_a_train_loop_requires_train_true():
-    step = Repeated(BASE.base_prng, BASE.model, BASE.optimizer)
+    step = Repeated(tiny.STEP.base_prng, tiny.STEP.model, tiny.STEP.optimizer)
     with pytest.raises(
         ValueError, match=r"TrainLoop got Repeated\(.*train=False.* Make it with Repeated\(..., train=True"
     ):
@@ -194,6 +189,6 @@ def test_a_failed_step_with_several_updates_can_be_replayed(tmp_path):
     batches[3] = {"x": np.full_like(batches[3]["x"], np.nan), "y": batches[3]["y"]}
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, nan_policy="raise"), workdir=tmp_path)
     with pytest.raises(FloatingPointError, match="Step 16 is the first"):
-        outer_loop(new_state(), batches, 20)
-    state, outputs = jaxloop.replay(tmp_path, STEP, state=new_state())
+        outer_loop(STATE, batches, 20)
+    state, outputs = jaxloop.replay(tmp_path, STEP, state=STATE)
     assert int(state.step) == 16 and np.isnan(outputs["loss"])

@@ -109,13 +109,6 @@ def test_an_evaluation_is_the_mean_over_all_tokens(kind, options):
     np.testing.assert_allclose(summarize(outputs)["loss"], token_mean(state.params), rtol=1e-6)
 
 
-def test_an_evaluation_on_a_mesh_gives_the_same_mean(data_parallel):
-    step = token_step(partitioner=data_parallel(8))
-    state = step.initialize_model([1, 4])
-    _, outputs = jaxloop.EvalLoop(step)(state, BATCHES[:2])
-    np.testing.assert_allclose(summarize(outputs)["loss"], token_mean(state.params, BATCHES[:2]), rtol=1e-6)
-
-
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_gradient_is_of_the_mean_over_all_tokens(accumulate):
     step = token_step(TokenLoss, train=True, accumulate=accumulate)
@@ -144,28 +137,6 @@ def test_history_summaries_and_early_stopping_support_weighted_values(writer):
     assert weights == [batch["counts"].sum() for batch in BATCHES]
     values = [float(each.value) for each in outputs["loss"]]
     np.testing.assert_allclose(rows[-1], np.average(values, weights=weights), rtol=1e-12)
-
-
-def test_a_run_that_resumes_within_a_log_interval_has_the_same_rows(tmp_path):
-    def run(directory, total):
-        loop = jaxloop.TrainLoop(token_step(train=True))
-        outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=jaxloop.CheckpointSpec(directory))
-        state = loop.step.initialize_model([1, 4])
-        data = jaxloop.from_index(lambda index: BATCHES[index % 2])
-        outer_loop(state, train_dataset=data, train_total_steps=total, train_loop_steps=4)
-        return outer_loop.history.collect("train.loss")
-
-    for total in (2, 6, 8):
-        resumed = run(tmp_path / "resumed", total)
-    assert resumed[-1] == run(tmp_path / "whole", 8)[-1]
-
-
-def test_fit_accepts_a_weighted_loss():
-    loss = lambda outputs, batch: Weighted(outputs**2, batch["counts"])
-    state, history = jaxloop.fit(
-        NETWORK, BATCHES, BATCHES, loss=loss, inputs="x", optimizer=optax.sgd(0.1), train_epochs=2, progress=False
-    )
-    np.testing.assert_allclose(history.collect("eval.loss")[-1], token_mean(state.params), rtol=1e-6)
 
 
 # jaxloop.functional -----------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ import threading
 import jax
 import numpy as np
 import pytest
+from programs.tiny import BATCHES, STATE, STEP
 
-from jaxloop import actions, every, examples
+from jaxloop import actions, every
 from jaxloop.actions import writer_queue
-from jaxloop.outer_loop import OuterLoop
 from jaxloop.train_loop import TrainLoop
 from jaxloop.types import MetricType, MetricWithMetadata
 
@@ -63,9 +63,8 @@ def test_a_loop_continues_while_the_writer_blocks():
                 assert writer.has_begun.wait(10) and writer.rows == []
                 writer.gate.set()
 
-    step, state, batches = examples.tiny_regression()
     summaries = actions.SummaryAction(writer, every(steps=1))
-    TrainLoop(step, end_actions=[summaries, Open(every(steps=1))])(state, batches, num_steps=60)
+    TrainLoop(STEP, end_actions=[summaries, Open(every(steps=1))])(STATE, BATCHES, num_steps=60)
     assert [row[0] for row in writer.rows] == list(range(1, 61)) and len(writer.threads) == 1
 
 
@@ -275,26 +274,6 @@ def test_each_row_is_written_once_and_in_order_whenever_a_writer_fails(seed):
 
 
 # The end ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["the end", "an exception", "Ctrl-C"])
-def test_everything_is_written_when_a_run_ends(how, interrupted):
-    def failing(batches):
-        yield from batches[:25]
-        raise ZeroDivisionError
-
-    writer = GatedWriter()
-    step, state, batches = examples.tiny_regression()
-    data = {"the end": batches, "an exception": failing(batches), "Ctrl-C": interrupted(batches, 25)}[how]
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.SummaryAction(writer, every(steps=1))]))
-    if how == "an exception":
-        with pytest.raises(ZeroDivisionError):
-            outer_loop(state, data, 30, 10)
-    else:
-        outer_loop(state, data, 30, 10)
-    assert writer.flushes == 1
-    done = {"the end": 30, "an exception": 25, "Ctrl-C": 25}[how]
-    assert [row[0] for row in writer.rows] == list(range(1, done + 1))
 
 
 PROGRAM = """

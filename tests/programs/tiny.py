@@ -1,0 +1,27 @@
+"""A tiny regression that many tests share, so that its steps are compiled once per process."""
+
+import jax
+import numpy as np
+
+from jaxloop import examples
+
+STEP, _state, BATCHES = examples.tiny_regression()
+EVAL_STEP, _, _ = examples.tiny_regression(train=False)
+STATE = jax.tree.map(np.array, _state)  # In the memory of the host, so that no step donates it.
+
+
+def odd_batches(x, y):
+    """Returns variants of a batch, of which only the first is like the others of a dataset."""
+    return {
+        "nothing": {"x": x, "y": y},
+        "short": {"x": x[:5], "y": y[:5]},
+        "one leaf": {"x": x, "y": y[:1]},
+        "dtype": {"x": x, "y": y.astype(np.int32)},
+        "another leaf": {"x": x, "y": y, "z": x},
+        "order": {"y": y, "x": x},
+        "no array": {"x": jax.numpy.asarray(x), "y": y},
+        "no dict": [x, y],
+        "wrong": {"x": np.ones([8, 4], np.float32), "y": y},
+        "strings": {"x": x, "y": np.array([["a"]] * 8)},
+        "too large": {"x": x, "y": np.full([8, 1], 2**40)},
+    }
