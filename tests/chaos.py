@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import importlib
 import importlib.util
 import itertools
 import json
@@ -45,6 +46,8 @@ from programs import (
     directories,
     hanging,
     launching,
+    pipelines,
+    spikes,
     stubborn,
     summaries,
     tracking,
@@ -195,7 +198,11 @@ def serve(cache: str) -> Any:
     assert not xla_bridge._backends, "can't fork after a JAX backend was initialized"
     for line in sys.stdin:
         request = json.loads(line)
-        if "wait" in request:
+        if "import" in request:
+            for name in request["import"]:
+                importlib.import_module(name)
+            print(0, flush=True)
+        elif "wait" in request:
             print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
         else:
             pid = os.fork()
@@ -428,6 +435,9 @@ JOBS: dict[str, Callable[..., Any]] = {
     "end_everywhere": end_everywhere,
     "resume_everywhere": resume_everywhere,
     "long": run_many_steps,
+    "pipeline": pipelines.run,
+    "spikes": spikes.run,
+    "without_spikes": spikes.without,
 }
 
 # Runs and their results ----------------------------------------------------------------------------------
@@ -573,6 +583,63 @@ def sigkill(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
         killed += kills
         if kills or problems:
             yield kills, problems + arena.finish(children, directory, options, exact=False)
+
+
+def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Results:
+    """Kills runs with tf.data, Grain and PyTorch pipelines at random moments, and resumes them, in each API."""
+    modules, missing = pipelines.libraries()
+    for name in missing:
+        print(f"  pipelines: {name} is not installed; skipping its pipelines", flush=True)
+    arena.server.ask({"import": [*modules, "tensorboard.backend.event_processing.plugin_event_accumulator"]})
+    rng, killed, kinds = random.Random(seed), 0, collections.Counter()
+    cases = [
+        (name, api) for name, each in pipelines.PIPELINES.items() if each.library not in missing for api in each.apis
+    ]
+    rng.shuffle(cases)
+    for name, api in itertools.cycle(cases):
+        if killed >= count:
+            break
+        options, directory = {"pipeline": name, "api": api, "pace": 0.01}, arena.new_directory("pipeline")
+        start_run = functools.partial(arena.server.start, directory, "pipeline", **options)
+        reference, children = arena.reference(options, "pipeline", "step"), []
+        while len(children) < min(per_run, count - killed):
+            child = start_run()
+            if child.wait_for("step"):
+                time.sleep(rng.uniform(0, 0.7 * reference.secs))
+            child.send(signal.SIGKILL)
+            if child.wait() != -signal.SIGKILL:  # It has finished, or failed; then the next process fails, too.
+                break
+            children.append(child)
+        if not children:
+            continue
+        last_child = start_run()
+        code = last_child.wait()
+        children.append(last_child)
+        has_warned = any(re.search(pipelines.WARNING, child.log.read_text()) for child in children)
+        problems, has_resumed = [], any(child.first_step for child in children)
+        if code != 0:
+            problems.append(f"the last run failed: {last_child.log.read_text()[-3000:]}")
+        elif not pipelines.PIPELINES[name].warns:
+            result = last_child.result()
+            problems += [
+                f"{what}: {first_difference(*map(as_list, (result[what], reference.result[what])))}"
+                for what in ("leaves", "history", "points")
+                if result[what] != reference.result[what]
+            ]
+            problems += ["it warned that resuming is not exact"] if has_warned else []
+        elif not has_warned:
+            problems.append("it did not warn that resuming is not exact")
+        killed += len(children) - 1
+        kinds[pipelines.PIPELINES[name].library, api, "resumed" if has_resumed else "killed before the first save"] += (
+            len(children) - 1
+        )
+        yield len(children) - 1, [f"{name}, {api}: {problem}" for problem in problems]
+    for kind, number in sorted(kinds.items()):
+        print(f"  pipelines: {number:3} kills in {', '.join(kind)}", flush=True)
+
+
+def as_list(value: Any) -> list[Any]:
+    return sorted(value.items()) if isinstance(value, dict) else value
 
 
 def lost_too_much(child: Child, save: int, saves_under_way: int) -> list[str]:
@@ -868,6 +935,39 @@ def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Results:
         yield faults, [*found, str(happened)] if found else []
 
 
+def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
+    """Kills runs whose loss spikes; compares each with a run on data without the batches that it left out."""
+    rng = random.Random(seed)
+    for number in range(count // spikes.SPIKES):
+        options, directory = {"seed": seed * 1000 + number}, arena.new_directory("spikes")
+        problems = []
+        for attempt in range(kills + 1):
+            child = arena.server.start(directory, "spikes", **options)
+            child.wait_for("action")
+            if attempt < kills:
+                time.sleep(rng.uniform(0, 2))
+                child.send(signal.SIGKILL)
+            code = child.wait()
+            if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
+                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+            if code == 0:
+                break
+        if not problems:
+            found = child.result()
+            if missing := set(spikes.spikes_of(options["seed"])) - set(found["left_out"]):
+                problems.append(f"the spikes {missing} were not left out")
+            options |= {"left_out": found["left_out"], "rewinds": directory.name}
+            other = arena.server.start(arena.new_directory("without_spikes"), "without_spikes", **options)
+            if other.wait() != 0:
+                problems.append(f"the run without the batches failed: {other.log.read_text()[-3000:]}")
+            else:
+                problems += other.result()["problems"]
+                problems += [
+                    f"the {what} differs" for what in ("state", "history") if found[what] != other.result()[what]
+                ]
+        yield spikes.SPIKES, problems
+
+
 def hangs(arena: Arena, count: int, seed: int) -> Results:
     """Makes a run hang at each place, in a single process and in one of four. Some of the runs don't hang."""
     rng, places = random.Random(seed), [*hanging.PLACES, *hanging.HEALTHY]
@@ -905,6 +1005,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "soak": (soak, 100),
     "signals": (signals, 100),
     "sigkill": (sigkill, 100),
+    "pipelines": (data_pipelines, 100),
     "resumes": (resumes, 198),
     "ends": (ends, 78),
     "damaged": (damaged, 500),
@@ -912,6 +1013,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "lost_directories": (lost_directories, 9),
     "impostors": (impostors, 10),
     "hangs": (hangs, 64),
+    "spikes": (spiking, 100),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),
