@@ -43,6 +43,7 @@ import jax
 import numpy as np
 from absl import logging
 from programs import (
+    copies,
     directories,
     hanging,
     launching,
@@ -57,6 +58,7 @@ from programs import (
 import jaxloop
 from jaxloop import checkpoint
 from jaxloop.checkpoint import seal
+from jaxloop.runs import commands, run_log
 
 TIMEOUT_SECS = 120.0
 
@@ -436,6 +438,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "resume_everywhere": resume_everywhere,
     "long": run_many_steps,
     "pipeline": pipelines.run,
+    "copies": copies.resume_from_each,
     "spikes": spikes.run,
     "without_spikes": spikes.without,
 }
@@ -825,9 +828,14 @@ def resumes(arena: Arena, count: int, seed: int) -> Results:
     yield from compare_in_one_process(arena, "resume_everywhere", count)
 
 
-def compare_in_one_process(arena: Arena, job: str, count: int) -> Results:
+def copied(arena: Arena, count: int, seed: int) -> Results:
+    """Resumes from incomplete and foreign copies of checkpoints, and with damaged history files."""
+    yield from compare_in_one_process(arena, "copies", count, num_cases=count, seed=seed)
+
+
+def compare_in_one_process(arena: Arena, job: str, count: int, **options: Any) -> Results:
     """Runs a job that breaks many runs in one process, and returns the differences found in each of them."""
-    child = arena.server.start(arena.new_directory(job), job)
+    child = arena.server.start(arena.new_directory(job), job, **options)
     if child.wait(5 * TIMEOUT_SECS) != 0:
         yield count, [child.log.read_text()[-3000:]]
         return
@@ -935,6 +943,99 @@ def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Results:
         yield faults, [*found, str(happened)] if found else []
 
 
+def goodput(arena: Arena, count: int, seed: int, max_stops: int = 4) -> Results:
+    """Kills and stops runs at random moments, and compares their goodput with outside measurements."""
+    options = {"source": "many", "total": 150, "loop_steps": 10, "save": 7, "keep": 2, "pace": 0.02}
+    rng, reference = random.Random(seed), arena.reference({**options})
+    for _ in range(count):
+        directory, children, problems, furthest, repeated, began = arena.new_directory("goodput"), [], [], 0, 0, 0.0
+        for number in itertools.count():
+            child = arena.server.start(directory, **options)
+            began = time.time() if number == 0 else began
+            children.append(child)
+            if number < max_stops:
+                wait_for_start(directory, number + 1)  # Nothing records a process that ends earlier.
+                if rng.random() < 0.75:
+                    child.wait_for("step")
+                time.sleep(rng.uniform(0, reference.secs / 3))
+                child.send(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+            code = child.wait()
+            steps = child.at("step")
+            reached = child.first_step + len(steps)
+            repeated += max(min(reached, furthest) - child.first_step, 0) if steps else 0
+            furthest = max(furthest, reached)
+            if code == 0:
+                break
+            # SIGTERM may arrive before the run has set its handler.
+            if code not in (-signal.SIGKILL, -signal.SIGTERM, 143):
+                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+                break
+            time.sleep(rng.uniform(0, 0.5))
+        # The last process writes its result when the run ends. Its exit may take long after that on a busy machine.
+        secs, found = os.stat(directory / "result.json").st_mtime - began, jaxloop.goodput(directory)
+        expected = options["total"], repeated, len(children)
+        # The steps of a killed process are known up to its last log line.
+        if (found.steps, found.starts) != (expected[0], expected[2]) or found.repeated_steps > repeated:
+            problems.append(f"it counts {found.steps, found.repeated_steps, found.starts} instead of {expected}")
+        if abs(found.total - secs) > 0.01 * secs:
+            problems.append(f"its parts add up to {found.total:.3f} s instead of {secs:.3f} s:\n{found}")
+        yield 1, problems
+
+
+def wait_for_start(directory: pathlib.Path, number: int) -> None:
+    """Waits until the run log contains this many starts."""
+    end, found = time.monotonic() + TIMEOUT_SECS, 0
+    while found < number:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{directory} has no start {number}")
+        time.sleep(0.002)
+        with contextlib.suppress(FileNotFoundError):  # The run has not begun to write yet.
+            found = len([each for each in run_log.read(directory) if each.started])
+
+
+COMMANDS = "save", "log_every=7", "log_every=3", "summary.interval=5", "checkpoint.interval=11", "profile=2"
+
+
+def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
+    """Sends commands to runs and kills them; compares each with a run that resumes after its last command."""
+    rng = random.Random(seed)
+    for number in range(count):
+        options: dict[str, Any] = {"source": "many", "total": 150, "loop_steps": [10, None][number % 2], "save": 7}
+        options |= {"keep": 1000, "pace": 0.02, "steps_per_dispatch": [1, 4][number // 2 % 2]}
+        directory, problems, given, answers = arena.new_directory("told"), [], [], []
+        for attempt in range(kills + 1):
+            child = arena.server.start(directory, **options)
+            child.wait_for("action")
+            for _ in range(rng.randint(1, 2)):
+                with contextlib.suppress(ValueError):  # The run has ended.
+                    given.append(jaxloop.tell(directory, rng.choice(COMMANDS), wait_secs=rng.choice([0, 3])))
+            if attempt < kills:
+                time.sleep(rng.uniform(0, 0.5))
+                child.send(signal.SIGKILL)
+            code = child.wait()
+            answers += commands.answers(directory)  # Without a checkpoint, a run restarts without its commands.
+            if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
+                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+            if code == 0:
+                break
+        found, first = child.result(), checkpoint.all_steps(directory / "checkpoints")[0]
+        rows = [(elapsed["steps"], logs["command"]) for elapsed, logs in found["history"] if "command" in logs]
+        newest = max([first, *(step for step, _ in rows)])  # Each command is followed by a checkpoint.
+        again = whole_run.copy_until(newest, directory, arena.new_directory("told_again"))
+        uninterrupted = arena.server.start(again, **options)
+        if uninterrupted.wait() != 0:
+            problems.append(f"the uninterrupted run failed: {uninterrupted.log.read_text()[-3000:]}")
+        for what in ("state", "history"):
+            if found[what] != uninterrupted.result()[what]:
+                problems.append(f"the {what} differs: {commands.answers(directory)}")
+        done = [(answer.step, answer.command) for answer in answers if answer.error is None]
+        if strange := [row for row in rows if row not in done]:
+            problems.append(f"the history has {strange}, but the answers are {done}")
+        if lost := [each for each in given if each is not None and each not in answers]:
+            problems.append(f"answers were lost: {lost}")
+        yield 1, problems
+
+
 def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
     """Kills runs whose loss spikes; compares each with a run on data without the batches that it left out."""
     rng = random.Random(seed)
@@ -1009,9 +1110,12 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "resumes": (resumes, 198),
     "ends": (ends, 78),
     "damaged": (damaged, 500),
+    "copied": (copied, 100),
     "disk_full": (disk_full, 10),
     "lost_directories": (lost_directories, 9),
     "impostors": (impostors, 10),
+    "goodput": (goodput, 20),
+    "told": (told, 20),
     "hangs": (hangs, 64),
     "spikes": (spiking, 100),
     "long_run": (long_run, 10_000),
