@@ -13,8 +13,8 @@ class ActionLoop(StatLoop):
 
     Hooks:
       begin: See `Loop`.
-      end: See `Loop`. An override calls `super().end(...)`, which adds the statistics. The actions receive what it
-        returns.
+      end: See `Loop`. An override must call `super().end(...)`, which adds the statistics. The actions receive the
+        state and the outputs that the override returns.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> import jaxloop

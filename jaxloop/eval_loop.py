@@ -16,8 +16,8 @@ class EvalLoop(ActionLoop):
 
     Hooks:
       begin: See `Loop`.
-      end: See `Loop`. An override calls `super().end(...)`, which adds the statistics. The actions receive what it
-        returns.
+      end: See `Loop`. An override must call `super().end(...)`, which adds the statistics. The actions receive the
+        state and the outputs that the override returns.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     `jaxloop.metrics.summarize` computes example-weighted means of the outputs, which are exact means over the dataset

@@ -48,16 +48,16 @@ class Row(NamedTuple):
 
 
 class _Form:
-    """The form shared by all rows whose logs have the same keys, in the same order.
+    """The layout that is shared by all rows whose logs have the same keys, in the same order.
 
-    A row is stored as one tuple: its progress, and then its values.
+    Each row is stored as a tuple that contains the fields of its progress, followed by its values.
 
     Args:
-      keys: The keys of each value, from the outermost.
+      keys: For each value, a tuple of the keys that lead to it in the nested logs, starting with the outermost.
 
     Attributes:
       paths: The paths of the values.
-      places: The index in the row's tuple of each path, and of each field of its progress.
+      places: A dict that maps each field of the progress, and each path, to its index in a row's tuple.
 
     Raises:
       TypeError: If a key is not a string.
@@ -77,14 +77,14 @@ class _Form:
             )
 
     def to_row(self, stored: Sequence[Any]) -> Row:
-        """Returns a stored row as the program committed it."""
+        """Converts a stored tuple to a `Row` with nested logs."""
         values = dict(zip(self._keys, stored[len(_UNITS) :], strict=True))
         return Row(Elapsed(*stored[: len(_UNITS)]), traverse_util.unflatten_dict(values))
 
     def to_record(self, stored: Sequence[Any]) -> dict[str, Any]:
-        """Returns a stored row as a flat dict: its progress, and its values by their paths.
+        """Converts a stored tuple to a flat dict of the row's progress and values, keyed by field name and path.
 
-        A mean whose weight is 0 is left out.
+        Means whose weight is 0 are left out.
         """
         record = dict(zip(self.places, stored, strict=True))
         return {path: value for path, value in record.items() if record.get(path + metrics.WEIGHT) != 0}
@@ -120,8 +120,8 @@ class History:
     With a `path`, rows are also appended to that file, in order. Each line is a JSON object, `{"elapsed": {...},
     "logs": {...}}`, which may contain the literals `NaN` and `Infinity`, as Python's `json` writes them. A row with
     only host values is written before `commit` returns, unless an earlier row is still pending. A row with device
-    values is written once the values have arrived on the host, and no later than the 63rd row after it or the next
-    `flush`.
+    values is written once the values have arrived on the host, and at the latest when the 63rd row after it is
+    committed or when `flush` is called.
 
     Args:
       path: The file to write the rows to. If None, the rows are kept only in memory. The file's directory is created if
@@ -162,14 +162,14 @@ class History:
         self.commit_all([(elapsed, logs)])
 
     def commit_all(self, rows: Sequence[tuple[Elapsed, Mapping[str, Any]]]) -> None:
-        """Appends rows `(elapsed, logs)` like `commit`. This is faster if their logs have the same keys.
+        """Appends several rows `(elapsed, logs)`; see `commit`. Rows whose logs have the same keys are added faster.
 
         >>> history = History()
         >>> history.commit_all([(Elapsed(1), {"loss": 0.5}), (Elapsed(2), {"loss": 0.25})])
         >>> history.collect("loss")
         [0.5, 0.25]
 
-        If a row is invalid, the rows before it are kept, and a note on the error gives its step.
+        If a row is invalid, the rows before it are kept, and a note on the error contains the row's step.
         """
         if self._file is not None:
             self._file.begin()
@@ -404,7 +404,7 @@ class History:
     # Inside ----------------------------------------------------------------------------------------
 
     def _add(self, rows: Sequence[tuple[Elapsed, Any]]) -> None:
-        """Appends rows to the table. Raises the same errors as `commit`, and any error if the rows' keys differ."""
+        """Appends rows in memory. Raises the same errors as `commit`, and also an error if the rows' keys differ."""
         columns: dict[tuple[str, ...], list[Any]] = {}
         _collect([logs for _, logs in rows], (), columns)
         form = _form_of(tuple(columns))
@@ -417,7 +417,7 @@ class History:
         return self._forms[index].to_row(self._rows[index])
 
     def _write(self, end: int) -> None:
-        """Reads the device values of the rows up to a number, and writes these rows."""
+        """Copies the device values of the first `end` rows to the host, and writes these rows to the file."""
         lost: list[str] = []
         for number in range(self._num_read, end):
             self._rows[number] = row = tuple(map(_read, self._rows[number]))
@@ -435,9 +435,9 @@ class History:
             )
 
     def _read(self, file: "_File", checksum: Mapping[str, Any] | None = None) -> None:
-        """Adds the rows of a file, up to the point at which it has a checksum.
+        """Adds the rows of a file, up to the point at which the file's checksum equals `checksum`.
 
-        If a checksum is given, malformed lines are skipped: the caller compares the checksum of the file.
+        If a checksum is given, malformed lines are skipped, because the caller compares the checksums afterwards.
 
         Raises:
           ValueError: If a line is malformed, and no checksum was given.
@@ -467,7 +467,7 @@ def _dotted(name: str) -> str:
 
 
 def matching(name: str, paths: Iterable[str]) -> list[str]:
-    """Returns the paths that a name can refer to: it is the path, or the end of it after a dot."""
+    """Returns the paths that a name can refer to: those that equal the name, or end with a dot and the name."""
     end = "." + _dotted(name)
     return [path for path in paths if f".{path}".endswith(end)]
 
@@ -496,7 +496,7 @@ _is_mapping = functools.cache(lambda kind: issubclass(kind, Mapping))  # Faster 
 
 
 def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[str, ...], list[Any]]) -> None:
-    """Adds the columns of the (nested) logs of several rows to a dict, under tuples of their keys.
+    """Splits the (nested) logs of several rows into columns, and adds the columns to a dict, keyed by tuples of keys.
 
     Raises:
       TypeError: If the first row is not a dict, or a value is not a scalar.
@@ -532,7 +532,7 @@ def _is_plain(values: Iterable[Any]) -> bool:
 
 
 def _checked(value: Any, *keys: str) -> Any:
-    """Returns a value as the history stores it: a Python object, or a scalar on a device.
+    """Converts a value to the form in which the history stores it: a Python object, or a scalar on a device.
 
     Raises:
       TypeError: If the value is not a scalar.
@@ -557,7 +557,7 @@ def _checked(value: Any, *keys: str) -> Any:
 # Called for each value of each step, so its speed matters.
 @functools.lru_cache
 def _is_on_device(kind: type, aval: Any) -> bool:
-    """Returns whether a value is a scalar on a device, given its class and its `aval`."""
+    """Returns True if a value is a scalar on a device, given its class and its `aval`."""
     numbers = (np.bool_, np.integer, np.floating)
     is_array = issubclass(kind, jax.Array) and not checks.is_tracer_class(kind)
     return is_array and not aval.shape and any(jnp.issubdtype(aval.dtype, each) for each in numbers)
@@ -571,7 +571,7 @@ def _to_line(row: Row) -> bytes:
 
 
 def _parsed(line: bytes) -> tuple[Elapsed, Any]:
-    """Returns the progress and the logs in a line."""
+    """Returns the progress and the logs in a line of the file."""
     fields = files.parse_json(line)
     if not all([unit in _UNITS and type(number) in (int, float) for unit, number in fields["elapsed"].items()]):
         raise ValueError(f"elapsed has {fields['elapsed']}, expected numbers under {', '.join(_UNITS)}")
@@ -583,9 +583,9 @@ class _File:
 
     Attributes:
       path: The path of the file.
-      writes: Whether rows are written to it.
-      is_open: Whether rows may be appended, because the file has none of an earlier run, or the history has read them.
-      size: The number of bytes that the history has read from or written to it.
+      writes: Whether rows are written to the file.
+      is_open: True if rows may be appended: the file has no rows of an earlier run, or the history has read them.
+      size: The number of bytes that the history has read from or written to the file.
       num_lines: The number of lines in these bytes.
     """
 
@@ -594,7 +594,7 @@ class _File:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what the history has read or written."""
+        """Resets the size, the number of lines and the checksum, as if nothing had been read or written."""
         self.size, self.num_lines, self._hash = 0, 0, hashlib.sha256()
 
     def _add(self, content: bytes) -> None:
@@ -607,7 +607,7 @@ class _File:
         return {"bytes": self.size, "sha256": self._hash.hexdigest()}
 
     def length(self) -> int:
-        """Returns the number of bytes of the file, 0 if it is missing."""
+        """Returns the size of the file in bytes, or 0 if the file is missing."""
         return self.path.stat().length if self.path.exists() else 0
 
     def begin(self) -> None:
@@ -623,7 +623,10 @@ class _File:
         self.is_open = True
 
     def lines(self, checksum: Mapping[str, Any] | None) -> Iterator[bytes]:
-        """Yields the complete lines up to the point at which the file has a checksum, or all of them."""
+        """Yields the complete lines up to the point at which the file's checksum equals `checksum`.
+
+        If there is no such point, yields all complete lines.
+        """
         with files.open_file(self.path, "rb") as file:
             while self.checksum() != checksum and (line := file.readline()):
                 if not line.endswith(b"\n"):
@@ -633,9 +636,10 @@ class _File:
                 yield line
 
     def append(self, row: Callable[[int], Row], end: int) -> None:
-        """Appends the rows that the file doesn't have, up to a number.
+        """Appends those of the history's first `end` rows that the file doesn't contain yet.
 
-        If the file doesn't end with the rows written so far, it is written again.
+        If the file doesn't end with the rows written so far, the whole file is written again. `row` is a function that
+        returns the row at an index.
         """
         if not self.writes or end <= self.num_lines:
             return
@@ -650,7 +654,7 @@ class _File:
         self.replace(map(row, range(end)))
 
     def replace(self, rows: Iterable[Row]) -> None:
-        """Atomically replaces the file by one with these rows."""
+        """Atomically replaces the file with one that contains these rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.tmp")
         self.clear()
@@ -661,7 +665,10 @@ class _File:
         unfinished.replace(self.path)
 
     def move_aside(self, suffix: str) -> str:
-        """Moves the file to `<path>.<suffix>`, unless a longer file is there. Returns a sentence about the result."""
+        """Moves the file to `<path>.<suffix>`, unless a longer file exists there.
+
+        Returns a sentence that describes the result.
+        """
         aside = epath.Path(f"{self.path}.{suffix}")
         if not self.path.exists():
             return "It was deleted."
@@ -675,7 +682,7 @@ class _File:
 
 
 def _smoothed(values: Sequence[float], decay: float) -> Iterator[float]:
-    """Yields the exponential moving averages of values. The first values have the weights of a full average."""
+    """Yields the exponential moving average after each value. The average has no bias towards 0 at the start."""
     total = weight = 0.0
     for value in values:
         total, weight = decay * total + value, decay * weight + 1

@@ -98,7 +98,7 @@ class Loop:
     def rescued_state(self) -> Any:
         """The state after the last completed step if the last call raised an exception; otherwise None.
 
-        It is also None if the failed step had already donated the state.
+        If the failed step had already donated that state, this is also None.
         """
         return self.engine.outcome.failure.state
 
@@ -141,7 +141,8 @@ class Loop:
             data. In that case, `run` receives None as the batch, and `num_steps` must be given.
           num_steps: The number of steps, counted in updates (see `Step.updates_per_step`). If None, all batches are
             used.
-          return_state_from_step: If False, every step receives the same state, and the loop returns it unchanged.
+          return_state_from_step: Whether to pass each step's new state to the next step and to return the last one. If
+            False, every step receives the given state, and the loop returns that state unchanged.
 
         Returns:
           `(state, outputs)`. `outputs[name]` is the list of that output's values on the host, one per step.

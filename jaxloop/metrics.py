@@ -270,7 +270,7 @@ def _measured(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_empty(value: Any) -> bool:
-    """Returns True if a value is None or a `Weighted` with weight 0, that is, missing. It must be on the host."""
+    """Returns True if a host value is missing, that is, if it is None or a `Weighted` with weight 0."""
     return value is None or (isinstance(value, types.Weighted) and bool(value.weight == 0))
 
 
@@ -286,7 +286,7 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns True if a metric collects values. Its states grow with each merge, so they must be merged on the host."""
+    """Returns True if a metric collects values, so that its states grow and must be merged on the host."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 
@@ -354,7 +354,7 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
 
 
 def _numbers_alike(values: Sequence[Any]) -> bool:
-    """Returns whether all values are NumPy numbers of the same type. Faster than checking each value."""
+    """Returns True if all values are NumPy numbers of the same type. Faster than checking each value."""
     kinds = {*map(type, values)}
     return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
 
@@ -407,7 +407,7 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:
-    """Fetches the outputs, and merges and computes the `clu.metrics` states among them."""
+    """Fetches the outputs and replaces `clu.metrics` states by the metrics computed from them."""
     reduced, given = {}, {name: value for name, value in (outputs or {}).items() if name != types.STOP_LOOP}
     to_read = {  # Statistics and NumPy numbers are on the host.
         name: value
@@ -458,7 +458,7 @@ def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_of(value: Any) -> Any:
-    """Returns the scalar in a value with a weight or metadata. Returns any other value unchanged."""
+    """Returns the scalar inside a `Weighted` or a scalar `MetricWithMetadata`. Returns any other value unchanged."""
     if isinstance(value, types.Weighted):
         return value.value
     if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:

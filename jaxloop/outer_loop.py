@@ -113,7 +113,7 @@ class OuterLoop:
         extensions: Sequence[Extension] = (),
         skip: Sequence[int] = (),
     ):
-        from jaxloop import runs  # They operate runs, and nothing else needs them.
+        from jaxloop import runs  # Imported here, because nothing else needs it.
 
         if not (checkpoint_spec is None or checkpoint_spec == "auto" or isinstance(checkpoint_spec, CheckpointSpec)):
             raise TypeError(f'checkpoint_spec must be a CheckpointSpec, "auto" or None, got {checkpoint_spec!r}.')
@@ -210,7 +210,7 @@ class OuterLoop:
         The run ends after `train_total_steps`, when `stop` fires, when the training dataset ends, when a loop sets
         `outputs[STOP_LOOP]`, or on Ctrl-C. In all cases, the actions are closed: checkpoints are committed and writers
         are flushed. If an exception ends the run, `rescued_state` holds the state after the last completed step, and
-        the train loop's `CheckpointAction`s save it.
+        the train loop's `CheckpointAction`s save that state.
 
         Before calling actions in the middle of a loop, the run reads the next batch to determine whether the current
         step is the last one. A checkpoint saved by an action stores the position in the data before that batch.
@@ -276,10 +276,11 @@ class OuterLoop:
     def _attempt(
         self, state: Any, experiment: Experiment, evaluations: Sequence[Evaluation], training: Training | None
     ) -> tuple[Any, tuple[metrics.LoopOutputs | None, bool] | None]:
-        """Runs to the end, or until the run turns back. Then all actions are closed, and the extensions have ended.
+        """Runs to the end, or until the run turns back. In both cases, closes all actions and ends the extensions.
 
         Returns:
-          The state and, unless the run turns back, the outputs and whether no signal has ended the run early.
+          `(state, None)` if the run turns back; otherwise `(state, (outputs, is_over))`, where `is_over` is False if a
+          signal ended the run early.
         """
         engine, requests, reason, failure = experiment.loops[0].engine, self._job.requests, "", None
         try:
@@ -387,7 +388,10 @@ class OuterLoop:
         return preflight.check(checked, state, () if is_starting else errors, num_batches)
 
     def _check_start(self, experiment: Experiment, state: Any, num_batches: int | None) -> None:
-        """Warns about each problem of a run that can be found without delaying its start, unless it did so before."""
+        """Logs a warning about each problem that can be found without delaying the start of the run.
+
+        A problem that has already been logged isn't logged again.
+        """
         report = self._check(experiment, state, None, num_batches, is_starting=True)
         texts = [f"In {problem.where}: {problem.text}" for problem in report.problems] if self._job.is_first else []
         for text in dict.fromkeys(texts):
@@ -396,7 +400,7 @@ class OuterLoop:
         self._warned.update(texts)
 
     def _parts(self, experiment: Experiment, left_out: LeftOut) -> tuple[Sequence[Evaluation], Training | None]:
-        """Returns the call's evaluations, and its training (None without a train loop)."""
+        """Returns the evaluations and the training of a call. The training is None without a train loop."""
         spec, train_loop, training, evaluations = experiment.spec, experiment.train_loop, None, []
         context: dict[str, Any] = {"history": experiment.history, "total_steps": spec.total_steps, "snapshot": None}
         for loop, each in zip(experiment.eval_loops, spec.eval_specs, strict=True):
@@ -423,7 +427,7 @@ class OuterLoop:
         return evaluations, training
 
     def _plan(self, training: Training, items: Sequence[Item]) -> None:
-        """Adds everything that is due between steps to the train loop."""
+        """Sets the train loop's plan, which contains all items that can be due between steps."""
         experiment, data, context = training.experiment, training.data, training.context
         spec, in_loops = experiment.spec, experiment.in_loops
         savers = [ActionItem(each, context) for each in experiment.savers if each not in in_loops]
@@ -461,14 +465,17 @@ def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]
 
 
 def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
-    """Warns about train metrics with NaN in the last loop of a run."""
+    """Warns about train metrics that are NaN in the last loop of a run."""
     if names := [name for name, mean in metrics.summarize(outputs).items() if math.isnan(mean)]:
         text = "The run ended at step %d with NaN in its last loop: %s. TrainLoop(nan_policy='raise') finds the first."
         logging.warning(text, step_num, ", ".join(names))
 
 
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
-    """Warns about actions and evaluations that were never called in a run, perhaps because its length was unknown."""
+    """Warns about actions and evaluations that were never called in a run.
+
+    If the length of the run was unknown at the start, this couldn't be predicted.
+    """
     skipped = [each for each in evaluations if not each.was_measured and not is_never(each.interval)]
     unused = [f"{each.name} ({each.spec.when})" for each in skipped]
     for loop in experiment.loops:
@@ -489,7 +496,7 @@ def _finish_actions(experiment: Experiment, state: Any) -> Any:
 
 
 def _close_actions(experiment: Experiment, status: str | None, raise_errors: bool) -> None:
-    """Closes the actions. `status` says how the run ended; it is None if the run goes on after a detour."""
+    """Closes the actions. `status` describes how the run ended, or is None if the run continues after a detour."""
 
     def close(action: Action) -> None:
         with experiment.loops[0].engine.run.stopwatch.counting(action.time_category):

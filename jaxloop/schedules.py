@@ -157,12 +157,13 @@ class Schedule(abc.ABC):
         """
 
     def next_step(self, now: Elapsed) -> int | None:
-        """Returns the next step in the current loop at which the schedule can fire, or None; by default, the next step.
+        """Returns the next step in the current loop at which the schedule can fire, or None.
 
-        An override makes a run faster, but must not skip a step at which `fires` returns True. `OuterLoop.check`
-        compares the two methods over the first 1,000 steps. Only steps before `next_time` need to be considered. A
-        schedule that counts samples might fire at any step, so it returns the step after `now`. Schedules that count
-        loops return None, and so does `last()`, because they are checked at the end of each loop anyway.
+        The default is the step after `now`. An override makes a run faster, but must not skip a step at which `fires`
+        returns True. `OuterLoop.check` compares the two methods over the first 1,000 steps. Only steps before
+        `next_time` need to be considered. A schedule that counts samples might fire at any step, so it returns the step
+        after `now`. Schedules that count loops return None, and so does `last()`, because they are checked at the end
+        of each loop anyway.
         """
         return now.steps + 1
 
@@ -201,7 +202,7 @@ class Schedule(abc.ABC):
         raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 
     def __call__(self, elapsed: Elapsed) -> bool:
-        """Returns whether the schedule fires at this step. Use this in hand-written loops: `if schedule(elapsed)`."""
+        """Returns True if the schedule fires at this step. Use this in hand-written loops: `if schedule(elapsed)`."""
         before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
         return self.fires(before, elapsed)
 
@@ -243,7 +244,7 @@ def every(
     time: float | None = None,
     loops: int | None = None,
 ) -> Schedule:
-    """Returns a schedule that fires whenever a count or the training time reaches or passes a multiple of a number.
+    """Returns a schedule that fires whenever a count or the training time reaches or passes a multiple of an interval.
 
     Takes exactly one argument.
 
@@ -355,7 +356,7 @@ class Goal(NamedTuple):
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     """Returns the next step, time and loop at which any of the intervals may be due.
 
-    The run doesn't need to check the intervals until it reaches the first of these.
+    The run doesn't need to check the intervals before it reaches the first of these points.
 
     Args:
       intervals: Schedules, or ints that count loops.
@@ -380,7 +381,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
-    """Returns the first step at which a schedule fires although its `next_step` skips that step, or None.
+    """Returns the first step at which a schedule fires although its `next_step` skipped that step, or None.
 
     Raises:
       ValueError: If `next_step` doesn't return a later step.
@@ -398,7 +399,7 @@ def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times. None means never; returns None if all are None."""
+    """Returns the smallest of several steps or times, or None if all are None. A None stands for never."""
     return min((each for each in found if each is not None), default=None)
 
 
@@ -435,7 +436,7 @@ def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, lea
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Counted(Schedule):
-    """A schedule defined by a number and its unit."""
+    """A schedule that is defined by a unit, such as steps, and a number of these units."""
 
     unit: Unit
     value: float

@@ -151,8 +151,8 @@ class StatLoop(Loop):
 
     Attributes:
       peak_flops_per_sec: The peak FLOPs per second of one device, used for `STAT_MFU`. If None, jaxloop uses the
-        device's bfloat16 peak, which it knows for many GPUs and TPUs. Set this attribute if it doesn't know your
-        device.
+        device's bfloat16 peak, which it knows for many GPUs and TPUs. Set this attribute if your device isn't among
+        them.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ _REASONS = (
 
 
 def _finish(process: SpawnProcess, directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
-    """Waits for a process to end, and returns its record."""
+    """Waits for a process to end and returns the record that it wrote, or None if the process was to be killed."""
     process.join(timeout)
     if process.exitcode is None:
         raise RuntimeError(f"A run has not ended after {timeout} seconds.")
@@ -133,13 +133,16 @@ def _run(make_run: Callable[[str], Any], directory: pathlib.Path, kill_at: int) 
 
 
 def _digest(tree: Any) -> dict[str, str]:
-    """Returns the dtype, shape and checksum of each leaf, keyed by path."""
+    """Returns a description of each leaf, keyed by path: its dtype, shape and checksum."""
     leaves = checks.leaves_by_path(stored.storable(tree))
     return {path: fingerprint.describe(np.asarray(metrics.fetch(leaf))) for path, leaf in leaves.items()}
 
 
 def _observe(kill_at: int) -> list[int]:
-    """Kills the process once the given step has been dispatched. Returns a list that receives the first step."""
+    """Makes jaxloop kill this process once the step `kill_at` has been dispatched (0: never).
+
+    Returns a list, to which the step at which the training begins is added.
+    """
     begin: list[int] = []
     run_stretch, save = Steps._run_stretch, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()

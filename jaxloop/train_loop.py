@@ -13,8 +13,8 @@ class TrainLoop(ActionLoop):
 
     Hooks:
       begin: See `Loop`.
-      end: See `Loop`. An override calls `super().end(...)`, which adds the statistics. The actions receive what it
-        returns.
+      end: See `Loop`. An override must call `super().end(...)`, which adds the statistics. The actions receive the
+        state and the outputs that the override returns.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> from jaxloop import examples
@@ -42,7 +42,7 @@ class TrainLoop(ActionLoop):
       stat_names: See `StatLoop`.
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size: See `StatLoop`.
-      nan_policy: What to do about NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that reports the first
+      nan_policy: The response to NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that reports the first
         bad step. The host reads the results of the check about every 64 steps and before each save, so the state of a
         bad step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's
         outputs are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device memory

@@ -57,10 +57,10 @@ class TrainState(train_state.TrainState):
 
     Attributes:
       step: The number of completed optimizer updates (an int32 scalar). `apply_gradients` increases it by one.
-      apply_fn: For a Linen model, this is `module.apply`. For an NNX model, call it as `outputs, (_, updates) =
-        state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`, where `train` selects
-        `model.train()` or `model.eval()` mode. For any other kind of model that `LossStep` accepts, call it through
-        `jaxloop.models.forward(state, state.params, inputs, train=True)`.
+      apply_fn: The model's forward pass. For a Linen model, this is `module.apply`. For an NNX model, call it as
+        `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
+        where `train` selects `model.train()` or `model.eval()` mode. For any other kind of model that `LossStep`
+        accepts, call it through `jaxloop.models.forward(state, state.params, inputs, train=True)`.
       params: The parameters that `tx` updates.
       tx: The Optax optimizer.
       opt_state: The optimizer's state.
@@ -139,7 +139,7 @@ class TrainState(train_state.TrainState):
         return {"params": self.params, **batch_stats, **self.collections}
 
     def module(self) -> Any:
-        """Returns the trained NNX module in evaluation mode. It contains copies of the state's variables.
+        """Returns the trained NNX module in evaluation mode. The module contains copies of the state's variables.
 
         >>> import jaxloop
         >>> from flax import nnx
@@ -160,9 +160,9 @@ class TrainState(train_state.TrainState):
         """Returns the state with new values for variables that a forward pass changed. The parameters stay the same.
 
         Args:
-          updates: For Linen, pass the second result of `apply_fn(..., mutable=[...])`. For NNX, pass the `nnx.State`
-            that `apply_fn(...)(inputs)` returns (any parameters in it are ignored). If None, nothing changes. Losses
-            and intermediates that the model sowed are not stored.
+          updates: The new values. For Linen, this is the second result of `apply_fn(..., mutable=[...])`. For NNX, it
+            is the `nnx.State` that `apply_fn(...)(inputs)` returns (any parameters in it are ignored). If None, nothing
+            changes. Losses and intermediates that the model sowed are not stored.
         """
         if updates is None:
             return self
@@ -188,7 +188,8 @@ def nnx_sown_types() -> tuple[Any, ...]:
 def apply_gradients(state: Any, grads: Any, value: Any = None, value_fn: Callable[[Any], Any] | None = None) -> Any:
     """Returns the state after applying gradients.
 
-    An optimizer that accepts extra arguments also receives the loss and the function that computes it from parameters.
+    An optimizer that accepts extra arguments also receives the loss as `value`, the gradients as `grad`, and a function
+    that computes the loss from parameters as `value_fn`.
     """
     tx = getattr(state, "tx", None)
     if isinstance(tx, optax.GradientTransformationExtraArgs):
@@ -199,7 +200,7 @@ def apply_gradients(state: Any, grads: Any, value: Any = None, value_fn: Callabl
 
 
 def params_to_evaluate(state: Any) -> Any:
-    """Returns the parameters at which a model trained with this optimizer should be evaluated.
+    """Returns the parameters to use in evaluation, which depend on the optimizer that the state was trained with.
 
     For `optax.contrib.schedule_free`, these are the averages that `optax.contrib.schedule_free_eval_params` returns.
     For all other optimizers, they are `state.params`.
@@ -213,9 +214,10 @@ def params_to_evaluate(state: Any) -> Any:
 
 
 def _with_initial_params(opt_state: Any, params: Any) -> Any:
-    """Returns an optimizer's state in which the averages of `schedule_free` start at the parameters.
+    """Returns an optimizer's state in which the sequence `z` of `schedule_free` starts at the given parameters.
 
-    It changes them only before the first update, because parameters may be loaded after the optimizer's state is made.
+    This matters if parameters are loaded after the optimizer's state was created. After the first update, the
+    optimizer's state is returned unchanged.
     """
 
     def start(node: Any) -> Any:
@@ -388,8 +390,8 @@ class TurnBack(BaseException):
       first: The first step whose batch is left out.
       last: The last step whose batch is left out.
       reason: The reason, as a sentence.
-      at_most: The maximum number of times that a run may turn back, or None for no limit. After that, the run ends with
-        an error.
+      at_most: The maximum number of times that a run may turn back, or None for no limit. If the run would turn back
+        more often, it ends with an error instead.
     """
 
     def __init__(self, first: int, last: int, reason: str, *, at_most: int | None = None):

@@ -47,19 +47,22 @@ class Action(abc.ABC):
     """
 
     uses_outputs: bool = True
-    """True if the action reads the outputs. If False, a loop neither keeps outputs for it nor waits for the devices."""
+    """True if the action reads the outputs.
+
+    If False, the loop doesn't keep outputs for the action or wait for the devices.
+    """
 
     needs_all_outputs: bool = True
-    """True if the loop must wait for the outputs of all steps so far before it calls the action between two steps.
+    """True if a loop that calls the action between two steps must first wait for the outputs of all steps so far.
 
     If False, the loop doesn't wait, and the action receives the outputs of the latest step that has been computed.
     """
 
     runs_last: bool = False
-    """True if the action, like a checkpoint, is called after the other actions and evaluations of the same step."""
+    """True if the action is called after the other actions and the evaluations of the same step."""
 
     time_category: str = "actions"
-    """The category of the action's calls in the time report: "actions", "evals" or "checkpoints"."""
+    """The category that the action's calls belong to in the time report: "actions", "evals" or "checkpoints"."""
 
     settings: Sequence[str] = ()
     """The names of the settings that `change` accepts."""
@@ -88,8 +91,9 @@ class Action(abc.ABC):
 
         Args:
           state: The train state. The next step donates it, so copy anything that you keep.
-          outputs: For a loop's action, the `LoopOutputs` since its last call, on the host. For a step's action, the
-            outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the experiment.
+          outputs: For a loop's action, the `LoopOutputs` since the action was last called, on the host. For a step's
+            action, the outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the
+            experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
             A loop also passes `history`, the values measured so far (a `History`, or None); `total_steps`, the planned
             number of updates (None if unknown); `spent`, the time report for the period since the last call (a
@@ -97,7 +101,8 @@ class Action(abc.ABC):
             versions may add more keywords.
 
         Raises:
-          TurnBack: To return to the newest checkpoint before some steps, and continue without their batches.
+          TurnBack: To make the run return to the newest checkpoint before certain steps and skip the batches of these
+            steps.
         """
 
     def change(self, name: str, value: Any) -> None:
@@ -123,7 +128,7 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns a message for each problem that would occur in a run, including how to fix it.
+        """Returns one message for each problem that would occur in a run. Each message explains how to fix the problem.
 
         Called by `OuterLoop.check`, but not by the check at the start of each run, because the outputs aren't known
         then.
@@ -156,7 +161,8 @@ class Action(abc.ABC):
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
         """Prepares the action for a new or resumed run of an `OuterLoop` or `jf.loop`. Called before the first step.
 
-        An action that keeps data between calls must discard everything after `step_num`, which belongs to another run.
+        An action that keeps data between calls must discard all data from steps after `step_num`, because that data
+        belongs to another run.
 
         Args:
           step_num: The number of completed updates.

@@ -25,12 +25,12 @@ class ActionList:
         return any(isinstance(action.interval, Schedule) for action in self.actions)
 
     def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
-        """Returns True if an action is due at the end of loop (or step) number `count`, counting from 1."""
+        """Returns True if the action at `index` is due at the end of the `count`-th loop (or step)."""
         interval = self.actions[index].interval
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
-        """Calls an action. If it raises an exception, adds a note that names the action and the step."""
+        """Calls the action at `index`. If the action raises an exception, adds a note with the action and the step."""
         try:
             self.actions[index](state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
         except BaseException as error:

@@ -43,15 +43,16 @@ class CheckpointAction(Action):
       directory: A directory, or an Orbax `CheckpointManager` (from Orbax's current or older API) that saves a single
         item. Your program must close the manager. With a manager, only the train state is saved, without checksums.
       interval: See `Action`.
-      keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory: a manager has its
-        own option for this.
+      keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory, because a manager
+        has its own option that determines which checkpoints to keep.
       best: The metric that determines which checkpoint is best. Pass its name, or its name and mode, as in
         `("test/accuracy", "max")`; see `Monitor`. Requires a directory. The best checkpoint is kept in addition to the
         recent ones, even across restarts. If several checkpoints are equally good, the newest one is considered the
         best. A checkpoint is considered only if the metric was measured at its step, so choose an interval at which
         evaluations are also due. A train metric is averaged over the steps since the last save.
-      keep_every: A schedule such as `every(steps=1000)`. Checkpoints of the steps at which it fires are never deleted.
-        If `interval` is a schedule, checkpoints are saved when either of the two fires. Requires a directory.
+      keep_every: A schedule such as `every(steps=1000)`. Checkpoints saved at steps where this schedule fires are never
+        deleted. If `interval` is also a schedule, checkpoints are saved whenever either schedule fires. Requires a
+        directory.
       ckpt_manager: Another name for `directory`.
 
     Attributes:
@@ -109,7 +110,7 @@ class CheckpointAction(Action):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint of this run and all earlier runs, or None if none contains the metric.
+        """The step of the best checkpoint of this run and all earlier runs; None if no checkpoint contains the metric.
 
         Reading this property waits for any pending save. To get the step without an action, call
         `checkpoint.best_step(directory)`.
@@ -170,10 +171,10 @@ class CheckpointAction(Action):
           outputs: Ignored.
           metrics: A dict with the value of the metric named by `best`, or None if the metric has no value.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. Read them with `Checkpoint.metadata`.
-          run: Like `metadata`, but for values of any size. Read them with `Checkpoint.run`. Saved only if
-            `ckpt_manager` is a directory.
-          trees: Additional pytrees of arrays, by name. Read them with `Checkpoint.trees`. Saved only if `ckpt_manager`
-            is a directory.
+          run: Like `metadata`, but for values of any size. Read them with `Checkpoint.run`. Saved only if the action
+            was created with a directory.
+          trees: Additional pytrees of arrays, by name. Read them with `Checkpoint.trees`. Saved only if the action was
+            created with a directory.
 
         Returns:
           True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
@@ -203,7 +204,7 @@ class CheckpointAction(Action):
 
 
 def monitor_of(argument: str, best: str | tuple[str, str] | None) -> Monitor | None:
-    """Returns the `Monitor` for a metric, given its name or a pair `(name, mode)`. Returns None if `best` is None."""
+    """Returns the `Monitor` for the metric `best`, a name or a pair `(name, mode)`. Returns None if `best` is None."""
     if best is None or isinstance(best, str):
         return None if best is None else Monitor(best)
     if isinstance(best, tuple | list) and len(best) == 2:

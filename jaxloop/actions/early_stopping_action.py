@@ -24,7 +24,8 @@ class _Memory:
     Attributes:
       best: The best value.
       best_elapsed: The progress of the run when the best value was measured.
-      waits: The number of measurements since the last improvement; infinity if the metric has failed.
+      waits: The number of measurements since the last improvement, or infinity if the metric has failed (see
+        `Monitor.has_failed`).
       seen_at: The progress of the run at the most recent call.
       stopped: True if the action has ended the run.
     """
@@ -37,12 +38,12 @@ class _Memory:
 
 
 class EarlyStoppingAction(Action):
-    """Ends the run when a metric stops improving, or immediately if it becomes NaN.
+    """Ends the run when a metric stops improving, or immediately if the metric becomes NaN.
 
-    Add it to the eval loop that computes the metric; the loop calls it after each evaluation. You can also add it to
-    the train loop, with the same interval as the evaluation, such as `interval=every(steps=100)`. In a train loop, the
-    default interval of 1 means once per loop; if the whole run is a single loop, the action is called only when it
-    ends. When the action stops the run, it logs the reason.
+    Add this action to the eval loop that computes the metric. The loop then calls the action after each evaluation. You
+    can also add the action to the train loop, with the same interval as the evaluation, such as
+    `interval=every(steps=100)`. In a train loop, the default interval of 1 means once per loop. If the whole run is a
+    single loop, the action is then called only at the end of the run. When the action ends the run, it logs the reason.
 
     Hooks:
       __call__, begin_run, finish, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.
@@ -55,7 +56,7 @@ class EarlyStoppingAction(Action):
     (True, 0.98, 200)
 
     Attributes:
-      monitor: The `Monitor` of the metric.
+      monitor: The `Monitor` for the metric.
       patience: The argument of the same name.
 
     Args:
@@ -64,8 +65,8 @@ class EarlyStoppingAction(Action):
       patience: The number of consecutive measurements without improvement after which the run ends.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
       min_delta: A value counts as an improvement only if it beats the best value by more than this amount.
-      restore_best: Whether to keep a copy of the best state on the devices. If so, the run returns this state
-        (including its `step`), no matter how the run ends.
+      restore_best: Whether to keep a copy of the best state on the devices. If so, a run that ends without an
+        interruption returns this state (including its `step`), even if the action didn't stop the run.
       interval: See `Action`.
     """
 
@@ -179,7 +180,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if `patience` measurements in a row brought no improvement, or if the metric became NaN."""
+        """True if the last `patience` measurements brought no improvement, or if the metric became NaN."""
         return self._memory.waits >= self.patience
 
     def finish(self, state: Any) -> Any:

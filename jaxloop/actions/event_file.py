@@ -14,13 +14,13 @@ from jaxloop.base import files
 class EventFile:
     """A TensorBoard event file.
 
-    When `add_event` returns, the event has been written to the file (in a remote store, only after the next `flush`).
-    This class replaces tensorboardX's `FileWriter`, whose `flush` doesn't wait for its queue, and whose thread ends
-    silently if the disk is full. It is thread-safe.
+    When `add_event` returns, the event has been written to the file. (In a remote store, it is written by the next
+    `flush`.) This class is thread-safe. It replaces tensorboardX's `FileWriter`, whose `flush` doesn't wait until all
+    queued events are written, and whose thread ends silently if the disk is full.
 
     The file is created when the first event is added, and closed by `close` or when this object is garbage-collected.
     After an error, the next event is written to a new file, because the old one may end with an incomplete event.
-    TensorBoard reads the files of a directory in the order of their names, which begin with the time.
+    TensorBoard reads the files of a directory in the order of their names, which contain the time of creation.
 
     Args:
       directory: The directory in which to create the file.

@@ -16,7 +16,7 @@ from jaxloop.schedules import Elapsed
 
 _MODES = ("auto", "min", "max")
 
-# The words of a name from which its direction is certain, and those that don't matter.
+# Words in a metric's name that determine its direction, and neutral words that don't affect it.
 _WORDS = {
     "max": "accuracy acc auc auroc auprc ap map iou miou fmeasure dice precision recall bleu rouge ndcg mrr psnr ssim "
     "reward rewards return returns",
@@ -42,12 +42,13 @@ class Monitor:
       name: "loss" or "train/loss" for an output of the loop that calls the action; "test/accuracy" for the `accuracy`
         of the evaluation named `test`. "accuracy" alone refers to the loop's own output with that name or, if there is
         none, to the output of any evaluation.
-      mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name if it is certain: "min"
-        for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision, recall,
-        reward, bleu, psnr and the like. Case is ignored, and so are digits (`mAP@50`), `val_`, `mean_` and `_score`.
+      mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name, if that part determines
+        it: "min" for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision,
+        recall, reward, bleu, psnr and the like. Case is ignored, and so are digits (`mAP@50`), `val_`, `mean_` and
+        `_score`.
 
     Raises:
-      ValueError: If `mode` is "auto" and the direction isn't certain, as for `score`.
+      ValueError: If `mode` is "auto" and the name doesn't determine the direction, as for `score`.
 
     Attributes:
       name: The name that was passed to the constructor.
@@ -61,7 +62,7 @@ class Monitor:
             raise ValueError(f"The mode of {name!r} must be 'auto', 'min' or 'max', got {mode!r}.")
         self.name: str = name
         self.mode: str = _mode_of(name) if mode == "auto" else mode
-        self._missing: tuple[Sequence[str], History | None] | None = None  # Where no value has this name so far.
+        self._missing: tuple[Sequence[str], History | None] | None = None  # Set while no value has this name.
         self._has_warned = False
 
     def __repr__(self) -> str:
@@ -77,7 +78,7 @@ class Monitor:
         return value > best + min_delta if self.mode == "max" else value < best - min_delta
 
     def has_failed(self, value: float) -> bool:
-        """Returns True if a value is NaN, or infinite in the wrong direction."""
+        """Returns True if a value is NaN, infinity in the mode "min", or -infinity in the mode "max"."""
         return math.isnan(value) or value == (-math.inf if self.mode == "max" else math.inf)
 
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
@@ -86,9 +87,9 @@ class Monitor:
         The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`
         if that row belongs to this step.
 
-        If there has been an evaluation but no metric has this name, a warning is logged once instead of raising an
-        error, because the metric may still appear at a later step. If it never does, `check_was_measured` raises an
-        error at the end of the run.
+        If there has been an evaluation but no metric has this name, this method logs a warning once. It doesn't raise
+        an error, because the metric may still appear at a later step. If the metric never appears, `check_was_measured`
+        raises an error at the end of the run.
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)
@@ -107,7 +108,7 @@ class Monitor:
         self._missing, self._has_warned = None, False
 
     def check_was_measured(self) -> None:
-        """Raises a `ValueError` if the run had other metrics, but none with this name. Call this when the run ends."""
+        """Raises a `ValueError` if the run had other metrics, but none with this name. Called when the run ends."""
         if self._missing is not None:
             raise ValueError(f"{self.missing_message(*self._missing)} Give the name of one of them.")
 
@@ -116,7 +117,7 @@ class Monitor:
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
-        """Returns the error message to use if the metric doesn't exist. It lists the existing metrics."""
+        """Returns the error message to use if the metric doesn't exist. The message lists the available metrics."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
         nearest = difflib.get_close_matches(self.name, there, 12, cutoff=0.0)
@@ -128,7 +129,7 @@ class Monitor:
         return float(value)
 
     def _find(self, names: Iterable[str]) -> str | None:
-        """Returns the name of the loop's output that this metric refers to; None if there is no such output."""
+        """Returns the name (one of `names`) of the output that this metric refers to, or None if there is none."""
         wanted, paths = (
             "/".join(_parts(self.name)).removeprefix("train/"),
             {name.replace("/", "."): name for name in names},
@@ -155,7 +156,7 @@ def _mode_of(name: str) -> str:
     """Returns the direction of improvement for a metric with this name.
 
     Raises:
-      ValueError: If the name doesn't determine it.
+      ValueError: If the name doesn't determine the direction.
     """
     last = _parts(name)[-1].lower()
     joined = last.replace("cross_entropy", "crossentropy").replace("f1", "fmeasure")

@@ -14,7 +14,7 @@ from jaxloop.base.text import printable
 from jaxloop.history import History
 from jaxloop.schedules import Schedule, every, first, last
 
-_NOT_EVALUATED = {"train", "jaxloop"}  # The groups of a history that no evaluation has.
+_NOT_EVALUATED = {"train", "jaxloop"}  # The groups of a history that don't come from evaluations.
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
 _LINE = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -37,8 +37,9 @@ class ProgressAction(Action):
       total_steps: The total number of updates in the run, or None to use the number provided by the loop.
       interval: See `Action`. By default, the display is updated up to ten times per second, and the action causes no
         overhead in the steps between updates.
-      bar: "tqdm" shows a tqdm bar, "plain" prints occasional lines, and "auto" shows a bar where it can be redrawn (on
-        a terminal or in a notebook) and prints lines elsewhere. Lines become less frequent in a long run.
+      bar: The kind of display. "tqdm" shows a tqdm bar, "plain" prints occasional lines, and "auto" shows a bar where a
+        bar can be redrawn (on a terminal or in a notebook) and prints lines elsewhere. In a long run, lines become less
+        frequent.
       min_seconds: The minimum number of seconds between two updates of the display. If None, it is 0.1 where the output
         can be redrawn, and 10 elsewhere.
       stream: The stream to write to. If None, progress is shown in the notebook or, outside notebooks, on stderr.
@@ -161,7 +162,7 @@ class _Bar:
 
 
 class _Lines(_Bar):
-    """Shows progress as separate lines, the fewer the longer the run takes."""
+    """Shows progress as separate lines, which become less frequent as the run goes on."""
 
     module = "tqdm"
 
@@ -179,7 +180,7 @@ class _Lines(_Bar):
 
 
 class _LineStream:
-    """A stream that writes each text as a line."""
+    """A stream that writes each non-blank string on its own line."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -197,14 +198,14 @@ def _log_handlers() -> list[logging.Handler]:
 
 
 class _Results:
-    """The results of the evaluations of a run, as far as they have not been shown."""
+    """The evaluation results in a run's history that have not been shown yet."""
 
     def __init__(self, step: int):
         self._step, self._shown_until = step, step or -1  # Results of step 0 belong to a run that begins there.
         self._history = History()
 
     def follow(self, history: History | None, step: int) -> None:
-        """Takes the newest history. The step is lower than before if the run was rewound."""
+        """Receives the latest history and step. The step is lower than in the last call if the run was rolled back."""
         self._history = self._history if history is None else history
         self._step, self._shown_until = step, min(self._shown_until, step - 1)
 

@@ -34,14 +34,14 @@ class SpikeGuard(Action):
 
     Args:
       name: The name of a scalar output of the train step.
-      sigmas: A value more than this many standard deviations above the mean counts as a spike.
+      sigmas: The number of standard deviations by which a value must exceed the mean to count as a spike.
       window: The number of preceding values to compare each value with. Until that many values exist, only NaN and
         infinity count as spikes.
       at_most: The maximum number of rollbacks in a run. Any further spike ends the run with an error; if the run is
         then resumed, it starts from a checkpoint before the spike.
-      interval: The interval at which to check the values since the last check. Each check synchronizes with the
-        devices. A rollback discards all steps after the checkpoint that it returns to, so check more often than you
-        save.
+      interval: The interval at which to check the values. Each check covers all values since the previous check, and
+        synchronizes with the devices. A rollback discards all steps after the checkpoint that it returns to, so check
+        more often than you save.
 
     Raises:
       RuntimeError: If a spike occurs after `at_most` rollbacks, or before the first checkpoint.
@@ -118,7 +118,7 @@ class SpikeGuard(Action):
         raise types.TurnBack(first, last, reason, at_most=self._at_most)
 
     def _values_of_steps(self, outputs: types.Output) -> list[Any]:
-        """Returns the metric's value at each step since the last call; None where it was not measured."""
+        """Returns the metric's values since the action was last called, with None where the metric was not measured."""
         name = self._monitor.name.removeprefix("train/")
         values = outputs.get(name) if isinstance(outputs, Mapping) else None
         if not isinstance(values, list) or any(np.ndim(value) for value in values):

@@ -25,9 +25,9 @@ class SummaryAction(WriterAction):
     """Writes a summary of all steps since the action was last called.
 
     Scalars are averaged over these steps, weighted by the number of examples. For `clu.metrics` objects, the computed
-    values are written. Statistics are written unchanged. Arrays of shape `[N, H, W, C]` are written as images, and all
-    other arrays are written as histograms. The type of a `MetricWithMetadata` determines whether it is written as
-    images, videos, audio, text or histograms.
+    values are written. Statistics, such as those of a `StatLoop`, are written unchanged. Arrays of shape `[N, H, W, C]`
+    are written as images, and all other arrays are written as histograms. The type of a `MetricWithMetadata` determines
+    whether it is written as images, videos, audio, text or histograms.
 
     All actions that share a writer also share a background thread, which writes in the order in which the actions are
     called. The loop waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint
@@ -118,7 +118,7 @@ def _not_written(
     media: Mapping[str, types.MetricWithMetadata],
     methods: Mapping[types.MetricType, str],
 ) -> list[str]:
-    """Returns a sentence for each output that is not written."""
+    """Returns a sentence for each output that is not written. The sentence gives the reason."""
     reasons = {
         name: f"its writer has no {_METHODS.get(metric.type, f'method for {metric.type}')}"
         for name, metric in media.items()

@@ -20,11 +20,12 @@ from jaxloop.base import files
 
 
 class _TrackerWriter(abc.ABC):
-    """The base class of all tracker writers. Stores the tracked run's ID, and skips points that already exist.
+    """The base class of all tracker writers. Stores the tracked run's ID and skips points that already exist.
 
-    The ID is saved in a file in the work directory before the first point is written, and in each checkpoint. After a
-    resume or an error, the next write first reads back which points the tracker already has, and doesn't write them
-    again. Writers are thread-safe. A subclass has a method for each kind of value that its tracker can store.
+    A point is the value of a metric at a step. The ID is saved in a file in the work directory before the first point
+    is written, and in each checkpoint. After a resume or an error, the next write first reads back the points that the
+    tracker already has. These points are not written again. Writers are thread-safe. A subclass has a method for each
+    kind of value that its tracker can store.
     """
 
     def __init__(self, workdir: epath.PathLike, package: str):
@@ -33,7 +34,7 @@ class _TrackerWriter(abc.ABC):
         self._lock = threading.RLock()
         self._id: str | None = None
         self._status = ""  # As the tracker shows it, such as "running"; "" if it is unknown.
-        self._hparams: dict[str, Any] = {}  # These and the notes are still to be written.
+        self._hparams: dict[str, Any] = {}  # Not written yet, like the notes.
         self._notes: dict[str, Any] = {}
         # The names and steps of the points that the tracker has from earlier attempts; None if they must be read back.
         self._known: set[tuple[str, int]] | None = set()
@@ -56,7 +57,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _close(self, status: str) -> None:
-        """Closes the tracked run with its status, "finished", "failed" or "killed". All of its points are stored."""
+        """Closes the tracked run with a status ("finished", "failed" or "killed"), after all points are stored."""
 
     def _name(self, name: str) -> str:
         """Returns the name under which the tracker stores a value."""
@@ -82,7 +83,7 @@ class _TrackerWriter(abc.ABC):
                 pass
 
     def write_status(self, status: str) -> None:
-        """Stores how a run ended ("finished", "failed" or "killed"), and closes it. A later write reopens it."""
+        """Stores a status ("finished", "failed" or "killed") and closes the tracked run. A later write reopens it."""
         with self._lock:
             if (self._id is not None or self._hparams or self._notes) and self._status != status:
                 with self._using():
@@ -100,8 +101,8 @@ class _TrackerWriter(abc.ABC):
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Chooses the tracked run that the next write will continue.
 
-        The next write continues the tracked run named in the checkpoint or, if there is no checkpoint, in the work
-        directory. If no tracked run is named there, the next write creates one.
+        This is the tracked run whose ID is stored in the checkpoint or, failing that, in the work directory. If neither
+        contains an ID, the next write creates a tracked run.
 
         Args:
           step: The step at which the run starts or resumes.
@@ -133,7 +134,10 @@ class _TrackerWriter(abc.ABC):
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """A context manager that opens the tracked run. After an error, the next write first reads back the points."""
+        """Returns a context manager that opens the tracked run.
+
+        After an error, the next write first reads back the points that the tracker already has.
+        """
         with self._lock:
             try:
                 if self._id is None:
@@ -163,11 +167,11 @@ class _TrackerWriter(abc.ABC):
 
 
 class _MediaWriter(_TrackerWriter):
-    """The base class of the writers for trackers whose rows can contain text and images as objects."""
+    """The base class of writers for trackers that store text and images as objects."""
 
     @abc.abstractmethod
     def _text(self, text: str) -> Any:
-        """Returns the tracker's object that represents a text."""
+        """Returns the tracker's object that represents the given text."""
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         self._write(step, {name: self._text(text) for name, text in texts.items()})
@@ -190,11 +194,12 @@ class MlflowWriter(_TrackerWriter):
     ...     writer = jaxloop.actions.MlflowWriter(workdir, "sqlite:///mlflow.db", "digits")
     ...     return jaxloop.SummaryAction(writer, jaxloop.every(steps=100))
 
-    Hyperparameters become MLflow params, and notes become tags. The status of the MLflow run shows how the run ended:
-    FINISHED, FAILED (an error) or KILLED (a signal). The writer uses `MlflowClient` with the ID of its own run, so it
-    doesn't affect any thread's active run. MLflow can't delete points, so the writer looks up which points exist and
-    doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An existing param keeps
-    its value.
+    Hyperparameters become MLflow params, and notes become tags. An existing param keeps its value. Characters that
+    MLflow doesn't allow in names become underscores. The status of the MLflow run shows how the run ended: FINISHED,
+    FAILED (an error) or KILLED (a signal).
+
+    The writer uses `MlflowClient` with the ID of its own MLflow run, so it doesn't affect the active MLflow run of any
+    thread. MLflow can't delete points, so the writer looks up the existing points and doesn't write them again.
 
     Args:
       workdir: The run's work directory, which stores the ID of the tracked run.
@@ -223,7 +228,7 @@ class MlflowWriter(_TrackerWriter):
         self._client = self._module.MlflowClient(self._uri)
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        # The tag is known beforehand, so a resumed run finds the MLflow run even if a kill follows right after.
+        # The tag is known beforehand, so a resumed run finds the MLflow run even after a kill at this point.
         found = self._client.search_runs([number], f"tags.`jaxloop.run` = '{self._id}'")
         tags = {"jaxloop.run": self._id}
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=self._run_name)
@@ -274,8 +279,8 @@ class TrackioWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.TrackioWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the trackio run. The config entry `jaxloop/status` shows how the run
-    ended: "running", "finished", "failed" or "killed". Each row is written in one transaction. The writer doesn't use
+    Hyperparameters and notes become the config of the trackio run. The config entry `jaxloop/status` contains the run's
+    status: "running", "finished", "failed" or "killed". Each row is written in one transaction. The writer doesn't use
     trackio's own thread, because that thread drops rows that can't be written. `trackio.sync(project, space_id=...)`
     copies the project to a Hugging Face Space.
 
@@ -293,7 +298,7 @@ class TrackioWriter(_MediaWriter):
         self._storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
         self._reserved = frozenset(importlib.import_module("trackio.utils").RESERVED_KEYS)
         self._project, self._run_name = project, run_name or self._file.parent.name
-        self._config: dict[str, Any] | None = None  # Still to be written, with the next row.
+        self._config: dict[str, Any] | None = None  # Not written yet. The next row includes it.
         self._newest_step: int | None = None
 
     def _open(self) -> None:
@@ -345,11 +350,11 @@ class WandbWriter(_MediaWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the W&B run. Its exit code shows how the run ended: 0 if it finished,
-    1 after an error, and 255 after a signal. The x axis is `jaxloop/step`, because W&B drops rows whose W&B step is
-    lower than the previous one. Each flush, such as the one before a checkpoint is saved, finishes the W&B run, because
-    only `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run. In online mode, this
-    takes a few seconds.
+    Hyperparameters and notes become the config of the W&B run. The exit code of the W&B run shows how training ended: 0
+    if it finished, 1 after an error, and 255 after a signal. The x axis is `jaxloop/step`, because W&B drops rows whose
+    W&B step is lower than that of the previous row. Each flush, such as the one before a checkpoint is saved, finishes
+    the W&B run, because only `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run.
+    In online mode, finishing and resuming take a few seconds.
 
     In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
     between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory, and a resumed run

@@ -1,4 +1,4 @@
-"""The queue in front of a writer, and the base class of the actions that use it."""
+"""The queue of calls to a writer, and the base class of the actions that use this queue."""
 
 import collections
 import concurrent.futures
@@ -30,7 +30,7 @@ class Call:
       step: The step to which the values belong.
       method: The name of the method.
       values: The values to write, by name.
-      options: Further keyword arguments.
+      options: Further keyword arguments for the method.
     """
 
     action: Any
@@ -68,9 +68,9 @@ class WriterQueue:
     `state_dict` waits until everything is written and flushed. In a multi-process job, only the first process calls the
     writer.
 
-    If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue. The next
-    request or flush raises the error, and the request after that retries the calls. A checkpoint saved in between
-    stores these calls, and a resumed run makes them first.
+    If a call raises an error, no value is lost or written twice: that call and all later ones stay in the queue. The
+    next request or flush raises the error, and the request after that retries the calls. If a checkpoint is saved
+    before the retry, it stores these calls, and a run that resumes from it makes them first.
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
@@ -82,20 +82,20 @@ class WriterQueue:
 
     @classmethod
     def of(cls, writer: Any) -> "WriterQueue":
-        """Returns the queue of a writer."""
+        """Returns the queue of a writer. Creates the queue if it doesn't exist."""
         return cls._all.setdefault(id(writer), cls(writer))
 
     def __init__(self, writer: Any):
         self._writer = writer
         self._calls: collections.deque[Call] = collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxloop-writer")
-        self._error: BaseException | None = None  # Still to be raised.
+        self._error: BaseException | None = None  # An error that has not been raised yet.
         self._needs_flush = False
-        # The state to resume from; None once anything was written.
+        # The state to resume from; None once anything has been written.
         self._begins_from: Mapping[str, Any] | None = {"position": None}
 
     @functools.cached_property
-    def _writes(self) -> bool:  # Not asked before a run begins, because JAX may not have started.
+    def _writes(self) -> bool:  # Read only after a run has begun, because JAX starts then.
         return distributed.is_first_process()
 
     def put(self, *calls: Call) -> None:
@@ -151,7 +151,7 @@ class WriterQueue:
         return kept | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces the queue's failed calls with those from a checkpoint, which the next run makes."""
+        """Replaces the calls in the queue with the failed calls from a checkpoint, so that the next run makes them."""
         calls = state_dict.get("unwritten", ()) if self._writes else ()
         self._wait()
         self._calls = collections.deque(Call(**call) for call in calls)  # All actions of a writer store the same calls.
@@ -160,9 +160,9 @@ class WriterQueue:
     def begin_run(self, action: Any, step: int) -> None:
         """Requests that the writer first hide everything that a killed run wrote after its newest checkpoint.
 
-        A resumed run does this once for all actions that share the writer. A new run does it only if this process
-        hasn't written anything yet, because any existing values must then come from a run that was killed before its
-        first checkpoint.
+        A resumed run makes this request once for all actions that share the writer. A new run makes it only if this
+        process hasn't written anything yet, because any existing values must then come from a run that was killed
+        before its first checkpoint.
 
         Args:
           action: The action that makes the request.
@@ -236,7 +236,7 @@ class WriterAction(Action):
             self._queue.put(Call(self, 0, "write_notes", options={"notes": notes}))
 
     def end_run(self, status: str) -> None:
-        if hasattr(type(self._summary_writer), "write_status"):  # Not one that a `__getattr__` makes for any name.
+        if hasattr(type(self._summary_writer), "write_status"):  # Ignores names that only `__getattr__` provides.
             self._queue.put(Call(self, 0, "write_status", options={"status": status}))
 
     def state_dict(self) -> Mapping[str, Any]:

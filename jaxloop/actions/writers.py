@@ -1,4 +1,4 @@
-"""Writers of summaries."""
+"""Summary writers."""
 
 import functools
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class TensorBoardWriter:
         self._file.add_summary(summary, step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Writes and logs texts."""
+        """Writes and logs text."""
         for name, text in texts.items():
             logging.info("[%d] %s: %s", step, printable(name), "\n".join(map(printable, text.splitlines())))
             self._events.add_text(name, text, step)

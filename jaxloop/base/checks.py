@@ -33,7 +33,10 @@ def batch_leaves(batch: Any) -> dict[str, Any]:
 
 
 def is_tracer_class(kind: type) -> bool:
-    """Returns True for the class of values in a function that JAX traces. JAX has no public API to check this."""
+    """Returns True if a class is a JAX tracer class, whose instances stand for values while JAX traces a function.
+
+    JAX has no public API for this check.
+    """
     return issubclass(kind, core.Tracer)
 
 
@@ -54,7 +57,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Joins names with commas. If there are more than `show` names, only the number of the remaining names is given.
+    """Joins the first `show` names with commas. If there are more names, adds the number of the remaining ones.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -64,18 +67,18 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns the first twelve lines. If there are more lines, a final line contains the number of omitted lines."""
+    """Returns the first twelve lines. If there are more, adds a line that gives the number of omitted lines."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
 def is_user_defined(thing: Any, name: str) -> bool:
-    """Returns True if the user has defined a method, either in a subclass or on this object."""
+    """Returns True if the method `name` is defined by the user, either in a subclass or on this object."""
     module = getattr(getattr(type(thing), name), "__module__", "")
     return name in vars(thing) or not module.startswith("jaxloop.")
 
 
 def is_overridden(thing: Any, name: str, base: type) -> bool:
-    """Returns True if a method of the base class is overridden, either in a subclass or on this object."""
+    """Returns True if the method `name` of `base` is overridden, either in a subclass or on this object."""
     return name in vars(thing) or getattr(type(thing), name) is not getattr(base, name)
 
 
@@ -121,7 +124,7 @@ def is_alive(state: Any) -> bool:
 
 
 def mark_donated(state: Any, by: Any) -> None:
-    """Records what a state was donated to, such as a loop, so that an error for using the state again can name it.
+    """Records that a state was donated to `by`, such as a loop. If the state is used again, the error names `by`.
 
     The record is stored on one of the donated arrays, so it survives `state.replace(...)`.
     """
@@ -131,7 +134,10 @@ def mark_donated(state: Any, by: Any) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns a state's first array other than `state.step`, which is never donated. Returns None if there is none."""
+    """Returns the first array in a state other than `state.step`, or None if there is no such array.
+
+    `state.step` is skipped because it is usually not donated.
+    """
     step = getattr(state, "step", None)
     leaves = jax.tree.leaves(state)
     return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
@@ -209,7 +215,10 @@ def adopt(state: Any) -> Any:
 
 
 def _buffer(leaf: jax.Array) -> Any:
-    """Returns a key that two arrays share if they have the same buffer, as after `jax.device_put`."""
+    """Returns a key for an array's buffer. Arrays that share a buffer have equal keys.
+
+    For example, `jax.device_put` may return an array that shares its argument's buffer.
+    """
     if leaf.size:
         # Deleted arrays, tracers and arrays on several devices have no buffer of their own.
         with contextlib.suppress(AttributeError, RuntimeError, ValueError, TypeError):
@@ -318,19 +327,19 @@ def problem_of_dtypes(batch: Any) -> str | None:
 
 
 def _is_cut(leaf: Any, kinds: str) -> bool:
-    """Returns whether JAX would convert a NumPy array of one of these kinds from 64 to 32 bits."""
+    """Returns True if a leaf is a 64-bit NumPy array of one of these dtype kinds that JAX would convert to 32 bits."""
     is_wide = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in kinds and leaf.dtype.itemsize == 8
     return is_wide and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
 
 
 def _wide_integers(leaves: dict[str, Any]) -> list[tuple[int, str, Any]]:
-    """Returns the position, the name and the 32-bit dtype of each leaf whose 64-bit integers JAX would truncate."""
+    """Returns the index, the name and the 32-bit limits of each leaf whose 64-bit integers JAX would truncate."""
     narrow = lambda leaf: np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return [(place, name, narrow(leaf)) for place, (name, leaf) in enumerate(leaves.items()) if _is_cut(leaf, "iu")]
 
 
 def _check_range(tree: Any, wide: Sequence[tuple[int, str, Any]]) -> None:
-    """Raises an error if a 64-bit integer doesn't fit into 32 bits."""
+    """Raises an error if a 64-bit integer in the leaves listed in `wide` doesn't fit into 32 bits."""
     leaves = jax.tree.leaves(tree)
     for place, name, limits in wide:
         leaf = leaves[place]
@@ -360,8 +369,9 @@ class BatchWatch:
       look: Checks the next batches.
 
     Attributes:
-      num_rows: The number of rows in the last batch, or None if the leading axes of its leaves differ in length.
-      form: The names, shapes and dtypes of the leaves of the last batch, or None before the first batch.
+      num_rows: The number of rows in the last batch, or None before the first batch or if the leading axes of the
+        batch's leaves differ in length.
+      form: A list that identifies the structure, shapes and dtypes of the last batch, or None before the first batch.
       may_differ: True if the batches in different processes of a job have differed in more than their numbers of rows.
         In that case, the processes compare their batches before each step.
     """
@@ -486,7 +496,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns one line for each leaf in which two pytrees differ, shortened by `first_lines`."""
+    """Returns one line for each leaf that differs between two pytrees. `first_lines` limits the number of lines."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
@@ -499,5 +509,5 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Formats the result of `changes` as lines, shortened by `first_lines`."""
+    """Formats the result of `changes` as lines. `first_lines` limits the number of lines."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

@@ -23,7 +23,7 @@ def encode(value: Any, path: str = "value") -> Any:
       path: The name of the value in error messages.
 
     Raises:
-      TypeError: If the value contains an unsupported type. The message gives the path to it.
+      TypeError: If the value contains an object of an unsupported type. The message contains the path of that object.
     """
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value

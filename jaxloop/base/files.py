@@ -1,7 +1,7 @@
 """Safe access to the files in a work directory: regular files only, no symbolic links, and a size limit for reads.
 
-The contents of a work directory are untrusted input. A FIFO would block a run forever, a device would discard the rows
-written to it, and a symbolic link would let the run overwrite a file elsewhere.
+The contents of a work directory are untrusted input. A FIFO would block a run forever, a device such as `/dev/null`
+would discard everything written to it, and a symbolic link would let the run overwrite a file elsewhere.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Opens a regular file on a local file system, like `os.open`.
 
-    The last component of the path must not be a symbolic link, but earlier components may be. The file is truncated
-    only after it has been found to be regular.
+    The last component of the path must not be a symbolic link, but earlier components may be. With `os.O_TRUNC`, the
+    file is truncated only after it has been found to be a regular file.
 
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
@@ -60,7 +60,7 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
 
 
 def opener(directory: epath.PathLike) -> Callable[..., IO[Any]]:
-    """Returns a function like `open` that opens only the regular files of a directory; see `open_file`."""
+    """Returns a function that opens files in a directory like `open`, but only regular files; see `open_file`."""
     remote = lambda path, mode, encoding=None: epath.Path(path).open(mode, encoding=encoding)
     return remote if is_remote(directory) else functools.partial(open, opener=open_descriptor)
 
@@ -90,13 +90,13 @@ def parse_json(text: str | bytes) -> Any:
 def absolute(directory: Any) -> epath.Path:
     """Returns the absolute path of a directory, with `~` and symbolic links resolved. Remote paths are not changed.
 
-    Relative paths must be converted because Orbax rejects them, but not until the first save.
+    Orbax rejects relative paths, but only at the first save. Converting them early avoids that error.
     """
     return epath.Path(directory) if is_remote(directory) else epath.Path(directory).expanduser().resolve()
 
 
 def prepare_directory(directory: epath.PathLike) -> epath.Path:
-    """Creates a directory if it doesn't exist, and checks that it is writable.
+    """Creates a directory if it doesn't exist and checks that it is writable. Returns the absolute path.
 
     Raises:
       OSError: If the directory can't be created or written to. The message gives the reason.

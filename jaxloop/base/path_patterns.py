@@ -24,13 +24,13 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """Returns a dict from each path that matches a pattern to its new path.
+    """Returns a dict that maps each path that matches a pattern to its new path.
 
     >>> renamed(["backbone/Dense_0/kernel", "head/kernel"], {"backbone/**": "encoder/**"})
     {'backbone/Dense_0/kernel': 'encoder/Dense_0/kernel'}
 
     Args:
-      paths: The paths.
+      paths: The paths to rename.
       patterns: A dict that maps patterns to new paths. A new path contains the same wildcards as its pattern, in the
         same order; each one is replaced by the names that it matched. If several patterns match a path, the first one
         is used.

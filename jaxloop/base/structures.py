@@ -1,8 +1,8 @@
 """The structures of pytrees, and train states in flattened form.
 
-JAX considers two structures equal if they differ only in the class of a dataclass with the same fields. Some versions
-of JAX use this equality to look up functions compiled by `jax.jit`, so they may call a function that was compiled for a
-different class. The two structures have different hashes, so this module also compares the hashes.
+JAX considers two structures equal even if their nodes belong to different dataclasses, as long as these have the same
+fields. Some versions of JAX use this equality to look up functions compiled by `jax.jit`, so they may call a function
+that was compiled for a different class. Because the hashes of such structures differ, this module also compares hashes.
 """
 
 import functools
@@ -65,9 +65,10 @@ class PerStructure:
 def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
     """Returns the leaves of a state without `state.step`, `state.step` itself, and a key for the state's structure.
 
-    Flattening a `TrainState` and assembling the new one takes a sixth of the time of dispatching a small step with
-    `jit`. Because nothing reads the state between two steps of a loop, its leaves are passed directly from one call to
-    the next. `state.step` is separate because it is not donated. It is None if the state has no `step`.
+    Flattening a `TrainState` and unflattening the new one takes a sixth of the time needed to dispatch a small step
+    with `jit`. Because nothing reads the state between two steps of a loop, a loop passes the leaves directly from one
+    call to the next. `state.step` is returned separately because it is not donated. It is None if the state has no
+    `step`.
 
     >>> leaves, step, structure = take_apart({"kernel": 1.0, "bias": 2.0})
     >>> leaves, put_together(leaves, step, structure)
@@ -79,7 +80,7 @@ def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
 
 
 def put_together(leaves: Any, step: Any, structure: Any) -> Any:
-    """Returns the state that `take_apart` took apart, with other leaves or another step."""
+    """Returns a state with the given leaves, step and structure. Reverses `take_apart`."""
     index = _step_index(structure)
     return jax.tree.unflatten(structure[-1], leaves if index is None else [*leaves[:index], step, *leaves[index:]])
 

@@ -1,4 +1,4 @@
-"""Text shown to users: names that are safe to display, suggestions in error messages, and log lines."""
+"""Functions for text shown to users: safe display of names, suggestions in error messages, tables and log lines."""
 
 import contextlib
 import difflib
@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def suggests(**arguments: str) -> Callable[[_Function], _Function]:
-    """Returns a decorator that makes a function suggest the right name if it is called with a wrong argument name.
+    """Returns a decorator that makes a call with a wrong argument name raise an error that suggests the right name.
 
     >>> @suggests(epochs="train_epochs")
     ... def run(train_epochs=1): ...
@@ -26,8 +26,8 @@ def suggests(**arguments: str) -> Callable[[_Function], _Function]:
     TypeError: run has no argument 'epochs'. Did you mean train_epochs?
 
     Args:
-      **arguments: The right name for each wrong name that is commonly used. For other wrong names, the most similar
-        argument is suggested.
+      **arguments: A mapping from common wrong names to the right ones. For other wrong names, the most similar argument
+        is suggested.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -80,9 +80,9 @@ def table(rows: Iterable[Iterable[object]], *, right: Container[int] = ()) -> st
 
 
 def announce(text: str, *args: object) -> None:
-    """Logs a line at level INFO that the first process of a job shows by default, as if it were a warning.
+    """Logs a line at level INFO. In the first process of a job, the line is shown whenever warnings are shown.
 
-    The line is shown even in a program that doesn't call `absl.app.run`.
+    It is shown even in a program that doesn't call `absl.app.run`.
     """
     logger = logging.get_absl_logger()
     if not logger.isEnabledFor(py_logging.WARNING if distributed.is_first_process() else py_logging.INFO):

@@ -19,7 +19,7 @@ NAMES = {
     "checkpoints": "in checkpoints",
     "restores": "restoring checkpoints",
 }
-"""The kinds of work, which are fields of `Spent`, with their descriptions."""
+"""A dict that maps each kind of work, which is a field of `Spent`, to its description."""
 
 clock: Callable[[], float] = time.perf_counter
 """Returns the time in seconds, for measuring durations."""
@@ -35,7 +35,7 @@ class Spent:
     Attributes:
       data: Seconds spent waiting for the next batch.
       device: Seconds spent waiting for the devices, either because something read a value or because the host was too
-        far ahead.
+        far ahead of the devices.
       compiling: Seconds spent tracing and compiling the train step.
       dispatch: Seconds spent in the step's hooks and on dispatching the step to the devices.
       actions: Seconds spent in actions other than checkpoints.
@@ -125,7 +125,7 @@ class Stopwatch:
         self.training: float = 0.0
         """The value of `spent().training` at the last switch."""
         self.first_step: Any = None
-        """`state.step` after the first dispatch of the latest program. Once it is available, that program has run.
+        """`state.step` after the first dispatch of the latest program. Once it has been computed, that program has run.
         """
 
     def switch(self, kind: str | None) -> str | None:
@@ -140,21 +140,24 @@ class Stopwatch:
         return before
 
     def move(self, seconds: float, kind: str) -> None:
-        """Moves seconds from the current kind of work to a different one.
+        """Transfers a number of seconds from the current kind of work to a different kind.
 
-        This is cheaper than `switch` if the caller has already measured the time.
+        This method is cheaper than `switch` if the caller has already measured the time.
         """
         if self.kind is not None:
             self._seconds[self.kind] -= seconds
             self._seconds[kind] += seconds
 
     def reading_at(self, training: float) -> float:
-        """Returns the clock reading at which `spent().training` reaches `training`, if the current work is training."""
+        """Returns the clock reading at which `spent().training` will reach `training`.
+
+        This assumes that the current kind of work counts as training and continues until then.
+        """
         return self._since + (training - self.training)
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that attributes its time to one kind of work and labels that time in profiles."""
+        """Returns a context manager whose body counts as one kind of work, and is labeled accordingly in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {NAMES[kind]}"):
@@ -168,6 +171,6 @@ class Stopwatch:
         return Spent(**self._seconds, steps=self.steps, samples=self.samples)
 
     def training_secs(self) -> float:
-        """Returns `spent().training`, without building the report."""
+        """Returns the current value of `spent().training` without building the report."""
         is_training = self.kind is not None and self.kind not in _NOT_TRAINING
         return self.training + (self.clock() - self._since if is_training else 0.0)

@@ -1,4 +1,4 @@
-"""Checks of the actions: when they are called, and which values they save, monitor and write."""
+"""Checks for actions: when they are called, and which values they save, monitor and write."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ At = Literal["begin", "end", "step"]
 @final
 @dataclasses.dataclass(frozen=True)
 class CalledAction:
-    """An action of a loop or a step, with a prediction of when it is called.
+    """An action of a loop or a step, with the predicted calls to the action.
 
     Attributes:
       action: The action.
-      part: The loop that the action belongs to.
-      at: "begin" or "end" for a loop's begin or end action, "step" for a step's action.
-      calls: The predicted calls.
+      part: The loop that calls the action or runs the action's step.
+      at: The kind of action: "begin" or "end" for a loop's begin or end action, or "step" for a step's action.
+      calls: The predicted calls to the action.
       here: The findings about the action.
     """
 
@@ -40,7 +40,7 @@ class CalledAction:
 
 
 def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action | str, Calls]:
-    """Checks the actions of all loops and returns the predicted calls to each action."""
+    """Checks the actions of all loops and steps, and returns the predicted calls to each action."""
     all_called = list(_called_actions(parts, course, found))
     for called in all_called:
         action, here = called.action, called.here
@@ -55,13 +55,13 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
             _check_contract(action, here)
         for name in action.monitors if called.at == "end" else ():
             with here:
-                _check_metric(Monitor(name, "min"), called, parts)  # Any mode: this only looks for the name.
+                _check_metric(Monitor(name, "min"), called, parts)  # Only the name matters, not the mode.
     _check_curves(all_called)
     return {called.action: called.calls for called in all_called}
 
 
 def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
-    """Yields the actions of all loops. If several loops share a step, the step's actions are yielded once."""
+    """Yields the actions of all loops and steps. If several loops share a step, its actions are yielded only once."""
     told = []
     for part in parts:
         loop, step = part.loop, part.loop.step
@@ -107,7 +107,7 @@ def _check_patience(called: CalledAction, course: Course) -> None:
 
 
 def _run_check(called: CalledAction, state: Any) -> None:
-    """Adds the problems found by the action's own `check` method."""
+    """Adds the problems that the action's own `check` method finds."""
     if called.at != "begin" and called.part.outputs is None and checks.is_user_defined(called.action, "check"):
         return  # The outputs are unknown, and the user's method may need them.
     outputs = None if called.at == "begin" else called.part.outputs or {}
@@ -135,7 +135,7 @@ def _check_contract(action: Action, here: Findings) -> None:
 
 
 def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part]) -> None:
-    """Checks that the metric monitored by an action is measured before the action is called."""
+    """Checks that a metric that an action monitors is measured before the action is called."""
     known = {part.name: part.outputs and metrics.summarize(part.outputs) for part in parts}
     if monitor.name.startswith("jaxloop/") or _may_be_missing(monitor, known):
         return  # The metric is a statistic, or may exist.
@@ -161,7 +161,7 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
 
 
 def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Returns whether a metric could come from a loop whose metrics are unknown."""
+    """Returns True if a metric could come from a loop whose metrics are unknown."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None
@@ -179,7 +179,7 @@ def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
 
 
 def _check_curves(all_called: Sequence[CalledAction]) -> None:
-    """Warns if the `SummaryAction`s of two loops would write the same curve."""
+    """Warns if the `SummaryAction`s of two loops would write values with the same name to the same writer."""
     written: dict[tuple[int, str, str], str] = {}  # Where each curve is first written, by writer, prefix, and name.
     for called in all_called:
         action, where, outputs = called.action, called.part.here.where, called.part.outputs

@@ -1,4 +1,4 @@
-"""Checks of the checkpoint that a run would resume from and the checkpoints that it would save."""
+"""Checks for the checkpoint that a run would resume from and the checkpoints that it would save."""
 
 import dataclasses
 import shutil
@@ -25,7 +25,10 @@ from jaxloop.schedules import Elapsed, Schedule
 
 
 def check_checkpoints(checked: Checked, course: Course, state: State, data: TrainData, found: Findings) -> Course:
-    """Checks the directories and the checkpoint to resume from. Returns the course of the run from where it starts."""
+    """Checks the directories and the checkpoint to resume from.
+
+    Returns the predicted course of the run from the step where it would start or resume.
+    """
     experiment = checked.experiment
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
     _check_directories(checked, found)
@@ -60,9 +63,9 @@ def _check_directories(checked: Checked, found: Findings) -> None:
 
 
 def _course_from(given: Any, course: Course, checked: Checked) -> Course:
-    """Returns the course of a run that begins with the given state, unless it resumes from a checkpoint.
+    """Returns the predicted course of a run that starts from a given state rather than from a checkpoint.
 
-    If the state is at the step where the last call to the train loop ended, the run continues from there.
+    If the train loop's last run ended at the step of this state, the new run continues that run.
     """
     experiment = checked.experiment
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
@@ -86,7 +89,7 @@ def _check_checkpoint(
     data: TrainData,
     here: Findings,
 ) -> Course:
-    """Checks that a checkpoint belongs to this run. Returns the course of a run that resumes from it."""
+    """Checks that a checkpoint belongs to this run. Returns the predicted course of a run that resumes from it."""
     experiment = checked.experiment
     loop, opened = experiment.train_loop, checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():
@@ -141,7 +144,7 @@ def check_saving(checked: Checked, course: Course, size: int, data: TrainData, h
 
 
 def _check_saver(name: str, action: CheckpointAction, course: Course, size: int, here: Findings) -> None:
-    """Checks the checkpoints that an action would save, and whether there is enough disk space for them."""
+    """Checks the checkpoints that an action would save. Warns if the disk doesn't have enough space for them."""
     calls, has_best = course.calls(action.interval), bool(action.monitors)
     kept = len(calls.moments) if action.keep is None else action.keep
     keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"

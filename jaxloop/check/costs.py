@@ -27,7 +27,7 @@ def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str 
 
     Args:
       step: The step.
-      state: A state (which remains usable) or the result of `step.abstract_state`.
+      state: A state, which is not donated, or the result of `step.abstract_state`.
       batch: A batch or its shapes; see `Step.compile`. If a topology is given, this is the global batch for all of its
         devices.
       topology: The TPUs to compile for, such as "v5e:16x16". They don't have to be attached to this machine. The
@@ -96,12 +96,15 @@ def moved_to(step: Step, devices: Sequence[Any]) -> Step:
 
 
 def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any, int | None]:
-    """Returns a step and its state for the devices of a topology, and the memory of a device (None if unknown).
+    """Returns a copy of a step for a topology, the shapes of its state, and the memory of one device.
+
+    The memory is in bytes, or None if it is unknown.
 
     Args:
       step: The step.
-      state: The state. For a topology, only its shapes are returned.
-      topology: The TPUs. If None, the devices of the step's partitioner are used.
+      state: The state, or its shapes.
+      topology: The TPUs to compile for. If None, the step and the state are returned unchanged, and the memory is that
+        of a device of the step's partitioner.
     """
     if topology is None:
         mesh = step.partitioner.mesh

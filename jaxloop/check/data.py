@@ -1,4 +1,4 @@
-"""Checks of the datasets and the length of the run."""
+"""Checks for the datasets and the length of a run."""
 
 import dataclasses
 import inspect
@@ -31,8 +31,8 @@ class TrainData:
     Attributes:
       source: The iterator over the dataset, or None if the dataset can't be opened or the run doesn't train.
       first: A list with the first batch, or an empty list if there is none. In a run without data, the batch is None.
-      num_batches: The number of batches in an epoch or, for an iterator, the number of remaining batches. None if it is
-        unknown.
+      num_batches: The number of batches in an epoch or, for an iterator, the number of remaining batches. None if this
+        number is unknown.
     """
 
     source: PositionedIterator | None = None
@@ -64,7 +64,7 @@ def open_train_data(checked: Checked, found: Findings) -> TrainData:
 
 
 def course_of(checked: Checked, data: TrainData) -> Course:
-    """Returns the predicted course of the run from step 0."""
+    """Returns the predicted course of the run if it starts at step 0."""
     experiment = checked.experiment
     spec, train_loop = experiment.spec, experiment.train_loop
     stop = None if spec.stop is None else spec.stop.as_stop()
@@ -77,7 +77,7 @@ def course_of(checked: Checked, data: TrainData) -> Course:
 
 
 def check_length(here: Findings, checked: Checked, course: Course, data: TrainData, state: Any) -> None:
-    """Checks the length of the training and warns if it is probably unintended."""
+    """Checks the number of steps in a run and warns if it is probably unintended."""
     experiment = checked.experiment
     spec, start, end = experiment.spec, course.start.steps, course.end
     here.plan["train"] = f"{course}; loops end {course.loops}"
@@ -109,9 +109,9 @@ def check_length(here: Findings, checked: Checked, course: Course, data: TrainDa
 
 
 def first_eval_batch(part: Part, spec: EvalSpec, checked: Checked) -> tuple[Sequence[types.Batch], str]:
-    """Returns a list with the first batch of an evaluation and a phrase that describes the number of batches.
+    """Returns a list with the first batch of an evaluation, and a phrase that describes the number of batches.
 
-    The list is empty if the batch can't be read without consuming it.
+    The list is empty if the run is about to start, or if the batch can't be read without consuming it.
     """
     if spec.dataset_iterator is not None:
         try:
@@ -142,7 +142,7 @@ def first_eval_batch(part: Part, spec: EvalSpec, checked: Checked) -> tuple[Sequ
 
 
 def _check_number(here: Findings, spec: EvalSpec, *, is_starting: bool) -> str:
-    """Checks and describes the number of batches that an evaluation reads."""
+    """Checks the number of batches that an evaluation reads. Returns a phrase that describes it."""
     known = num_batches(spec.data)
     if spec.num_steps is not None:
         if known is not None and known < spec.num_steps and not is_starting:  # Otherwise, the run warns.

@@ -16,13 +16,13 @@ from jaxloop.schedules import Schedule
 @final
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """An experiment to check.
+    """An experiment to check, with the options of the check.
 
     Attributes:
       experiment: The experiment.
       log_interval: See `OuterLoop`.
-      sources: The object that opens datasets, as in a run.
-      topology: The TPUs to compile the train step for, or None to use the devices of its partitioner.
+      sources: The object that opens the datasets. A run uses the same object.
+      topology: The TPUs to compile the train step for, or None to use the devices of the step's partitioner.
       is_starting: True if the run is about to start. In that case, the check neither reads batches nor traces anything.
     """
 
@@ -63,9 +63,9 @@ class Part:
       name: The loop's name in the history.
       loop: The loop.
       calls: The predicted training steps at which the loop ends.
-      outputs: Sample outputs like those that the loop will return, or None if they are unknown, either because of an
-        error or because a user-defined method may add outputs.
-      is_open: True if the arguments of `run` can be determined only by running the loop.
+      outputs: Sample outputs like those that the loop would return, or None if the outputs are unknown, either because
+        of an error or because a user-defined method may add outputs.
+      is_open: True if the arguments of the step's `run` can be determined only by running the loop.
     """
 
     here: Findings

@@ -1,15 +1,15 @@
-"""The check of a run before it starts, which reports the run's plan and problems without running any steps.
+"""The function `check`, which reports a run's plan and problems without running any steps.
 
-`check` uses these modules, each of which checks one part of the run:
+`check` uses the following modules, each of which checks one part of the run:
 
 - `step`: the state, the hooks (called with a batch), a trace of `run`, and the memory use of the compiled train step.
 - `data`: the first batch of each dataset, the number of batches, and the length of the run.
-- `checkpoints`: the checkpoint from which the run would resume, and those that it would save.
+- `checkpoints`: the checkpoint that the run would resume from, and the checkpoints that it would save.
 - `actions`: the calls to actions, and the values that actions save, monitor, and write.
 
-The modules check an experiment and collect problems in `report.Findings`. `check` returns them as a `Report`. The class
-`Course` in `jaxloop.engine.rehearse` predicts when actions and evaluations are due. At the start of every run, the part
-of the check that takes only milliseconds is performed.
+These modules collect problems in `report.Findings`, which `check` returns as a `Report`. The class `Course` in
+`jaxloop.engine.rehearse` predicts when actions and evaluations are due. Every run calls `check` with `is_starting=True`
+when it starts. In that case, `check` omits everything that takes more than a few milliseconds.
 """
 
 import time
@@ -29,7 +29,7 @@ from jaxloop.experiment.specs import EvalSpec
 from jaxloop.partition.layout import bytes_of
 from jaxloop.schedules import Schedule, is_never, skipped_step
 
-# In a run of this many batches or fewer, such as a first try, nobody misses the rows of a history.
+# In a run of this many batches or fewer, such as a first try, history rows are not important.
 _LONG_LOOP = 100
 
 __all__ = ["CheckError", "Checked", "Problem", "Report", "check"]
@@ -43,9 +43,9 @@ def check(checked: Checked, state: Any, errors: Iterable[Exception] = (), num_ba
 
     Args:
       checked: The experiment, with the options of the check.
-      state: The state from which the run starts.
-      errors: The errors already found in the arguments. If there are any, nothing else is checked.
-      num_batches: The number of batches in an epoch, if the run is about to start and the number is known; otherwise
+      state: The state that was passed to the check or, if the run is about to start, the state that it starts from.
+      errors: Errors that were already found in the arguments. If there are any, nothing else is checked.
+      num_batches: The number of batches in an epoch if the run is about to start and this number is known; otherwise
         None.
     """
     experiment = checked.experiment

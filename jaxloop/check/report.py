@@ -24,9 +24,9 @@ class Problem:
 
     Attributes:
       where: The part of the run that has the problem, such as "train step" or "eval 'test'".
-      text: What was expected, what was found, and how to fix it.
-      is_error: True if the run would fail, or if a part of it could never do what was requested. False if the run would
-        do something that is probably not intended.
+      text: A message that states what was expected, what was found, and how to fix the problem.
+      is_error: True if the run would fail, or if a part of the run could never do what was requested. False if the run
+        would do something that is probably not intended.
     """
 
     where: str
@@ -54,9 +54,10 @@ class Report:
 
     Attributes:
       problems: The problems, errors first.
-      plan: The plan of the run, as lines of text by topic.
+      plan: The plan of the run, as a dict that maps topics to text.
       secs: The time that the check took, in seconds.
-      calls: The predicted calls to each of the loops' actions, and the predicted evaluations by name.
+      calls: The predicted calls to the actions of all loops and steps, keyed by action, and the predicted evaluations,
+        keyed by name.
     """
 
     problems: Sequence[Problem]
@@ -66,12 +67,12 @@ class Report:
 
     @property
     def errors(self) -> Sequence[Problem]:
-        """The problems that would make the run fail."""
+        """The problems that are errors; see `Problem.is_error`."""
         return [problem for problem in self.problems if problem.is_error]
 
     @property
     def warnings(self) -> Sequence[Problem]:
-        """The problems that wouldn't make the run fail."""
+        """The problems that are not errors; see `Problem.is_error`."""
         return [problem for problem in self.problems if not problem.is_error]
 
     @property
@@ -123,9 +124,9 @@ class Findings(contextlib.AbstractContextManager[None]):
     [('the train loop', True), ('the train data', False)]
 
     Attributes:
-      where: The name of the part of the run.
+      where: The name of the part of the run that these findings are about.
       problems: The problems in all parts, in the order in which they were found.
-      plan: The plan of the run, as lines of text by topic.
+      plan: The plan of the run, as a dict that maps topics to text.
     """
 
     where: str = ""
@@ -133,15 +134,15 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns the findings for another part of the run. They share the problems and the plan with this object."""
+        """Returns the findings for another part of the run. They share this object's problems and plan."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
-        """Adds a problem that would make the run fail."""
+        """Adds an error that was found in this part of the run."""
         self.problems.append(Problem(self.where, text))
 
     def warn(self, text: str) -> None:
-        """Adds a problem that wouldn't make the run fail."""
+        """Adds a warning about this part of the run."""
         self.problems.append(Problem(self.where, text, is_error=False))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -151,7 +152,7 @@ class Findings(contextlib.AbstractContextManager[None]):
 
     @property
     def has_errors(self) -> bool:
-        """True if the run would fail in this part."""
+        """True if an error was found in this part of the run."""
         return any(problem.where == self.where and problem.is_error for problem in self.problems)
 
     def in_order(self) -> list[Problem]:

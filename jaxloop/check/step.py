@@ -1,4 +1,4 @@
-"""Checks of a step: the state, the hooks, `run`, and the memory that the step needs."""
+"""Checks for a step: the state, the hooks, `run`, and the memory that the step needs."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ _MOST_OUTPUT_BYTES = 2**30
 
 
 def check_state(given: Any, here: Findings) -> State:
-    """Checks the state from which a run starts."""
+    """Checks the state that was passed to the check. Returns the state's shapes and values."""
     values = None
     with here:
         if given is None:
@@ -46,7 +46,7 @@ def check_state(given: Any, here: Findings) -> State:
 
 
 def _state_for_begin(state: State, step: Step) -> Any:
-    """Returns the state to pass to a step's `begin`: values (if known) for a user-defined `begin`, otherwise shapes."""
+    """Returns the state to pass to `step.begin`: its shapes or, for a user-defined `begin`, its values if known."""
     return state.shapes if state.values is None or not checks.is_user_defined(step, "begin") else state.values
 
 
@@ -54,10 +54,12 @@ def _state_for_begin(state: State, step: Step) -> Any:
 
 
 def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
-    """Passes the first batch of a loop through the step's hooks and traces `run`. Returns the loop with its outputs.
+    """Passes the first batch of a loop through the step's hooks and traces `run`.
+
+    Returns the loop with sample outputs, or without them if they are unknown.
 
     Args:
-      part: The loop.
+      part: The loop to check.
       state: The state that was passed to the check.
       first: A list with the first batch, or an empty list if there is none.
       longest_loop: The number of batches in the longest loop, which determines the size of the outputs, or None if it
@@ -95,10 +97,10 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 
 
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
-    """Returns a 1-tuple with the batch that the hooks would pass to `run`; None if only a run can determine it.
+    """Returns a 1-tuple with the batch that the hooks would pass to `run`, or None if this batch is unknown.
 
-    A run is needed if other methods that are called before `run` are overridden, if `begin` needs values but only the
-    state's shapes are known, or if `begin` returns a different state.
+    The batch is unknown if other methods that are called before `run` are overridden, if `begin` needs values but only
+    the state's shapes are known, or if `begin` returns a different state.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
@@ -117,7 +119,14 @@ def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.
 
 
 def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
-    """Checks a batch that is ready for `run`, and returns whether it can be traced."""
+    """Checks a batch before it is passed to `run`. Returns True if `run` can be traced with this batch.
+
+    Args:
+      here: The findings for the loop.
+      step: The step.
+      batch: The batch from the dataset.
+      ready: The same batch, as returned by the hooks.
+    """
     problems = list(checks.problems_of_batch(ready))
     for problem in problems:
         here.error(problem)
@@ -135,9 +144,10 @@ def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.
 
 
 def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tuple[types.Output, int | None]:
-    """Traces `run` for a state, or its shapes, and a batch that is ready for it.
+    """Traces `run` with a state, or its shapes, and with a batch that the hooks have prepared.
 
-    Returns the shapes of the outputs, and the number that `run` adds to `state.step` (None if it depends on the data).
+    Returns the shapes of the outputs and the number that `run` adds to `state.step`. The number is None if it depends
+    on the data, and 0 for an evaluation.
     """
     programs, mesh = step._runner.programs, step.partitioner.mesh
     checked = programs.evaluate if evaluates else programs.run
@@ -154,7 +164,10 @@ def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tu
 
 
 def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
-    """Returns the number that a traced program adds to the integer leaf at `place`; None if it depends on the data."""
+    """Returns the number that a traced program adds to the integer leaf with the index `place`.
+
+    Returns None if this number depends on the data.
+    """
     is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
     needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
     if any(needs_it and number != place for number, needs_it in enumerate(needs)):
@@ -166,14 +179,14 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
 
 
 def _check_updates(here: Findings, step: Step, state: Any, updates: int | None) -> None:
-    """Checks that a training step counts its updates."""
+    """Checks that a training step adds the expected number of updates to `state.step`."""
     if hasattr(state, "step") and updates not in (None, step.updates_per_step):
         adds = f"adds {updates} to state.step" if updates else "returns state.step unchanged"
         here.error(f"{type(step).__name__}.run {adds}. {checks.counting_hint(step)}")
 
 
 def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
-    """Warns if the outputs, which are kept until the loop ends, take up a lot of memory."""
+    """Warns if the outputs, which are kept until the loop ends, would take up a lot of memory."""
     sizes = {name: bytes_of(value) for name, value in outputs.items() if not metrics.is_metric(value)}
     needed = sum(sizes.values()) * (longest_loop or 0)
     if needed > _MOST_OUTPUT_BYTES:
@@ -203,7 +216,7 @@ def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) ->
 
 
 def check_model(part: Part, train_step: Step) -> None:
-    """Reports a warning if the model of an evaluation step isn't the one that the state belongs to."""
+    """Warns if the model of an evaluation's step differs from the model of the train step."""
     trained, evaluated = train_step.model, part.loop.step.model
     if not _is_same_model(trained, evaluated):
         part.here.warn(
@@ -227,7 +240,7 @@ def _shown_model(model: Any) -> str:
 
 
 def check_memory(part: Part, state: State, first: Sequence[types.Batch], topology: str | None = None) -> None:
-    """Compiles the train step and checks that the step and the state fit into memory.
+    """Compiles the train step and checks that the step and the state fit into device memory.
 
     Args:
       part: The train loop.
@@ -273,7 +286,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
 
 
 def _parts_of(layout: Layout) -> dict[str, int]:
-    """Returns the size of each part of a state, in bytes per device."""
+    """Returns the size of the parameters, the optimizer state and the rest of a state, in bytes per device."""
     sizes = {"parameters": 0, "optimizer": 0, "other state": 0}
     for leaf in layout.leaves:
         field = leaf.path.split("/")[0]

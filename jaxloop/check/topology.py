@@ -1,4 +1,4 @@
-"""Topologies of TPUs that this machine doesn't have. JAX can compile for them, but can't run anything on them."""
+"""Topologies of TPUs that aren't attached to this machine. JAX can compile programs for them, but can't run these."""
 
 import contextlib
 import functools
@@ -48,8 +48,8 @@ def devices_of(topology: str) -> Sequence[Any]:
 def memory_of(device: Any) -> int | None:
     """Returns the memory in bytes that a program can use on a topology's device, or None if it is unknown.
 
-    The function compiles a program that is too large for any device, because only the resulting error reports the
-    memory.
+    The function compiles a program that is too large for any device, because only the resulting error reports the size
+    of the memory.
     """
     huge = jax.ShapeDtypeStruct((2**20, 2**20), np.float32, sharding=SingleDeviceSharding(device))
     with contextlib.suppress(Exception):

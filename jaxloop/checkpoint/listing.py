@@ -1,6 +1,6 @@
 """Functions that list and move checkpoints.
 
-A checkpoint is a directory named after its step. This module doesn't read the files in it.
+A checkpoint is a directory named after its step. This module doesn't read the files in that directory.
 """
 
 import os
@@ -28,7 +28,8 @@ def all_steps(directory: epath.PathLike) -> list[int]:
     """Returns the steps of the complete checkpoints in a directory, in ascending order.
 
     The list is empty if the directory doesn't exist. A directory is a checkpoint only if its name is a step without
-    leading zeros. (Orbax also accepts names like `0015` and `1_5`, but then reads and deletes `15` and `5`.)
+    leading zeros. (Orbax also accepts names like `0015` and `1_5`, but then reads and deletes the directories `15` and
+    `5` instead.)
     """
     return [int(path.name) for path in all_paths([directory])]
 
@@ -36,8 +37,8 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
     """Returns the paths of the complete checkpoints in several directories, in ascending order of their steps.
 
-    If several directories contain a checkpoint of the same step, the one from the first of these directories comes
-    last.
+    Checkpoints of the same step are in reverse order of their directories, so that the one from the first directory
+    comes last.
     """
     found = []
     for number, directory in enumerate(map(absolute, directories)):
@@ -52,7 +53,7 @@ def missing_error(directory: epath.PathLike) -> FileNotFoundError:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns True if a checkpoint has been deleted. If it is being deleted, first waits until that is done."""
+    """Returns True if a checkpoint has been deleted. If a deletion is in progress, first waits until it is complete."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -66,7 +67,7 @@ def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
 def abandon(directory: epath.PathLike, first_step: int) -> None:
     """Moves the checkpoints of `first_step` and all later steps to `abandoned/`, so that no run resumes from them.
 
-    In a multi-process job, only the first process may call this.
+    In a multi-process job, only the first process may call this function.
     """
     for path in all_paths([directory]):
         if int(path.name) >= first_step:

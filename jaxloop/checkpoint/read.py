@@ -29,9 +29,9 @@ from jaxloop.schedules import Elapsed
 STATE, RUN, TREES = "default", "run", "trees"
 # The file with the metrics that the manager uses to find the best checkpoint.
 _METRICS_FILE = "metrics/metrics"
-# The transforms with which the run that saved the checkpoint had begun, if any.
+# The transforms that were passed to the run that saved the checkpoint, if any.
 TRANSFORMS_KEY = "transforms"
-# Only this package reads the following keys. This one, in the file of Orbax, means that the checkpoint has a seal.
+# Only this package reads the following keys. This one, in Orbax's metadata file, means that the checkpoint has a seal.
 SEALED_KEY = "jaxloop/sealed"
 # The metric that decides which checkpoint is best: `["test/accuracy", "max"]`.
 BEST_KEY = "jaxloop/best"
@@ -41,7 +41,7 @@ FORMAT_KEY, VERSION_KEY = "jaxloop/format", "jaxloop/version"
 _OWN_PREFIX = "jaxloop/"
 # Increased when an earlier version of jaxloop can't resume from checkpoints of this one, or vice versa.
 FORMAT = 5
-# In a state: the optimizer's state, and in it the average in an `EMAState`.
+# Parts of paths in a train state: the optimizer's state, and the moving average in an `EMAState`.
 _OPTIMIZER, AVERAGE = "opt_state/", "params_ema"
 
 
@@ -65,7 +65,7 @@ class CheckpointError(Exception):
 
 
 def own_version() -> str:
-    """Returns the version of jaxloop that is running."""
+    """Returns the version of the imported jaxloop package."""
     import jaxloop
 
     return jaxloop.__version__
@@ -220,7 +220,7 @@ def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
     In a multi-process job, only the first process may call this function, and it must do so before any process starts
     restoring. If all checkpoints are damaged, none are moved.
     """
-    with contextlib.suppress(CheckpointError):  # All processes raise it when they restore.
+    with contextlib.suppress(CheckpointError):  # All processes raise this error when they restore.
         open_newest(paths, lambda opened: None)
 
 
@@ -244,8 +244,8 @@ class Checkpoint:
       path: The directory of the checkpoint, whose name is the step.
       is_sealed: True if the checkpoint has a seal and its files match the seal. Checkpoints saved by an Orbax manager
         have no seal.
-      custom_metadata: The metadata saved by the caller and by this package. If the checkpoint has a seal, they are
-        stored in the seal.
+      custom_metadata: The metadata saved by the caller and by this package. If the checkpoint has a seal, this metadata
+        is stored in the seal.
     """
 
     path: epath.Path
@@ -288,7 +288,7 @@ class Checkpoint:
 
     @functools.cached_property
     def step(self) -> int:
-        """The step after which the checkpoint was saved."""
+        """The step of the checkpoint: the number of updates completed when it was saved."""
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
@@ -372,7 +372,7 @@ class Checkpoint:
     def _read(self, template: Any, item: str) -> dict[str, Any]:
         """Reads an item's arrays, except where the template has a placeholder, and returns them by path."""
         leaves, structure = jax.tree.flatten(template)
-        # Without dtypes and shapes, with which Orbax would cast and pad the arrays. Any difference is an error.
+        # Without dtypes and shapes, because Orbax would cast and pad the arrays to match. Any difference is an error.
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         restore_args = [
             ocp.RestoreArgs(restore_type=np.ndarray) if each is None else ocp.ArrayRestoreArgs(sharding=each)
@@ -391,14 +391,15 @@ class Checkpoint:
     def _match(
         self, ours: Mapping[str, Any], transforms: Mapping[str, str] | None, names: Mapping[str, str] | None = None
     ) -> tuple[dict[str, str], dict[str, Any]]:
-        """Returns the paths of the saved leaves, and templates for reading them, by path in `ours`; see `restore`.
+        """Returns a dict of the paths of the saved leaves and a dict of templates for reading them; see `restore`.
 
-        A checkpoint that has the new names already, such as one saved by a run with these transforms, is used as it is.
+        The keys of both dicts are the paths in `ours`. Transforms are not applied to a checkpoint that already has the
+        new names, such as one saved by a run with these transforms.
 
         Args:
           ours: The leaves of the state by path.
           transforms: See `restore`.
-          names: The names of the saved leaves, as a dict from names to paths. If None, the names are the paths.
+          names: A dict that maps the names of the saved leaves to their paths. If None, the names are the paths.
 
         Raises:
           ValueError: If the renamed leaves don't fit those in `ours`, or if a pattern matches no leaf.
@@ -419,9 +420,9 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """Returns a context manager that converts errors in interpreting saved values to a `CheckpointError`.
+        """Returns a context manager that converts errors in the interpretation of saved values to a `CheckpointError`.
 
-        The message contains both the version of jaxloop that saved the checkpoint and the one that is running.
+        The message contains the version of jaxloop that saved the checkpoint and the version that is in use.
 
         Raises:
           CheckpointError: If the checkpoint has a different format, or if the body of the `with` statement raises a
@@ -457,7 +458,7 @@ def _damage_error(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
 
 
 def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
-    """Returns the dict in one of a checkpoint's JSON files; `{}` if there is no such file."""
+    """Returns the dict in the JSON file `name` of a checkpoint, or `{}` if there is no such file."""
     try:
         return {**(files.parse_json(files.read_bytes(path / name)) or {})}
     except FileNotFoundError:
@@ -470,9 +471,10 @@ def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
-    """Converts errors raised while reading an item into a `CheckpointError`, unless its files match their seal.
+    """Returns a context manager that converts errors raised while reading an item to a `CheckpointError`.
 
-    A file that this user may not read is not damaged.
+    If the checkpoint has a seal, its files matched that seal, so the error is raised unchanged, with a note. A
+    `PermissionError` is also raised unchanged, because it doesn't mean that the file is damaged.
     """
     try:
         yield
@@ -486,16 +488,17 @@ def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
 
 
 def place_of_ema(leaves: Collection[str]) -> str | None:
-    """Returns the path of the only `EMAState` in a state with these leaves, or None if there isn't exactly one."""
+    """Returns the path of the `EMAState` in a state with these leaves, or None if there isn't exactly one."""
     middle = f"/{AVERAGE}/"
     places = {path.partition(middle)[0] for path in leaves if path.startswith(_OPTIMIZER) and middle in path}
     return places.pop() if len(places) == 1 else None
 
 
 def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the saved leaves and those of a state without `opt_state`, but with the average of the parameters.
+    """Returns the saved leaves and the state's leaves outside `opt_state`, but with the average of the parameters.
 
-    The saved leaves are a dict from names to paths, because an average may have another path in the state.
+    The saved leaves are returned as a dict that maps names to paths, because the average may have different paths in
+    the checkpoint and in the state.
     """
     place, saved_place = place_of_ema(ours), place_of_ema(saved)
     names = {path: path for path in saved if not path.startswith(_OPTIMIZER)}

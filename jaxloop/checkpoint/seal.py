@@ -1,6 +1,6 @@
-"""Detection of damaged files in a directory by means of a seal, which is a file that contains their checksums.
+"""Functions that detect damaged files in a directory by means of a seal, a file with the checksums of the other files.
 
-A seal contains the sizes and checksums of the files, and a JSON dict that describes them. It reveals storage errors and
+A seal also contains the sizes of these files and a JSON dict supplied by the caller. It reveals storage errors and
 accidental changes, but not deliberate manipulation. This module doesn't depend on Orbax or JAX.
 """
 
@@ -33,7 +33,7 @@ def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, lea
     Args:
       directory: The directory. Each file in it is read once, in chunks of 4 MiB.
       about: A JSON dict to store in the seal.
-      leave_out: The paths of files that may change later.
+      leave_out: The paths, relative to the directory, of files that aren't sealed because they may change later.
 
     Raises:
       OSError: If a file can't be read or the seal can't be written.
@@ -48,7 +48,7 @@ def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, lea
 
 
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
-    """Returns the problems that `verify` finds, without the dict."""
+    """Returns the list of problems that `verify` finds, without the dict in the seal."""
     return verify(directory, below)[1]
 
 
@@ -59,8 +59,8 @@ def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], 
 
     Args:
       directory: The sealed directory.
-      below: The file or subdirectory to check. If empty, the whole directory is checked. The seal itself is always
-        checked.
+      below: The relative path of the file or subdirectory to check. If empty, the whole directory is checked. The seal
+        itself is always checked.
 
     Raises:
       PermissionError: If the current user may not read one of the files.
@@ -83,7 +83,10 @@ def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], 
 
 
 def _problem_of(name: str, error: OSError | ValueError) -> str:
-    """Describes an error raised while reading a file. A file that this user may not read is not damaged."""
+    """Describes an error that was raised while reading a file.
+
+    Raises a `PermissionError` again, because it doesn't mean that the file is damaged.
+    """
     if isinstance(error, PermissionError):
         error.add_note("So it can't be verified. Change its owner or its permissions.")
         raise error
@@ -102,7 +105,7 @@ def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
 
 
 def _sizes_and_crcs(directory: epath.Path, names: Iterable[str]) -> dict[str, tuple[int, int] | OSError]:
-    """Returns the size and the checksum of each of these files, or the error raised while reading it."""
+    """Returns the size and the checksum of each file or, if the file can't be read, the error."""
     open_file, found = files.opener(directory), dict[str, tuple[int, int] | OSError]()
     for name in names:
         size = crc = 0
@@ -123,10 +126,10 @@ def _serialize(sealed: Mapping[str, Any], about: Mapping[str, Any]) -> str:
 
 
 def _parse(text: bytes) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
-    """Returns the sizes and checksums, and the dict about the files, from the content of a seal file.
+    """Returns the contents of a seal file: the sizes and checksums of the files, and the caller's dict.
 
     Raises:
-      ValueError: If the seal has been changed since it was written.
+      ValueError: If the seal file has been changed since it was written.
     """
     try:
         content = files.parse_json(text.partition(b"\n")[2])

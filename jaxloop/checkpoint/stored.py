@@ -1,4 +1,4 @@
-"""The form in which trees are stored, and the mapping between stored leaves and the leaves of a tree.
+"""Functions that convert trees to a form that Orbax can store, and that match saved leaves to the leaves of a tree.
 
 A leaf is identified by its path, such as `params/Dense_0/kernel`.
 """
@@ -19,7 +19,7 @@ from jaxloop.base import checks, path_patterns
 
 
 def _keys_in(leaves: Iterable[Any]) -> list[int]:
-    """Returns the indices of the typed PRNG keys."""
+    """Returns the indices of the leaves that are typed PRNG keys."""
     arrays = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     return [at for at, array in arrays if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)]
 
@@ -35,7 +35,7 @@ def storable(tree: Any) -> Any:
 def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
     """Returns a copy of a tree in which the leaves at the paths in `values` are replaced.
 
-    Where the tree contains a typed PRNG key, the value must be the key's data.
+    To replace a typed PRNG key, pass the key's data.
     """
     by_path = checks.leaves_by_path(tree)
     ours, leaves = list(by_path.values()), [values.get(path, leaf) for path, leaf in by_path.items()]
@@ -65,7 +65,7 @@ def fingerprint(tree: Any) -> str:
 
 
 def check_names(tree: Any, what: str) -> None:
-    """Raises an error if two leaves of a tree would have the same name in the form that Orbax stores."""
+    """Raises an error if two leaves of a tree would have the same name in Orbax's storage format."""
     names: dict[str, str] = {}
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         path = checks.path_name(keys)
@@ -88,19 +88,19 @@ def match(
     *,
     only_renamed: bool = False,
 ) -> dict[str, str]:
-    """Returns a dict that maps the path of each of our leaves to the path of the saved leaf that it is restored from.
+    """Returns a dict that maps the paths of a tree's leaves to the paths of the saved leaves with the same names.
 
-    A saved leaf that has no counterpart keeps its name. Names that differ only in the suffix `/value`, which the paths
-    of NNX variables have, are considered equal.
+    Names are compared after renaming, and without the suffix `/value` that the paths of NNX variables have. A saved
+    leaf without a counterpart in the tree is included under its name.
 
     >>> match({"body/kernel": "params/body/kernel"}, ["encoder/kernel/value"], {"body/**": "encoder/**"})
     {'encoder/kernel/value': 'params/body/kernel'}
 
     Args:
       saved: A dict that maps the names of the saved leaves to their paths in the checkpoint.
-      ours: The paths of our leaves.
+      ours: The paths of the leaves of the tree to restore.
       patterns: A dict that maps patterns of saved names to new names; see `jaxloop.base.path_patterns`.
-      only_renamed: Whether to leave out the saved leaves that no pattern matches.
+      only_renamed: Whether to leave out saved leaves whose names match no pattern.
 
     Raises:
       ValueError: If a pattern matches no leaf, or if two leaves would have the same name.
@@ -120,7 +120,7 @@ def match(
 
 
 def _bare(paths: Iterable[str]) -> dict[str, str]:
-    """Maps names to paths. A name is a path without the `/value` suffix of NNX variables."""
+    """Returns a dict that maps names to paths. A name is a path without the `/value` suffix of NNX variables."""
     return {path.removesuffix("/value"): path for path in paths}
 
 
@@ -148,14 +148,14 @@ def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> di
     Args:
       source: The `Checkpoint` or `SafetensorsFile` to read from.
       found: The result of `match`.
-      wanted: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings to read, by path.
+      wanted: Arrays or `jax.ShapeDtypeStruct`s with the required shapes, dtypes and shardings, by path.
     """
     values = source.read({path: wanted[name] for name, path in found.items()})
     return {name: values[path] for name, path in found.items()}
 
 
 def as_wide_as(saved: Any, leaf: Any) -> Any:
-    """Returns a NumPy template with the saved dtype if the leaf's dtype differs only in width; otherwise the leaf."""
+    """Returns a NumPy template with the saved dtype if the two dtypes differ only in width; otherwise, the leaf."""
     if saved is None or saved.dtype == leaf.dtype or saved.shape != leaf.shape:
         return leaf
     is_same = jax.dtypes.canonicalize_dtype(saved.dtype) == jax.dtypes.canonicalize_dtype(leaf.dtype)

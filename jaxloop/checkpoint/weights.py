@@ -1,6 +1,6 @@
 """Functions that load only the parameters from a checkpoint, and that exchange parameters with other libraries.
 
-Parameters are exchanged as files in the safetensors format, which many libraries support.
+The files for this exchange are in the safetensors format, which many libraries support.
 """
 
 import os
@@ -78,7 +78,7 @@ def load_params(
 
 
 def _load(directory: epath.PathLike, step: int | str, load: Callable[[Checkpoint], Any]) -> Any:
-    """Calls `load` with the checkpoint of `step`, which can also be "newest" or "best"."""
+    """Returns the result of `load` for the checkpoint of `step`, which can also be "newest" or "best"."""
     if step == "newest":
         found = read.open_newest(all_paths([directory]), load, quarantines=False)
         if found is None:
@@ -94,7 +94,10 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[[Checkpoint
 
 
 def _saved_params(opened: Checkpoint, ema: bool) -> dict[str, str]:
-    """Returns the paths of the saved parameters, or of their average, in the train state, by their path in a model."""
+    """Returns a dict that maps the path of each parameter in the model to its path in the saved train state.
+
+    If `ema` is True, the latter is the path of the parameter's moving average.
+    """
     start = f"{read.place_of_ema(opened.leaves)}/{read.AVERAGE}/" if ema else "params/"
     saved = {path.removeprefix(start): path for path in opened.leaves if path.startswith(start)}
     if not saved:
@@ -106,11 +109,11 @@ def _saved_params(opened: Checkpoint, ema: bool) -> dict[str, str]:
 
 
 def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[str, str] | None) -> Any:
-    """Reads leaves of a `Checkpoint` or a `SafetensorsFile`; see `load_params`.
+    """Reads parameters from a `Checkpoint` or a `SafetensorsFile`; see `load_params`.
 
     Args:
       source: The `Checkpoint` or `SafetensorsFile` to read from.
-      saved: A dict that maps the path of each leaf within the part to its path in the source.
+      saved: A dict that maps the path of each parameter in the model to its path in the source.
       into: See `load_params`.
       paths: See `load_params`.
     """
@@ -143,7 +146,7 @@ def _on_default_device(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts with the values at their paths. The final `value` in the paths of NNX variables is dropped.
+    """Converts a dict with paths as keys to nested dicts. Drops the suffix `/value` of the paths of NNX variables.
 
     >>> _nested({"Dense_0/kernel": 1, "Dense_0/bias": 2})
     {'Dense_0': {'kernel': 1, 'bias': 2}}
@@ -157,9 +160,9 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def save_params(params: Any, path: epath.PathLike) -> None:
     """Writes parameters to a file in the safetensors format, which other libraries can also read.
 
-    `load_params` reads such files, including those written by other libraries. Both functions need the `safetensors`
-    extra. In the file, the slashes of jaxloop's paths are replaced by dots: `encoder/kernel` becomes `encoder.kernel`.
-    The values are not changed. Note that a PyTorch `Linear` expects the transpose of a Flax kernel.
+    `load_params` reads such files, including those written by other libraries. Writing and reading them requires the
+    `safetensors` extra. In the file, dots replace the slashes of jaxloop's paths: `encoder/kernel` becomes
+    `encoder.kernel`. The values are not changed. Note that a PyTorch `Linear` expects the transpose of a Flax kernel.
 
     >>> import jax.numpy as jnp, tempfile
     >>> path = tempfile.mkdtemp() + "/weights.safetensors"
@@ -211,7 +214,7 @@ class SafetensorsFile:
 
     Attributes:
       path: The path of the file.
-      leaves: The tensors in host memory, keyed by path.
+      leaves: The tensors, in host memory, keyed by path.
 
     Raises:
       FileNotFoundError: If the file doesn't exist.
@@ -227,14 +230,17 @@ class SafetensorsFile:
             with safe_open(os.fspath(self.path), framework="np") as file:
                 names = {name: name.replace(".", "/") for name in file.keys()}  # noqa: SIM118
                 self.leaves: dict[str, np.ndarray] = {path: file.get_tensor(name) for name, path in names.items()}
-        except (SafetensorError, AttributeError) as error:  # The latter for a dtype that NumPy doesn't have.
+        except (SafetensorError, AttributeError) as error:  # `AttributeError` for dtypes that NumPy lacks.
             raise ValueError(f"{self.path} is damaged, or not a safetensors file: {error}") from error
         inner = {str(parent) for path in self.leaves for parent in pathlib.PurePosixPath(path).parents}
         if len(self.leaves) < len(names) or not inner.isdisjoint(self.leaves):
             raise ValueError(f"{self.path} has tensors whose names differ only in dots and slashes, or extend another.")
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the leaves at the paths in `wanted`, with the shardings given there. Others are NumPy arrays."""
+        """Returns the leaves at the paths in `wanted`, with the shardings that `wanted` specifies.
+
+        Leaves without a sharding in `wanted` are returned as NumPy arrays.
+        """
         return {path: _placed(self.leaves[path], getattr(leaf, "sharding", None)) for path, leaf in wanted.items()}
 
 

@@ -1,6 +1,6 @@
-"""Saving of checkpoints, which are sealed and committed atomically.
+"""The class that saves checkpoints. Each checkpoint is sealed and then committed atomically.
 
-`CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save and checks
+`CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save, checks
 the directory, and then passes everything to Orbax. Orbax's thread writes the files, calls `_seal`, and commits the
 checkpoint with a single rename.
 """
@@ -27,7 +27,7 @@ from jaxloop.checkpoint.read import CheckpointError
 from jaxloop.processes import agreement, lock
 from jaxloop.schedules import Schedule
 
-# Among the metrics, marks a checkpoint that is never deleted; see `CheckpointAction.keep_every`.
+# The name of a metric that marks a checkpoint that must never be deleted; see `CheckpointAction.keep_every`.
 _KEPT = "jaxloop/kept"
 # Orbax numbers the saves of a process and keeps the current number in a global variable. If two threads started saves
 # at the same time, each would wait forever for the directory of the other.
@@ -45,7 +45,8 @@ class CheckpointWriter:
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
-      keep_every: A schedule. Checkpoints saved at steps where it fires are never deleted. Requires a directory.
+      keep_every: A schedule. Checkpoints saved at steps where this schedule fires are never deleted. Requires a
+        directory.
 
     Attributes:
       directory: The directory with one subdirectory per step.
@@ -76,7 +77,7 @@ class CheckpointWriter:
 
     @property
     def best(self) -> tuple[str, str] | None:
-        """The argument of the same name."""
+        """The constructor argument `best`, or None if a manager was passed."""
         return self._policy and self._policy.best
 
     def save(
@@ -155,7 +156,7 @@ class CheckpointWriter:
         custom_metadata: dict[str, Any],
         metrics: Mapping[str, float] | None,
     ) -> bool:
-        """Starts a save in Orbax, unless the checkpoint exists or the manager skips the step."""
+        """Starts a save in Orbax, unless the checkpoint exists or the manager skips the step. See `save`."""
         policy = self._policy
         if policy is not None:
             self.wait()  # Before checking that the checkpoint of the previous save still exists.
@@ -177,9 +178,9 @@ class CheckpointWriter:
             return manager.save(step, args=args, metrics=metrics and dict(metrics), custom_metadata=noted or None)
 
     def _check_directory(self) -> None:
-        """Raises an error in all processes if no save can succeed.
+        """Raises an error in all processes if no save can succeed in the directory.
 
-        If only some processes raised it, the others would wait for them forever.
+        If only some processes raised the error, the others would wait for them forever.
         """
         problem = ""
         if distributed.is_first_process():
@@ -216,12 +217,12 @@ class CheckpointWriter:
         lock.check(self.directory)
 
     def _unfinished(self, step: int) -> epath.Path:
-        """Returns the directory of a save that may not have been committed."""
+        """Returns the directory that contains the files of a save, whether or not the save has been committed."""
         path = self.directory / f"{step}{ocp.utils.TMP_DIR_SUFFIX}"
         return path if path.exists() else self.directory / str(step)  # A store that can't rename has only the latter.
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        """Returns the error for a failed save. With a directory, also removes the files of that save."""
+        """Returns the error for a failed save. If the writer owns the manager, also removes the files of that save."""
         if self._policy is not None:
             self._discard_manager(step)
         remedy = " Make sure that the directory is writable and has free space, and save again."
@@ -285,7 +286,7 @@ class CheckpointWriter:
 @final
 @dataclasses.dataclass(frozen=True)
 class _Policy:
-    """Decides which checkpoints of a directory are kept: the arguments of a `CheckpointWriter`."""
+    """The policy that determines which checkpoints to keep. Its fields are arguments of `CheckpointWriter`."""
 
     keep: int | None
     best: tuple[str, str] | None
@@ -293,16 +294,16 @@ class _Policy:
 
     @property
     def has_metrics(self) -> bool:
-        """True if a checkpoint may be kept for its metrics."""
+        """True if the metrics of a checkpoint affect whether it is kept."""
         return self.best is not None or self.keep_every is not None
 
     def marked(self, metrics: Mapping[str, float], metadata: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Returns the metrics of a checkpoint, with a mark if it is one of `keep_every`."""
+        """Returns the metrics of a checkpoint. Adds a mark if `keep_every` fires at the checkpoint's step."""
         is_kept = self.keep_every is not None and self.keep_every(read.elapsed_of(metadata, step))
         return {**metrics, _KEPT: 1.0} if is_kept else {**metrics}
 
     def options(self, seal_save: Callable[[], None]) -> ocp.CheckpointManagerOptions:
-        """Returns the options of a manager that calls `seal_save` before it commits a checkpoint."""
+        """Returns options for a manager that applies this policy and calls `seal_save` before each commit."""
         best = self.best or ("", "min")
         quality = lambda values: read.quality(values, best)
         policies = [checkpoint_managers.LatestN(self.keep), _KeepMarked()]
@@ -324,18 +325,18 @@ class _Policy:
 
 
 class _KeepMarked:
-    """The preservation policy for `keep_every`. The mark is part of the checkpoint, so it survives restarts."""
+    """Preserves the checkpoints that have a mark; see `_Policy.marked`. Orbax stores the mark with the metrics."""
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         return [_KEPT in (each.metrics or {}) for each in checkpoints]
 
 
 def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a copy of a value, made by a round trip through JSON. Tuples become lists, and keys become strings.
+    """Returns a copy of a dict, made by converting it to JSON and back. Tuples become lists, and keys become strings.
 
     Raises:
-      TypeError: If a value can't be represented in JSON.
-      ValueError: If the value is too large to be read again.
+      TypeError: If the dict contains a value that can't be represented in JSON.
+      ValueError: If the JSON is too large to be read again.
     """
     try:
         text = json.dumps(value, default=lambda mapping: {**mapping})

@@ -1,4 +1,4 @@
-"""Data: conversion of any kind of dataset to batches, and tracking of the position in a dataset."""
+"""Functions and classes that read batches from any kind of dataset and keep track of the position in it."""
 
 from jaxloop.data.batching import batched as batched
 from jaxloop.data.datasets import Passes as Passes

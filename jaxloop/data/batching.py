@@ -62,7 +62,7 @@ def batched(
 def _batches(
     take: "_Take", length: int, size: int, drop_remainder: bool, num_epochs: int | None, number_of_pass: int = 0
 ) -> IndexedBatches:
-    """Returns the batches of a pass: `num_epochs` epochs, after those of the earlier passes."""
+    """Returns the dataset for one pass, which consists of `num_epochs` epochs that follow those of earlier passes."""
     make_pass = functools.partial(_batches, take, length, size, drop_remainder, num_epochs or 1)
     if num_epochs is None:
         endless = lambda number: take(np.arange(number * size, (number + 1) * size))
@@ -85,7 +85,10 @@ _Collate = Callable[[list[Any]], types.Batch]
 
 
 def _stream(rows: Any, seed: int | None, collate: _Collate | None) -> tuple[int, _Take]:
-    """Returns the number of examples, and a function that takes them from an endless stream, epoch after epoch."""
+    """Returns the number of examples, and a function that returns the examples at given positions as a batch.
+
+    The positions refer to an endless stream that contains the examples of one epoch after another.
+    """
     length, take = _access(rows, collate)
     if length == 0:
         raise ValueError("batched(rows) has no examples.")
@@ -108,7 +111,7 @@ def _stream(rows: Any, seed: int | None, collate: _Collate | None) -> tuple[int,
 
 
 def _access(rows: Any, collate: _Collate | None) -> tuple[int, _Take]:
-    """Returns the number of examples, and a function that reads several examples as a batch."""
+    """Returns the number of examples, and a function that returns the examples at given indices as a batch."""
     is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype") and len(leaf.shape) > 0
     if isinstance(rows, dict | tuple) or is_array(rows):
         leaves, length = jax.tree.leaves(rows), checks.num_examples(rows)

@@ -41,27 +41,28 @@ class PositionUnknownError(ValueError):
 @final
 @dataclasses.dataclass(frozen=True)
 class DatasetPosition:
-    """The position of an iterator in its dataset: the number of batches consumed, and how to return to that point.
+    """The position of an iterator in its dataset, with everything that is needed to return to that position.
 
     >>> position = DatasetPosition("state", count=5, state={"dict": {"next_index": 3}}, skip=2)
     >>> DatasetPosition.from_dict(position.to_dict()) == position
     True
 
     Attributes:
-      kind: The form in which the source saves its position:
+      kind: The form of the saved position:
 
-        - "state": `get_state` and `set_state`.
-        - "state_dict": `state_dict` and `load_state_dict`.
+        - "state": The result of `get_state`, which `set_state` restores.
+        - "state_dict": The result of `state_dict`, which `load_state_dict` restores.
         - "tf.data": A tf.data checkpoint of the iterator.
         - "torch": The state of the random number generators at the start of the epoch.
         - "sequence" and "index": The index of the next batch.
         - "skip": No state. The order of the batches is the same each time, so the consumed batches are read again and
           skipped.
         - "unknown": No state, and no way to return to the position.
-      count: The number of batches consumed since the start of the epoch, including batches that were left out.
-      state: The state of the source at the last mark, encoded by `jaxloop.base.encoding` or containing raw bytes. None
-        for the start of the epoch.
-      skip: The number of batches consumed since the last mark.
+      count: The number of batches consumed since the start of the epoch, including batches that were read but not
+        returned (see `PositionedIterator.left_out`).
+      state: The state that was stored by the last call to `PositionedIterator.mark`, encoded by `jaxloop.base.encoding`
+        or containing raw bytes. None for the start of the epoch.
+      skip: The number of batches consumed since that call.
       next: The `fingerprint` of the next batch, which a resumed run compares with the batch that it reads. None if the
         next batch hasn't been read.
     """
@@ -130,7 +131,8 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
 
     Attributes:
       count: The number of batches read since the start of the epoch, up to and including the last one returned.
-      left_out: The numbers of this epoch's batches, counted from 1, that are read but not returned. `seek` clears them.
+      left_out: The numbers (counting from 1) of the batches in this epoch that are read but not returned. `seek` resets
+        this attribute to an empty collection.
 
     Raises:
       TypeError: If the dataset is a single batch, or is not iterable.
@@ -164,7 +166,13 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return self
 
     def _open(self, iterator: Iterator[types.Batch], start: Any, prefetch: int) -> None:
-        """Begins with a new iterator over the dataset. `start` is the dataset's random state before it was created."""
+        """Starts reading from a new iterator over the dataset.
+
+        Args:
+          iterator: The iterator.
+          start: The dataset's random state before the iterator was created.
+          prefetch: See the class.
+        """
         source = source_of(self.inner, iterator, start)
         state = source.read() if source.start is None else source.start
         self._reader, self._length = Reader(source, iterator, 0, state, prefetch), num_batches(self.inner)
@@ -172,7 +180,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         self.left_out: Collection[int] = ()
 
     def __next__(self) -> types.Batch:
-        reader = self._reader  # Each call of a function would slow down all steps.
+        reader = self._reader  # Calling a function here would slow down every step.
         while True:
             try:
                 batch = reader.peeked.pop() if reader.peeked else next(reader.batches)
@@ -195,19 +203,19 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
 
     @property
     def kind(self) -> str:
-        """The form in which the source saves its position; see `DatasetPosition`."""
+        """The kind of positions that this iterator has; see `DatasetPosition`."""
         source = self._reader.source
         return source.kind if not source.problem else "skip" if self._skippable else "unknown"
 
     @property
     def problem(self) -> str | None:
-        """A message that explains why a position can't be restored and how to fix that; None if no problem is known."""
+        """A message that explains why a position can't be restored and what to do, or None if no problem is known."""
         return self._reader.source.problem if self.kind == "unknown" else None
 
     def resume_warning(self) -> str | None:
-        """Returns a message that explains why resuming won't be exact and how to fix that, or None if it will be exact.
+        """Returns a message that explains why resuming won't be exact and what to do, or None if no problem is known.
 
-        Call this method before the first batch is read, because it may peek at that batch.
+        Call this method before the first batch is read, because this method may peek at that batch.
         """
         source = self._reader.source
         if source.kind == "tf.data" and not self._reader.prefetch:  # Some states can't be saved after the first batch.
@@ -217,7 +225,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return self.problem and f"{self.problem} Until then, a resumed run will not continue at the right batch."
 
     def begin_pass(self, number: int) -> None:
-        """Moves to the start of a pass over the dataset; see `sources.pass_of`. Passes are numbered from 0."""
+        """Moves to the start of the pass with the index `number`, which starts at 0; see `sources.pass_of`."""
         dataset = pass_of(self.inner, number)
         if dataset is not self.inner:
             self.inner = dataset
@@ -240,11 +248,11 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Stores the source's state as the basis for later positions.
+        """Marks the source: stores its current state as the basis for later positions.
 
-        Call this when all batches read so far have been used. It takes microseconds for Grain and milliseconds for
-        tf.data, and is free for sources whose position is a number. If a thread reads ahead, the thread itself stores
-        the states, but only for sources where this takes microseconds.
+        Call this method when all batches read so far have been used. Storing the state takes microseconds for Grain,
+        milliseconds for tf.data, and no time for sources whose position is a number. If a thread reads ahead, the
+        thread stores the states, but only for sources where doing so takes microseconds.
 
         Args:
           if_cheap: Whether to store the state only if doing so takes no more than a few microseconds.
@@ -280,7 +288,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         """Moves to a position that was saved by an iterator over the same dataset, in this process or another one.
 
         If batches have to be skipped, logs their number. If the position contains a fingerprint of the next batch,
-        compares it with the batch that comes next now.
+        checks that this iterator's next batch has the same fingerprint.
 
         Args:
           saved: The position.
@@ -311,7 +319,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             _compare_next(self, saved.next, raises)
 
     def _restart(self) -> None:
-        """Goes to the start of the dataset."""
+        """Moves to the start of the dataset."""
         start = random_state(self.inner)
         iterator = _iterate(self.inner, self._to_numpy)
         if iterator is self.inner:
@@ -343,7 +351,7 @@ def skip_to(iterator: PositionedIterator, count: int) -> None:
 
 
 def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises: bool) -> None:
-    """Compares the next batch with the fingerprint of the one that came next when a position was saved."""
+    """Checks that the next batch has the saved fingerprint. If not, raises an error or logs a warning."""
     try:
         now = fingerprint(iterator.peek())
     except StopIteration:
@@ -367,7 +375,7 @@ def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises
 
 
 def check_kind(saved: str, source: PositionedIterator) -> None:
-    """Raises a `ValueError` if a saved position is of a different kind than the positions of an iterator."""
+    """Raises a `ValueError` if a saved position is of a different kind than this iterator's positions."""
     if saved not in ("skip", "unknown", source.kind):
         raise ValueError(
             f"The position in the data was saved from a different dataset: it is of the kind {saved!r}, and the "
@@ -380,7 +388,7 @@ def number_before(number: int, before: int, left_out: Collection[int]) -> int:
     """Returns the number of the batch that was used `before` batches earlier than batch `number`.
 
     Batches are numbered from 1. Batches in `left_out` weren't used, so they aren't counted. If batch `number` itself
-    was left out, the last batch used before it takes its place. Returns 0 if there is no such batch.
+    was left out, counting starts at the last batch that was used before it. Returns 0 if there is no such batch.
 
     >>> [number_before(number, 0, [2, 3, 5]) for number in range(8)]
     [0, 1, 1, 1, 4, 4, 6, 7]
@@ -411,7 +419,7 @@ class DataWithOptions(Wrapper, Iterable[types.Batch]):
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
-    """Adds `PositionedIterator` options to a dataset. Returns an iterator if the dataset is an iterator."""
+    """Adds options of `PositionedIterator` to a dataset. Returns an iterator if the dataset is an iterator."""
     if isinstance(data, DataWithOptions):
         return dataclasses.replace(data, **options)
     if hasattr(data, "__next__"):
@@ -425,7 +433,7 @@ def skippable(data: Any) -> Iterable[types.Batch]:
     """Declares that a dataset yields the same batches in the same order each time it is created.
 
     Some datasets, such as generators or the result of `tfds.as_numpy`, can't save their position. With this
-    declaration, a resumed run reads and skips the batches that were already used, and logs how many there are. The
+    declaration, a resumed run reads and skips the batches that were already used, and logs their number. The
     declaration has no effect on a dataset that can save its position.
 
     With `train_epochs`, the dataset is created again for each epoch, and its batches must have the same order every
@@ -446,10 +454,12 @@ def skippable(data: Any) -> Iterable[types.Batch]:
 
 
 def prove(data: Any) -> str | None:
-    """Checks that a fresh iterator over a dataset can return to a position, by reading three batches twice.
+    """Checks that a new iterator over a dataset can return to a saved position. Returns a message if it can't.
 
-    Returns a message if the third batch differs, which explains the differences and what to do, or if the second batch
-    overwrites the first one. Otherwise returns None, as it does for an iterator or for a dataset without positions.
+    The check reads two batches, saves the position, moves a second iterator to that position, and compares the third
+    batches of both iterators. The message explains the differences and what to do. A message is also returned if
+    reading the second batch overwrites the first one. Returns None if no problem is found, or if the dataset is an
+    iterator or its position can't be saved.
 
     >>> prove([1, 2, 3, 4]) is None
     True

@@ -48,10 +48,10 @@ _Reads = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
 
 def _fill(iterator: Iterator[Any], reads: _Reads, room: threading.Semaphore, is_closed: threading.Event) -> None:
-    """Reads until the source ends, raises an error or is closed. The thread runs this function.
+    """Reads items until the source ends or raises an error, or until the `ReadAhead` is closed. Runs in the thread.
 
-    It must not hold a reference to the `ReadAhead`. Otherwise, the `ReadAhead` would never be garbage-collected, and
-    the thread would never end.
+    This function must not hold a reference to the `ReadAhead`. Otherwise, the `ReadAhead` would never be
+    garbage-collected, and the thread would never end.
     """
     error = None
     while error is None and room.acquire() and not is_closed.is_set():

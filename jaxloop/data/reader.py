@@ -1,4 +1,4 @@
-"""The reader of an iterator's batches, which keeps the states needed to save a position."""
+"""The class that reads batches from an iterator and stores the states that are needed to save a position."""
 
 import functools
 import itertools
@@ -11,25 +11,25 @@ from jaxloop.data.fingerprint import END, fingerprint
 from jaxloop.data.read_ahead import ReadAhead
 from jaxloop.data.sources import Source
 
-# The number of marks to keep. A consumer that reads ahead asks for a position at most a few marks back.
+# The number of marks to keep. A consumer that reads ahead needs a position at most a few marks back.
 _MAX_MARKS = 16
 
 
 @final
 class Reader:
-    """Reads a source from a known position onward, possibly in a thread, and keeps the marked states.
+    """Reads batches from a source, possibly in a background thread, and stores marks: saved states of the source.
 
     Args:
       source: The source.
       iterator: An iterator that has returned `count` batches of the source.
       count: The number of batches that have already been read.
-      state: The state of the source after these `count` batches.
+      state: The state of the source after `count` batches.
       prefetch: The number of batches that a thread reads ahead. If it is 0, there is no thread.
 
     Attributes:
       source, prefetch: The arguments of the same names.
-      batches: The iterator from which the batches are read.
-      marks: The latest known states, each with the number of batches before it.
+      batches: The iterator that the batches are read from.
+      marks: The latest marks. Each is a pair of a number of batches and the state of the source after these batches.
       peeked: A list with the batch that `peek` has read, if that batch hasn't been returned yet.
       recent: The batches that were returned last.
       has_ended: True if there are no more batches.
@@ -62,16 +62,23 @@ class Reader:
         return self.peeked[0]
 
     def mark(self, count: int) -> None:
-        """Marks the state after all `count` batches that were read. A thread that reads ahead does this itself."""
+        """Marks the current state, which is the state after `count` batches.
+
+        Does nothing if the source has already read a later batch, either for `peek` or because a thread reads ahead. In
+        the latter case, the thread marks the states itself.
+        """
         is_at_source = not self.peeked and not self.prefetch  # The source has returned no later batch.
         if count > self.marks[-1][0] and is_at_source and (state := self.source.read()) is not None:
             self.marks.append((count, state))
 
     def fingerprint(self, num_back: int) -> dict[str, Any] | None:
-        """Returns the fingerprint of the batch returned `num_back` batches ago. With 0, this is the next batch.
+        """Returns the fingerprint of a recent batch or of the next one.
 
-        Returns None if that batch hasn't been read yet or is no longer available. In the latter case, the reader keeps
-        the last `num_back` batches from then on. If there is no next batch, returns `END`.
+        Returns None if that batch hasn't been read yet or is no longer available. If it is no longer available, the
+        reader keeps the last `num_back` batches from then on. If there is no next batch, returns `END`.
+
+        Args:
+          num_back: 0 for the next batch, 1 for the batch that was returned last, 2 for the one before it, and so on.
         """
         if num_back == 0:
             return fingerprint(self.peeked[0]) if self.peeked else END if self.has_ended else None
@@ -91,7 +98,7 @@ def _raise(error: Exception) -> types.Batch:
 
 
 def _marked(source: Source, marks: deque[tuple[int, Any]], batch: types.Batch, count: int) -> types.Batch:
-    """Returns the batch, and marks the state after it if that is cheap. The prefetch thread calls this."""
+    """Marks the state after a batch if reading the state is cheap. Returns the batch. Called by the prefetch thread."""
     if source.is_cheap and (state := source.read()) is not None:
         marks.append((count, state))
     return batch

@@ -1,4 +1,4 @@
-"""Saving and restoring of positions in datasets of all kinds: Grain, tf.data, sequences, PyTorch and others."""
+"""Functions and classes that save and restore positions in datasets: Grain, tf.data, sequences, PyTorch and others."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from jaxloop.base import checks, encoding
 from jaxloop.data.tensors import library
 
 NUMBERS = ("torch", "sequence", "index", "skip")
-"""The kinds of positions that consist only of a number of batches."""
+"""The kinds of positions that are valid only if the batch size stays the same, because they count batches."""
 OR_SKIPPABLE = (
     "or, if every epoch has the same batches in the same order, jaxloop.data.skippable(dataset): a resumed run then "
     "reads the batches of the epoch again and skips them"
@@ -34,7 +34,7 @@ _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def made_by(function: Callable[[int], Any], index: int) -> Any:
-    """Calls a function that creates a batch or example. Converts a `StopIteration` error to a `RuntimeError`."""
+    """Calls a function that creates a batch or an example. Converts a `StopIteration` to a `RuntimeError`."""
     try:
         return function(index)
     except StopIteration as error:
@@ -51,7 +51,7 @@ class Wrapper:
       __length_hint__: Returns the number of remaining batches, or `NotImplemented` if it is unknown.
 
     Attributes:
-      inner: The dataset or iterator from which the batches are read.
+      inner: The dataset or iterator that the batches are read from.
     """
 
     inner: Any
@@ -77,7 +77,7 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
         return batch
 
     def go_to(self, index: int) -> "IndexIterator":
-        """Continues with the batch at the given index. Returns the iterator itself."""
+        """Makes this iterator continue with the batch at a given index. Returns the iterator itself."""
         self.next_index = index
         return self
 
@@ -92,10 +92,10 @@ class IndexedBatches(Iterable[types.Batch]):
     """A dataset whose batches are created by index. Returned by `from_index` and `batched`.
 
     Attributes:
-      make_batch: A pure function that returns the batch with a given number.
+      make_batch: A pure function that returns the batch at a given index.
       num_batches: The number of batches in an epoch, or None for an endless dataset.
-      make_pass: A function that returns the dataset to read in a pass, given the number of the pass (starting at 0).
-        The returned dataset has the same `make_pass`. None if all passes are the same.
+      make_pass: A function that returns the dataset for the pass with a given index, which starts at 0. The returned
+        dataset has the same `make_pass`. None if all passes are the same.
     """
 
     make_batch: Callable[[int], types.Batch]
@@ -117,11 +117,11 @@ class IndexedBatches(Iterable[types.Batch]):
 
 
 NO_DATA = IndexedBatches(lambda index: None, None)
-"""The dataset of a run with `train_dataset=None`: every batch is None, and the position is the number of batches."""
+"""The dataset of a run with `train_dataset=None`: every batch is None, and the position is the next batch's index."""
 
 
 def pass_of(data: Any, number: int = 0) -> Any:
-    """Returns the dataset to read in the given pass, with the options of the original dataset.
+    """Returns the dataset for the pass with the index `number`, with the options of the original dataset.
 
     Passes differ only for the result of `batched` and for a Hugging Face `IterableDataset`. All other datasets are
     returned unchanged.
@@ -153,9 +153,9 @@ class Source:
       kind: The kind of position, as in `DatasetPosition`. Empty if the position is unknown.
       get: A function that returns the state of the iterator in encoded form. None if there is no state to read.
       go_to: A function that restores a saved state and returns the iterator to continue with.
-      start: The encoded state before the first batch. It is an int if the state is the number of the next batch, and
+      start: The encoded state before the first batch. It is an int if the state is the index of the next batch, and
         None if `get` must be called to read the state.
-      problem: A message that explains why the state can't be saved and how to fix that, or None if there is no problem.
+      problem: A message that explains why the state can't be saved and what to do, or None if there is no problem.
 
     Hooks:
       read: Reads the current state. Called before the first batch and then either after each batch that is read ahead
@@ -192,10 +192,15 @@ class Source:
 class _TensorFlow(Source):
     """The position of a tf.data iterator, saved as a checkpoint of the iterator.
 
-    The shuffle's seed generator determines the order of the next epoch. All iterators over a dataset share this
-    generator, and creating an iterator advances it. Restoring an iterator restores the generator only if the shuffle
-    still has elements. Therefore, the state before the first batch is saved too: restoring an iterator from that state
-    resets the generator to where it was at the start of the epoch. This would be wrong for a `repeat` after a shuffle.
+    If the dataset is shuffled, a seed generator determines the order of the next epoch. All iterators over the dataset
+    share this generator, and creating an iterator advances it. Restoring an iterator restores the generator only if the
+    shuffle still has elements. Therefore, the state before the first batch is saved too: restoring an iterator from
+    that state resets the generator to where it was at the start of the epoch. The state before the first batch is not
+    saved if a `repeat` or `cache` follows a shuffle, because resetting the generator would then be wrong.
+
+    Args:
+      iterator: The iterator.
+      is_given: Whether the dataset is this iterator, in which case no other iterator can be created.
     """
 
     def __init__(self, iterator: Any, *, is_given: bool):
@@ -219,9 +224,9 @@ class _TensorFlow(Source):
 
 
 class _Torch(Source):
-    """The position in a PyTorch loader, whose batches depend on the random state when the epoch starts.
+    """The position in a PyTorch loader, whose batches depend on the random state at the start of the epoch.
 
-    If the loader has no state, a resumed run reads the epoch again from the start.
+    If the loader has no `state_dict` method, a resumed run reads the epoch again from the start.
 
     Args:
       loader: The loader.
@@ -284,7 +289,7 @@ def is_endless(data: Any) -> bool:
 
 
 def is_hugging_face(data: Any) -> bool:
-    """Returns True if `data` is a dataset of Hugging Face's `datasets` library, without importing the library.
+    """Returns True if `data` is a dataset from Hugging Face's `datasets`. Doesn't import that library.
 
     >>> is_hugging_face([])
     False
@@ -336,9 +341,10 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
 
 
 def _with_current_addresses(state: Any, now: Any) -> Any:
-    """Replaces the addresses of objects in a saved state by those in this process.
+    """Replaces the memory addresses in a saved state with the addresses in a current state.
 
-    Grain compares the `repr` of a loader's data source, which contains an address unless its class defines `__repr__`.
+    Grain compares the saved `repr` of a loader's data source with the current one. By default, a `repr` contains the
+    address of the object.
     """
     if not isinstance(state, bytes) or not isinstance(now, bytes):
         return state
@@ -362,7 +368,7 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> None:
 
 
 def stages(dataset: Any) -> Iterator[Any]:
-    """Yields a tf.data or Grain pipeline and all datasets from which it reads."""
+    """Yields a tf.data or Grain pipeline, and all datasets that the pipeline reads from."""
     yield dataset
     for each in dataset._inputs() if hasattr(dataset, "_inputs") else getattr(dataset, "_parents", ()):
         yield from stages(each)
@@ -381,7 +387,7 @@ def _is_loader(dataset: Any) -> bool:
 
 
 def _parts(part: Any) -> Iterator[Any]:
-    """Yields a loader and all samplers in it, some of them twice."""
+    """Yields a loader and all of its samplers. The same sampler may be yielded twice."""
     if part is not None:
         yield part
         yield from _parts(getattr(part, "sampler", None))
@@ -389,7 +395,7 @@ def _parts(part: Any) -> Iterator[Any]:
 
 
 def _random_states(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Returns functions that get and set each random state on which the batches of a PyTorch loader may depend."""
+    """Returns pairs of functions, which get and set each random state that a PyTorch loader's batches may depend on."""
     torch, parts = sys.modules["torch"], list(_parts(loader))
     generators: list[Any] = [getattr(part, "generator", None) for part in parts]
     set_epoch = lambda part: functools.partial(setattr, part, "epoch")
@@ -416,7 +422,7 @@ def _set_random_state(loader: Any, state: Any) -> None:
 def keeping_random_state(dataset: Any) -> Iterator[None]:
     """Returns a context manager that restores a PyTorch loader's random state on exit.
 
-    Evaluations use it so that they don't change the random state.
+    With this context manager, an evaluation doesn't change the random state.
     """
     loader = _innermost(dataset)
     state = random_state(loader)
@@ -438,7 +444,7 @@ def _encode(state: Any) -> Any:
 
 
 def _decode(state: Any) -> Any:
-    """Reverses `_encode`."""
+    """Restores a state that was encoded by `_encode`."""
     is_tensor = lambda node: isinstance(node, dict) and set(node) == {_TENSOR}
     back = lambda leaf: sys.modules["torch"].from_numpy(leaf[_TENSOR]) if is_tensor(leaf) else leaf
     return jax.tree.map(back, encoding.decode(state), is_leaf=is_tensor)

@@ -1,4 +1,4 @@
-"""Conversion of TensorFlow and PyTorch tensors to NumPy arrays, without importing these libraries."""
+"""Functions that convert TensorFlow and PyTorch tensors to NumPy arrays without importing these libraries."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def library(value: Any) -> str | None:
-    """Returns the library of a value's class or one of its base classes: "tensorflow", "torch" or, for others, None.
+    """Returns "tensorflow" or "torch" if a value's class or a base class comes from that library; otherwise None.
 
     >>> library(np.ones(2)) is None
     True

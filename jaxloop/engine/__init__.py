@@ -6,6 +6,6 @@ agenda             `Agenda` calls items, such as actions, evaluations and histor
 outputs            `Outputs` holds the outputs of the steps, with a cursor for each reader.
 program            `Program` runs steps; no other code loops over steps. `InFlight` waits for the devices.
 feed               `Feed` reads batches and buffers batches that no step needs yet.
-engine, call       `Engine` runs one loop after another. A `Call` is a single call of the engine.
-rehearse           `Course` predicts when items would be due.
+engine, call       `Engine` runs one loop after another. A `Call` describes a single call to the engine.
+rehearse           `Course` predicts when items will be due.
 """

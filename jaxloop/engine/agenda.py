@@ -39,13 +39,14 @@ class Rank(enum.IntEnum):
 
 @final
 class Moment(NamedTuple):
-    """The arguments with which an item is called.
+    """The arguments that an item receives when it is called.
 
     Attributes:
       state: The train state. The next step donates it.
       now: The progress of the run.
-      outputs: The outputs since the item's last call, with statistics, if the item reads them. None when a loop begins.
-      spent: The time report since the item's last call.
+      outputs: The outputs that the item reads. If it reads all outputs, these are the outputs since the item's last
+        call, together with statistics. None when a loop begins.
+      spent: The time report for the period since the item's last call.
     """
 
     state: Any
@@ -76,9 +77,10 @@ class Item:
 
     Hooks:
       name: The name under which a checkpoint stores the item's state.
-      time_category: The kind of work to which the time of its calls is attributed (see `Spent`). If None, their time
-        isn't counted separately.
-      interval: A schedule or a number of loops. If None, only `is_due` determines when the item is called.
+      time_category: The field of `Spent` that counts the time spent in `call`. If None, this time isn't counted
+        separately.
+      interval: A schedule or a number of loops. If None, the item is due only on request or as an override of `is_due`
+        determines.
       call: Called when the item is due. Returns False if the call was interrupted and must be repeated after a resume.
       state_dict, load_state_dict: See `Action`.
 
@@ -88,13 +90,13 @@ class Item:
         outputs that have arrived on the host, or "nothing".
 
     Attributes:
-      cursor: A position in the outputs. The item has already read all outputs before this position, or has them in
+      cursor: A position in the outputs. The item has already read all outputs before this position, except for those in
         `unread`.
-      unread: The outputs of earlier loops that hooks returned and that the item hasn't read. If the interval is an int,
-        these are all outputs up to the cursor. If it is a schedule, they are only the values that aren't lists. None if
-        there are no such outputs.
+      unread: Outputs of earlier loops, as returned by the loops' `end` hooks, that the item hasn't read yet. With an
+        int interval, this holds everything before `cursor` that is still unread; with a schedule, only the values that
+        aren't lists. None if nothing is unread.
       called_at: The step after which the item was last called, or None before the first call.
-      is_requested: True if the item is due at the next opportunity, regardless of its interval.
+      is_requested: True if the item has been requested, and is therefore due now, regardless of its interval.
       spent: The time report at the item's last call.
     """
 
@@ -108,7 +110,7 @@ class Item:
         self.reads: Literal["all", "newest", "nothing"] = reads
 
     def reset(self, spent: Spent, cursor: int = 0) -> None:
-        """Resets the state, as if nothing had been called yet."""
+        """Resets the item, as if it had never been called."""
         self.cursor: int = cursor
         self.unread: LoopOutputs | None = None
         self.called_at: int | None = None
@@ -116,7 +118,7 @@ class Item:
         self.spent: Spent = spent
 
     def mark(self, now: Elapsed, spent: Spent, cursor: int) -> None:
-        """Records a call."""
+        """Records that the item was called."""
         self.called_at, self.is_requested, self.spent = now.steps, False, spent
         self.cursor, self.unread = cursor, None
 
@@ -125,7 +127,7 @@ class Item:
         raise NotImplementedError
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
-        """Returns True if the item is due. `loop` is the number of the loop that ends at this step, or None."""
+        """Returns True if the item is due. `loop` is the number of loops that have ended, or None inside a loop."""
         if self.is_requested or self.called_at == now.steps:
             return self.is_requested
         interval = self.interval
@@ -135,9 +137,10 @@ class Item:
         return loop is not None and interval is not None and loop % interval == 0
 
     def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
-        """Returns the outputs since the item's last call.
+        """Returns the outputs that the item would receive if it was called now.
 
-        With an int interval, these are the outputs that the loop's `end` hook returned.
+        If the item reads all outputs, these are the outputs since its last call. With an int interval, they are in the
+        form in which the loops' `end` hooks returned them.
         """
         if self.reads == "nothing":
             if self.rank == Rank.SAVE:
@@ -156,7 +159,10 @@ class Item:
         return found
 
     def keep_unread(self, outputs: Outputs, ended: Ended) -> None:
-        """Keeps the outputs that hooks returned for a loop, if the item reads them but wasn't called at its end."""
+        """Keeps the outputs that a loop's `end` hook returned, until the item reads them.
+
+        Does nothing if the item doesn't read all outputs, or if it has just been called.
+        """
         if self.reads != "all" or self.cursor == outputs.position:
             return
         if isinstance(self.interval, Schedule):
@@ -187,7 +193,7 @@ class Item:
 
 
 class ActionItem(Item):
-    """An action of a loop.
+    """An item that calls an action.
 
     Hooks:
       name, interval, call, state_dict, load_state_dict: See `Item`.
@@ -243,18 +249,17 @@ class Agenda:
     Args:
       outputs: The outputs that the items read.
       stopwatch: The stopwatch that tracks how the time is spent.
-      job: The processes that train together, with their signals. After a signal, no evaluation is started, and as long
-        as evaluations are due, no checkpoint is saved.
+      job: The processes that train together, with their signals. After a signal, no evaluation is started, and no
+        checkpoint is saved while an evaluation is still due.
 
     Attributes:
       job: The processes that train together.
-      items: The items, by rank.
-      statistics: The object that computes statistics, or None if there are no statistics.
+      items: The items, sorted by rank.
+      statistics: The object that computes statistics, or None.
       ended: The loop that ended last, or None once the next loop has begun.
-      stopped_by: The item that requested the run to stop, or a description of the request. None if there was no
-        request.
-      owes_trim: True after an interruption at a step that may or may not end a loop. In that case, outputs are trimmed
-        later: at the next step, or when that loop ends.
+      stopped_by: The item that asked the run to stop, or a description of the request. None if there was no request.
+      owes_trim: True if outputs weren't trimmed because the run was interrupted at a step that may or may not end a
+        loop. They are trimmed later: after the next steps, or when that loop ends.
     """
 
     def __init__(self, outputs: Outputs, stopwatch: Stopwatch, job: Job):
@@ -274,12 +279,12 @@ class Agenda:
 
     @property
     def wants_stop(self) -> bool:
-        """True if the run has been requested to stop."""
+        """True if the run has been asked to stop."""
         return self.stopped_by is not None
 
     @property
     def called_here(self) -> list[Item]:
-        """The items that the agenda itself calls, rather than the step or the engine."""
+        """The items that the agenda itself calls. All others are called by the step or by the engine."""
         return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
     def add(self, item: Item) -> None:
@@ -294,18 +299,18 @@ class Agenda:
     def hold(
         self, state: Any, now: Elapsed, spent: Spent, ended: Ended | None = None, *, may_end: bool = False
     ) -> Elapsed:
-        """Calls all items that are due and haven't been called at this step.
+        """Calls all items that are due and haven't been called at this step yet.
 
-        If an item requests a stop at the end of a loop, this becomes the last step of the run, and the items that are
-        due at the end of a run are called, too. If an item requests a stop inside a loop, the loop ends first, and
-        checkpoints are saved afterwards.
+        If an item asks the run to stop at the end of a loop, the current step becomes the last step of the run, and the
+        items that are due at the end of a run are called, too. If an item asks the run to stop inside a loop, the loop
+        ends first, and checkpoints are saved afterwards.
 
         Args:
           state: The state.
           now: The progress.
           spent: The time report.
           ended: The loop that ends at this step, or None inside a loop.
-          may_end: Whether a loop may end at this step. True if the run can't know because it was interrupted.
+          may_end: Whether a loop might end at this step, which is unknown if the run was interrupted.
 
         Returns:
           The progress, with `is_last` set if the run ends at this step.
@@ -327,7 +332,10 @@ class Agenda:
         return now
 
     def _call_due(self, state: Any, now: Elapsed, spent: Spent, ended: Ended | None, may_end: bool) -> bool:
-        """Calls everything that is due, except for saves. Returns False if a signal has kept anything from it."""
+        """Calls all items that are due, except for saves.
+
+        Returns False if a signal prevented one of these items from being called or interrupted it.
+        """
         is_done = True
         for item in self.items:
             if not Rank.ELSEWHERE < item.rank < Rank.SAVE or not item.is_due(now, ended and ended.number):
@@ -364,34 +372,34 @@ class Agenda:
         return is_done
 
     def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
-        """Returns statistics for an interval (by default, the current loop)."""
+        """Returns statistics for the current loop or, given `spent` and `cursor`, since an item's last call."""
         found, guard = {} if self.statistics is None else self.statistics.of(state, spent), self._outputs.guard
         return found if guard is None else found | guard.measure(self._outputs.loop_start if cursor is None else cursor)
 
     def trim(self) -> None:
-        """Drops outputs that every item needing them has already read."""
+        """Drops outputs that have been read by every item that needs them."""
         self.owes_trim = False
         self._outputs.trim(self.cursors)
 
     @property
     def cursors(self) -> list[int]:
-        """The positions up to which items have read the outputs."""
+        """The cursors of all items that read all outputs."""
         return [item.cursor for item in self.items if item.reads == "all"]
 
     # Saving ------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Resets the state, as if nothing had been called yet."""
+        """Resets all items, as if none had been called yet."""
         self.ended = None
         spent, position = self._stopwatch.spent(), self._outputs.position
         for item in self.called_here:
             item.reset(spent, position)
 
     def state_dict(self, step_num: int, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns JSON values and the train states that items keep.
+        """Returns two dicts: JSON values, and the train states that actions keep.
 
         Args:
-          step_num: The number of updates.
+          step_num: The number of completed updates.
           in_moment: Whether some of the items that are due at this step may not have been called yet.
         """
         encode, ended = self._outputs.encode, self.ended if in_moment else None
@@ -408,7 +416,10 @@ class Agenda:
         return saved, {index: action.kept_state for index, action in actions if action.kept_state is not None}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any], step_num: int) -> None:
-        """Restores a `state_dict` and the kept states. Items that it doesn't contain won't be called at this step."""
+        """Restores the two dicts from `state_dict`.
+
+        Items that were not part of the run when the dicts were saved won't be called at this step.
+        """
         self.reset()
         self.owes_trim = saved["owes_trim"]
         self.ended = saved["ended"] and Ended(LoopOutputs.decode(saved["ended"][0]), *saved["ended"][1:])

@@ -1,4 +1,4 @@
-"""The options of a loop, and a call of the loop with its outcome."""
+"""The options of an engine, and the progress and outcome of a single call to it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ class Options:
 
 @final
 class Failure(NamedTuple):
-    """The information that is kept after an exception.
+    """The information that an engine keeps after an exception.
 
     Attributes:
-      step_num: The number of the step that raised the exception, or None if it wasn't raised by a step.
-      state: The state after the last completed step, or None if it was lost.
-      reason: The reason why the state was lost.
+      step_num: The number of the step that raised the exception, or None if no step raised it.
+      state: The state after the last completed step, or None if that state was lost.
+      reason: The reason why the state was lost, or None.
     """
 
     step_num: int | None = None
@@ -52,7 +52,7 @@ class Failure(NamedTuple):
 @final
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of the latest call of an engine.
+    """The outcome of the latest call to an engine.
 
     Attributes:
       num_examples: The number of examples in each step of the latest loop.
@@ -70,16 +70,17 @@ class Outcome:
 @final
 @dataclasses.dataclass
 class Call:
-    """A single call of an engine.
+    """A single call to an engine.
 
     Attributes:
       updates: The number of updates per batch, or 0 if the call evaluates.
       program: The program that runs the steps. None after the call.
       state: The state after the last completed step. None after the call.
-      place: The part that is running, such as the dataset or the step, to be named in the note on an exception.
+      place: The part of the run that is currently executing, such as the dataset or the step. If an exception is
+        raised, a note on it names this part.
       ran: The result of the steps that are running now, or None if no steps are running.
-      count: After the call, `state.step` and its value.
-      own_hooks: The names of the loop's hooks that a user has defined.
+      count: After the call, the array `state.step` and its value as an int.
+      own_hooks: The names of the loop's hooks that the user has overridden.
       outcome: The outcome of the call so far.
     """
 
@@ -93,7 +94,7 @@ class Call:
 
     @property
     def changes_outputs(self) -> bool:
-        """True if hooks of the loop read the outputs and may change them."""
+        """True if the user has overridden a hook that reads the outputs and may change them."""
         return not self.own_hooks.isdisjoint({"run", "update_outputs", "end"})
 
     outcome: Outcome = dataclasses.field(default_factory=Outcome)

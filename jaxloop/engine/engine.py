@@ -28,7 +28,7 @@ _HOOKS = {"begin", "run", "end", "update_outputs", "_get_next_batch"}
 
 @final
 class LoopActions(NamedTuple):
-    """The actions of a loop."""
+    """The begin actions and the end actions of a loop."""
 
     begin: Sequence[ActionItem] = ()
     end: Sequence[ActionItem] = ()
@@ -78,7 +78,7 @@ class Engine:
         self.set_plan(None)
 
     def set_plan(self, plan: Plan | None) -> None:
-        """Sets the plan that an experiment adds to the loop. Pass None after the experiment."""
+        """Sets the plan that an experiment adds to the loop. Pass None once the experiment has ended."""
         self.plan, agenda = plan or Plan(is_alone=True), self.run.agenda
         self.data.source = self.plan.source
         spent, position = self.run.stopwatch.spent(), self.run.outputs.position
@@ -151,7 +151,7 @@ class Engine:
                     call.count = getattr(call.state, "step", None), run.now.steps
                 call.state = call.program = None
                 if not trains and run.batches:
-                    run.drop_loop()  # What was measured in an interrupted evaluation.
+                    run.drop_loop()  # The outputs of an interrupted evaluation.
                 if self.data.is_wrapped and (self.plan.is_alone or not trains):
                     self.data.forget()
         if requests.requested or run.agenda.wants_stop:
@@ -209,7 +209,12 @@ class Engine:
         return steps + (0 if ran is None else len(ran.examples) * self.call.updates)
 
     def _begin_loop(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        """Calls the `begin` hook. In a loop that is continued, only if it wraps the data, and its state is ignored."""
+        """Begins or continues a loop. Returns the state and the iterator to read batches from.
+
+        The `begin` hook is called when a loop begins. If a loop is continued after an interruption, the hook is called
+        again only if it returned a different iterator from the one that it received. In that case, the state that the
+        second call returns is ignored.
+        """
         run = self.run
         if run.batches == 0:
             run.outputs.cut()
@@ -239,7 +244,7 @@ class Engine:
         run.began_at = asked.without_previous()
 
     def _end_loop(self, state: Any, outputs: LoopOutputs) -> tuple[Any, LoopOutputs]:
-        """Calls the `end` hook, and then everything that is due at the end of the loop."""
+        """Calls the `end` hook, and then all items that are due at the end of the loop."""
         run, call, hook = self.run, self.call, f"{type(self._loop).__name__}.end"
         state, found = checks.check_result(self._loop.end(state, outputs), hook)
         outputs, start = LoopOutputs(found, outputs.num_examples), run.outputs.loop_start
@@ -268,7 +273,7 @@ class Engine:
         return dataclasses.replace(now, is_last=is_last)
 
     def _continues_without_batches(self, state: Any) -> bool:
-        """Handles a loop without batches: the data ended with the last loop. Returns True if there is more data."""
+        """Handles a loop that received no batches, because the data had ended. Returns True if there is more data."""
         run, plan = self.run, self.plan
         if plan.is_alone or plan.at is not None or not self.outcome.data_ended:
             return False
@@ -325,7 +330,10 @@ class Engine:
         self.run.agenda.goal(self.run.now, self.plan.stop)
 
     def loop_end(self, step_num: int) -> int | None:
-        """Returns the number of steps until the next end of a loop at which an item may be due."""
+        """Returns the number of updates until a loop ends at which an item may be due, or until the run ends.
+
+        Returns None if neither end is planned.
+        """
         plan, run = self.plan, self.run
         ends = [] if plan.total is None else [plan.total - step_num]
         if plan.loop_steps is not None:
@@ -337,13 +345,13 @@ class Engine:
         return min(ends, default=None)
 
     def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False) -> bool:
-        """Calls the items that are due between two calls of the loop.
+        """Calls the items that are due now, while no loop is running.
 
-        Returns False if an item requests the run to stop, or if a signal has prevented an item from being called.
+        Returns False if an item asks the run to stop, or if a signal prevented an item from being called.
 
-        The engine of a train loop does this before the first step and, in a resumed run, at the step of the checkpoint.
-        The engine of an eval loop does it if an interruption kept the loop's actions from being called, and when the
-        training ends. No item is called twice at the same step.
+        For a train loop, this method is called before the first step and, in a resumed run, at the step of the
+        checkpoint. For an eval loop, it is called if an interruption prevented the loop's actions from being called,
+        and when the training ends. No item is called twice at the same step.
 
         Args:
           state: The state.
@@ -391,7 +399,7 @@ class Engine:
         return self.data.feed.num_ahead if self.data.feed.dataset is source else 0
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the loop's part of a checkpoint: JSON values and the train states that actions keep.
+        """Returns the loop's part of a checkpoint as two dicts: JSON values, and the train states that actions keep.
 
         Args:
           in_moment: Whether some of the items that are due at this step may not have been called yet.
@@ -414,7 +422,7 @@ class Engine:
         return state, outputs
 
     def _failure(self, error: BaseException) -> Failure:
-        """Determines whether the state after the last completed step can be used after an exception."""
+        """Returns the information to keep after an exception, with the reason if the latest state can't be used."""
         call, outputs, problem, bad = self.call, self.run.outputs, None, "it has values that are not finite"
         failure = call.outcome.failure
         if isinstance(error, nonfinite.NonFiniteError) and outputs.guard is not None and error is outputs.guard.error:

@@ -11,7 +11,7 @@ from jaxloop.processes.agreement import Job, JointReader, OwnBatches
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
-    """Returns an iterator over a dataset, which may also be given as a function that returns it.
+    """Returns an iterator over a dataset. The dataset may be given as a function that returns it.
 
     If the dataset is None, the iterator yields None forever.
 
@@ -32,7 +32,8 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
 class Feed(Iterator[types.Batch]):
     """Reads one or several batches at a time and buffers batches that no step needs yet.
 
-    If the dataset raises an exception, `Feed` first returns all batches that were read before it, and then raises it.
+    If the dataset raises an exception while batches are read ahead, `Feed` first returns the batches in its buffer, and
+    then raises the exception.
 
     >>> feed = Feed(iter([1, 2, 3]))
     >>> feed.has_more(), feed.take(2), feed.take(2), feed.has_more()
@@ -41,14 +42,15 @@ class Feed(Iterator[types.Batch]):
     Args:
       dataset: An iterator of batches.
       read: A function that reads the next batch from the dataset. If None, `next(dataset)` is used.
-      joint: In a multi-process job, the reader to use instead of `read`. It reads jointly with the other processes.
+      joint: In a multi-process job, the reader to use instead of `read`. It makes all processes read the same number of
+        batches.
 
     Attributes:
       dataset: The iterator.
       joint: The argument of the same name.
       ahead: The batches that have been read but not used yet.
-      examples: In a multi-process job, the number of examples in all processes for each batch that has been returned
-        but not counted yet, and for each batch in `ahead`.
+      examples: In a multi-process job, the number of examples (the sum over all processes) in each batch that has been
+        returned but not counted yet, and in each batch in `ahead`.
       has_ended: True if the dataset has ended and all of its batches have been used.
     """
 
@@ -84,7 +86,10 @@ class Feed(Iterator[types.Batch]):
         return batch
 
     def count(self, number: int) -> list[int]:
-        """Returns the numbers of examples in the first `number` returned batches, and forgets all returned batches."""
+        """Returns the number of examples in each of the first `number` batches that were returned but not counted yet.
+
+        Forgets all batches that were returned, including any after the first `number`.
+        """
         counted = self.examples[:number]
         del self.examples[: len(self.examples) - len(self.ahead)]
         return counted
@@ -125,7 +130,7 @@ class Feed(Iterator[types.Batch]):
         return not self.has_ended
 
     def _read_ahead(self, number: int) -> None:
-        """Reads until `number` batches are ahead or the dataset raises an exception."""
+        """Reads batches until the buffer contains `number` batches or the dataset raises an exception."""
         read, add, missing = self._read, self.ahead.append, number - len(self.ahead)
         try:
             for _ in range(missing if self._error is None else 0):
@@ -141,13 +146,13 @@ class Feed(Iterator[types.Batch]):
 
 @final
 class Source(NamedTuple):
-    """The functions with which an experiment follows the data of a loop.
+    """Functions that an experiment uses to track a loop's data.
 
     Attributes:
-      next_pass: A function to call when the data end. It returns True if there are more data for another loop.
-      mark: A function to call before a batch is read ahead, if a save is due.
-      consumed: A function to call after steps with the number of batches that have been read but not used yet.
-      observers: Functions to call with each batch before a step sees it.
+      next_pass: Called when the data ends. Returns True if there is more data for another loop.
+      mark: Called to mark the current position in the data, before batches beyond that position are read ahead.
+      consumed: Called after steps. Receives the number of batches that have been read but not used yet.
+      observers: Called with each batch, before its step or, if several steps are fused, after their dispatch.
     """
 
     next_pass: Callable[[], bool] = lambda: False
@@ -158,7 +163,7 @@ class Source(NamedTuple):
 
 @final
 class LoopData:
-    """Opens iterators for a loop and keeps the batches that were read ahead from the latest iterator.
+    """Creates a feed for each iterator that a loop reads, and keeps the latest feed, which may hold unused batches.
 
     Args:
       loop: The loop.
@@ -167,8 +172,8 @@ class LoopData:
 
     Attributes:
       feed: The feed of the latest iterator.
-      source: The functions to call for the batches that are read from the feed.
-      is_wrapped: True if the `begin` hook of the current loop wraps the data.
+      source: The functions that track the data.
+      is_wrapped: True if the current loop's `begin` hook returned a different iterator from the one that it received.
     """
 
     def __init__(self, loop: Any, job: Job, stopwatch: timing.Stopwatch):
@@ -178,7 +183,9 @@ class LoopData:
         self.is_wrapped: bool = False
 
     def begin(self, dataset: Iterator[types.Batch], num_batches: int | None, *, evaluates: bool) -> None:
-        """Opens a feed for an iterator. Reuses the feed of the same iterator, so that batches read ahead aren't lost.
+        """Prepares to read a loop's batches from an iterator.
+
+        If the previous loop read from the same iterator, its feed is reused, so that batches read ahead aren't lost.
 
         Args:
           dataset: The iterator.
@@ -204,7 +211,7 @@ class LoopData:
         self.feed = Feed(dataset, read, joint)
 
     def next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
-        """Returns the batch that the next step would receive."""
+        """Reads the batch that the next step would receive, and returns it."""
         if self.feed.dataset is not dataset:
             self.open(dataset)
         return self.feed.reader()()

@@ -1,4 +1,4 @@
-"""The outputs of a run. They are first on the devices and then in segments, with a cursor for each reader."""
+"""The outputs of a run: the latest ones are still on the devices, and earlier ones are on the host, in segments."""
 
 import contextlib
 import functools
@@ -24,9 +24,12 @@ _MOST_KEPT = 1024  # The scalars of at most this many steps stay on an accelerat
 
 @final
 class Chunk(NamedTuple):
-    """The outputs of several steps, as groups of consecutive steps that report the same names.
+    """The outputs of several steps, in groups of consecutive steps whose outputs have the same names.
 
-    The outputs of a group are stored as columns. A column is a list with one value per step, or a stacked pytree.
+    Attributes:
+      groups: For each group, its outputs by name (or None) and its number of steps. The values of an output are stored
+        as a column: a list with one value per step, or a stacked pytree.
+      examples: The number of examples in each step.
     """
 
     groups: list[tuple[dict[str, Any] | None, int]]
@@ -35,14 +38,18 @@ class Chunk(NamedTuple):
 
 @final
 class Cut(NamedTuple):
-    """The end of a segment, with the segment's merged `clu.metrics` states."""
+    """The end of a segment.
+
+    Attributes:
+      sums: The segment's merged `clu.metrics` states, by name.
+    """
 
     sums: dict[str, Any]
 
 
 @final
 class Pending:
-    """A queue of the latest steps' outputs, as chunks and cuts, which are kept until they are taken.
+    """A queue of the latest steps' outputs, as chunks and cuts, which stay in the queue until `take` removes them.
 
     Args:
       stopwatch: The stopwatch that tracks how the time is spent.
@@ -51,8 +58,8 @@ class Pending:
       newest: The outputs of the latest steps, which are not in the queue yet. Programs append to this list.
       in_flight: The dispatches that may not be completed yet.
       num_steps: The number of steps whose outputs haven't been taken yet.
-      names: The names that steps have reported so far, or None before the first step.
-      are_plain: True if there are outputs, and all steps report the same scalars, without `STOP_LOOP`.
+      names: The names of all outputs so far, or None before the first step.
+      are_plain: True if there are outputs, and they are the same scalars at every step, without `STOP_LOOP`.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
@@ -64,7 +71,7 @@ class Pending:
 
         Args:
           sums: In a resumed run, the `clu.metrics` states merged since the last cut.
-          names: In a resumed run, the names that steps have reported so far.
+          names: In a resumed run, the names of outputs that are already known.
         """
         self.newest: list[types.Output | Block] = []
         self.names: set[str] | None = names
@@ -77,16 +84,24 @@ class Pending:
 
     @property
     def room(self) -> int:
-        """The number of steps to run before the next `push`."""
+        """The number of further steps whose outputs fit into the current chunk."""
         return self.in_flight.chunk - len(self._examples)
 
     def account(self, examples: Sequence[int]) -> None:
-        """Records the numbers of examples in the steps whose outputs were appended to `newest`."""
+        """Records the number of examples in each of the steps whose outputs were appended to `newest`."""
         self._examples += examples
         self.num_steps += len(examples)
 
     def push(self, num_steps: int, state: Any) -> int:
-        """Waits if the host is too far ahead after these steps. Returns the number of queue elements to take now."""
+        """Records that steps were dispatched, and waits if the host is too far ahead of the devices.
+
+        Args:
+          num_steps: The number of these steps, whose outputs are the newest.
+          state: The state after these steps.
+
+        Returns:
+          The number of queue elements to take now.
+        """
         newest = self.newest[-1]
         values = _values_of(newest)
         self.in_flight.add(values, num_steps, state)
@@ -98,7 +113,7 @@ class Pending:
         return len(self._queue) - 1 if self.num_steps >= max(most, self.in_flight.limit) else 0
 
     def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
-        """Notes whether the newest outputs are plain. One compiled function returns the same axes in all steps."""
+        """Updates `are_plain` for the newest outputs, in which a scalar has `axes` axes (1 if they are stacked)."""
         if self.names is None:
             self.names, self.are_plain = {*values}, types.STOP_LOOP not in values
         self.are_plain &= all([isinstance(value, jax.Array) and value.ndim == axes for value in values.values()])
@@ -148,7 +163,7 @@ class Pending:
             self._sums = {}
 
     def take(self, number: int | None = None) -> list[Chunk | Cut]:
-        """Waits for the first `number` elements of the queue (by default, all), and removes and returns them."""
+        """Removes the first `number` elements (by default, all) from the queue and returns them, copied to the host."""
         if number is None and self._examples:
             self.send()
         taken = self._queue[:number]
@@ -169,7 +184,7 @@ class Pending:
         return metrics.fetch(self._sums)
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the latest computed step whose outputs haven't been taken yet. Never waits."""
+        """Returns the scalars of the latest computed step among those in the queue and in `newest`. Never waits."""
         for outputs in reversed(self.newest):
             if found := metrics.ready_scalars(_last_of(outputs) or {}):
                 return found
@@ -183,7 +198,7 @@ class Pending:
 
 @final
 class Segment:
-    """The outputs of consecutive steps. Positions are given as numbers of steps since the start of the run.
+    """The outputs of consecutive steps. A position in the outputs is the number of steps that precede it in the run.
 
     Attributes:
       first: The position at which the segment begins.
@@ -213,8 +228,8 @@ class Outputs:
     """The outputs of a run, in segments. The outputs of the latest steps are still on the devices.
 
     A cut ends a segment. Within a segment, `clu.metrics` states are merged in the order of the steps. Therefore, a cut
-    is made whenever outputs are read and whenever a loop ends. Saving a checkpoint reads outputs without a cut, so that
-    it doesn't affect the results.
+    is made whenever outputs are read and whenever a loop ends. When a checkpoint is saved, however, outputs are read
+    without a cut, so that saving doesn't affect the results.
 
         | dropped | segment | segment | open segment | pending |
                   ^ the cursor of a reader                     ^ position
@@ -225,7 +240,7 @@ class Outputs:
     Attributes:
       pending: The outputs that are still on the devices.
       loop_start: The position at which the current loop began.
-      update: A function that adds a step's outputs to the loop's outputs. If None, they are appended to lists.
+      update: A function that adds a step's outputs to the loop's outputs. If None, the values are appended to lists.
       hooks_read: True if hooks of the loop read its outputs. In that case, a checkpoint contains all outputs of the
         current loop.
       guard: The object that checks the flags for NaN and infinity as outputs arrive on the host, or None.
@@ -248,17 +263,17 @@ class Outputs:
 
     @property
     def position(self) -> int:
-        """The number of steps so far."""
+        """The current position: the number of steps so far."""
         return self._segments[-1].end + self.pending.num_steps
 
     @property
     def num_computed(self) -> int:
-        """The number of completed dispatches among those that may be pending. May be read from another thread."""
+        """The number of dispatches in flight that the devices have completed. May be read from another thread."""
         return self.pending.in_flight.num_computed
 
     @property
     def may_stop(self) -> bool:
-        """True if any step has reported `STOP_LOOP`."""
+        """True if any step has returned an output named `STOP_LOOP`."""
         return types.STOP_LOOP in (self.pending.names or ())
 
     def push(self, num_steps: int, state: Any) -> None:
@@ -341,7 +356,10 @@ class Outputs:
         return found
 
     def begin_loop(self, position: int | None = None) -> None:
-        """Begins the next loop at the current position or at an earlier one, if all outputs since then are plain."""
+        """Begins the next loop at the given position or, by default, at the current one.
+
+        An earlier position can be given only if all outputs since then are plain.
+        """
         self.loop_start = self.position if position is None else position
         self._updated = LoopOutputs()
 
@@ -375,7 +393,10 @@ class Outputs:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, cursors: Sequence[int]) -> dict[str, Any]:
-        """Returns the outputs after the first of these cursors and, if needed later, those of the current loop."""
+        """Returns the outputs after the smallest cursor as JSON values.
+
+        If the current loop's outputs may be read as a whole when the loop ends, they are also included.
+        """
         self.fetch()
         wanted = [*cursors, self.loop_start] if self.hooks_read or self.may_stop else [*cursors]
         least = min(wanted, default=self.position)
@@ -437,7 +458,7 @@ def _at(column: Any, index: int) -> Any:
 
 
 def _groups(rows: Sequence[Any]) -> list[tuple[dict[str, Any] | None, int]]:
-    """Groups consecutive steps that report the same names."""
+    """Groups consecutive steps whose outputs have the same names."""
     if isinstance(rows[0], dict):
         with contextlib.suppress(KeyError, TypeError):
             columns = {name: [row[name] for row in rows] for name in rows[0]}

@@ -23,7 +23,10 @@ CHUNK_SIZE = 64
 """The maximum number of steps whose outputs are processed together."""
 
 Custom = Callable[[Any, types.Batch, int], tuple[Any, types.Output]]
-"""Runs one step: `(state, batch, number of the step in this stretch) -> (state, outputs)`."""
+"""A function that runs one step: `(state, batch, index) -> (state, outputs)`.
+
+The index is the number of steps that the current call to `Program.run` has already run.
+"""
 
 
 @final
@@ -37,7 +40,7 @@ class Block(NamedTuple):
 @final
 @dataclasses.dataclass
 class Ran:
-    """The result of running some steps. It is also valid if an exception ended them.
+    """The result of running some steps. The result is also valid if an exception interrupted the steps.
 
     Attributes:
       state: The state after the last completed step.
@@ -120,7 +123,7 @@ class Program:
         requests: Interruptible,
         deadline: float = math.inf,
     ) -> None:
-        """Runs up to `room` steps. Stops early if the data end, a signal arrives, or the deadline passes."""
+        """Runs up to `room` steps. Stops early if the data ends, a signal arrives, or the deadline passes."""
         read, add_outputs, add_number = feed.reader(), ran.outputs.append, ran.examples.append
         clock = timing.clock
         enter, leave, run_one, observers = self._compiled.enter, self._compiled.leave, self._run_one, self.observers
@@ -218,7 +221,7 @@ class Program:
         began = timing.clock()
         batches, result = feed.take(size), None
         ran.in_data = timing.clock() - began
-        # If batches of the processes may differ, the processes compare them one by one.
+        # If the processes' batches may differ, the processes compare them one by one.
         if len(batches) == size and not self._runner.batch_watch.may_differ:
             ran.is_in_step = True
             try:
@@ -246,7 +249,7 @@ class Program:
         return True
 
     def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
-        """Runs a step on each batch in one dispatch. Returns None if the batches differ in shape."""
+        """Runs one step per batch, all in a single dispatch. Returns None if the batches differ in shape."""
         compiled = self.fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches if self._needs.counting else ():
@@ -324,11 +327,11 @@ class InFlight:
         return self._stopwatch.counting("device")
 
     def clear(self) -> None:
-        """Forgets all dispatches. Called when they are completed."""
+        """Forgets all dispatches. Called once they have been completed."""
         self._markers.clear()
         self._num_steps = 0
 
     @property
     def num_computed(self) -> int:
-        """The number of completed dispatches. May be read from another thread."""
+        """The number of these dispatches that the devices have completed. May be read from another thread."""
         return sum(metrics.is_ready(marker) for marker, _ in self._markers.copy())

@@ -1,4 +1,4 @@
-"""A rehearsal of a run: determines when items would be due, with the real plan and simulated progress.
+"""Predicts when the items of a run will be due, from the run's actual plan and its simulated progress.
 
 Times, the lengths of some datasets, and the results of user functions can't be predicted.
 """
@@ -19,13 +19,16 @@ END = NEVER[0]
 _OPEN = "at further steps"
 
 Moments = Iterator[tuple[Elapsed, int | None]]
-"""Moments of a run, each with the number of the loop that ends there (None inside a loop)."""
+"""An iterator over moments of a run.
+
+Each moment is a pair of the progress and the number of loops that have ended, which is None inside a loop.
+"""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """The predicted calls of an action or an evaluation.
+    """The predicted calls to an action or an evaluation.
 
     >>> at_steps = lambda *steps: [Elapsed(step) for step in steps]
     >>> print(Calls(at_steps(100, 200, 300, 400)))
@@ -85,15 +88,15 @@ class Course:
 
     Attributes:
       plan: The plan of the run.
-      epochs: The number of epochs, or None if the data are read once.
+      epochs: The number of epochs, or None if the data is read once.
       batches_in_pass: The number of batches in an epoch, or None if it is unknown.
       rows: The number of examples in a batch.
       updates: The number of optimizer updates per batch.
       start: The progress of the run when it begins or resumes.
       passes: The number of epochs completed before `start`.
-      batches: The number of batches of the current epoch used before `start`.
-      has_stopped: True if the run had been requested to stop when it reached `start`.
-      most_moments: The maximum number of calls to predict.
+      batches: The number of batches of the current epoch that were used before `start`.
+      has_stopped: True if the run had been asked to stop by the time it reached `start`.
+      most_moments: The maximum number of moments to examine.
     """
 
     plan: Plan = dataclasses.field(default_factory=Plan)
@@ -108,7 +111,7 @@ class Course:
     most_moments: int = 5_000
 
     def end_of_pass(self, number: int) -> int:
-        """Returns the step at which the given epoch ends. The epoch that is current at `start` has the number 1."""
+        """Returns the step at which an epoch ends. `number` is 1 for the epoch that is in progress at `start`."""
         if self.batches_in_pass is None:
             return END
         return self.start.steps + (number * self.batches_in_pass - self.batches) * self.updates
@@ -154,7 +157,7 @@ class Course:
         return f"the run goes {begin}to {'the end of its data' if self.end == END else f'step {self.end:,}'}"
 
     def calls(self, interval: int | Schedule, *, in_step: bool = False) -> Calls:
-        """Returns the predicted calls of an action or evaluation with this interval.
+        """Returns the predicted calls to an action or evaluation with this interval.
 
         Args:
           interval: The interval, in any form that an action accepts.
@@ -171,11 +174,11 @@ class Course:
         return self._rehearsed(interval, moments, _OPEN if is_open else "")
 
     def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls) -> Calls:
-        """Returns the predicted calls of an evaluation's action.
+        """Returns the predicted calls to an action of an eval loop.
 
         Args:
           interval: The interval of the action. An int counts evaluations.
-          evaluated: The predicted calls of the evaluation itself.
+          evaluated: The predicted calls to the evaluation.
         """
         if self.start.steps:  # Earlier evaluations count, too.
             return Calls(rest=_OPEN)
@@ -188,7 +191,10 @@ class Course:
         return self._rehearsed(interval, iter(moments), evaluated.rest)
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, rest: str) -> Calls:
-        """Returns the moments at which an item is due; `rest` describes those after the last moment."""
+        """Returns the calls to an item with this interval, assuming that the item is checked at the given moments.
+
+        `rest` describes any calls after the last moment.
+        """
         item, called = Item(Rank.ACTION), []
         item.interval = interval
         for now, loop in itertools.islice(moments, self.most_moments):

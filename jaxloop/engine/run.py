@@ -30,10 +30,10 @@ class Plan:
       total: The total number of updates.
       loop_steps: The number of updates per loop. Loops end at multiples of this number.
       stop: A schedule that ends the run.
-      items: Items other than the loop's own end actions, such as rows, evaluations and commands.
+      items: Items other than the actions of the loop and its step, such as history rows, evaluations and commands.
       context: Further keyword arguments for actions.
-      source: The functions that mark positions in the data, begin the next pass and observe the batches.
-      at: In an evaluation, the progress of the training.
+      source: The functions that mark positions in the data, begin the next epoch and observe the batches.
+      at: In an evaluation, the progress of the training; otherwise None.
     """
 
     is_alone: bool = False
@@ -46,7 +46,7 @@ class Plan:
     at: Elapsed | None = None
 
     def ends_at(self, now: Elapsed) -> bool:
-        """Returns True if the run ends at this step even if there are more data."""
+        """Returns True if the run ends at this step even if there is more data."""
         return now.steps == self.total or (self.stop is not None and self.stop.stops(now.previous or now, now))
 
     def ends_loop(self, step_num: int) -> bool:
@@ -64,7 +64,7 @@ class Clock:
 
     Attributes:
       stopwatch: The argument of the same name.
-      agreed: The latest training time of the first process that all processes know, or None in a single process.
+      agreed: The first process's training time, as last shared with all processes. None if there is only one process.
       moment: The training time when items were last called. Everything that was due by then has been called.
     """
 
@@ -84,13 +84,16 @@ class Clock:
         return self._offset + (self.stopwatch.training_secs() if self.agreed is None else self.agreed)
 
     def deadline(self, time: float) -> float:
-        """Converts a training time to a clock reading, which is slightly early so that rounding can't make it late."""
+        """Returns the clock reading at which the training time reaches `time`.
+
+        A nanosecond is subtracted, so that the reading isn't late because of rounding.
+        """
         return self.stopwatch.reading_at(time - self._offset - 1e-9)
 
 
 @final
 class Run:
-    """The progress of a loop, the outputs that haven't been read by all readers, and the items to call.
+    """The progress of a loop, the outputs that not every item has read yet, and the items to call.
 
     Args:
       job: The processes that train together.
@@ -184,7 +187,7 @@ class Run:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns JSON values and the train states that items keep.
+        """Returns two dicts: JSON values, and the train states that actions keep.
 
         Args:
           in_moment: Whether some of the items that are due at this step may not have been called yet.
@@ -202,7 +205,7 @@ class Run:
         return saved, kept
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
+        """Restores the two dicts from `state_dict`."""
         self.now = Elapsed(**saved["elapsed"], previous=Elapsed(**saved["previous"]))
         self.loops, self.batches, self.began_at = saved["loops"], saved["steps_in_loop"], Elapsed(**saved["began_at"])
         self.clock.begin(self.now.time)
@@ -212,12 +215,12 @@ class Run:
 
 @final
 class Steps:
-    """Runs the steps of a loop. Between the points at which items can be due, runs as many steps as possible at once.
+    """Runs the steps of a loop, as many as possible at once between two points at which an item can be due.
 
     Args:
       loop: The loop.
-      call: The call that runs the loop.
-      run: The run.
+      call: The engine's current call.
+      run: The progress, the outputs and the items.
       plan: The plan that an experiment adds to the loop.
       options: The options that determine how the steps run.
       data: The data of the loop.
@@ -229,7 +232,10 @@ class Steps:
         self._requests = run.agenda.job.requests.outermost
 
     def __call__(self, num_batches: int | None) -> None:
-        """Runs up to `num_batches` steps. Stops where a loop ends, when the data end, and after a signal."""
+        """Runs up to `num_batches` steps, or any number if None.
+
+        Stops early at the end of a loop, when the data ends, or after a signal.
+        """
         run, updates, loop_steps = self._run, self._call.updates, self._plan.loop_steps
         left = NEVER[0] if num_batches is None else num_batches
         until = run.now.steps + left * updates
@@ -256,11 +262,11 @@ class Steps:
         return goal.time < math.inf and self._run.clock.time() >= goal.time
 
     def _call_what_is_due(self, goal: Goal, left: int) -> Goal | None:
-        """Handles the end of a stretch. Returns the next goal, or None if the loop ends here.
+        """Calls the items that are due after the latest steps. Returns the next goal, or None if the loop ends here.
 
         Args:
-          goal: The goal of the stretch.
-          left: The number of batches that this call may still run.
+          goal: The goal that limited the latest steps.
+          left: The number of batches that may still be used.
         """
         call, run, plan, requests = self._call, self._run, self._plan, self._requests
         ends_loop = plan.ends_loop(run.now.steps)
@@ -279,7 +285,7 @@ class Steps:
             return goal
         now, spent = run.at_moment(run.now.loops), run.stopwatch.spent()
         if plan.ends_at(now) or not self.has_more(now):
-            return None  # The loop ends here, and its `end` comes first.
+            return None  # The loop ends here, and its `end` hook runs before the items.
         call.place = "the actions"
         checks.mark_donated(call.state, self._loop)  # The next step donates it.
         run.now = run.agenda.hold(call.state, now, spent)
@@ -287,14 +293,17 @@ class Steps:
         return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()
 
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
-        """Returns True if the run can continue with another batch, which is read ahead, or with a new iterator."""
+        """Returns True if there is another batch, which is then read ahead.
+
+        Also returns True, without reading a batch, if the next loop wraps the data again.
+        """
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
         pauses = self._requests.pauses  # A command may ask for a save.
         saves = pauses or any([item.is_due(now, now.loops) for item in savers])
         feed, source = self._data.feed, self._data.source
         if self._data.is_wrapped and ends_loop and not feed.has_ended:
-            return True  # The next loop wraps the data anew, and a batch that is read ahead here would be lost.
+            return True  # The next loop wraps the data again, and a batch that is read ahead here would be lost.
         if saves and not feed.num_ahead:
             source.mark()
         with self._run.stopwatch.counting("data"):
@@ -304,7 +313,7 @@ class Steps:
         return has_more
 
     def _passes_end(self) -> bool:
-        """Ends a loop at whose end nothing is due. Returns False if something ends the run here."""
+        """Ends a loop without calling any hook or item, because none is due. Returns False if the run ends here."""
         run = self._run
         if not self.has_more(run.now) or self._requests.signum is not None:
             return False
@@ -317,7 +326,11 @@ class Steps:
     # Stretches ---------------------------------------------------------------------------------------
 
     def _room(self, goal: Goal) -> int:
-        """Returns the number of batches up to the goal or, unless nothing needs it, the next end of a loop."""
+        """Returns the number of batches to run at once.
+
+        This is the number up to the goal or to the end of the loop, whichever comes first. The end of the loop is
+        ignored if the outputs are plain and no item is due at a certain time.
+        """
         now, updates, loop_steps = self._run.now.steps, self._call.updates, self._plan.loop_steps
         if not updates:
             return NEVER[0]
@@ -327,7 +340,7 @@ class Steps:
         return min(room, (loop_steps - now % loop_steps) // updates)
 
     def _run_stretch(self, room: int, goal: Goal) -> int:
-        """Runs some steps, counts them, and takes over their outputs. Returns their number of batches."""
+        """Runs at most `room` steps, counts them, and stores their outputs. Returns the number of steps that ran."""
         call, run, feed, pending = self._call, self._run, self._data.feed, self._run.outputs.pending
         program, requests = call.program, self._requests
         assert program is not None

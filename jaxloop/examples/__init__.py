@@ -27,7 +27,8 @@ def tiny_regression(
     """Creates a linear regression that trains almost instantly, for docstring examples.
 
     Returns:
-      `(step, state, batches)`: the step, its initialized state, and a list of batches `{"x": [8, 3], "y": [8, 1]}`.
+      The tuple `(step, state, batches)`: a step, its initial state, and a list of batches, each of which is a dict with
+      the arrays `x`, of shape `[8, 3]`, and `y`, of shape `[8, 1]`.
     """
     step = _RegressionStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=train, **step_options)
     rng = np.random.default_rng(0)

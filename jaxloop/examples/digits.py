@@ -50,7 +50,7 @@ class CNN(nn.Module):
 
 
 def loss(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
-    """Returns one number per image. When averaging over batches, jaxloop weights them by their sizes."""
+    """Returns one loss per image. When averaging over batches, jaxloop weights each batch by its size."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
@@ -74,8 +74,8 @@ class Data(NamedTuple):
 def load_digits(batch_size: int, seed: int) -> Data:
     """Returns scikit-learn's 8x8-pixel scans, with the second half held out for testing.
 
-    scikit-learn's own example uses the same split, and its support vector machine classifies 97% of the held-out half
-    correctly.
+    An example in scikit-learn's documentation uses the same split. The support vector machine in that example
+    classifies 97% of the held-out half correctly.
     """
     from sklearn import datasets
 

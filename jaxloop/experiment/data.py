@@ -46,19 +46,20 @@ class Sources:
 
 @final
 class TrainingData:
-    """The training data of a run, and the iterators from which its evaluations keep reading.
+    """The training data of a run, and the iterators of evaluations that continue where the previous one ended.
 
     Args:
       spec: The arguments of the run.
       sources: The datasets that are already open.
       engine: The engine of the train loop.
       evaluations: The evaluations.
-      left_out: The batches to leave out.
+      left_out: The training batches to leave out.
 
     Attributes:
       left_out: The argument of the same name.
       source: The iterator over the current epoch, or None between two epochs.
-      consumed: The number of the batch in `source` that the last completed step used; 0 if no step has used one.
+      consumed: The position in `source` (counted from 1) of the batch that the last completed step used; 0 if no step
+        has used a batch of `source`.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class TrainingData:
         self.consumed = 0 if source is None else number_before(source.count, ahead, source.left_out)
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Marks the current position in the data. Called before a batch is read ahead."""
+        """Marks the current position in the data, before a batch is read ahead; see `PositionedIterator.mark`."""
         if self.source is not None:
             self.source.mark(if_cheap=if_cheap)
 
@@ -132,8 +133,8 @@ class TrainingData:
         """Counts the epoch that has ended and begins the next one. Returns False if there is no next epoch.
 
         A checkpoint saved between the two epochs stores the start of the next epoch, which may have a different order.
-        This is also the case after the last epoch, so a later run can resume and train for more epochs. An epoch
-        without batches is an error.
+        A checkpoint saved after the last epoch does the same, so that a later run can resume and train for more epochs.
+        An epoch without batches is an error.
 
         Args:
           saves: Whether the run saves checkpoints.
@@ -173,7 +174,7 @@ class TrainingData:
         return self._spec.epochs is not None and self._sources.passes >= self._spec.epochs
 
     def batches_per_epoch(self, batches_before: int) -> int | None:
-        """Returns the number of batches in an epoch (without epochs, in the whole run), or None if it is unknown.
+        """Returns the number of batches in an epoch (or in the whole run, if it has no epochs), or None if unknown.
 
         `batches_before` is the number of batches that the run has used so far.
         """
@@ -186,15 +187,20 @@ class TrainingData:
     # Leaving batches out ---------------------------------------------------------------------------------
 
     def _newest_batch(self, *, before: int = 0) -> int:
-        """Returns the number of the batch that the last completed step used, or of the batch `before` batches earlier.
+        """Returns the number (as in `LeftOut`) of the batch that the last completed step used.
 
-        Returns 0 if there is no such batch.
+        With `before`, returns the number of the batch that was used that many batches earlier. Returns 0 if there is no
+        such batch.
         """
         left_out = self.left_out
         return number_before(left_out.epoch_start + self.consumed, before, left_out.numbers)
 
     def turn_back(self, turn: types.TurnBack, updates: int) -> None:
-        """Marks the batches of the steps that a detour leaves out. `updates` is the number of updates per batch.
+        """Records a detour, which leaves out the batches of the steps that `turn` contains.
+
+        Args:
+          turn: The exception that requests the detour.
+          updates: The number of updates per batch.
 
         Raises:
           ValueError: If the run hasn't completed these steps.
@@ -209,7 +215,11 @@ class TrainingData:
     # Saving ----------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns all processes' positions, the epoch, the batches to leave out, and long byte strings as arrays."""
+        """Returns two dicts: JSON values, and long byte strings, stored as arrays.
+
+        The first dict contains the positions of all processes, the number of completed epochs, and the batches to leave
+        out.
+        """
         arrays: dict[str, np.ndarray] = {}
         job, evals, failure = self._engine.job, self._evals.items(), self._engine.outcome.failure
         position = position_of(self.source, self.consumed, None if job.is_shared else arrays)
@@ -252,7 +262,8 @@ def warning_of_unknown_position(what: str) -> Iterator[None]:
 def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool, raises: bool = False) -> None:
     """Moves an iterator to a saved position.
 
-    If the position was saved by another process, which reads different rows, only its number of batches is used.
+    If `is_own` is False, the position was saved by another process, which may read different rows. In that case, only
+    the number of batches is used.
     """
     if position is None:
         return
@@ -310,9 +321,9 @@ class LeftOut:
 
     Attributes:
       numbers: The numbers of all batches to leave out, in ascending order.
-      detours: A history row for each time the run has gone back to an earlier checkpoint. `step` is the step at which
-        the run turned back, `first_batch` and `last_batch` are the numbers of the first and the last batch to leave
-        out, and `first_step` is the step that used the first of these batches. `reason` is the reason for the detour.
+      detours: One dict for each time the run has gone back to an earlier checkpoint. `step` is the step at which the
+        run turned back, `first_batch` and `last_batch` are the numbers of the first and the last batch to leave out,
+        and `first_step` is the step that used the first of these batches. `reason` is the reason for the detour.
       epoch_start: The total number of batches in the completed epochs.
     """
 
@@ -349,7 +360,8 @@ class LeftOut:
     def load_state_dict(self, state_dict: Mapping[str, Any], step_num: int) -> None:
         """Restores the state from a checkpoint that was saved at the given step.
 
-        Detours that began after the checkpoint was saved are kept, and so are later batches to leave out.
+        Detours that began after the checkpoint was saved are kept, and so are batches to leave out that come after the
+        last batch used before the checkpoint.
         """
         newest, before, detours = state_dict["newest"], state_dict["numbers"], state_dict["detours"]
         if missed := [each for each in self._given if each <= newest and each not in before]:

@@ -26,7 +26,7 @@ _POLL_SECS = 0.2
 
 @final
 class Recorder(Item):
-    """Adds a row to the history whenever it is due."""
+    """An item that adds a row to the history."""
 
     name = "Recorder"
 
@@ -58,8 +58,8 @@ class Evaluation(Item):
     Args:
       loop: The eval loop.
       spec: The dataset and the interval of the evaluation.
-      source: The iterator from which successive evaluations keep reading, or None if each one reads the dataset from
-        the start.
+      source: The iterator from which each evaluation reads the next batches, or None if each evaluation reads the
+        dataset from the start.
       history: The history to add rows to.
       context: Further keyword arguments for the actions of the eval loop.
     """
@@ -86,7 +86,7 @@ class Evaluation(Item):
         self._plan_at(Elapsed())
 
     def _plan_at(self, now: Elapsed) -> None:
-        """Plans to evaluate at this progress of the training."""
+        """Sets the plan of the eval loop for an evaluation at the given training progress."""
         self.loop.engine.set_plan(Plan(items=[self._row], context=self._context, at=now))
 
     def call(self, moment: Moment) -> bool:
@@ -137,7 +137,7 @@ class Evaluation(Item):
 
 @final
 class LastActions(Item):
-    """Calls the actions of an eval loop that are due at the end of training."""
+    """An item that calls those actions of an eval loop that are due at the end of training."""
 
     interval = last()
 
@@ -158,10 +158,10 @@ def evaluate(
     """Evaluates a state without training or, with a `CheckpointSpec`, each checkpoint as it appears, in step order.
 
     Args:
-      state: The state, or one with the same structure as those in the checkpoints.
+      state: The state to evaluate or, with a `CheckpointSpec`, a state with the same structure as the saved ones.
       evaluations: The evaluations.
-      spec: The spec that contains the checkpoint directory and the options for reading checkpoints.
-      history: The history to add rows to. Existing rows at or after the first step are dropped.
+      spec: The checkpoint directory and the options for reading checkpoints. None to evaluate `state`.
+      history: The history to add rows to. Existing rows at or after the first evaluated step are dropped.
       job: The processes that evaluate together.
 
     Returns:
@@ -208,7 +208,7 @@ def _sleep(seconds: float, job: agreement.Job) -> None:
 def _evaluate_all(
     state: Any, evaluations: Sequence[Evaluation], context: EvalContext, now: Elapsed
 ) -> metrics.LoopOutputs | None:
-    """Runs the evaluations that are due without training, and returns the outputs of the last one."""
+    """Runs the evaluations that are due in an experiment without training. Returns the outputs of the last one."""
     last, stops = None, False
     for each in evaluations:
         engine, interval = each.loop.engine, each.spec.when_due

@@ -1,4 +1,4 @@
-"""Extensions, which observe a run without being part of its computation, such as the run log and the watchdog."""
+"""Extensions, such as the run log and the watchdog, which observe a run without taking part in its computation."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from jaxloop.schedules import Elapsed
 
 
 class Extension:
-    """Observes the runs of an `OuterLoop` without being part of their computation. It can also end a run.
+    """Observes the runs of an `OuterLoop` without taking part in their computation. An extension can also end a run.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -89,8 +89,8 @@ class Extensions:
     """The extensions of an `OuterLoop`. If an extension raises an error, a note on the error names the extension.
 
     Raises:
-      TypeError: If one of them is not an `Extension`.
-      ValueError: If two of them have the same name.
+      TypeError: If one of the extensions is not an `Extension`.
+      ValueError: If two extensions have the same name.
     """
 
     def __init__(self, extensions: Sequence[Extension]):
@@ -161,7 +161,7 @@ class Extensions:
 
 
 def _call(hook: Callable[..., Any], *args: Any) -> Any:
-    """Calls a hook of an extension, which an error then names."""
+    """Calls an extension's hook. If the hook raises an error, a note on the error names the hook."""
     try:
         return hook(*args)
     except BaseException as error:
@@ -171,7 +171,7 @@ def _call(hook: Callable[..., Any], *args: Any) -> Any:
 
 @final
 class _EachMoment(Item):
-    """Is called whenever something else may be due."""
+    """An item that reports the progress to the extensions. It is due whenever another item may be due."""
 
     name = "extensions"
 
@@ -190,7 +190,7 @@ class _EachMoment(Item):
 @final
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """An `OuterLoop` together with the arguments of a call.
+    """The parts of an `OuterLoop`, together with the arguments of one call.
 
     Attributes:
       train_loop: The train loop, or None if the experiment only evaluates.

@@ -25,7 +25,8 @@ class EvalContext:
     Attributes:
       is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
       step_num: The number of updates that have been applied to the state being evaluated.
-      loop_count: The number of completed train loops; in continuous evaluation, the number of evaluated checkpoints.
+      loop_count: The number of completed train loops; in continuous evaluation, the number of checkpoints before this
+        one.
     """
 
     is_continuous_eval: bool
@@ -43,7 +44,7 @@ class EvalSpec:
     True
 
     Attributes:
-      dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from the start.
+      dataset: An iterable of batches, or a function that returns one. Each evaluation reads the dataset from the start.
       dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches from
         it.
       num_steps: The number of batches to evaluate, or None to evaluate all.
@@ -127,9 +128,9 @@ class CheckpointSpec:
       restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
         dataset has changed: the run then reads the new dataset from the beginning, and later restarts resume at the
         saved position in the new dataset. Also pass False for an iterator that is already at the right position.
-      on_changed_data: The response of a resumed run if the next batch of its training dataset isn't the one that came
-        next when the checkpoint was saved. "warn" logs a warning that lists the differences, and "raise" raises an
-        error that lists them.
+      on_changed_data: The response of a resumed run to changed data: "warn" to log a warning, or "raise" to raise an
+        error. The data has changed if the next training batch isn't the one that came next when the checkpoint was
+        saved. The message lists the differences.
       restore_hyperparams: Whether a resumed run continues with the hyperparameters of `optax.inject_hyperparams`, such
         as the learning rate, from the checkpoint. Pass False to use those of the state passed to the run. If the two
         differ, a warning shows both.

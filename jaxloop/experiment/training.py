@@ -39,7 +39,7 @@ class Training:
     """The training performed by one call to an `OuterLoop`.
 
     Attributes:
-      experiment: The experiment, with a train loop.
+      experiment: The experiment, which must have a train loop.
       evaluations: The evaluations of the call.
       data: The training data.
       whole: Everything that a checkpoint contains in addition to the train state.
@@ -73,8 +73,8 @@ class Training:
 
         Args:
           state: The state to start from if there is no checkpoint.
-          check_start: A function that logs the problems of a run with a given state and number of batches per epoch
-            (None if unknown), before the first step.
+          check_start: A function that is called before the first step with the state and the number of batches per
+            epoch (None if unknown), and logs any problems with the run.
         """
         experiment, loop, engine = self.experiment, self.loop, self.loop.engine
         spec, checkpoints, savers = experiment.spec, experiment.checkpoint_spec, experiment.savers
@@ -169,7 +169,7 @@ class Training:
         """Prepares to return to an earlier checkpoint and to leave out the batches of some steps."""
         self.has_begun = False  # No checkpoint may contain the newest state.
         self.data.turn_back(turn, self.loop.step.updates_per_step)
-        self.loop.engine.outcome.failure = Failure()  # It has the state, which needs memory.
+        self.loop.engine.outcome.failure = Failure()  # The old one refers to the state, which takes up memory.
 
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
         """Moves away all checkpoints that were saved after the one that the run returns to. No save may be in progress.
@@ -197,7 +197,7 @@ class Training:
         logging.warning(text, self.loop.step_num, detours[-1]["first_batch"], detours[-1]["last_batch"], turn.reason)
 
     def _tell_end(self) -> None:
-        """Logs why the training ends at this step, unless that was planned."""
+        """Logs why the training ends at this step: a signal, a request to stop, or the end of the data."""
         spec, step_num, requests = self.experiment.spec, self.loop.step_num, self.whole.job.requests
         if requests.requested:
             saves = "; saving its state" if self.has_begun and self.experiment.savers else ""
@@ -221,7 +221,7 @@ class Training:
     def _resume(self, state: Any) -> tuple[Any, bool]:
         """Resumes from the newest checkpoint, continues from the last call, or begins with the given state.
 
-        Returns the state, and whether a checkpoint has told what was called at its step.
+        Returns the state, and whether it came from a checkpoint that contains more than a train state.
         """
         loop, spec, saved = self.loop, self.experiment.checkpoint_spec, list[epath.Path]()
         step_num = 0 if self.data.left_out.detours else step_num_of(state) if hasattr(state, "step") else loop.step_num
@@ -253,7 +253,15 @@ class Training:
         return state, False
 
     def _begin(self, elapsed: Elapsed, restored: Collection[str] = ()) -> None:
-        """Begins the parts that were not restored at a progress of which nothing else is known."""
+        """Starts the parts that were not restored, at the given progress.
+
+        If loops have a fixed length, the number of completed loops is derived from the number of steps. The number of
+        earlier evaluations is derived from the number of loops.
+
+        Args:
+          elapsed: The progress.
+          restored: The names of the parts that were restored.
+        """
         loop_steps = self.experiment.spec.loop_steps
         loops = elapsed.loops if loop_steps is None else elapsed.steps // loop_steps
         for each in self.evaluations:
@@ -322,6 +330,6 @@ def end_of(loops: Sequence[ActionLoop]) -> str:
 
 
 def stopped_by(loops: Iterable[ActionLoop]) -> Action | None:
-    """Returns the action that requested the run to stop, or None."""
+    """Returns the action that asked the run to stop, or None."""
     items = (loop.engine.run.agenda.stopped_by for loop in loops)
     return next((item.action for item in items if isinstance(item, ActionItem)), None)

@@ -1,4 +1,4 @@
-"""Saving and loading of a run's state other than the train state."""
+"""Saves and loads everything in a run's state except for the train state."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,13 +32,13 @@ class Saveable(Protocol):
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns two dicts: JSON values, and train states by name.
 
-        For the data, the second dict contains long byte strings as arrays instead. `in_moment` is True if some of the
-        items that are due at this step may not have been called yet.
+        If this part is the data, the second dict contains long byte strings, stored as arrays, instead of train states.
+        `in_moment` is True if some of the items that are due at this step may not have been called yet.
         """
         ...
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any], /) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores the two dicts that `state_dict` returned."""
 
 
 @final
@@ -55,7 +55,7 @@ class WholeRun:
 
     Attributes:
       job: The argument of the same name.
-      rows: The rows of the history.
+      rows: The part that stands for the history.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Rows:
         self._saved: Mapping[str, Any] = {}
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the number of rows and a checksum."""
+        """Returns the number of rows in the history and a checksum of its file, and an empty second dict."""
         self._history.flush()
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
@@ -166,8 +166,8 @@ class Rows:
     def drop_later(self, step_num: int) -> None:
         """Drops the rows that don't belong to a run that starts or resumes at `step_num`.
 
-        The process that writes the file drops them first, and then all others. The rows are lost, so all checks that
-        could prevent the run from starting must come before this call.
+        The process that writes the file drops the rows first; the other processes follow. The rows are lost, so all
+        checks that could prevent the run from starting must come before this call.
         """
         if not self._job.is_first:
             agreement.wait_for_all("the history")
@@ -225,7 +225,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
-    """Lets a run that was stopped early continue if every action that stopped it has patience left again."""
+    """Lets a run that was stopped early continue, if the actions that stopped it have been given more patience."""
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
     if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
         agenda.stopped_by = None
@@ -291,7 +291,7 @@ def step_num_of(state: Any) -> int:
 
 
 def end_all(ends: Iterable[tuple[str, Callable[[], Any]]], *, raises: bool) -> None:
-    """Calls all functions that end a run, and logs their errors.
+    """Calls all functions that end a run, and logs any errors that they raise.
 
     Args:
       ends: Pairs of a name, for messages, and a function.

@@ -1,4 +1,4 @@
-"""The callbacks of a loop as items of its engine, and the state of the loop that is passed to them."""
+"""Items that call a loop's callbacks, and `LoopState`, which the callbacks can read and change."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from jaxloop.step import Step
 
 @final
 class Key(str):
-    """A key of `tasks`, used in place of a schedule."""
+    """A key in a loop's tasks that isn't a schedule: `on_start` or `on_end`."""
 
 
 on_start: Key = Key("on_start")
@@ -48,7 +48,7 @@ class LoopState:
         numbers, strings, arrays, lists or dicts.
       stop_iteration: Set this to True to end the loop after this step.
       total_steps: The planned number of steps, or None if `stop` doesn't determine it.
-      newest: The latest values that have arrived on the host, once an action has asked for them. Set by the loop.
+      newest: The latest logged values that have arrived on the host. None until an action needs them. Set by the loop.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -75,7 +75,10 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
-    """Adds a row with the logs of this step to a list, or else to the history, and begins the next row."""
+    """Adds the logs of this step as a row to `rows` (if None, to the history), and then clears the logs and outputs.
+
+    The outputs are added to the history.
+    """
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
         if loop_state.newest is not None:
@@ -114,7 +117,7 @@ def _num_arguments(callback: Callable[..., Any]) -> int:
 
 @final
 class FunctionTask(Item):
-    """A callback that reports logs, outputs or a new state, which a loop calls when its schedule fires.
+    """An item that calls a callback other than an action, and stores the logs, outputs and state that it returns.
 
     Args:
       of: The callback.
@@ -123,8 +126,8 @@ class FunctionTask(Item):
 
     Attributes:
       of: The callback.
-      is_compiled: True if the callback is a compiled function, which can't look at the loop.
-      keys: The callback's key in the tasks.
+      is_compiled: True if the callback is a compiled function, which doesn't receive the `LoopState`.
+      keys: A list that contains the callback's key in the tasks. It is emptied if a `TaskProgram` calls the callback.
       name, time_category: See `Item`.
     """
 
@@ -135,7 +138,7 @@ class FunctionTask(Item):
         self.is_compiled: bool = isinstance(of, CompiledFunction | jax.stages.Wrapped)
         self.keys: list[Schedule | Key] = [key]
         self.name: str = type(of).__qualname__ if hasattr(of, "__loop_callback__") else f"{self._short_name} {key!r}"
-        # Whether anything that it reported is part of the state; None before the first report.
+        # Whether any of the logs and outputs is part of the state; None before the first logs or outputs.
         self._reports_state: bool | None = None
 
     @property
@@ -154,7 +157,7 @@ class FunctionTask(Item):
         return not getattr(self.of, "was_interrupted", False)
 
     def __call__(self) -> None:
-        """Calls the callback. An error names it and the step."""
+        """Calls the callback. If it raises an error, a note on the error names the callback and the step."""
         loop_state = self._loop_state
         try:
             outputs, logs, state = outputs_logs_and_state(self._call(loop_state), self._short_name, loop_state.state)
@@ -168,7 +171,7 @@ class FunctionTask(Item):
             if outputs is not None:
                 loop_state.outputs |= outputs if isinstance(outputs, Mapping) else {self._short_name: outputs}
             if self.is_compiled and not loop_state.logs and type(logs) is Logs:
-                loop_state.logs = logs  # Nobody else has this object, so it isn't copied.
+                loop_state.logs = logs  # Nothing else refers to this object, so it isn't copied.
             elif logs:
                 loop_state.logs.merge(logs)
             if state is not None:
@@ -178,7 +181,7 @@ class FunctionTask(Item):
             raise
 
     def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
-        """Checks the callback's first report."""
+        """Checks the first logs and outputs that the callback returned, and whether they are part of a state."""
         if logs:  # Raises an error here, where the callback is known.
             History().commit(self._loop_state.elapsed, logs)
         # A later step may donate the leaves of a state.
@@ -210,7 +213,7 @@ def call_of(callback: Callback) -> Callable[[LoopState], Any]:
 
 
 def _call_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
-    """Calls a `Step`. Its numbers are logged as metrics, and its other values are outputs."""
+    """Calls a `Step`. The scalars that the step returns are logged as metrics; all other values become outputs."""
     state, found = step(loop_state.state, loop_state.batch, loop_state.elapsed.steps - 1, elapsed=loop_state.elapsed)
     numbers, outputs = Logs(), {}
     for name, value in (found or {}).items():
@@ -222,7 +225,7 @@ def _call_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
 
 @final
 class ActionTask(ActionItem):
-    """An action, which receives the logs since its previous call.
+    """An item that calls an action with the logs since the action's previous call.
 
     Args:
       of: The callback: the action, or a tool that wraps it.
@@ -251,7 +254,7 @@ class ActionTask(ActionItem):
         return _joined(self.keys) & own if isinstance(own, Schedule) else _joined(self.keys)
 
     def __call__(self) -> None:
-        """Calls the action now, unless it was called at this step."""
+        """Calls the action now, unless it has already been called at this step."""
         now = self._loop_state.elapsed
         if self.called_at != now.steps:
             self.call(Moment(None, now, metrics.LoopOutputs(), Spent()))
@@ -272,7 +275,7 @@ class ActionTask(ActionItem):
         return True
 
     def _add_rows(self, outputs: metrics.LoopOutputs) -> None:
-        """Adds the logs since the last call."""
+        """Adds the logs since the action's previous call to the outputs."""
         history = self._loop_state.history
         first = min(self._next_row, len(history))  # The history may have been damaged.
         before, self._next_row = history[first - 1].elapsed if first else Elapsed(), len(history)
@@ -295,6 +298,6 @@ class ActionTask(ActionItem):
 
 
 def _joined(keys: Iterable[Schedule | Key]) -> Schedule:
-    """Returns a schedule that fires when any of these does."""
+    """Returns a schedule that fires when any of the schedules among these keys fires."""
     schedules = [key for key in keys if isinstance(key, Schedule)]
     return functools.reduce(operator.or_, schedules) if schedules else never()

@@ -1,4 +1,4 @@
-"""Counting of steps, examples and time in hand-written loops and the functional API."""
+"""Counts steps, examples and time in hand-written loops and in the functional API."""
 
 import dataclasses
 import numbers
@@ -82,7 +82,7 @@ def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[type
 
 
 def is_over(stop: Schedule | None, start: Elapsed) -> bool:
-    """Returns True if a run that begins at `start` is already over. In that case, also logs this."""
+    """Returns True if a run that begins at `start` is already over. In that case, also logs a warning."""
     has_ended = stop is not None and stop.stops(start.previous or start, start)
     if has_ended:
         logging.warning("Nothing is left to train: step %d has reached stop=%r.", start.steps, stop)

@@ -1,4 +1,4 @@
-"""The values that callbacks report, and functions that aggregate them."""
+"""`Logs`, which hold the values that callbacks log, and functions that aggregate logs."""
 
 import collections
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from jaxloop.types import Weighted
 
 @final
 class Logs(dict[str, Any]):
-    """The values that a step reports, by collection and name. `Logs` is a pytree, so jitted functions can return it.
+    """The values that a step logs, by collection and name. `Logs` is a pytree, so jitted functions can return it.
 
     >>> logs = Logs()
     >>> logs.add_metric("accuracy", 0.9).add_loss("loss", 0.3)
@@ -52,8 +52,8 @@ class Logs(dict[str, Any]):
         `train_step` stores them in the state. To add to this collection, call
         `logs.add("updates", "batch_stats", batch_stats)`. Histories don't store `updates`.
 
-        Assigning another `Logs` to `updates` merges its collections, except its own `updates`, into this object:
-        `logs.updates, state = train_step(state, batch)`.
+        Assigning another `Logs` to `updates` merges all collections of that object, except its own `updates`, into this
+        one, as in `logs.updates, state = train_step(state, batch)`.
         """
         return self.setdefault("updates", Logs())
 
@@ -73,7 +73,7 @@ class Logs(dict[str, Any]):
     def entry_value(self, name: str) -> Any:
         """Returns the value with this name, from whichever collection contains it.
 
-        To look in only one collection, put its name first: `entry_value("metrics.loss")`.
+        To search only one collection, put the collection's name first: `entry_value("metrics.loss")`.
 
         Raises:
           ValueError: If there is no value with this name, or more than one.
@@ -125,7 +125,7 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
     """Returns the number of examples in the step that a row describes.
 
-    If some steps since the previous row weren't recorded, returns their mean number of examples.
+    If the previous row is more than one step earlier, returns the mean number of examples per step since that row.
     """
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
@@ -133,8 +133,8 @@ def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
 def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
     """Returns the mean of each entry over rows, which must be on the host and in chronological order.
 
-    Values are weighted by the number of examples or, if they were logged with weights, by these weights. The sum of the
-    logged weights is also returned.
+    Values are weighted by the number of examples or, if they were logged with weights, by these weights. For each entry
+    with logged weights, the result also contains the sum of the weights.
     """
     columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)
     before, examples = Elapsed(), 1

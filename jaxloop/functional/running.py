@@ -71,10 +71,10 @@ def loop(
     that is longer than the run, become apparent only during the run.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
-    the state (with its NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
+    the state (including NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
     It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
-    and `load_state_dict(state_dict)`. If a callback is called at the step of the checkpoint, for example because its
-    schedule is `last()` and that was the last step, it receives None as its batch.
+    and `load_state_dict(state_dict)`. A callback that is called at the step of the checkpoint, for example because its
+    schedule is `last()` and that was the last step, receives None as its batch.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -119,9 +119,9 @@ def loop(
 
 @final
 class TaskLoop(Loop):
-    """A single call of `loop`. The state of the engine is None, because the callbacks share a `LoopState`.
+    """A single call to `loop`. The engine's state is always None, because the callbacks share a `LoopState` instead.
 
-    This class is also the part of a checkpoint that describes the loop and its callbacks.
+    A `TaskLoop` is also the part of a run that stores the loop and its callbacks in checkpoints; see `Saveable`.
 
     Args:
       loop_state: The state of the loop.
@@ -131,10 +131,10 @@ class TaskLoop(Loop):
       has_history: Whether the user passed a history.
 
     Attributes:
-      job: The job, which consists of this process, and the signals that it received.
+      job: The job, which consists only of this process, and the signals that this process has received.
       loop_state: The argument of the same name.
       of_each_step: The callbacks that `TaskProgram` calls at every step.
-      directories: The directories that the loop saves to.
+      directories: The directories that the loop saves checkpoints to.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class TaskLoop(Loop):
         self._call_at(on_end)
 
     def _call_at(self, key: Key) -> None:
-        """Calls the callbacks under `on_start` or `on_end`."""
+        """Calls the callbacks that have the given key in the tasks."""
         for task in list[Any](self.engine.plan.items):
             if key in task.keys:
                 task()
@@ -241,7 +241,10 @@ class TaskLoop(Loop):
         return True
 
     def close(self, failure: BaseException | None) -> None:
-        """Finishes the history and closes the actions. Errors in doing so don't hide an error that ended the loop."""
+        """Finishes the history and closes the actions and the data.
+
+        If an error ended the loop (`failure`), any errors raised while closing are only logged.
+        """
         history, status = self.loop_state.history, self.job.requests.run_status(failure)
         ends = [("the last row", functools.partial(end_row, self.loop_state))]
         ends += [] if history.path is None else [("the history", history.flush)]
@@ -253,7 +256,7 @@ class TaskLoop(Loop):
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns JSON values and the train states that actions keep."""
+        """Returns two dicts: JSON values, and the train states that actions keep."""
         saved, kept = self.engine.state_dict(in_moment=in_moment)
         leaves = checks.leaves_by_path(self.loop_state.state)
         on_host = {path: kind for path, leaf in leaves.items() if (kind := kind_on_host(leaf)) is not None}
@@ -283,7 +286,7 @@ _warn_once = functools.cache(logging.warning)  # A loop may run within each step
 
 
 def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule | Key, Any]]:
-    """Yields each callback with its schedule, or the moment of its call."""
+    """Yields pairs `(key, callback)`, where the key is a schedule, `on_start` or `on_end`."""
     what = "Tasks must be {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
     if not isinstance(tasks, Iterable) or isinstance(tasks, str):
         raise TypeError(f"{what}, got {name_of(tasks)}. Write {{every(1): {name_of(tasks)}}}.")
@@ -296,7 +299,7 @@ def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule | Key, Any]]:
 
 @final
 class TaskProgram(Program):
-    """A program that calls callbacks at every step.
+    """A program that calls a loop's `of_each_step` callbacks at every step.
 
     Args:
       loop: The loop.

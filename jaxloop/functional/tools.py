@@ -30,7 +30,7 @@ class Tool:
     """A callback that wraps an action, for the tasks of a `loop` and for hand-written loops.
 
     Hooks:
-      __call__: Called in a hand-written loop to call the action.
+      __call__: Called by a hand-written loop at a step. Runs the action.
 
     Attributes:
       action: The action.
@@ -42,7 +42,7 @@ class Tool:
         self.resume: bool = resume
 
     def __call__(self, elapsed: Elapsed, state: Any = None, logs: Mapping[str, Any] | None = None) -> bool:
-        """Calls the action at a step of a hand-written loop, and finishes its work.
+        """Calls the action at a step of a hand-written loop and waits until the action has finished its work.
 
         Returns True if the loop should stop.
         """
@@ -52,7 +52,10 @@ class Tool:
         return outputs.asks_to_stop
 
     def finish(self, state: Any) -> Any:
-        """Returns the final state of a run. `loop` calls both this method and `close` automatically."""
+        """Returns the final state of a run, which may differ from the given one.
+
+        `loop` calls both this method and `close` automatically.
+        """
         return self.action.finish(state)
 
     def close(self) -> None:
@@ -91,7 +94,7 @@ def kind_on_host(leaf: Any) -> str | None:
 
 
 def as_kind(kind: str | None, leaf: Any) -> Any:
-    """Converts a restored leaf to the kind that `kind_on_host` returned before it was saved."""
+    """Converts a restored leaf to the given kind, which `kind_on_host` returned for the leaf before it was saved."""
     if kind is None:
         return jnp.asarray(leaf)
     return np.asarray(leaf).item() if kind == "builtins" else np.asarray(leaf)[()]
@@ -106,7 +109,7 @@ def checkpoint(
 ) -> CheckpointTool:
     """Returns a callback that saves checkpoints.
 
-    In a hand-written loop, call it with `(elapsed, state, logs)`. It returns once the state is on disk.
+    In a hand-written loop, call the callback with `(elapsed, state, logs)`. It returns once the state is on disk.
 
     In a `loop`, the callback saves the whole run asynchronously, after all other callbacks of the step. The loop waits
     for pending saves before it returns. To restore the state, call `checkpoint(directory).restore(state)`.
@@ -132,8 +135,7 @@ def early_stopping(
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Each call reads the value, and
     therefore synchronizes with the devices. With `restore_best=True`, the callback's `finish(state)` returns the best
-    state. For the arguments, see `EarlyStoppingAction`. `patience` is a number of calls for which a new value has been
-    logged.
+    state. For the arguments, see `EarlyStoppingAction`. `patience` counts only calls for which a new value was logged.
     """
     return Tool(EarlyStoppingAction(monitor, patience, mode, min_delta, restore_best))
 

@@ -1,4 +1,4 @@
-"""Export of a model and its parameters to a file that can be used without jaxloop."""
+"""Exports a model and its parameters to a file that can be used without jaxloop."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def export(
     """Exports a step's model in evaluation mode, including its parameters, to a file.
 
     The file contains a StableHLO program from `jax.export`. Loading and running it requires JAX, but not jaxloop or the
-    model's code. JAX guarantees that versions released within the next 6 months can read the file.
+    model's code. JAX guarantees that its versions released within the next six months can read the file.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn

@@ -93,8 +93,8 @@ def fit(
     during the run.
 
     If `workdir` is given, `fit` writes TensorBoard events (train and eval metrics and `hparams`), `history.jsonl`, and
-    the newest and best checkpoints (in `checkpoints`). If the run is interrupted, repeating the call resumes it from
-    the newest checkpoint. Without `workdir`, `fit` doesn't write any files.
+    the newest and best checkpoints (in `checkpoints`). If the run is interrupted, repeat the call to resume it from the
+    newest checkpoint. Without a `workdir`, `fit` doesn't write any files.
 
     Args:
       model: Any model that `LossStep` accepts.
@@ -105,11 +105,11 @@ def fit(
       loss: A function of `(outputs, batch)`; see `LossStep`.
       optimizer: An Optax transformation.
       metrics: A dict that maps names to functions of `(outputs, batch)`; see `LossStep`.
-      inputs: Selects the part of a batch that the model receives; see `LossStep`.
+      inputs: The key of the model's inputs in a batch, or a function that returns them; see `LossStep`.
       trainable: The paths of the parameters to train, such as `"head/**"`; see `LossStep`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
         the average, which `jaxloop.optimizers.ema_params(state)` returns.
-      params_to_evaluate: A function of the state that returns the parameters for evaluations; see `LossStep`.
+      params_to_evaluate: A function of the state that returns the parameters to evaluate; see `LossStep`.
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. A finite dataset is repeated as often as necessary.
       eval_interval: The interval between evaluations: a number of epochs, or a schedule such as `every(steps=500)`,
@@ -203,7 +203,10 @@ def fit(
 
 
 def _schedule(name: str, interval: int | Schedule | None) -> Schedule:
-    """Returns a schedule for an interval that counts epochs; it also fires at the end of the run."""
+    """Converts an interval to a schedule that also fires at the end of the run.
+
+    An int is a number of epochs, and None means every epoch.
+    """
     if not isinstance(interval, Schedule):
         checks.check_positive(name, interval, optional=True)
         interval = every(loops=interval or 1)
@@ -232,7 +235,7 @@ def _check_data(train_dataset: Any, eval_dataset: Any, train_epochs: int | None,
 def _steps(
     model: Any, optimizer: Any, partitioner: Any, seed: int, first_batch: types.Batch, options: dict[str, Any]
 ) -> tuple[LossStep, LossStep]:
-    """Returns the train step and the eval step for a model with a loss."""
+    """Returns the train step and the eval step of `fit`."""
     make, rows = functools.partial(LossStep, jax.random.key(seed), model, optimizer), checks.num_examples(first_batch)
     if partitioner == "auto":
         trial = make(train=True, **options)

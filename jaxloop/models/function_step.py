@@ -64,12 +64,15 @@ class FunctionStep(NumpyStep):
 
 @final
 class Carry(list[Any]):
-    """A list whose only element is a state between two calls of a `CompiledFunction`. Each call replaces it."""
+    """A list with one element: a state, in the form that a `CompiledFunction` passes from one call to the next.
+
+    Each call replaces the element.
+    """
 
 
 @final
 class CompiledFunction:
-    """Compiles a pure function of `(state, batch)` for all devices.
+    """Compiles a pure function of `(state, batch)` for the partitioner's devices.
 
     The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`; see `outputs_logs_and_state`.
 
@@ -123,7 +126,7 @@ class CompiledFunction:
         """Returns `(logs, state)`, or `(outputs, logs, state)` if the function returns outputs.
 
         Args:
-          state: The state.
+          state: The state, or a `Carry` that contains it.
           batch: A host batch, which is sharded over the devices.
         """
         carry, runner = state if isinstance(state, Carry) else self.enter(state), self._step._runner
@@ -144,7 +147,10 @@ class CompiledFunction:
         return (logs, state) if outputs is None else (outputs, logs, state)
 
     def enter(self, state: Any) -> "Carry":
-        """Converts a state to a carry, which can be passed from call to call in place of the state. This is faster."""
+        """Converts a state to a carry, which can be passed to each call in place of the state.
+
+        Passing a carry is faster than passing a state.
+        """
         ready = self._step._runner.states.prepare(state)
         if self.donates and ready is not state:  # Otherwise, a state that this function returned.
             checks.mark_donated(state, repr(self))
@@ -231,7 +237,7 @@ def name_of(function: Any) -> str:
 
 
 def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
-    """Returns the names of a function's required positional arguments and the number that it accepts in total.
+    """Returns the names of a function's required positional arguments, and how many such arguments it accepts in total.
 
     >>> positional_arguments(lambda state, batch, extra=None: None)
     (['state', 'batch'], 3)
@@ -301,7 +307,7 @@ def _is_state_in_parts(result: tuple[Any, ...], state: Any) -> bool:
 
 
 def _may_replace(result: Any, state: Any) -> bool:
-    """Returns True if a single returned value looks like a new state, rather than a mistake."""
+    """Returns True if a value that a function returned alone is likely to be a new state, rather than a mistake."""
     arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
     if isinstance(result, arrays) and isinstance(state, arrays):
         return np.shape(result) == np.shape(state)

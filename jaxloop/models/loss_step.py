@@ -19,7 +19,7 @@ from jaxloop.models.padding import MaskedBatch, PaddingRunner, mask_of, quoted, 
 from jaxloop.step import NO_OPTIMIZER, NumpyStep, forward
 
 LossFn = Callable[[Any, types.Batch], Any]
-"""`loss(outputs, batch)` returns `losses`, or `(losses, metrics)`."""
+"""A function `loss(outputs, batch)` that returns `losses` or `(losses, metrics)`."""
 
 _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
@@ -85,31 +85,31 @@ class LossStep(NumpyStep):
     **Masks and short batches.** A batch that is a dict may contain a `"mask"` of shape `[batch]` that consists of
     bools, or of 0s and 1s. Examples whose mask is 0 are excluded from means and from the update, even if they contain
     NaN: they are replaced by copies of another row before the step. A mask of any other shape is ignored, so the loss
-    must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics, so apply the mask yourself.
+    must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics either.
 
     A short batch is padded with masked copies of its last row if that doesn't change any value. This requires that the
     loss and all metrics are per example and that, in training, the model doesn't mix examples (as batch normalization
     does). When a row is masked for the first time, the step is run without an update for two different contents of that
-    row, to make sure that the values don't depend on it. (The values of a contrastive loss do.) An evaluation pads to
-    the size of the loop's first batch, so that the step compiles only once. Training pads to `batch_size` or, if it is
-    None, to the next multiple of the number of devices in the mesh, times `accumulate`. If masked rows would change a
-    value, a batch stays short, and its masked rows are removed. The values are then still exact, but the step has to be
-    compiled again for each number of rows, and training raises an error if the devices or the micro-batches can't
-    divide the rows evenly.
+    row, to make sure that no value depends on them. (The values of a contrastive loss do.) In an evaluation, batches
+    are padded to the size of the loop's first batch, so that the step compiles only once. In training, they are padded
+    to `batch_size` or, if that is None, to the next multiple of the number of devices that share a batch, times
+    `accumulate`. If masked rows would change a value, a batch stays short, and its masked rows are removed. The values
+    are then still exact, but the step has to be compiled again for each number of rows, and training raises an error if
+    the rows can't be divided evenly among the devices or the micro-batches.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples or, for a `Weighted` loss, by its weight.
     The update is the same as for the whole batch, but needs a quarter of the memory. However, batch normalization and
     losses that compare examples see one micro-batch at a time. The loss and the metrics must not be scalars, which
-    could be means or sums; return `Weighted(mean, rows)`. If masked rows don't change any value, the batch size doesn't
-    have to be a multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for
+    could be means or sums; return `Weighted(mean, rows)` instead. If masked rows don't change any value, the batch size
+    doesn't have to be a multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for
     convolutions inside the loop over micro-batches.
 
     **Sown losses and optimizers that need the loss.** Losses that a Linen or NNX model sows, as in `self.sow("losses",
-    "name", value)`, are added to the loss, also in evaluations. Each must be a scalar (a mean) or an array `[batch]`.
-    Optimizers that accept these arguments receive the loss as `value`, the gradients as `grad`, and a function that
-    computes the loss from parameters as `value_fn`. Therefore, `optax.contrib.reduce_on_plateau` and `optax.lbfgs`
-    work.
+    "name", value)`, are added to the loss in both training and evaluation. Each must be a scalar (a mean) or an array
+    of shape `[batch]`. An optimizer that accepts extra arguments receives the loss as `value`, the gradients as `grad`,
+    and a function that computes the loss from parameters as `value_fn`. Therefore, `optax.contrib.reduce_on_plateau`
+    and `optax.lbfgs` work.
 
     Args:
       base_prng: See `Step`, which also describes the arguments that are not listed here.
@@ -132,9 +132,9 @@ class LossStep(NumpyStep):
         part, see `jaxloop.optimizers.by_path`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function that computes the
         decay from the number of updates. The average is part of the optimizer's state; see `jaxloop.optimizers.ema`.
-      use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. This
-        requires a state from a step with `ema`. Batch statistics are not averaged.
-      params_to_evaluate: A function of the state that returns the parameters to use in evaluations, `predict` and
+      use_ema: Whether to use the average of the parameters in evaluation, `predict` and `jaxloop.export`. This requires
+        a state from a step with `ema`. Batch statistics are not averaged.
+      params_to_evaluate: A function of the state that returns the parameters to use in evaluation, `predict` and
         `jaxloop.export`. If neither this nor `use_ema` is given, `Step.params_to_evaluate` describes the default.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
@@ -344,7 +344,10 @@ class LossStep(NumpyStep):
         return _cast_floating(outputs, jnp.float32), updates
 
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Returns the direction in which the mean loss increases, all outputs, and the state with updated variables."""
+        """Returns the gradients of the mean loss, the loss and metrics, and the state with updated variables.
+
+        For complex parameters, the gradients are the direction of steepest ascent, the conjugate of JAX's result.
+        """
         with_gradients = jax.value_and_grad(self._mean_loss, has_aux=True)
         (_, (values, updates)), grads = with_gradients(state.params, state, batch, mask, keys)
         weight, has_rows = means.weight_of(values["loss"], mask), True if mask is None else mask.any()
@@ -353,7 +356,7 @@ class LossStep(NumpyStep):
         return grads, values, means.with_variables(state, state.update_variables(updates), has_rows)
 
     def _mean_loss(self, params: Any, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[jax.Array, Any]:
-        """Returns the mean loss and `(values, updates)`."""
+        """Returns the mean loss and `(values, updates)`, where `values` contains the loss and the metrics."""
         outputs, updates = self.call_model(state, params, self._inputs_of(batch), train=self.train, keys=keys)
         who = f"{type(self).__name__}.loss" if self._loss is None else "The loss"
         parts, found, not_per_example = self._accumulate if self.train else 1, {}, []
@@ -438,7 +441,7 @@ def _read_rows(outputs: Any, mask: Any) -> Any:
 
 
 def _cast_floating(tree: Any, dtype: Any) -> Any:
-    """Casts the floating-point leaves of a tree."""
+    """Casts the floating-point leaves of a pytree to a dtype."""
 
     def cast(leaf: Any) -> Any:
         return jnp.asarray(leaf, dtype) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf

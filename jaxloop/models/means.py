@@ -13,12 +13,14 @@ from jaxloop.step import forward
 
 
 def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, bool]:
-    """Returns `(mean, True)` for a per-example value, with the mean over the real rows; otherwise `(value, False)`.
+    """Returns `(mean, True)` for a per-example value, where the mean is over the unmasked rows.
+
+    For any other value, returns `(value, False)`.
 
     Args:
       what: A description of the value, for error messages.
       value: The value that the loss or a metric returned.
-      mask: The mask of the real rows, or None if the rows can't be counted.
+      mask: The batch's mask, which is True for the rows that count, or None if the rows can't be counted.
       parts: The number of micro-batches whose values are combined later.
 
     Raises:
@@ -65,7 +67,10 @@ def _array_of(what: str, value: Any, mask: Any, parts: int) -> jax.Array:
 
 
 def weight_of(loss: Any, mask: Any) -> jax.Array:
-    """Returns the weight of a mean loss: that of a `Weighted`, or otherwise the number of real rows (1 if unknown)."""
+    """Returns the weight of a mean loss: a `Weighted` loss's own weight, or else the number of unmasked rows.
+
+    If that number is unknown, the weight is 1.
+    """
     if isinstance(loss, types.Weighted):
         return loss.weight
     return jnp.float32(1) if mask is None else _count(mask)
@@ -81,7 +86,7 @@ def accumulated(
         with the updated variables.
       state: The state.
       batch: The batch.
-      mask: The mask of the batch's real rows.
+      mask: The batch's mask, which is True for the rows that count.
       keys: The PRNG keys.
       parts: The number of micro-batches.
       shards: The number of shards of the batch. Each row stays on its device.
@@ -97,7 +102,7 @@ def accumulated(
         number, (batch, mask) = part
         state_now = state.replace(batch_stats=batch_stats, collections=collections)
         keys_now = jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
-        with forward.noting_changes():  # They are kept, so `Step` needn't look for them.
+        with forward.noting_changes():  # The changes are kept, so `Step` doesn't have to check that they are.
             grads, values, state_now = gradients(state_now, batch, mask, keys_now)
         weight = weight_of(values["loss"], mask)
         grads = jax.tree.map(lambda before, new: before + _weighted(new, weight), grads_before, grads)
@@ -137,7 +142,7 @@ def _combine(value: Any, weights: jax.Array) -> Any:
 def with_variables(before: Any, after: Any, has_rows: Any) -> Any:
     """Returns `after` with its variables cast to the dtypes in `before`.
 
-    If the batch has no real rows, floating-point variables keep their values from `before`.
+    If the batch has no unmasked rows, floating-point variables keep their values from `before`.
     """
     variables = lambda state: (state.batch_stats, state.collections)
     if not structures.are_alike(variables(before), variables(after)):

@@ -72,7 +72,7 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
 
 
 def ema_params(state: Any) -> Any:
-    """Returns the average that `ema` keeps in a train state. It has the structure and dtypes of the parameters.
+    """Returns the average that `ema` keeps in a train state, with the structure and dtypes of the parameters.
 
     Before the first update, the average is equal to `state.params`.
 

@@ -1,4 +1,4 @@
-"""Masking of batches: short batches are padded, and rows whose mask is 0 are overwritten or removed."""
+"""Pads short batches, and overwrites or removes rows whose mask is 0."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,12 @@ from jaxloop.step.runner import Runner
 
 @final
 class MaskedBatch(NamedTuple):
-    """A batch and the mask of its real rows, which is a bool array, or None if the rows can't be counted."""
+    """A batch with its mask.
+
+    Attributes:
+      batch: The batch.
+      mask: A bool array that is True for the rows that count, or None if the rows can't be counted.
+    """
 
     batch: Any
     mask: Any
@@ -38,7 +43,7 @@ class PaddingRunner(Runner):
     Attributes:
       not_per_example: The names of the values that aren't per example, and therefore may depend on padding. None until
         `run` is traced.
-      eval_rows: The number of rows to which an evaluation pads its batches. None before its first batch.
+      eval_rows: The number of rows to which batches are padded in an evaluation. None before the first batch.
     """
 
     watch_class = _UnmaskedWatch
@@ -153,9 +158,10 @@ class PaddingRunner(Runner):
         return f"these values depend on several examples: {quoted(names)}" if names else None
 
     def _names_that_depend_on_masked_rows(self, state: Any, filled: MaskedBatch) -> Sequence[str] | None:
-        """Runs the step with two different contents of the masked rows, and compares the values.
+        """Returns the names of the values that change if the contents of masked rows change.
 
-        Returns None if that shows nothing, because the loss is NaN.
+        To find them, runs the step twice, with different contents. Returns None if the result is inconclusive, because
+        the loss is NaN.
         """
         batch, mask = filled
 
@@ -181,7 +187,7 @@ class PaddingRunner(Runner):
 
     @functools.cached_property
     def forward_step(self) -> Step:
-        """A step that only calls the model. It is cached, together with its compiled function."""
+        """A step that only calls the model. The step is cached, together with its compiled function."""
         return _Forward(self.step)
 
 
@@ -208,7 +214,7 @@ def mask_of(batch: Any) -> Any:
 
 
 def with_own_mask(batch: Any) -> MaskedBatch:
-    """Returns a batch with its own mask or, if it has none, with a mask that marks all rows as real."""
+    """Returns a batch with its own mask or, if it has none, with a mask that is True for all rows."""
     rows, mask = checks.num_examples(batch), mask_of(batch)
     all_real = None if rows is None else _all_real(rows)
     return MaskedBatch(batch, all_real if mask is None else mask.astype(bool))
@@ -222,7 +228,7 @@ def _all_real(rows: int) -> np.ndarray:
 
 
 def _fill(batch: Any, is_real: np.ndarray, size: int) -> MaskedBatch:
-    """Pads a batch to `size` rows, and overwrites all rows that are not real, because they may hold NaN."""
+    """Pads a batch to `size` rows, and overwrites its masked rows, because they may contain NaN."""
     mask = np.concatenate([is_real, np.zeros(size - len(is_real), bool)])
     own_mask, real = mask_of(batch), np.flatnonzero(is_real)
     # Copies of a row, because the loss may be undefined for zeros.

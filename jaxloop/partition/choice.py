@@ -24,7 +24,7 @@ def choose(state: Any, rows: int | None) -> Partitioner:
 
     Args:
       state: The train state, or its shapes as returned by `jax.eval_shape`.
-      rows: The number of rows in each batch of this process, or None if it is unknown.
+      rows: The number of rows in each of this process's batches, or None if it is unknown.
 
     Raises:
       ValueError: If the rows of a batch can't be divided evenly among the devices.

@@ -1,4 +1,4 @@
-"""The partitioners that split the state."""
+"""Partitioners that split the state across devices."""
 
 import abc
 import contextlib
@@ -21,7 +21,10 @@ from jaxloop.types import nnx
 
 
 class _LaidOutPartitioner(MeshPartitioner):
-    """Stores the layout of a state: a pytree of shardings, which is known once a state has been initialized."""
+    """The base class of partitioners that store a layout: a pytree with the sharding of each leaf of the state.
+
+    The layout is known once a state has been initialized.
+    """
 
     def __init__(self, mesh: Mesh, data_axis: str):
         super().__init__(mesh, data_axis)
@@ -51,12 +54,12 @@ class _LaidOutPartitioner(MeshPartitioner):
         return sharded_init
 
     def _tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which a function that creates a state is traced."""
+        """Returns the context manager to use while a function that creates a state is traced."""
         return mesh_for_tracing(self._mesh)
 
     @abc.abstractmethod
     def _lay_out_result(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Lays out the state that a function would create."""
+        """Determines and stores the layout of the state that `init_fn` would create."""
 
     def moved_to(self, devices):
         moved = super().moved_to(devices)
@@ -80,7 +83,7 @@ class _LaidOutPartitioner(MeshPartitioner):
 
 
 class _LeafPartitioner(_LaidOutPartitioner):
-    """Lays out the state leaf by leaf, based on each leaf's path and shape. Subclasses implement `_spec_of`."""
+    """The base class of partitioners that determine the layout of each leaf from its path and shape."""
 
     @abc.abstractmethod
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
@@ -112,7 +115,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
 class FSDPPartitioner(_LeafPartitioner):
     """Shards the parameters and the optimizer state over `data_axis`, like the batch (FSDP, also known as ZeRO-3).
 
-    During a step, each device gathers the parameters that it needs from the other devices. On n devices, each device
+    During a step, each device gathers the parameters that it needs from the other devices. With n devices, each one
     holds 1/n of the state, except for leaves that are small or can't be divided evenly.
 
     >>> from jaxloop.partition import create_mesh
@@ -254,7 +257,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes for a name, using its first rule whose axes are still unused."""
+        """Returns the mesh axes for a name: those of the first rule for this name whose axes are not in `used`."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if not rules and name not in self._mesh.axis_names:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The layout of a state across devices, as a table."""
+"""The layout of a state across devices, which can be printed as a table."""
 
 import dataclasses
 import math
@@ -19,8 +19,8 @@ class LeafLayout:
     Attributes:
       path: The path of the leaf in the state, such as `params/Dense_0/kernel`.
       shape: The shape of the whole leaf.
-      dtype: The dtype.
-      sharding: The sharding.
+      dtype: The dtype of the leaf.
+      sharding: The sharding of the leaf.
     """
 
     path: str
@@ -41,7 +41,7 @@ class LeafLayout:
 
     @property
     def bytes_per_device(self) -> int:
-        """The number of bytes on one device."""
+        """The size of the part of the leaf that each device holds, in bytes."""
         return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
 
 
@@ -50,7 +50,7 @@ class Layout:
     """The layout of a state across devices. `str` returns it as a table.
 
     Attributes:
-      leaves: The layouts of the leaves, in order.
+      leaves: The layouts of the leaves, in the order of the leaves in the state.
     """
 
     def __init__(self, leaves: Iterable[LeafLayout]):
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def bytes_per_device(self) -> int:
-        """The number of bytes on one device."""
+        """The size of the part of the state that each device holds, in bytes."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ class MeshPartitioner(Partitioner):
     def _set_mesh(self, mesh: Mesh) -> None:
         self._mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(self._axis_type,) * len(mesh.axis_names))
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
-        specs = PartitionSpec(self._data_axis), PartitionSpec(None, self._data_axis)  # Of one batch, and of several.
+        specs = PartitionSpec(self._data_axis), PartitionSpec(None, self._data_axis)  # For one batch, and for several.
         self._splits = [NamedSharding(self._mesh, spec) for spec in specs]
         along = np.moveaxis(mesh.devices, mesh.axis_names.index(self._data_axis), 0)
         is_here = lambda device: device.process_index == jax.process_index()
@@ -101,7 +101,7 @@ class MeshPartitioner(Partitioner):
         return self._put(batch, jax.tree.map(place, batch))
 
     def _put(self, batch: Any, shardings: Any) -> Any:
-        """Places this process's part of a batch. If given shapes, returns the global shapes instead."""
+        """Places this process's part of a batch on the devices. If given shapes, returns the global shapes instead."""
         is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
         if any(map(is_shape, jax.tree.leaves(batch))):
             num_parts = self.shards // self._local_shards
@@ -156,7 +156,7 @@ class DataParallelPartitioner(MeshPartitioner):
 
 
 def _check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -> None:
-    """Raises a `ValueError` unless the rows of all leaves, along the given axis, can be divided evenly."""
+    """Raises a `ValueError` unless all leaves can be divided evenly into `shards` parts along the given axis."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(leaf)[axis:]
         if shape and shape[0] % shards:
@@ -167,7 +167,7 @@ def _check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -
 
 
 def _global_shape(leaf: Any, sharding: NamedSharding, data_axis: str, num_parts: int) -> jax.ShapeDtypeStruct:
-    """Returns the global shape of a leaf, given the shape of the part of one process."""
+    """Returns the global shape of a leaf, given its shape in one process."""
     shape, names = list(leaf.shape), tuple(sharding.spec)
     if data_axis in names:
         shape[names.index(data_axis)] *= num_parts

@@ -1,4 +1,4 @@
-"""Functions for sharding constraints and device meshes."""
+"""Functions for device meshes and sharding constraints."""
 
 import contextlib
 import math
@@ -42,7 +42,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context manager within which `PartitionSpec`s refer to the axes of a mesh. Affects tracing only."""
+    """Returns a context manager in which `PartitionSpec`s refer to the axes of a mesh. It affects only tracing."""
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
@@ -72,11 +72,12 @@ def is_cpu_mesh(mesh: Mesh | None) -> bool:
 
 
 def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
-    """Returns the number of steps by which the host may run ahead, so that the devices never wait for it.
+    """Returns the maximum number of steps by which the host may run ahead of the devices.
 
-    If several devices share one CPU, the number is small, because the collectives of many steps would compete for the
-    same threads. For a single CPU device, the number is larger and grows with `steps_per_dispatch`, because a CPU can
-    finish a small dispatch before a waiting thread wakes up.
+    This number is large enough that the devices never wait for the host. If several devices share one CPU, the number
+    is small, because the collectives of many steps would compete for the same threads. For a single CPU device, the
+    number is larger and grows with `steps_per_dispatch`, because a CPU can finish a small dispatch before a waiting
+    thread wakes up.
     """
     if is_cpu_mesh(mesh):
         return 8

@@ -16,7 +16,7 @@ from jaxloop.base.structures import compile_donating
 from jaxloop.partition.layout import Layout, LeafLayout, dtype_of
 
 Rules = Iterable[tuple[str, Any]]
-"""Pairs of a name (or name pattern) and the spec or mesh axes that it maps to."""
+"""Pairs that map a name, or a pattern for names, to a `PartitionSpec` or to mesh axes."""
 
 
 class Partitioner(abc.ABC):
@@ -31,7 +31,7 @@ class Partitioner(abc.ABC):
       shard_short_batch: Called for each batch of an evaluation.
       shard_stacked_batches: Called for each dispatch of several steps, with their stacked batches.
       place_state: Called with each state that the step didn't create itself, such as a restored one.
-      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: Properties that the above methods use.
+      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: Properties that these methods use.
     """
 
     @property
@@ -61,7 +61,7 @@ class Partitioner(abc.ABC):
 
     @property
     def local_shards(self) -> int:
-        """The number of shards of each batch that belong to this process."""
+        """The number of shards of each batch that this process provides."""
         return self.shards
 
     @property
@@ -96,7 +96,7 @@ class Partitioner(abc.ABC):
     def place_state(self, state: Any) -> Any:
         """Moves a state that was created elsewhere to this partitioner's devices.
 
-        The default implementation leaves this to `jax.jit`.
+        The default implementation returns the state unchanged, so that `jax.jit` moves it.
         """
         return state
 
@@ -147,8 +147,8 @@ class Partitioner(abc.ABC):
 class SingleDevicePartitioner(Partitioner):
     """Places everything on JAX's default device.
 
-    Batches stay on the host until they are passed to the jitted call. This is several times faster than calling
-    `jax.device_put` first.
+    Batches stay on the host until they are passed to the jitted function. Passing them directly is several times faster
+    than calling `jax.device_put` first.
 
     Hooks:
       shard_batch, place_state, partition: See `Partitioner`.

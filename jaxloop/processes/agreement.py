@@ -32,9 +32,9 @@ OK, FAILED, ENDED, EMPTY = range(4)
 # The maximum number of batches in one vote, and the seconds of training that they should take.
 _MAX_BATCHES = 16
 _SECS_PER_VOTE = 0.05
-# What a vote says about a batch. The form is a checksum of its structure, dtypes, and shapes without the rows.
+# The description of a batch in a vote. The form is a checksum of the batch's structure, dtypes and row shapes.
 _BATCH = np.dtype([(name, np.uint32) for name in ("rows", "examples", "form")])
-# A message: a checksum of what it is about, and what one process says about that.
+# A message from one process. Its topic is a checksum of a description of the message.
 _HEAD = [(name, np.uint32) for name in ("topic", "status", "number", "signum")]
 MESSAGE = np.dtype([*_HEAD, ("secs", np.float64), ("batches", _BATCH, _MAX_BATCHES)])
 
@@ -51,7 +51,7 @@ def is_shared(mesh: Mesh | None) -> bool:
 
 
 class _Messages:
-    """The messages that all processes sent at the same point. They are read only when needed."""
+    """The messages that all processes sent at the same point in the program. They are read only when needed."""
 
     def __init__(self, about: str, sent: jax.Array):
         self._about, self._sent = about, sent
@@ -80,7 +80,7 @@ def _without_addresses(text: str) -> str:
 
 @functools.cache
 def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """Returns the sharding of a message, which has one row per process, and the function that gathers all rows."""
+    """Returns the sharding of an array with one message per process, and a function that gathers all messages."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[place] for place in range(jax.process_count())]), ("processes",))
     gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -88,7 +88,7 @@ def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
 
 
 def _send_message(about: str, **fields: Any) -> _Messages:
-    """Sends a message without waiting for the other processes."""
+    """Sends a message to all processes without waiting for their messages."""
     message = np.zeros(1, MESSAGE)
     for name, value in {"topic": _checksum(about), **fields}.items():
         message[name] = value
@@ -98,7 +98,7 @@ def _send_message(about: str, **fields: Any) -> _Messages:
 
 
 def _error_for(failed: np.ndarray) -> ProcessError:
-    """Returns the error to raise when other processes have failed."""
+    """Returns the error to raise if other processes have failed."""
     places = ", ".join(map(str, np.flatnonzero(failed)))
     return known_to_all_processes(
         ProcessError(f"Process {places} of {len(failed)} has failed. See the error in its own output.")
@@ -109,7 +109,7 @@ _VOTES = "asks whether the run continues"
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells the other processes that this process failed. They learn of it at their next call to `any_stops`."""
+    """Tells the other processes that this process failed. Their next call to `any_stops` raises an error."""
     with contextlib.suppress(Exception):  # The caller raises `error`.
         _send_message(_VOTES, status=FAILED).read()
         known_to_all_processes(error)
@@ -122,9 +122,9 @@ def wait_for_all(where: str) -> None:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Returns the texts of all processes, in process order.
+    """Returns the strings that all processes passed to this function, in process order.
 
-    All processes must call this at the same point, each with its own text.
+    All processes must call this function at the same point, each with its own string.
     """
     if jax.process_count() == 1:
         return [text]
@@ -143,7 +143,7 @@ _SAME_PROGRAM = (
 
 
 def check_same(what: str, lines: Sequence[str], remedy: str = _SAME_PROGRAM) -> None:
-    """Raises an error in every process if the processes don't all pass the same lines.
+    """Raises an error in every process unless all processes pass the same lines.
 
     >>> check_same("A loop", ["batch size 8"])
 
@@ -167,7 +167,7 @@ def check_same(what: str, lines: Sequence[str], remedy: str = _SAME_PROGRAM) -> 
 class Job:
     """The processes that train together. All of them must call the methods of this class at the same points.
 
-    If there is only one process, the methods return its own values.
+    If there is only one process, the results of the methods depend only on the values that this process passes.
 
     Args:
       is_shared: Whether there are several processes.
@@ -197,7 +197,7 @@ class Job:
         return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
 
     def receive(self, messages: _Messages) -> np.ndarray:
-        """Returns the messages of all processes, one per process, and applies the signals that they contain."""
+        """Returns the messages of all processes, and puts the signals in these messages into effect."""
         received = messages.read()
         if received["signum"].any():
             self.requests.outermost.confirm(int(received["signum"].max()))
@@ -233,18 +233,18 @@ class Job:
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Returns True if all processes stopped at the same step because of this error."""
+        """Returns True if this error stopped all processes at the same step."""
         return not self.is_shared or getattr(error, "_jaxloop_is_known_everywhere", False)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
-        """Calls the function `check_same` if there are several processes; see there."""
+        """If there are several processes, calls the function `check_same` with the result of `lines`."""
         if self.is_shared:
             check_same(what, lines())
 
 
 @final
 class Pace(NamedTuple):
-    """The number of batches per vote, chosen so that a vote covers about 50 ms and a signal takes effect soon.
+    """The number of batches per vote, chosen so that a vote covers about 50 ms and signals take effect quickly.
 
     >>> Pace(size=4, secs=7.0).at(7.02), Pace(size=4, secs=7.0).at(8.0)
     (Pace(size=8, secs=7.02), Pace(size=2, secs=8.0))
@@ -264,19 +264,18 @@ class Pace(NamedTuple):
 
 
 def agree(votes: np.ndarray, *, until_all_end: bool, fill_to: Callable[[int], None] | None) -> list[int | Exception]:
-    """Combines the processes' votes into a plan that all of them follow.
+    """Combines the processes' votes into a plan that all processes follow.
 
-    Returns the global number of examples in each of the next batches, followed by the exception to raise afterwards, if
-    any.
-
-    The exception is a `StopIteration` at the end of the data, a `ProcessError` if a process has failed, or a
-    `ValueError` if the processes' batches can't form one global batch.
+    Returns a list with the global number of examples in each of the next batches. If reading must stop after these
+    batches, the last item of the list is the exception to raise: a `StopIteration` at the end of the data, a
+    `ProcessError` if a process has failed, or a `ValueError` if the processes' batches can't form one global batch.
 
     Args:
       votes: The votes of all processes.
       until_all_end: See `JointReader`.
-      fill_to: A function to call with the largest number of rows if the processes' batches differ in size. It raises a
-        `ValueError` if they can't be padded. None if all batches must have the same size.
+      fill_to: A function that sets the number of rows to which short batches are padded. If the processes' batches
+        differ in size, this function is called with the largest number of rows. It raises a `ValueError` if the batches
+        can't be padded to this number. None if short batches are never padded.
     """
     status, number, batches = votes["status"], votes["number"], votes["batches"]
     stops = status == FAILED if until_all_end else status != OK
@@ -318,12 +317,12 @@ class OwnBatches:
 
     Args:
       read: A function that reads the next batch.
-      runner: The `Runner` of the step that runs the batches.
-      stopwatch: The stopwatch of the loop, which measures the training time and the time to read.
+      runner: The `Runner` of the step that processes the batches.
+      stopwatch: The loop's stopwatch, which measures the training time and the time spent reading.
 
     Attributes:
       runner: The argument of the same name.
-      ahead: The batches that have been read but not returned yet, each with the record that describes it in a vote.
+      ahead: The batches that have been read but not returned yet. Each is paired with its description in a vote.
     """
 
     def __init__(self, read: Callable[[], types.Batch], runner: Any, stopwatch: timing.Stopwatch):
@@ -357,13 +356,16 @@ class OwnBatches:
         self._newest = batch
 
     def take(self) -> types.Batch:
-        """Returns the next batch, or a batch without rows if the data have ended."""
+        """Returns the next batch, or a batch without rows if the data has ended."""
         if self.ahead:
             return self.ahead.popleft()[0]
         return jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, self._newest)
 
     def exception(self, agreed: Exception) -> Exception | SystemExit:
-        """Returns the exception to raise if all processes stop: this process's own if it failed; otherwise `agreed`."""
+        """Returns the exception to raise when all processes stop.
+
+        This is the process's own exception if reading failed here; otherwise, it is `agreed`.
+        """
         if self.ahead:
             return agreed
         own, self._error = self._error, None
@@ -374,13 +376,14 @@ class OwnBatches:
 class JointReader:
     """Reads the same number of batches in all processes and adds up their examples.
 
-    The processes vote on the next few batches, which they have read ahead of time. If one process reaches the end of
-    its data, raises an error, or receives Ctrl-C or SIGTERM, all processes learn of it at the same batch.
+    The processes vote on the next few batches, which each process has read ahead of time. If one process reaches the
+    end of its data, raises an error, or receives Ctrl-C or SIGTERM, all processes learn about this event at the same
+    batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.
       own: The batches of this process.
-      job: The processes.
+      job: The processes that train together.
       until_all_end: Whether to continue until the datasets of all processes have ended. If True, a process whose
         dataset has ended receives batches without rows. If False, reading stops when the first dataset ends.
     """
@@ -388,7 +391,7 @@ class JointReader:
     def __init__(self, who: str, own: OwnBatches, job: Job, *, until_all_end: bool):
         self._who, self._own, self._job, self._until_all_end = who, own, job, until_all_end
         self._agreed: deque[int | Exception] = deque()
-        self._sent: tuple[_Messages, int] | None = None  # The vote on the batches after those, and their number.
+        self._sent: tuple[_Messages, int] | None = None  # The next vote, and its number of batches.
         self._left: float = math.inf  # The number of batches to vote on until the loop ends.
         self._pace = Pace()
 
@@ -399,11 +402,11 @@ class JointReader:
 
     @property
     def secs(self) -> float:
-        """The training time that all processes use, which is the first process's time at the latest vote."""
+        """The training time that all processes use, in seconds: the first process's time at the latest vote."""
         return self._pace.secs
 
     def begin(self, limit: float) -> None:
-        """Begins a loop that reads at most `limit` batches. Discards earlier votes and the signals in them."""
+        """Prepares for a loop that reads at most `limit` batches. Discards earlier votes and the signals in them."""
         self._agreed.clear()
         self._sent, self._left = None, limit
 
@@ -421,7 +424,7 @@ class JointReader:
         return self._own.take(), examples
 
     def _send(self, start: int) -> tuple[_Messages, int]:
-        """Sends a vote on the next batches after the first `start`. Returns it and the number of these batches."""
+        """Sends a vote on the next batches, skipping the first `start`. Returns the vote and its number of batches."""
         size = int(max(min(self._pace.size, self._left), 1))
         self._left -= size
         about = f"reads the next {size} batches for {self._who}"

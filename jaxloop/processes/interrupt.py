@@ -1,6 +1,6 @@
-"""Handling of Ctrl-C and SIGTERM: the first signal ends the run after the current step, the second one immediately.
+"""Signal handling: the first Ctrl-C or SIGTERM ends the run after the current step, and the second ends it immediately.
 
-Other threads can also pause a run between two steps, or end it.
+Other threads can also end a run, or pause it between two steps.
 """
 
 import contextlib
@@ -38,14 +38,16 @@ class Interruptible:
     """A context in which Ctrl-C and SIGTERM (preemption) set `requested` instead of interrupting a step.
 
     If the first signal is SIGTERM, the process exits with code 143 when the outermost context closes, so save and close
-    everything inside the context. If it is Ctrl-C, the program continues. Exceptions propagate, but after SIGTERM, a
-    note is added to them. After the first signal, a SIGCHLD handler of the program is no longer called.
+    everything inside the context. If the first signal is Ctrl-C, the program continues after the context. Exceptions
+    propagate, but after SIGTERM, a note is added to them. After the first signal, the program's own SIGCHLD handler is
+    no longer called.
 
     The second signal ends the process immediately, with exit code 128 + the signal's number. This works even if the
     main thread hangs in native code, because another thread watches for signals. No `finally` blocks run, and the child
-    processes of `multiprocessing` are killed. Interactive sessions, and programs that use `signal.set_wakeup_fd`, have
-    no such thread. In these, the second signal has Python's default effect, so that Ctrl-C raises `KeyboardInterrupt`.
-    Within 2 s after a run was ended by Ctrl-C, another Ctrl-C also raises `KeyboardInterrupt`.
+    processes of `multiprocessing` are killed. In an interactive session, and in a program that uses
+    `signal.set_wakeup_fd`, no thread watches for signals. The second signal then has Python's default effect: Ctrl-C
+    raises `KeyboardInterrupt`. If a run was ended by Ctrl-C less than 2 s ago, another Ctrl-C also raises
+    `KeyboardInterrupt`.
 
     Saved checkpoints stay intact in all cases.
 
@@ -80,9 +82,9 @@ class Interruptible:
 
     @property
     def outermost(self) -> "Interruptible":
-        """The context whose handlers are installed: either this one or one that encloses it.
+        """The context whose signal handlers are installed: either this context or one that encloses it.
 
-        Its `signum` is the first signal.
+        The `signum` of that context is the first signal.
         """
         return self if self._outer is None else self._outer.outermost
 
@@ -96,7 +98,7 @@ class Interruptible:
 
     @property
     def reason(self) -> str | None:
-        """The reason why a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
+        """The reason why a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command". None without an interruption."""
         return "stopped by a command" if self.signum == STOP else self.signal_name
 
     def run_status(self, error: BaseException | None) -> str:
@@ -106,7 +108,7 @@ class Interruptible:
         return "finished" if error is None and self.outermost.signum in _NO_SIGNALS else "killed"
 
     def supersedes(self, error: BaseException) -> bool:
-        """Returns True if a signal arrived before the data raised this error. In that case, also logs the error.
+        """Returns True if a signal arrived before reading the data raised this error. In that case, logs the error.
 
         A signal to a process group also ends the worker processes of a data loader. The resulting error must not hide
         the signal.
@@ -124,7 +126,7 @@ class Interruptible:
             self.pauses = True
 
     def end_pause(self) -> None:
-        """Ends a pause, or withdraws the request for one."""
+        """Ends a pause, or cancels a requested pause."""
         self.pauses = self._pause_is_unconfirmed = False
 
     @property
@@ -135,8 +137,8 @@ class Interruptible:
     def confirm(self, signum: int) -> None:
         """Puts a signal or request into effect, no matter which process of the job received it.
 
-        The hosts of a cluster may receive a signal at different times. If this process receives it later, it counts as
-        the same signal.
+        The hosts of a cluster may receive a signal at different times. If this process receives the signal only later,
+        that doesn't count as a second signal.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
@@ -226,7 +228,7 @@ def _announce(signum: int) -> None:
 
 @final
 class _Watch:
-    """A thread that ends the process at the second of these signals, even if the main thread hangs."""
+    """A thread that ends the process when the second signal arrives, even if the main thread hangs."""
 
     def __init__(self, signums: frozenset[int]):
         self._signums = signums
@@ -235,7 +237,7 @@ class _Watch:
 
     @classmethod
     def begin(cls, signums: frozenset[int]) -> "_Watch | None":
-        """Starts the thread. Returns None if the program already uses the wakeup file descriptor, as asyncio does."""
+        """Starts the thread. Returns None if the program uses the wakeup file descriptor itself, as asyncio does."""
         watch = cls(signums)
         # Python writes the number of each signal to the pipe when the signal arrives, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
@@ -280,7 +282,7 @@ _current = threading.local()
 
 
 def _find_open() -> Interruptible | None:
-    """Returns the outermost open context, whose handlers are installed; None if there is none."""
+    """Returns the open context whose signal handlers are installed, or None if there is no such context."""
     for signum, _ in _DEFAULTS:
         owner = getattr(signal.getsignal(signum), "__self__", None)
         if isinstance(owner, Interruptible) and owner._replaced:
@@ -289,7 +291,10 @@ def _find_open() -> Interruptible | None:
 
 
 def _detach_worker() -> None:
-    """Lets `terminate` end a forked worker, whose signals would otherwise reach its parent's watch thread."""
+    """Resets the signal handling in a forked worker process, so that `terminate` can end the worker.
+
+    Otherwise, the worker's signals would reach the watch thread of its parent process.
+    """
     parent = _find_open()
     if parent is not None:
         if parent._watch is not None:

@@ -84,7 +84,9 @@ def locked(directory: epath.PathLike, name: str = TRAINER) -> Iterator[None]:
 
 
 def check(directory: epath.PathLike, name: str = TRAINER) -> None:
-    """Checks that a directory is still the one that this process locked. Does nothing if it isn't locked.
+    """Checks that a directory locked by this process has not been moved, deleted or replaced.
+
+    Does nothing if this process hasn't locked the directory.
 
     Raises:
       DirectoryLostError: If the directory or its lock file was moved, deleted or replaced.
@@ -115,7 +117,7 @@ def _this_process() -> str:
 
 
 def _read_holder(path: str) -> str:
-    """Describes the process that holds a lock. It may not have described itself yet."""
+    """Returns a description of the process that holds a lock, as read from the lock file."""
     with contextlib.suppress(OSError, ValueError):
         return printable(files.read_bytes(path, _MAX_BYTES).decode()) or "another process"
     return "another process"

@@ -1,4 +1,4 @@
-"""A breakdown of runs' wall time, across all restarts."""
+"""A breakdown of the wall time of runs, including all restarts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ _PARTS = {
 class Goodput:
     """A breakdown of the wall time of one or more runs.
 
-    The parts add up to the time between the first start of a run and its last recorded activity. `str` returns them as
-    a table.
+    The parts of a run's wall time add up to the time between the first start of the run and its last recorded activity.
+    `str` returns the parts as a table.
 
     >>> print(Goodput({"productive": 90.0, "data": 9.0, "startup": 1.0}, steps=1000, starts=1))
     productive steps   90.0%  1 min 30 s  1,000 steps
@@ -48,7 +48,7 @@ class Goodput:
         the loop. `restores`: restoring checkpoints. `startup`: from the start of a process to its call to the
         `OuterLoop`. `downtime`: from the last log line of a process to the start of the next process; if a process is
         killed, this includes the time between its last log line and its end. `unknown`: anything else.
-      steps: The number of updates up to the last log line, not counting repeats.
+      steps: The number of updates up to the last log line, not counting repeated updates.
       repeated_steps: The number of updates that were repeated after they had been logged.
       starts: The number of calls to the `OuterLoop`.
     """
@@ -100,7 +100,7 @@ def goodput(*workdirs: epath.PathLike) -> Goodput:
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
-    """Breaks down the wall time of a run, given the records of its starts in chronological order."""
+    """Returns a breakdown of a run's wall time, given the records of its starts in chronological order."""
     parts = dict.fromkeys(_PARTS, 0.0)
     most, repeated_steps, first, end = 0, 0, None, None
     for attempt in attempts:

@@ -73,7 +73,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
     `SummaryAction`.
 
     The run executes the command between two steps: after the next log point or within a second, whichever comes first.
-    It records the command in the history and in its checkpoints, so a resumed run keeps the changed settings.
+    The run also records the command in its history and checkpoints, so a resumed run keeps the changed settings.
 
     >>> import tempfile
     >>> tell(tempfile.mkdtemp(), "save now")
@@ -144,12 +144,12 @@ def parse(command: str) -> tuple[str, Any]:
 
 @final
 class Tell(Extension):
-    """Lets `tell` send commands to a run with a train loop and a local work directory.
+    """Makes an `OuterLoop` with a train loop and a local work directory execute the commands sent with `tell`.
 
     Once per second, and at every log point, the first process looks for files in `<workdir>/commands`. If it finds any,
-    all processes pause at the same step, after the current dispatch. The first process reads the files, and then all
-    processes execute the commands in the order of the file names and save a checkpoint. Each executed command and its
-    step are appended to `<workdir>/commands.jsonl`. Malformed, oversized and non-regular files have no effect.
+    all processes pause at the same step, after the current dispatch. The first process reads the files. All processes
+    then execute the commands in the order of the file names and save a checkpoint. The answer to each command is
+    appended to `<workdir>/commands.jsonl`. Malformed, oversized and non-regular files have no effect on the run.
     """
 
     name = "commands"
@@ -173,7 +173,7 @@ class Tell(Extension):
 
 @final
 class Commands(Item):
-    """Executes the commands that are sent to a run.
+    """The agenda item that executes the commands sent to a run.
 
     Args:
       experiment: The experiment.
@@ -222,7 +222,7 @@ class Commands(Item):
         return self._job.requests.outermost.pauses
 
     def call(self, moment: Moment) -> bool:
-        """Executes the pending commands. All processes must call this after the same step."""
+        """Executes the pending commands. All processes must call this method after the same step."""
         now, savers = moment.now, [item for item in self._agenda.items if item.rank == Rank.SAVE]
         self._job.requests.outermost.end_pause()
         pending = self._inbox.pending() if self._job.is_first else []
@@ -230,7 +230,7 @@ class Commands(Item):
             answer = Answer(name, command, now.steps)
             try:
                 self._execute(command, now, savers)
-            except (AttributeError, ValueError) as error:  # The former for an interval that is a property.
+            except (AttributeError, ValueError) as error:  # `AttributeError` if the interval is a property.
                 answer = dataclasses.replace(answer, error=str(error))
                 logging.warning("The command %s", answer)
             if self._job.is_first:
@@ -238,7 +238,7 @@ class Commands(Item):
         return True
 
     def _execute(self, command: str, now: Elapsed, savers: Sequence[Item]) -> None:
-        """Executes a command, and asks for a save, so that a resumed run knows of it.
+        """Executes a command and requests a checkpoint, so that a resumed run knows about the command.
 
         Raises:
           ValueError: If the command is unknown or has an invalid value. In that case, nothing is changed.
@@ -293,7 +293,10 @@ class Commands(Item):
         return self._actions[action].settings if action in self._actions else ()
 
     def _items(self) -> dict[str, Item]:
-        """Returns the items of the train loop's end actions by name. "history" is the one that adds history rows."""
+        """Returns the items of the train loop's end actions by name.
+
+        The item that adds rows to the history is named "history".
+        """
         names, items = {id(action): name for name, action in self._actions.items()}, self._agenda.called_here
         own = lambda item: "history" if item.rank == Rank.ROW else names.get(id(getattr(item, "action", None)))
         named = {own(item): item for item in items}
@@ -307,7 +310,7 @@ class Commands(Item):
 
 @final
 class _Inbox:
-    """The files of commands and answers in a work directory."""
+    """The files in a work directory that contain commands and answers."""
 
     def __init__(self, workdir: epath.Path):
         self._workdir = workdir
@@ -315,7 +318,7 @@ class _Inbox:
         self._answered: set[str] = set()
 
     def pending(self) -> list[str]:
-        """Returns the file names of the pending commands, in order and without suffixes."""
+        """Returns the file names of the pending commands, sorted and without suffixes."""
         directory = self._workdir / DIRECTORY
         with contextlib.suppress(OSError):
             if not os.path.islink(directory):
@@ -332,7 +335,7 @@ class _Inbox:
         return ""
 
     def reject_pending(self) -> None:
-        """Rejects the pending commands, which were not given during the run."""
+        """Rejects the commands that are pending before the first step or after the last step of a run."""
         for name in self.pending():
             self.answer(Answer(name, self.read(name), 0, "It was not given during the run."))
 
@@ -352,7 +355,7 @@ class _Inbox:
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:
-    """Returns actions by name, such as `early_stopping`, or `early_stopping_2` for the second action of a class."""
+    """Returns actions by name, such as `early_stopping` and `early_stopping_2` for two actions of the same class."""
     named: dict[str, Action] = {}
     for action in actions:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")

@@ -1,4 +1,4 @@
-"""A table that compares runs by the best value of a metric and shows the notes in which they differ."""
+"""A table that compares runs by the best value of a metric, and shows the notes that differ between the runs."""
 
 import dataclasses
 import math
@@ -21,11 +21,11 @@ class Comparison:
     """A comparison of runs, sorted by their best values of a metric. `str` returns it as a table.
 
     Attributes:
-      by: The path of the metric.
+      by: The path of the metric in the history.
       mode: "max" if larger values are better, or "min" if smaller values are better.
-      runs: One dict per run. Its keys are `workdir`, `best`, `step` (at which the best value was reached), `secs` (the
-        wall time in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and
-        `step` are None if the metric was never finite.
+      runs: One dict per run. Its keys are `workdir`, `best` (the best value), `step` (the step at which that value was
+        reached), `secs` (the wall time in seconds), `productive` (the fraction of that time spent on new steps) and
+        `notes`. `best` and `step` are None if the metric was never finite.
     """
 
     by: str
@@ -55,7 +55,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     Args:
       workdirs: The runs' work directories.
       by: The path of the metric in the history, such as "test.accuracy".
-      mode: "max", "min", or "auto" to infer the mode from the name, if it is certain; see `jaxloop.actions.Monitor`.
+      mode: "max", "min", or "auto" to infer the mode from the metric's name; see `jaxloop.actions.Monitor`.
 
     Raises:
       FileNotFoundError: If a directory has no run log.
@@ -87,7 +87,7 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
 
 
 def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None]:
-    """Returns the best finite value in a history, and the first step at which it was reached."""
+    """Returns a metric's best finite value in a history, and the first step at which that value was reached."""
     name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
     history = run_log.read_history(workdir)
     pairs = zip(*history.collect(name, "steps"), strict=True) if name in history.paths() else ()

@@ -1,4 +1,4 @@
-"""The recorder of failed steps, which allows them to be rerun."""
+"""The extension that records failed steps, and the function `replay`, which reruns them."""
 
 import collections
 import contextlib
@@ -38,10 +38,10 @@ class Failures(Extension):
     """Records a failed step in `<workdir>/failures/<step>` and adds a note to the error that explains how to replay it.
 
     The directory contains the batch of the failed step, the PRNG keys, and the state before the step if that state
-    still exists. Otherwise, it contains the path of the latest earlier checkpoint and the batches since that
-    checkpoint, provided that these batches are from the last 128 steps and fit in 64 MiB. The five newest records are
-    kept. Errors that occur while recording are logged rather than raised. A multi-process job doesn't record anything,
-    because no process has all batches.
+    still exists. If it no longer exists, the directory instead contains the path of the latest earlier checkpoint and
+    the batches since that checkpoint, provided that these batches are from the last 128 steps and fit in 64 MiB. The
+    five newest records are kept. Errors that occur while recording are logged rather than raised. A multi-process job
+    doesn't record anything, because no process has all batches.
     """
 
     name = "failures"
@@ -167,19 +167,20 @@ def replay(
 
     Args:
       path: The directory `<workdir>/failures/<step>`, or the work directory.
-      step: The run's step object, or one created in the same way.
+      step: The run's `Step` object, or one created in the same way.
       step_num: The number of the failed step. Pass it only if `path` is a work directory. If None, the most recent
         record is replayed.
-      state: A state with the same structure as the run's state. It is not donated. If it is more recent than the
-        recorded state, and all batches after it were recorded, the replay starts from it. Otherwise, it only serves as
-        a template for restoring the recorded state. If None, a newly created state is used, which requires that
-        `step.initialize_model` has been called.
+      state: A state with the same structure as the run's state. It is not donated. If this state is more recent than
+        the recorded state, and all batches after this state were recorded, the replay starts from it. Otherwise, it
+        serves only as a template for restoring the recorded state. If None, a newly created state is used, which
+        requires that `step.initialize_model` has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
-        may differ in the last bits. Any earlier steps are still compiled, so `run` is traced for them before it is
-        called eagerly.
+        may differ in the last bits. If earlier steps must be replayed first, these are compiled, so `run` is traced
+        before it is called eagerly.
 
     Returns:
-      `(state, outputs)` of the failed step. If the step raised an error in the run, the replay raises the same error.
+      A pair of the state and the outputs that the failed step returns. If the step raised an error in the run, the
+      replay raises the same error.
 
     Raises:
       FileNotFoundError: If there is no such record.
@@ -208,7 +209,7 @@ def replay(
 
 
 def _run_again(step: Step, state: Any, batch: types.Batch, *, eagerly: bool) -> tuple[Any, types.Output]:
-    """Runs a step with its hooks, but without its actions. If it runs eagerly, it doesn't donate the state."""
+    """Runs a step with its hooks, but without its actions. An eagerly run step doesn't donate the state."""
     runner = step._runner
     state, batch = runner.before_run(runner.states.prepare(state), batch)
     if eagerly:  # Otherwise, operations between NumPy arrays would run in NumPy instead of JAX.
@@ -236,7 +237,7 @@ def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
 def _state_before(
     folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
 ) -> Any:
-    """Returns a state from which the recorded batches can be replayed up to the failed step, and its step number."""
+    """Returns a state from which the failed step can be reached with the recorded batches, and the state's step."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     leads = lambda step: step < failed and batches.keys() >= {*range(step + updates, failed + 1, updates)}
     if leads(given) and (base is None or given > base):

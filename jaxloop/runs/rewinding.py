@@ -1,4 +1,4 @@
-"""`rewind`, which reproduces the state before any step of a run."""
+"""The function `rewind`, which reproduces the state before any step of a run."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Rewound(NamedTuple):
-    """The result of `rewind`: everything needed to repeat one step of a run.
+    """The result of `rewind`: everything that is needed to repeat one step of a run.
 
     Attributes:
       state: The train state before the step.
@@ -86,10 +86,10 @@ def rewind(
       train_total_steps: The value that was passed to the run; see `OuterLoop`.
       train_loop_steps: The value that was passed to the run; see `OuterLoop`.
       train_epochs: The value that was passed to the run; see `OuterLoop`.
-      verify: Whether to compare the repeated steps with the history.
+      verify: Whether to compare the metrics of the repeated steps with the history.
 
     Returns:
-      The state before the step, and the step's batch and PRNG keys.
+      The state before the step, the step's batch and PRNG keys, and the number of history rows that were compared.
 
     Raises:
       FileNotFoundError: If there is neither a checkpoint before the step nor a `state` from an earlier step.
@@ -138,7 +138,7 @@ def rewind(
 
 
 def _next_batch(loop: ActionLoop, data: TrainingData) -> types.Batch:
-    """Returns the batch of the next step, perhaps the first one of an epoch; None at the end of the data."""
+    """Returns the batch of the next step, beginning a new epoch if necessary, or None at the end of the data."""
     for _ in range(2):
         with contextlib.suppress(StopIteration):
             return None if data.source is None else loop.engine.data.next_batch(data.source)
@@ -149,7 +149,10 @@ def _next_batch(loop: ActionLoop, data: TrainingData) -> types.Batch:
 def _restored(
     workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, run: WholeRun, data: TrainingData
 ) -> Any:
-    """Restores the newest checkpoint at or before a step; without one, returns the given state."""
+    """Restores and returns the state of the newest checkpoint that is not after the step `before`.
+
+    If there is no such checkpoint, returns the given state.
+    """
     spec, train_loop, given = outer_loop.checkpoint_spec, outer_loop.train_loop, checks.adopt(state)
     assert train_loop is not None
     places = [files.absolute(workdir), files.absolute(workdir) / "checkpoints"]
@@ -168,7 +171,7 @@ def _restored(
 
 
 def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
-    """Returns the step of a given state, from which the run can be repeated."""
+    """Returns the step of a given state. Raises an error if the run can't be repeated from this state."""
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given))
     step_num = before + 1 if is_abstract else step_num_of(given)
     if step_num > before:
@@ -181,7 +184,7 @@ def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
 
 @contextlib.contextmanager
 def _muted(loop: Any, row: Recorder) -> Iterator[None]:
-    """Disables all actions of a loop and its step, except the one that adds rows, while the context is open."""
+    """Returns a context manager that disables all actions of a loop and its step. `row` still adds history rows."""
     engine, lists = loop.engine, loop.step._runner.action_lists
     own, actions = engine.actions, [each.actions for each in lists]
     engine.run.agenda.items, engine.actions = [row], LoopActions()
@@ -196,7 +199,7 @@ def _muted(loop: Any, row: Recorder) -> Iterator[None]:
 
 
 def _verified(rows: Iterable[Row], past: History) -> int:
-    """Compares rows with the history's rows for the same steps. Returns the number of rows compared.
+    """Compares rows with those of the history `past` for the same steps. Returns the number of rows compared.
 
     Raises:
       RuntimeError: If a value differs.
@@ -218,7 +221,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields each row's train metrics, preceded by the pair of steps between which they were measured."""
+    """Yields a pair for each row with train metrics: the steps between which these were measured, and the metrics."""
     before = 0
     for row in rows:
         if "train" in row.logs:

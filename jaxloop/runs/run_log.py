@@ -36,20 +36,20 @@ _has_claimed_start = False  # True once a run has counted the time since this pr
 class RunLog(Extension):
     """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
-    A line is appended when the run starts, when its first step is known, at most once per second while it runs, and
-    when it ends. If a run is killed, the last line shows its last known progress.
+    A line is appended when the run starts, when the step at which it starts or resumes is known, at most once per
+    second while it runs, and when it ends. If a run is killed, the last line shows the run's last known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
     Args:
-      notes: See `OuterLoop`. The program's Git commit is added to them.
+      notes: See `OuterLoop`. The program's Git commit is added to these notes.
     """
 
     name = "run log"
 
     def __init__(self, notes: Mapping[str, Any] | None = None):
         self._notes = _checked(notes)
-        self._actions: Sequence[Action] | None = None  # Those that don't know the notes yet.
+        self._actions: Sequence[Action] | None = None  # The actions that haven't received the notes yet.
         self._spent: Callable[[], Spent] = Spent
         self._path: epath.Path | None = None  # None if no log is written.
         self._newest_line = -math.inf
@@ -109,14 +109,15 @@ class RunLog(Extension):
 @final
 @dataclasses.dataclass
 class Attempt:
-    """One start of a run, as recorded in the log.
+    """One start of a run, as recorded in the run log.
 
     Attributes:
-      started: The time when the call to the `OuterLoop` started, in seconds since the epoch.
-      since: The time when the process started. Equal to `started` for later calls in the same process, and in
-        notebooks.
-      described: The other values in the start's log line: `pid`, `host`, `total_steps`, `notes`.
-      points: The later lines, each as `(time, step, seconds by kind)`. The first of them records the first step.
+      started: The time when the call to the `OuterLoop` started, in seconds since the Unix epoch.
+      since: The time when the process started, in seconds since the Unix epoch. Equal to `started` for later calls in
+        the same process, and in notebooks.
+      described: The values in the log line that records the start: `pid`, `host`, `total_steps`, `notes` and others.
+      points: The later log lines, each as `(time, step, seconds by kind of work)`. The first one records the first
+        step.
       reason: The reason why the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or
         another signal, or `"error: ..."`. None if the run was killed or is still running.
     """
@@ -129,7 +130,10 @@ class Attempt:
 
     @property
     def state(self) -> str:
-        """The reason why the run ended, if known; otherwise "running", "killed" or, if on another host, "silent"."""
+        """The reason why the run ended, if known; otherwise "running" or "killed".
+
+        If the reason is unknown and the run was started on another host, "silent".
+        """
         if self.reason is not None:
             return self.reason
         if self.described.get("host") != socket.gethostname():
@@ -138,7 +142,7 @@ class Attempt:
 
 
 def read_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects in the lines of a file, which doesn't have to exist. Skips malformed lines.
+    """Yields the JSON objects in the lines of a file. Skips malformed lines. Yields nothing if the file doesn't exist.
 
     Raises:
       OSError: If the file is not a regular file, or can't be read.
@@ -151,18 +155,18 @@ def read_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
 
 
 def read_history(workdir: epath.PathLike) -> History:
-    """Returns the history in a work directory, which is empty if there is no file."""
+    """Returns the history in a work directory. If the directory has no history file, the history is empty."""
     path = files.absolute(workdir) / HISTORY_FILE
     return History.load(path) if path.exists() else History()
 
 
 def read(workdir: epath.PathLike) -> list[Attempt]:
-    """Returns a record of each start of a run, in chronological order.
+    """Reads a run log. Returns a record of each start of the run, in chronological order.
 
     Raises:
       FileNotFoundError: If the directory has no run log.
-      OSError: If the file is not a regular file, or can't be read.
-      ValueError: If the file is too large.
+      OSError: If the log is not a regular file, or can't be read.
+      ValueError: If the log is too large.
     """
     attempts: list[Attempt] = []
     for line in read_lines(files.absolute(workdir) / FILE):
@@ -198,7 +202,7 @@ def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """Returns the commit of the program's Git repository, as a note; an empty dict if there is no repository."""
+    """Returns a note with the commit of the program's Git repository, or no notes if there is no repository."""
     directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
@@ -208,7 +212,7 @@ def _commit() -> dict[str, str]:
 
 
 def _started_at(now: float) -> float:
-    """Returns the process's start time for its first run; `now` for later runs and in notebooks."""
+    """Returns the start time of this process for the first run in it, or `now` for later runs and in notebooks."""
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True
     if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
@@ -217,7 +221,7 @@ def _started_at(now: float) -> float:
 
 
 def _is_running(pid: Any, started: float) -> bool:
-    """Returns whether the process that called an `OuterLoop` at the given time is still running on this machine."""
+    """Returns True if the process that called an `OuterLoop` at the time `started` is still running on this machine."""
     try:
         os.kill(pid, 0)
     except PermissionError:  # It belongs to another user.
@@ -228,7 +232,7 @@ def _is_running(pid: Any, started: float) -> bool:
 
 
 def _began_at(pid: int) -> float | None:
-    """Returns the start time of a process, in seconds since the epoch; None if the system doesn't report it."""
+    """Returns a process's start time in seconds since the Unix epoch, or None if the system doesn't report it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat, open("/proc/uptime", "rb") as uptime:
             ticks = int(stat.read().rpartition(b")")[2].split()[19])

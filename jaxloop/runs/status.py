@@ -1,4 +1,4 @@
-"""The status of a run, as determined from the files in its work directory."""
+"""The status of a run, which is read from the files in the run's work directory."""
 
 import dataclasses
 import os
@@ -21,13 +21,15 @@ class Status:
     Attributes:
       workdir: The work directory.
       state: The reason why the run ended, if it recorded one: "finished", "stopped", "stopped by EarlyStoppingAction",
-        "SIGTERM" or "error: ...". Otherwise "running" or "killed", or "silent" if the run was started on a different
-        host, so that it could be either.
-      step: The number of completed updates, or None if the run hasn't reached its first step since it was last started.
+        "SIGTERM" or "error: ...". Otherwise "running" or "killed"; or "silent" if the run was started on a different
+        host, where it may be running or killed.
+      step: The number of completed updates at the last log line, or None if no progress has been logged since the run
+        was last started.
       total_steps: The planned number of updates, or None if only the data or a schedule determines when the run ends.
       steps_per_sec: The speed between the last two log points, or None if it is unknown.
       secs_left: The estimated time until the end of the run, in seconds, or None if it is unknown.
-      metrics: For each path in the history, the newest value and its step, as in `{"test.accuracy": (100, 0.9)}`.
+      metrics: A dict that maps each path in the history to the step of its newest value and that value, as in
+        `{"test.accuracy": (100, 0.9)}`.
       checkpoint: The step of the newest checkpoint, or None if there is none.
       starts: The number of times that the run has been started.
       quiet_secs: The time since the last recorded activity, in seconds.

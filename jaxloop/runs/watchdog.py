@@ -1,4 +1,4 @@
-"""A watchdog that ends a hanging run and reports which process hangs and where."""
+"""A watchdog that ends a run that hangs, and reports which process hangs and where."""
 
 import collections
 import contextlib
@@ -29,7 +29,7 @@ from jaxloop.schedules import Elapsed
 EXIT_CODE = 75
 """The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts the process."""
 
-_COLLECT_SECS = 3.0  # How long the first process waits for the reports of the others.
+_COLLECT_SECS = 3.0  # The maximum time that the first process waits for the reports of the others.
 _LAST_SECS = 1.5  # The processes may notice the hang one second apart.
 _MAX_REPORT_BYTES = 1 << 20
 _WAITING_FOR_PROCESSES = {
@@ -56,10 +56,11 @@ class Watchdog(Extension):
 
     Args:
       step_secs: The maximum time, in seconds, during which no train step is dispatched or completed.
-      startup_secs: The maximum time before the first step of an `OuterLoop` call. It is also the maximum time for
-        compiling a step and running it for the first time, including any wait for processes that are still compiling.
-      eval_secs: The maximum time without a new batch in an evaluation, including compilation.
-      checkpoint_secs: The maximum time that saving or restoring a checkpoint may block the run.
+      startup_secs: The maximum time, in seconds, before the first step of an `OuterLoop` call. It is also the maximum
+        time for compiling a step and running it for the first time, including any wait for processes that are still
+        compiling.
+      eval_secs: The maximum time, in seconds, without a new batch in an evaluation, including compilation.
+      checkpoint_secs: The maximum time, in seconds, for which saving or restoring a checkpoint may block the run.
     """
 
     step_secs: float = 600.0
@@ -88,7 +89,7 @@ class Watchdog(Extension):
 
 @final
 class _Watching(threading.Thread):
-    """The background thread of a `Watchdog`, which watches the thread that creates it."""
+    """The background thread of a `Watchdog`. It watches the thread in which it was created."""
 
     def __init__(self, limits: Watchdog, experiment: Experiment):
         super().__init__(name="jaxloop-watchdog", daemon=True)
@@ -110,7 +111,7 @@ class _Watching(threading.Thread):
                 self._end(now - since)
 
     def _activity(self) -> tuple[Any, ...]:
-        """Returns a tuple that changes whenever the run makes progress. Its first element is the limit, in seconds.
+        """Returns a tuple that changes whenever the run makes progress. The first element is the time limit in seconds.
 
         The host may be many steps ahead of the devices, so a step counts as progress both when it is dispatched and
         when it has been computed.
@@ -165,7 +166,7 @@ class _Watching(threading.Thread):
         return f"{timing.NAMES[kind] if kind else 'between two loops'} after step {step:,}"
 
     def _tell_extensions(self, step: int, reason: str) -> None:
-        """Ends the extensions in a thread of its own, because one of them may hang, too."""
+        """Ends the other extensions in a separate thread, because one of them may hang, too."""
         now = dataclasses.replace(self._engines[0].run.now, steps=step)
         end = functools.partial(self._experiment.extensions.end, now, reason, None, but=self._limits)
         thread = threading.Thread(target=end, daemon=True)
@@ -186,7 +187,7 @@ class _Watching(threading.Thread):
         return path
 
     def _collect(self, folder: epath.Path, number: int, place: str) -> str:
-        """Waits for the reports of the other processes, and returns a sentence that describes all processes."""
+        """Waits for the reports of the other processes. Returns a sentence about what each process is doing."""
         count, places, deadline = distributed.place()[1], {number: place}, time.monotonic() + _COLLECT_SECS
         while len(places) < count and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Compilation of a step's `run` hook for training or evaluation, with one or more batches per dispatch."""
+"""Compiles a step's `run` hook for training or evaluation, with one or more batches per dispatch."""
 
 import contextlib
 import dataclasses
@@ -24,13 +24,14 @@ from jaxloop.step import cost, forward, nonfinite
 class Compiled:
     """Compiles a step's `run` when it is first called, and again for each new batch shape.
 
-    Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back. In
-    training, the carry is the result of `take_apart` unless there are `jit_kwargs` or the partitioner overrides
-    `partition`, which may expect the original tree. In all other cases, the carry is the state itself.
+    Between calls, the state is kept in a form called a carry: `enter` converts a state to a carry, and `leave` converts
+    a carry back to a state. In training, the carry is normally the result of `take_apart`; in evaluation, it is the
+    state itself. It is also the state itself if there are `jit_kwargs` or the partitioner overrides `partition`,
+    because either may refer to the tree structure of the state.
 
-    If the function is traced again, a warning lists the leaves that changed. A second batch shape causes no warning,
-    because it may come from a short last batch. If there are more than `Step.max_batch_shapes` shapes, an error is
-    raised.
+    If `run` is traced again, a warning lists the leaves that changed. There is no warning for a second batch shape,
+    which may come from a short last batch, or for any new batch shape in evaluation. In training, an error is raised if
+    there are more than `Step.max_batch_shapes` batch shapes.
 
     Args:
       programs: The programs of the step.
@@ -109,9 +110,9 @@ class Compiled:
                 self._end_compiling(None)
 
     def _compile(self, run: Callable[..., Any], options: dict[str, Any], structure: Any, _: Any) -> Any:
-        """Returns a function that is compiled for one structure of its arguments, when the state's layout is known.
+        """Returns a compiled version of `run` for states and batches of one structure.
 
-        `structure` is that of a state which is passed in parts; otherwise, it is None.
+        `structure` is the key that `take_apart` returns, or None if the state is passed whole.
         """
         partitioner = self._programs.step.partitioner
 
@@ -142,7 +143,10 @@ class Compiled:
         )
 
     def _check_trace(self, new: dict[str, str]) -> None:
-        """Warns about the leaves that differ from those of the most similar earlier trace."""
+        """Warns about the leaves that differ from those of the most similar earlier trace.
+
+        Raises a `ValueError` if there are too many batch shapes.
+        """
         of_state = lambda trace: [leaf for leaf in trace if leaf.startswith("state/")]
         traces = [trace for trace in self._signatures if of_state(trace) == of_state(new)]
         if not traces:
@@ -168,7 +172,7 @@ class Compiled:
         )
 
     def _begin_compiling(self) -> None:
-        """Logs that compilation begins, and counts the time until the dispatch returns as compile time."""
+        """Logs that compilation is starting, and counts the time until the dispatch returns as compile time."""
         stopwatch = self._programs.stopwatch
         if stopwatch is None:
             return
@@ -187,10 +191,11 @@ class Compiled:
 
 
 class _SameInAllProcesses:
-    """A compiled function that checks, for each new batch structure, that all processes run the same program.
+    """A compiled function that checks, whenever the form of the batch is new, that all processes run the same program.
 
-    If the programs differed, the processes would deadlock or compute different results. A structure that is new in only
-    one process would also deadlock, so if the batches may differ, they are compared first.
+    The form consists of the structure, shapes and dtypes. If the programs differed, the processes would deadlock or
+    compute different results. The check itself would deadlock if the form were new in only one process. Therefore, if
+    the processes' batches may differ, they are compared first.
     """
 
     def __init__(self, name: str, compiled: Any, batch_watch: checks.BatchWatch, structure: Any):
@@ -231,7 +236,7 @@ class Programs:
     Attributes:
       step, batch_watch: The arguments of the same names.
       jit_kwargs: The arguments for `jax.jit` that override the partitioner's.
-      policy: The policy for NaN and infinity of the loop that is running the step.
+      policy: The `nan_policy` of the loop that is running the step.
       stopwatch: The stopwatch of the loop that is running the step, or None.
       cost: The `Cost` of the program that was last compiled ahead of time, or None if there is no such program.
     """
@@ -252,7 +257,7 @@ class Programs:
         self._compiled, self.jit_kwargs = {}, jit_kwargs
 
     def compiled(self, *, evaluates: bool = False, fuses: bool = False) -> Compiled:
-        """Returns the compiled `run`.
+        """Returns the `Compiled` object for these options, which is created when it is first needed.
 
         Args:
           evaluates: Whether `run` is compiled for evaluation, which doesn't donate the state.
@@ -265,7 +270,7 @@ class Programs:
         return self._compiled[key]
 
     def detector(self, policy: nonfinite.NanPolicy) -> nonfinite.Detector:
-        """Returns the object that adds flags for non-finite values to the outputs of `run`, as a policy requires."""
+        """Returns the object that adds flags for non-finite values to the outputs of `run` and applies `policy`."""
         if policy not in self._detectors:
             is_on_mesh = self.step.partitioner.mesh is not None
             self._detectors[policy] = nonfinite.Detector(self.run, policy, is_on_mesh)
@@ -282,7 +287,7 @@ class Programs:
 
     @contextlib.contextmanager
     def watched(self, policy: nonfinite.NanPolicy, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """Returns a context manager that makes the step use a loop's stopwatch and its policy for NaN and infinity.
+        """Returns a context manager inside which the step uses a loop's `nan_policy` and stopwatch.
 
         Args:
           policy: The loop's `nan_policy`.
@@ -298,7 +303,7 @@ class Programs:
     # Traced --------------------------------------------------------------------------------------
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        """Calls the step's `run` and checks its results."""
+        """Calls the step's `run` and checks the state and the outputs that it returns."""
         hook = f"{type(self.step).__name__}.run"
         with forward.noting_changes() as changed:
             result = self.step.run(state, batch)
@@ -308,12 +313,12 @@ class Programs:
         return new_state, self._reported(outputs, batch)
 
     def evaluate(self, state: Any, batch: types.Batch) -> types.Output:
-        """Calls the step's `run` and returns only its outputs."""
+        """Calls the step's `run` and returns only the outputs."""
         result = checks.check_result(self.step.run(state, batch), f"{type(self.step).__name__}.run")
         return self._reported(result[1], batch)
 
     def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
-        """Converts the outputs of `run` to the form in which loops report them."""
+        """Replaces per-example losses in the outputs by their means, unless the step overrides `num_examples`."""
         if not outputs:
             return outputs
         is_padded = checks.is_user_defined(self.step, "num_examples")  # The arrays may contain rows that don't count.
@@ -321,7 +326,7 @@ class Programs:
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
-    """Describes, by leaf name, the properties of each leaf that a trace depends on."""
+    """Returns a description of each leaf, keyed by path: its dtype, its shape, and whether it is weakly typed."""
     leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
@@ -329,7 +334,7 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
 
 
 def _fused(run: Callable[[Any, Any], Any], *, evaluates: bool) -> Callable[[Any, Any], Any]:
-    """Returns a function that scans `run`, or an evaluation, over batches that were stacked with `stacked`."""
+    """Returns a function that scans `run` over batches that were stacked by `stacked`."""
 
     def fused(state: Any, batches: Any) -> Any:
         body = lambda carry, batch: (carry, run(state, batch)) if evaluates else run(carry, batch)
@@ -344,7 +349,11 @@ def _fused(run: Callable[[Any, Any], Any], *, evaluates: bool) -> Callable[[Any,
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _StackedNone:
-    """A stack of batches that are all None. It stores their number, because a scan over None needs a length."""
+    """A stack of batches that are all None.
+
+    Attributes:
+      length: The number of batches, which a scan over None can't infer.
+    """
 
     length: int
 

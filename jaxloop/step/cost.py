@@ -35,9 +35,10 @@ class Collective:
 @final
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The computation, memory and communication of one dispatch of a compiled step. `str` returns them as a sentence.
+    """The computation, memory and communication of one dispatch of a compiled step.
 
-    The sizes and collectives are those of the program that XLA compiled.
+    The sizes and collectives are those of the program that XLA compiled. `str` returns the FLOPs and the memory as a
+    sentence.
 
     Attributes:
       flops: The total number of floating-point operations on all devices; see `flops_of`.
@@ -151,7 +152,10 @@ def flops_of(program: Any) -> float:
 
 
 def _operations(program: Any, kind: Any) -> float:
-    """Counts a program's operations: arithmetic only if its results are of this kind, matrix products in any case."""
+    """Counts a program's operations. Matrix products and convolutions always count.
+
+    Elementwise operations and reductions count only if the dtype of their result is of the given kind.
+    """
     return sum((_operations_of(equation, kind) for equation in program.eqns), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Functions that create the initial `TrainState` for any kind of model and run its forward pass.
+"""Functions that create the initial `TrainState` for any kind of model, and run the model's forward pass.
 
 `adapt` converts models that are neither Linen modules nor NNX classes to an `AdaptedModel`, and `forward` calls every
 kind of model in the same way.
@@ -28,12 +28,12 @@ from jaxloop.types import nnx
 def with_arguments(
     model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], step_class: type
 ) -> Any:
-    """Converts a model as `adapt` does and binds the arguments of an NNX class.
+    """Converts a model with `adapt` or, if the model is an NNX class, binds the arguments of its constructor.
 
     Args:
       model: A model of any supported kind, or None.
       nnx_model_args: The step's argument of the same name.
-      options: The keyword arguments that aren't parameters of the step's constructors.
+      options: The keyword arguments passed to the step that no constructor of its class declares.
       step_class: The class of the step.
 
     Raises:
@@ -69,8 +69,8 @@ def init_fn(
 ) -> tuple[Callable[..., types.TrainState], Sequence[Any]]:
     """Returns a pure function that creates the initial state, and the arguments to call it with.
 
-    The function is compiled by a partitioner. The arrays of an `AdaptedModel` are arguments because compiling them as
-    constants would be slow.
+    The function is compiled by a partitioner. The arrays of an `AdaptedModel` are passed as arguments, because
+    compiling them as constants would be slow.
     """
 
     def variables(*arrays: Any) -> tuple[Any, Any, Any, Any]:
@@ -124,7 +124,7 @@ def _init_adapted(model, base_prng, spec, arrays, init_kwargs) -> tuple[Any, Any
 
 
 def _copy(leaf: Any) -> jax.Array:
-    """Returns a copy that the first step may donate. It isn't weakly typed, so the step compiles only once."""
+    """Returns a copy that the first step may donate. The copy isn't weakly typed, so the step compiles only once."""
     leaf = jnp.asarray(leaf)
     return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
 
@@ -137,7 +137,7 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 
     The mode (training or inference) is set in the way that each kind of model expects. NNX and Equinox models are
     switched to that mode. All models except Equinox modules receive `train`, `training`, `is_training` or
-    `deterministic` if they take an argument of that name. Linen collections are mutable during training.
+    `deterministic` if they take an argument with that name. Linen collections are mutable during training.
 
     Args:
       state: The `TrainState`. Its `apply_fn` determines the kind of model. A plain function is called like the `apply`
@@ -145,13 +145,14 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
       params: The parameters to use instead of `state.params`, for example inside a function to be differentiated.
       inputs: The model's input, or a list or dict of inputs for a Linen or NNX model that takes several.
       train: Whether to call the model in training mode.
-      rngs: A single key, or a dict of keys by name. If it is a single key, dropout in a Linen model uses it unchanged,
-        and all other names use keys derived from it. If it is a dict, a model that takes a single key receives the one
-        named "dropout" or, if there is none, the one whose name sorts first.
+      rngs: A single PRNG key, or a dict of PRNG keys by name. A Linen model uses a single key unchanged for dropout,
+        and derives the keys of all other random streams from it. If `rngs` is a dict, a model that takes a single key
+        receives the one named "dropout" or, if there is none, the one whose name sorts first.
 
     Returns:
-      `(outputs, updates)`. Pass `updates` to `state.update_variables`. In an evaluation, it contains only the losses
-      that the model sowed; see `sown_losses`. It is None if it would be empty.
+      `(outputs, updates)`. `updates` contains the variables that the forward pass changed; pass it to
+      `state.update_variables`. In evaluation, it contains only the losses that the model sowed; see `sown_losses`. It
+      is None if there are none.
 
     >>> import optax
     >>> model = nn.Dense(2)
@@ -174,15 +175,15 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
     return outputs, (updates if train else _sown_part(updates)) or None
 
 
-# The variables that forward passes in training mode have changed, before the change; None outside `noting_changes`.
+# The old values of variables that forward passes in training mode have changed; None outside `noting_changes`.
 _changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("changed", default=None)
 
 
 @contextlib.contextmanager
 def noting_changes() -> Iterator[list[Any]]:
-    """Returns a context manager that records which variables forward passes in training mode change.
+    """Returns a context manager that records the variables that forward passes in training mode change.
 
-    It yields a list of the values that these variables had before the change.
+    Entering it returns a list, to which the old values of these variables are added.
     """
     token = _changed.set(changed := [])
     try:
@@ -338,13 +339,14 @@ class Forward(abc.ABC):
 
 @final
 class NNXApply(Forward):
-    """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
+    """The `apply_fn` of an NNX model.
 
-    Works like `graphdef.apply`. In addition, `train=True` calls `model.train()` and `train=False` calls `model.eval()`,
-    which switch layers such as dropout and batch normalization to that mode. If `train` isn't given, the model stays in
-    the mode that its constructor set.
+    Call it like `graphdef.apply`: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`. In
+    addition, `train=True` calls `model.train()` and `train=False` calls `model.eval()`, which switch layers such as
+    dropout and batch normalization to that mode. If `train` isn't given, the model stays in the mode that its
+    constructor set.
 
-    `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so its hash
+    `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so the hash
     is cached.
     """
 
@@ -506,7 +508,7 @@ def adapt(model: Any) -> Any:
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Returns whether any of a model's base classes is from a package, without a slow import of the package."""
+    """Returns True if any base class of a model is from a package. Doesn't import the package, which would be slow."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
@@ -534,7 +536,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def example_inputs(spec: types.BatchSpec) -> Any:
-    """Returns inputs for initializing a model: the spec with its shapes replaced by arrays of ones.
+    """Returns inputs for initializing a model: the given spec, with arrays of ones in place of shapes.
 
     >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "key": jax.random.key(0)}))
     {'image': (1, 28, 28, 1), 'key': ()}

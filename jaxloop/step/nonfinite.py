@@ -1,6 +1,6 @@
-"""Detection of NaN and infinity inside the compiled step.
+"""Detects NaN and infinity inside the compiled step.
 
-The host reads the results together with other values, without additional synchronization.
+The host reads the flags for non-finite values together with the step's outputs, without additional synchronization.
 """
 
 import itertools
@@ -23,7 +23,7 @@ STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
 """The number of steps skipped by `nan_policy="skip"`; present only if any were skipped."""
 
 FLAGS = "jaxloop/nonfinite"
-"""The name under which a step's compiled program reports its flags."""
+"""The name of the output that contains a step's flags for non-finite values."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -52,16 +52,16 @@ class NonFiniteError(FloatingPointError):
 
 @final
 class Detector:
-    """Wraps a step's `run` so that the same compiled program also returns flags for non-finite values.
+    """Wraps a step's `run` so that its compiled program also returns flags for non-finite values.
 
-    It checks the floating-point leaves of the new `params` and `batch_stats` (or of the whole state if it has no
-    `params`), and the outputs whose names contain "loss". Other outputs aren't checked, because they may legitimately
-    be NaN for some batches.
+    There is one flag for each floating-point leaf of the new `params` and `batch_stats` (or of the whole state if it
+    has no `params`), and of the outputs whose names contain "loss". Other outputs aren't checked, because they may
+    legitimately be NaN for some batches.
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
       policy: The `nan_policy`. With "skip", a bad step leaves the state unchanged except for `step`.
-      on_mesh: True if the function is compiled for a mesh.
+      on_mesh: Whether the function is compiled for a mesh.
     """
 
     def __init__(self, run: Callable[[Any, Any], tuple[Any, types.Output]], policy: NanPolicy, on_mesh: bool):
@@ -69,7 +69,7 @@ class Detector:
         self._names: list[str] = []
 
     def run(self, state: Any, batch: Any) -> tuple[Any, types.Output]:
-        """Runs a step and adds its flags to its outputs."""
+        """Runs a step, applies the policy, and adds the flags to the outputs."""
         new_state, outputs = self._run(state, batch)
         values = {**_losses(outputs), **_watched_leaves(new_state)}
         self._names = list(values)
@@ -121,7 +121,7 @@ def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
 
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
-    """Excludes the value of a bad step from means, by resetting a metric or setting a weight to 0."""
+    """Excludes an output of a bad step from means: resets a metric to its empty state, or sets a weight to 0."""
     if isinstance(value, types.Weighted):
         return types.Weighted.of(value.value, jnp.where(is_bad, 0, value.weight))
     if not metrics.is_metric(value) or metrics.merges_on_host(value):  # A metric that collects values can't be empty.
@@ -136,11 +136,11 @@ class Guard:
     Args:
       policy: "raise" or "skip".
       names: A function that returns the names of the values that a step's flags mark as non-finite.
-      step_of: A function that returns the step at a position in the outputs.
+      step_of: A function that converts a position in the outputs to the number of the step at that position.
 
     Attributes:
       error: The error to raise for the first bad step. None if there is no such step or the policy is "skip".
-      skipped: The positions in the outputs of the steps that were skipped. Empty if the policy is "raise".
+      skipped: The skipped steps, as positions in the outputs. Empty if the policy is "raise".
     """
 
     def __init__(self, policy: NanPolicy, names: Callable[[np.ndarray], list[str]], step_of: Callable[[int], int]):
@@ -150,9 +150,14 @@ class Guard:
         self._untold: list[tuple[int, list[str]]] = []
 
     def inspect(self, columns: dict[str, Any], first: int, examples: list[int]) -> list[int]:
-        """Removes the flags from the columns and records bad steps. Returns the weights of the steps.
+        """Removes the flags from the outputs of consecutive steps and records bad steps. Returns the steps' weights.
 
         A step's weight is its number of examples, or 0 if the step is skipped.
+
+        Args:
+          columns: A dict that maps the name of each output to the values of all steps.
+          first: The position of the first of these steps in the outputs.
+          examples: The number of examples in each step.
         """
         flags, weights = columns.pop(FLAGS, None), list(examples)
         if flags is None:
@@ -173,13 +178,13 @@ class Guard:
             raise self.error
 
     def report(self, who: str) -> None:
-        """Logs a warning about the steps that were skipped since the last call."""
+        """Logs a warning about the steps that were skipped since the last call. `who` describes the loop."""
         if self._untold:
             (step_num, names), number, self._untold = self._untold[0], len(self._untold), []
             text = "%s skipped %d step%s with values that are not finite, the first of them step %d: %s."
             logging.warning(text, who, number, "s" if number > 1 else "", step_num, ", ".join(names[:6]))
 
     def measure(self, start: int) -> dict[str, int]:
-        """Returns the statistic that counts the steps skipped since a position; an empty dict if there were none."""
+        """Returns a dict with the number of steps skipped since the position `start`. Empty if there were none."""
         number = sum(place >= start for place in self.skipped)
         return {STAT_SKIPPED_STEPS: number} if number else {}

@@ -28,13 +28,13 @@ class Runner:
     Hooks:
       watch_class: The class of `batch_watch`.
       place: Places a batch, or several stacked batches, on the devices.
-      ready_batch: Passes a batch through the hooks that precede `run`, if they don't need the state.
+      ready_batch: Passes a batch through the hooks that precede `run`, if these hooks don't need the state.
       filler: Returns the function that sets the size of padded batches.
       explain: Adds a note about the batch to an error that a step raised.
 
     Args:
       step: The step.
-      base: The class `Step`, with the default hooks.
+      base: The class `Step`, which defines the default hooks.
       begin_actions: The actions to call before `run`.
       end_actions: The actions to call after `end`.
 
@@ -42,7 +42,7 @@ class Runner:
       step: The step.
       batch_watch: The object that checks training batches before they are passed to `run`, and counts their rows.
       programs: The compiled versions of `run`.
-      states: The states that the step returned.
+      states: The object that prepares states and remembers the last state that the step returned.
       action_lists: The begin actions and the end actions.
       has_schedules: True if any of the step's actions has a schedule as its interval.
     """
@@ -62,13 +62,13 @@ class Runner:
         self._has_warned_of_count = False
 
     def has_own(self, name: str) -> bool:
-        """Returns True if the step or its class overrides a method of `Step`."""
+        """Returns True if the step or its class overrides the method of `Step` with this name."""
         return checks.is_overridden(self.step, name, self._base)
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Returns the reason why a loop can't fuse the step: host code that must run at each step.
+        """Returns the reason why a loop can't fuse several steps into one dispatch, or None if it can.
 
-        Returns None if there is no such code.
+        The reason is always that the step has host code that must run at each step.
 
         Args:
           evaluates: Whether to consider evaluation rather than training.
@@ -109,9 +109,10 @@ class Runner:
         return count
 
     def ready_batch(self, batch: types.Batch) -> types.Batch | None:
-        """Passes a batch through the hooks that precede `run`, or returns None if they need the state.
+        """Passes a batch through the hooks that precede `run`. Returns None if these hooks need the state.
 
-        Assembling the state for these hooks takes a tenth of the time of a small step.
+        Without this method, the state would have to be assembled for these hooks, which takes a tenth of the time of a
+        small step.
         """
         return None
 
@@ -133,7 +134,14 @@ class Runner:
         return state if new_state is state else self.states.prepare(new_state), batch
 
     def begin(self, state: Any, batch: types.Batch, number: int, elapsed: Elapsed) -> tuple[Any, types.Batch]:
-        """Calls the hooks that precede `run`, and the begin actions, when no loop does so."""
+        """Passes a batch through the hooks that precede `run`, and then calls the begin actions that are due.
+
+        Args:
+          state: The prepared state.
+          batch: A batch from the dataset.
+          number: The number of steps before this one in the current loop.
+          elapsed: The progress of the run after this step.
+        """
         state, batch = self.before_run(state, batch)
         _call_actions(self.action_lists[0], state, None, number, elapsed)
         return state, batch
@@ -166,7 +174,7 @@ class Runner:
         return step.shard_batch(batch)
 
     def dispatch(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> tuple[Any, types.Output]:
-        """Dispatches `run` on a batch that has passed through the hooks that precede it."""
+        """Dispatches `run` on a batch that has already passed through the preceding hooks."""
         compiled = self.programs.compiled(evaluates=evaluates)
         try:
             carry, outputs = compiled.call(compiled.enter(state), self.place(batch, evaluates=evaluates))
@@ -192,7 +200,7 @@ class Runner:
     # After `run` ---------------------------------------------------------------------------------
 
     def end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
-        """Calls the hook `end` and the end actions when no loop does so."""
+        """Calls the hook `end`, and then the end actions that are due. For `number` and `elapsed`, see `begin`."""
         flags = (outputs or {}).get(nonfinite.FLAGS)
         if flags is not None:  # The hook and the actions see only the step's own outputs.
             own = {name: value for name, value in (outputs or {}).items() if name != nonfinite.FLAGS}
@@ -221,7 +229,7 @@ def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
 
 
 def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
-    """Passes a batch through the hooks that precede `run`. Returns the state and the batch, which may be abstract."""
+    """Passes a batch through the hooks that precede `run`. Returns the state and the batch; either may be abstract."""
     runner = step._runner
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
     state = jax.tree.map(_shape_in_run, state) if is_abstract else runner.states.prepare(state)
@@ -232,7 +240,10 @@ def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, 
 
 
 def _shape_in_run(leaf: Any) -> Any:
-    """Returns a shape as it is in a run, so that jit reuses the compiled function: on one device, without sharding."""
+    """Removes the sharding of an abstract leaf that is placed on a single one of the available devices.
+
+    The function that `jit` compiles for such a leaf is reused in a run.
+    """
     if not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) or leaf.sharding.device_set.isdisjoint(
         jax.devices()
     ):
@@ -265,7 +276,11 @@ class States:
         self._known_state = self._known_leaf = _NOTHING
 
     def initial(self) -> Any:
-        """Recreates the state that `initialize_model` last returned. Raises a `ValueError` if it was never called."""
+        """Recreates the state that `initialize_model` last returned.
+
+        Raises:
+          ValueError: If `initialize_model` was never called.
+        """
         if self.initialize is None:
             raise ValueError(
                 f"The structure of the state is unknown. Call initialize_model(...) of {self._step!r} first, or give "

@@ -45,7 +45,7 @@ class Step:
       num_examples: Counts the examples in a batch from the dataset. Called before the other hooks.
       shard_batch: Places a batch on the devices, between `begin` and `run`.
       make_state: Creates the initial state. `initialize_model` compiles this hook, so it must be pure.
-      params_to_evaluate: Returns the parameters for evaluations, predictions and exports.
+      params_to_evaluate: Returns the parameters to use in evaluation, prediction and export.
       begin_evaluation: Prepares the step for an evaluation. Called before the first batch.
 
     >>> import jax.numpy as jnp
@@ -78,7 +78,7 @@ class Step:
     Args:
       base_prng: A PRNG key or a dict of PRNG keys, old-style or typed, from which all other keys are derived.
         `initialize_model` uses it unchanged, and `prng_key(step)` folds in the step.
-      model: A Linen module, an NNX module or class, or a model of another kind that `LossStep` lists. The variables of
+      model: A Linen module, an NNX module or class, or any other kind of model that `LossStep` lists. The variables of
         an NNX module are copied into each initial state; the module itself never changes. If an NNX class is passed,
         the step constructs the module with `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`
         (`nnx.Rngs(**base_prng)` for a dict). Pass None if your override of `make_state` doesn't need a model.
@@ -169,8 +169,8 @@ class Step:
         """Computes `(state, outputs)` from a state and one batch. This method is compiled, so it must be pure.
 
         In training, `run` must add `updates_per_step` (1 by default) to `state.step`. If an output's name contains
-        "loss" and its value has one float per example, it is replaced by its mean. To keep the individual values, wrap
-        them in `MetricWithMetadata`.
+        "loss" and its value has one float per example, the value is replaced by its mean. To keep the individual
+        values, wrap them in `MetricWithMetadata`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
@@ -220,8 +220,8 @@ class Step:
             pair, or a dict, list or named tuple of these. The model is initialized with arrays of ones, but arrays and
             keys in the spec are passed to it unchanged. For a model with several inputs, pass their specs either by
             position, as a list (`[[1, 64], key]`), or by name, as a dict (`{"x": [1, 64], "key": key}`). The spec is
-            ignored if the model contains its parameters, as an NNX module, an Equinox module or a pytree of parameters.
-            `LossStep.input_spec` returns the spec for a batch.
+            ignored if the model already contains its parameters, as an NNX module, an Equinox module or a pytree of
+            parameters does. `LossStep.input_spec` returns the spec for a batch.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments for the function that creates the parameters, such as `model.init` (Linen) or the
             constructor (NNX).
@@ -257,8 +257,9 @@ class Step:
 
         Args:
           state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer state
-            doesn't match, `opt_state` keeps the values passed in (except for a moving average of the parameters that
-            both have), and a warning is logged. If `state` has no optimizer, the saved `opt_state` is ignored.
+            doesn't match, `opt_state` keeps the values passed in (except for a moving average of the parameters, which
+            is restored if both states contain one), and a warning is logged. If `state` has no optimizer, the saved
+            `opt_state` is ignored.
           checkpoint_dir: The directory that contains one subdirectory per step.
           step: The step of the checkpoint to restore. If None, the newest undamaged checkpoint is restored, and a
             warning is logged for each damaged checkpoint that is skipped.
@@ -333,7 +334,7 @@ class Step:
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters for evaluations, predictions and exports, which may differ from those in training.
+        """Returns the parameters to use in evaluation, prediction and export, which may differ from those in training.
 
         The default is `state.params` or, with `optax.contrib.schedule_free`, the averages that the optimizer keeps.
         `LossStep`, `fit` and `jaxloop.export` call this hook. If you write your own `run`, call it when evaluating:
@@ -344,7 +345,9 @@ class Step:
     def call_model(
         self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
     ) -> tuple[Any, Any]:
-        """Calls a model of any supported kind from within a compiled function; see `jaxloop.models.forward`.
+        """Calls the model, which can be of any supported kind, inside a compiled function.
+
+        See `jaxloop.models.forward`.
 
         Args:
           state: The state.
@@ -537,7 +540,7 @@ class Step:
 
     @property
     def num_flops(self) -> float | None:
-        """The FLOPs of `run`, as last counted by `compute_num_flops` or `compile`, or None if neither was called."""
+        """The FLOPs of `run`, as last counted by `compute_num_flops` or `compile`; None before the first count."""
         return self._num_flops
 
     @property
