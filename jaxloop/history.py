@@ -282,7 +282,7 @@ class History:
         return list(dict.fromkeys(path for form in self._newest for path in form.paths))
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
-        """Returns the pair `(elapsed, value)` for the latest value with this name, or None if there is no value yet.
+        """Returns the pair `(elapsed, value)` for the latest value of the given name, or None if there is none.
 
         The cost doesn't depend on the length of the history. This method waits for the devices only if the value is
         pending.
@@ -571,7 +571,7 @@ def _to_line(row: Row) -> bytes:
 
 
 def _parsed(line: bytes) -> tuple[Elapsed, Any]:
-    """Returns the progress and the logs in a line of the file."""
+    """Returns the run's progress and the logs from a line of the file."""
     fields = files.parse_json(line)
     if not all([unit in _UNITS and type(number) in (int, float) for unit, number in fields["elapsed"].items()]):
         raise ValueError(f"elapsed has {fields['elapsed']}, expected numbers under {', '.join(_UNITS)}")
@@ -654,7 +654,7 @@ class _File:
         self.replace(map(row, range(end)))
 
     def replace(self, rows: Iterable[Row]) -> None:
-        """Atomically replaces the file with one that contains these rows."""
+        """Atomically replaces the file with one that contains the given rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.tmp")
         self.clear()

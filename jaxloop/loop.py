@@ -128,11 +128,11 @@ class Loop:
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs at most `num_steps` steps, or fewer if the dataset ends earlier.
+        """Runs at most `num_steps` steps. Stops earlier if the dataset ends.
 
         On Ctrl-C, the loop ends after the current step, and `outputs[STOP_LOOP]` is True. A second Ctrl-C ends the
-        process immediately (or raises `KeyboardInterrupt` in an interactive session). Within two seconds after a loop
-        was ended by Ctrl-C, another Ctrl-C raises `KeyboardInterrupt`. If the dataset has no batches, the outputs are
+        process immediately (or raises `KeyboardInterrupt` in an interactive session). If Ctrl-C ended a loop less than
+        two seconds ago, another Ctrl-C raises `KeyboardInterrupt`. If the dataset has no batches, the outputs are
         empty, and `end` is not called.
 
         Args:

@@ -222,7 +222,7 @@ def _name_of_class(metric: Any) -> str:
 
 
 def _class_of_name(name: str) -> Any:
-    """Returns the metric class with this import path, or None if its module isn't loaded. Doesn't import anything."""
+    """Returns the metric class with the given import path, or None if its module isn't loaded. Imports nothing."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for each in path.split("."):

@@ -227,12 +227,12 @@ class OuterLoop:
             loop covers the whole dataset.
           eval_specs: One spec for each eval loop.
           log_train_total_steps: Whether to log the first and the last step of training.
-          stop: A schedule that ends the training when it fires, such as `at(time=3600)` or `at(samples=1_000_000)`.
+          stop: A schedule that ends the run when it fires, such as `at(time=3600)` or `at(samples=1_000_000)`.
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
             loop, so `train_loop_steps` must be None. If `train_total_steps` is also given, the run ends at whichever
-            limit is reached first. A checkpoint stores the epoch and the position within it. A resumed run sees the
-            same batches as an uninterrupted one if a new iterator over the dataset returns each epoch in the same order
-            as before.
+            limit is reached first. A checkpoint stores the epoch and the position within it. A resumed run uses the
+            same batches as an uninterrupted one if a new iterator over the dataset returns the batches of each epoch in
+            the same order as before.
 
         Returns:
           `(state, outputs)`. The outputs are those of the last train loop or, without a train loop, those of the last
@@ -276,11 +276,13 @@ class OuterLoop:
     def _attempt(
         self, state: Any, experiment: Experiment, evaluations: Sequence[Evaluation], training: Training | None
     ) -> tuple[Any, tuple[metrics.LoopOutputs | None, bool] | None]:
-        """Runs to the end, or until the run turns back. In both cases, closes all actions and ends the extensions.
+        """Runs to the end, or until an action requests a detour (a return to an earlier checkpoint).
+
+        In both cases, closes all actions and ends the extensions.
 
         Returns:
-          `(state, None)` if the run turns back; otherwise `(state, (outputs, is_over))`, where `is_over` is False if a
-          signal ended the run early.
+          `(state, None)` if the run must return to an earlier checkpoint; otherwise `(state, (outputs, is_over))`,
+          where `is_over` is False if a signal ended the run early.
         """
         engine, requests, reason, failure = experiment.loops[0].engine, self._job.requests, "", None
         try:
@@ -400,7 +402,7 @@ class OuterLoop:
         self._warned.update(texts)
 
     def _parts(self, experiment: Experiment, left_out: LeftOut) -> tuple[Sequence[Evaluation], Training | None]:
-        """Returns the evaluations and the training of a call. The training is None without a train loop."""
+        """Returns the `Evaluation`s and the `Training` of a call. The latter is None without a train loop."""
         spec, train_loop, training, evaluations = experiment.spec, experiment.train_loop, None, []
         context: dict[str, Any] = {"history": experiment.history, "total_steps": spec.total_steps, "snapshot": None}
         for loop, each in zip(experiment.eval_loops, spec.eval_specs, strict=True):
@@ -496,7 +498,7 @@ def _finish_actions(experiment: Experiment, state: Any) -> Any:
 
 
 def _close_actions(experiment: Experiment, status: str | None, raise_errors: bool) -> None:
-    """Closes the actions. `status` describes how the run ended, or is None if the run continues after a detour."""
+    """Closes the actions. `status` describes how the run ended; None if it returns to an earlier checkpoint."""
 
     def close(action: Action) -> None:
         with experiment.loops[0].engine.run.stopwatch.counting(action.time_category):
@@ -506,7 +508,7 @@ def _close_actions(experiment: Experiment, status: str | None, raise_errors: boo
             finally:
                 action.close()
 
-    # The progress bar, often first, times the others.
+    # In reverse order: the progress bar, which often comes first, also times the others.
     actions = dict.fromkeys([*experiment.savers, *reversed(experiment.actions)])
     ends = [(f"{type(each).__name__}.close of {each!r}", functools.partial(close, each)) for each in actions]
     end_all([*ends, ("the history", experiment.history.flush)], raises=raise_errors)

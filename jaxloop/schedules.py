@@ -76,7 +76,7 @@ class Elapsed:
         return not point.reached(self) if isinstance(point, Schedule) else NotImplemented
 
     def advance(self, *, samples: int, time: float, steps: int = 1) -> "Elapsed":
-        """Returns the progress after one more batch.
+        """Returns the run's progress after one more batch.
 
         Args:
           samples: The number of examples in that batch.
@@ -135,7 +135,7 @@ class Schedule(abc.ABC):
 
     Hooks:
       fires: Called after each step at which the schedule can fire. Must be pure.
-      next_step, next_time: Called after `fires` to find out when to call `fires` again. Must be pure.
+      next_step, next_time: Called after `fires` to determine when to call `fires` again. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
       stops: Called at the start of such a run, and after each step at which the schedule can fire.
       reached: Called by comparisons such as `elapsed >= schedule`.
@@ -538,7 +538,7 @@ class _Pair(Schedule):
         return self._join([self.one.reached(now), self.other.reached(now)])  # Both, because either may raise an error.
 
     def next_time(self, now: Elapsed) -> float | None:
-        # That of a pair joined by `all` is earlier than it can fire, so that the time one step before is known.
+        # For `all`, this is earlier than the pair can fire, so that the time one step before is known.
         return earliest([self.one.next_time(now), self.other.next_time(now)])
 
     def as_stop(self) -> Schedule:

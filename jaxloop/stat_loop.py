@@ -50,7 +50,7 @@ class Statistics:
 
     Args:
       loop: The loop.
-      names: The names of the statistics to return; `DEFAULT_STATS` if None.
+      names: The names of the statistics to return. If None, `DEFAULT_STATS` is used.
       global_batch_size: The number of examples in a batch. If None, the examples are counted.
     """
 

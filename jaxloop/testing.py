@@ -84,7 +84,7 @@ def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
 
     Both arguments are records written by the processes of `assert_resumable`. A record has three entries: `begin` is
-    the step at which the training began, `state` contains digests of the final state, and `history` contains the rows
+    the step at which training began, `state` contains digests of the final state, and `history` contains the rows
     of the history.
     """
     if resumed["begin"] == whole["begin"]:
@@ -139,9 +139,9 @@ def _digest(tree: Any) -> dict[str, str]:
 
 
 def _observe(kill_at: int) -> list[int]:
-    """Makes jaxloop kill this process once the step `kill_at` has been dispatched (0: never).
+    """Makes jaxloop kill this process once the step `kill_at` has been dispatched, or never if it is 0.
 
-    Returns a list, to which the step at which the training begins is added.
+    Returns a list that will contain the step at which training begins. The list is empty until then.
     """
     begin: list[int] = []
     run_stretch, save = Steps._run_stretch, CheckpointWriter.save

@@ -35,7 +35,7 @@ STOP_LOOP = "jaxloop/stop_loop"
 
 
 def is_nnx(value: Any, name: str) -> bool:
-    """Returns True if a value is an instance of the NNX class with this name, without importing NNX."""
+    """Returns True if a value is an instance of the NNX class with the given name, without importing NNX."""
     return "flax.nnx" in sys.modules and isinstance(value, getattr(nnx, name))
 
 
@@ -390,8 +390,8 @@ class TurnBack(BaseException):
       first: The first step whose batch is left out.
       last: The last step whose batch is left out.
       reason: The reason, as a sentence.
-      at_most: The maximum number of times that a run may turn back, or None for no limit. If the run would turn back
-        more often, it ends with an error instead.
+      at_most: The maximum number of returns to a checkpoint in a run, or None for no limit. A further return ends the
+        run with an error instead.
     """
 
     def __init__(self, first: int, last: int, reason: str, *, at_most: int | None = None):

@@ -101,7 +101,7 @@ class Action(abc.ABC):
             versions may add more keywords.
 
         Raises:
-          TurnBack: To make the run return to the newest checkpoint before certain steps and skip the batches of these
+          TurnBack: To make the run return to the newest checkpoint before certain steps and skip the batches of those
             steps.
         """
 
@@ -158,7 +158,7 @@ class Action(abc.ABC):
         """
         self.flush()
 
-    def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (overriding is optional)
         """Prepares the action for a new or resumed run of an `OuterLoop` or `jf.loop`. Called before the first step.
 
         An action that keeps data between calls must discard all data from steps after `step_num`, because that data
@@ -170,11 +170,11 @@ class Action(abc.ABC):
             past `step_num` before it was killed, and this run repeats those steps.
         """
 
-    def write_notes(self, notes: Mapping[str, Any]) -> None:  # noqa: B027 (to override, or not)
+    def write_notes(self, notes: Mapping[str, Any]) -> None:  # noqa: B027 (overriding is optional)
         """Records a run's notes: `OuterLoop.notes` and, if the run has a log, the program's Git commit."""
 
-    def end_run(self, status: str) -> None:  # noqa: B027 (to override, or not)
-        """Records how a run ended: "finished", "failed" (by an error) or "killed" (by Ctrl-C or SIGTERM)."""
+    def end_run(self, status: str) -> None:  # noqa: B027 (overriding is optional)
+        """Records how a run ended: "finished", "failed" (with an error) or "killed" (by Ctrl-C or SIGTERM)."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the data that the action keeps between calls, as numbers, strings, arrays, lists and dicts."""
@@ -184,7 +184,7 @@ class Action(abc.ABC):
         """Restores the data that `state_dict` returned for an action with the same arguments."""
         check_state_dict(self, (), state_dict)
 
-    def flush(self) -> None:  # noqa: B027 (to override, or not)
+    def flush(self) -> None:  # noqa: B027 (overriding is optional)
         """Finishes all pending writes.
 
         Called at the end of a loop that runs without an `OuterLoop`, by `before_checkpoint`, and by `close`.

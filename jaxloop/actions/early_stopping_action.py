@@ -156,7 +156,7 @@ class EarlyStoppingAction(Action):
             return
         memory, reason = self._memory, None
         if self.monitor.has_failed(value):
-            memory.waits = math.inf  # No patience helps.
+            memory.waits = math.inf  # No amount of patience helps.
             reason = f"{self.monitor.name} is {value}."
         else:
             memory.waits += 1

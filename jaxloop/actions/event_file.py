@@ -89,5 +89,5 @@ class EventFile:
 
     def resume(self, first_hidden: int) -> None:
         """Makes TensorBoard hide all existing points at and after the step `first_hidden`."""
-        for _ in range(2):  # TensorBoard attributes the first one in a directory to the first process.
+        for _ in range(2):  # TensorBoard assumes that the first process wrote the first one.
             self.add_event(self._new_event(session_log={"status": "START"}), first_hidden)

@@ -62,7 +62,7 @@ class Monitor:
             raise ValueError(f"The mode of {name!r} must be 'auto', 'min' or 'max', got {mode!r}.")
         self.name: str = name
         self.mode: str = _mode_of(name) if mode == "auto" else mode
-        self._missing: tuple[Sequence[str], History | None] | None = None  # Set while no value has this name.
+        self._missing: tuple[Sequence[str], History | None] | None = None  # Set while no value has the metric's name.
         self._has_warned = False
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class Monitor:
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)
-        if found is not None or self._find(outputs or ()) is not None:  # If only the latter, all its weights are 0.
+        if found is not None or self._find(outputs or ()) is not None:  # If only the latter is true, all weights are 0.
             self._missing = None
             return None if found is None else scalars[found]
         last = None if history is None else history.last(self.name)
@@ -153,7 +153,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _mode_of(name: str) -> str:
-    """Returns the direction of improvement for a metric with this name.
+    """Returns the direction of improvement for a metric with the given name.
 
     Raises:
       ValueError: If the name doesn't determine the direction.

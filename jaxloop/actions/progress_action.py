@@ -144,7 +144,7 @@ class _Bar:
         return True
 
     def draw(self, step: int, total: int | None, values: Mapping[str, float]) -> None:
-        """Shows the progress, if an update is due."""
+        """Shows the run's progress if an update is due."""
         self._tqdm.set_description_str("", refresh=False)
         self._tqdm.total = total
         shown = [f"{printable(name)}={_number(value)}" for name, value in values.items()]

@@ -327,7 +327,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
 
 
 def _is_cut(leaf: Any, kinds: str) -> bool:
-    """Returns True if a leaf is a 64-bit NumPy array of one of these dtype kinds that JAX would convert to 32 bits."""
+    """Returns True if a leaf is a 64-bit NumPy array of one of the given kinds and JAX would convert it to 32 bits."""
     is_wide = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in kinds and leaf.dtype.itemsize == 8
     return is_wide and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
 

@@ -22,7 +22,7 @@ def are_alike(one: Any, other: Any) -> bool:
     >>> are_alike({"x": 1}, {"x": 2}), are_alike({"x": 1}, collections.OrderedDict(x=1))
     (True, False)
     """
-    return _with_hash(jax.tree.structure(one)) == _with_hash(jax.tree.structure(other))
+    return flatten(one)[1] == flatten(other)[1]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -31,11 +31,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     The last item of the key is the `PyTreeDef`.
     """
     leaves, structure = jax.tree.flatten(tree)
-    return leaves, _with_hash(structure)
-
-
-def _with_hash(structure: Any) -> tuple[int, Any]:
-    return hash(structure), structure
+    return leaves, (hash(structure), structure)
 
 
 @final
@@ -58,7 +54,7 @@ class PerStructure:
         return self.of(*args)(*args)
 
     def of(self, *args: Any) -> Any:
-        """Returns the function that is compiled for the structure of these arguments."""
+        """Returns the function that is compiled for the structure of the given arguments."""
         return self._of(jax.tree.structure(args))
 
 
@@ -126,7 +122,7 @@ class Donating:
         return self._compiled(structure)(leaves, step, batch)
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
-        """Traces the function for these arguments, which may be `jax.ShapeDtypeStruct`s."""
+        """Traces the function for the given arguments, which may be `jax.ShapeDtypeStruct`s."""
         leaves, step, structure = take_apart(state)
         return self._compiled(structure).trace(leaves, step, batch)
 

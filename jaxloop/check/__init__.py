@@ -1,4 +1,4 @@
-"""The costs of a step before it runs: FLOPs, memory and communication, even for TPUs that you don't have access to."""
+"""Estimates the cost of a step (FLOPs, memory and communication) before it runs, even for TPUs that aren't attached."""
 
 from jaxloop.check.costs import cost_analysis, largest_batch
 

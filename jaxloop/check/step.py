@@ -97,7 +97,7 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 
 
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
-    """Returns a 1-tuple with the batch that the hooks would pass to `run`, or None if this batch is unknown.
+    """Returns a 1-tuple with the batch that the hooks would pass to `run`, or None if that batch is unknown.
 
     The batch is unknown if other methods that are called before `run` are overridden, if `begin` needs values but only
     the state's shapes are known, or if `begin` returns a different state.
@@ -119,7 +119,7 @@ def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.
 
 
 def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
-    """Checks a batch before it is passed to `run`. Returns True if `run` can be traced with this batch.
+    """Checks a batch before it is passed to `run`. Returns True if `run` can be traced with it.
 
     Args:
       here: The findings for the loop.

@@ -1,4 +1,4 @@
-"""Topologies of TPUs that aren't attached to this machine. JAX can compile programs for them, but can't run these."""
+"""Topologies of TPUs that aren't attached to this machine. JAX can compile programs for them but can't run them."""
 
 import contextlib
 import functools

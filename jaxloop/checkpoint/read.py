@@ -220,7 +220,7 @@ def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
     In a multi-process job, only the first process may call this function, and it must do so before any process starts
     restoring. If all checkpoints are damaged, none are moved.
     """
-    with contextlib.suppress(CheckpointError):  # All processes raise this error when they restore.
+    with contextlib.suppress(CheckpointError):  # All processes raise the error when they restore.
         open_newest(paths, lambda opened: None)
 
 
@@ -446,7 +446,7 @@ class Checkpoint:
 
 
 def elapsed_of(custom_metadata: Mapping[str, Any], step: int) -> Elapsed:
-    """Returns the progress stored in the metadata of a step's checkpoint."""
+    """Returns the run's progress, as stored in the metadata of a step's checkpoint."""
     previous = Elapsed(**custom_metadata["previous"]) if "previous" in custom_metadata else None
     return Elapsed(**custom_metadata.get("elapsed", {"steps": step}), previous=previous)
 
@@ -488,14 +488,14 @@ def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
 
 
 def place_of_ema(leaves: Collection[str]) -> str | None:
-    """Returns the path of the `EMAState` in a state with these leaves, or None if there isn't exactly one."""
+    """Returns the path of the `EMAState` in a state with the given leaves, or None if there isn't exactly one."""
     middle = f"/{AVERAGE}/"
     places = {path.partition(middle)[0] for path in leaves if path.startswith(_OPTIMIZER) and middle in path}
     return places.pop() if len(places) == 1 else None
 
 
 def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the saved leaves and the state's leaves outside `opt_state`, but with the average of the parameters.
+    """Returns the saved leaves and the state's leaves, with nothing from `opt_state` but the average of the parameters.
 
     The saved leaves are returned as a dict that maps names to paths, because the average may have different paths in
     the checkpoint and in the state.

@@ -1,6 +1,6 @@
 """Functions that load only the parameters from a checkpoint, and that exchange parameters with other libraries.
 
-The files for this exchange are in the safetensors format, which many libraries support.
+Parameters are exchanged as files in the safetensors format, which many libraries support.
 """
 
 import os

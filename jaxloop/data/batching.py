@@ -39,8 +39,8 @@ def batched(
       seed: A non-negative int that seeds the shuffling, which differs in each epoch. If None, the examples are kept in
         order. Shuffling uses up to 16 bytes of memory per example: 8 bytes for each of two epochs.
       num_epochs: The number of epochs in the dataset, or None to repeat the examples endlessly. With `train_epochs=N`,
-        a run makes N passes, each over `num_epochs` epochs (one epoch if None) and in a newly shuffled order. An
-        evaluation without `num_steps` makes one pass.
+        a run makes N passes, each over `num_epochs` epochs (or one epoch if `num_epochs` is None) and in a newly
+        shuffled order. An evaluation without `num_steps` makes one pass.
       drop_remainder: Whether to drop the last batch of a pass if it is short.
       collate: A function that combines a list of examples, which are read one at a time, into a batch. If None, the
         examples are stacked.

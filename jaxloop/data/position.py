@@ -292,7 +292,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
 
         Args:
           saved: The position.
-          raises: Whether to raise an error if the next batch differs. If False, a warning that lists the leaves is
+          raises: Whether to raise an error if the next batch differs. If False, a warning that lists the differences is
             logged instead.
 
         Raises:
@@ -375,7 +375,7 @@ def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises
 
 
 def check_kind(saved: str, source: PositionedIterator) -> None:
-    """Raises a `ValueError` if a saved position is of a different kind than this iterator's positions."""
+    """Raises a `ValueError` if a saved position is of a different kind from the positions of `source`."""
     if saved not in ("skip", "unknown", source.kind):
         raise ValueError(
             f"The position in the data was saved from a different dataset: it is of the kind {saved!r}, and the "

@@ -200,7 +200,7 @@ class _TensorFlow(Source):
 
     Args:
       iterator: The iterator.
-      is_given: Whether the dataset is this iterator, in which case no other iterator can be created.
+      is_given: Whether the dataset is itself this iterator, so that no other iterator over it can be created.
     """
 
     def __init__(self, iterator: Any, *, is_given: bool):

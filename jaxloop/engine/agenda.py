@@ -79,8 +79,8 @@ class Item:
       name: The name under which a checkpoint stores the item's state.
       time_category: The field of `Spent` that counts the time spent in `call`. If None, this time isn't counted
         separately.
-      interval: A schedule or a number of loops. If None, the item is due only on request or as an override of `is_due`
-        determines.
+      interval: A schedule or a number of loops. If None, the item is due only if it has been requested or if an
+        override of `is_due` returns True.
       call: Called when the item is due. Returns False if the call was interrupted and must be repeated after a resume.
       state_dict, load_state_dict: See `Action`.
 
@@ -137,7 +137,7 @@ class Item:
         return loop is not None and interval is not None and loop % interval == 0
 
     def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
-        """Returns the outputs that the item would receive if it was called now.
+        """Returns the outputs that the item would receive if it were called now.
 
         If the item reads all outputs, these are the outputs since its last call. With an int interval, they are in the
         form in which the loops' `end` hooks returned them.
@@ -299,7 +299,7 @@ class Agenda:
     def hold(
         self, state: Any, now: Elapsed, spent: Spent, ended: Ended | None = None, *, may_end: bool = False
     ) -> Elapsed:
-        """Calls all items that are due and haven't been called at this step yet.
+        """Calls all items that are due and haven't been called at the current step yet.
 
         If an item asks the run to stop at the end of a loop, the current step becomes the last step of the run, and the
         items that are due at the end of a run are called, too. If an item asks the run to stop inside a loop, the loop
@@ -307,13 +307,13 @@ class Agenda:
 
         Args:
           state: The state.
-          now: The progress.
+          now: The progress of the run.
           spent: The time report.
           ended: The loop that ends at this step, or None inside a loop.
           may_end: Whether a loop might end at this step, which is unknown if the run was interrupted.
 
         Returns:
-          The progress, with `is_last` set if the run ends at this step.
+          The run's progress, with `is_last` set if the run ends at this step.
         """
         is_done = self._call_due(state, now, spent, ended, may_end)
         if self.stopped_by is not None and ended is not None and not (now.is_last or self.job.requests.requested):
@@ -354,7 +354,7 @@ class Agenda:
         outputs, since = item.unread_in(self._outputs, ended), spent - item.spent
         if item.reads == "all" and item.rank != Rank.ROW and now.steps:  # Nothing was measured before the first step.
             outputs.update(self.measure(state, since, item.cursor))
-        if item.rank == Rank.SAVE:  # A checkpoint contains that it was saved.
+        if item.rank == Rank.SAVE:  # The checkpoint records that it was saved.
             item.mark(now, spent, self._outputs.position)
         category = item.time_category
         counting = contextlib.nullcontext() if category is None else self._stopwatch.counting(category)
@@ -405,7 +405,7 @@ class Agenda:
         encode, ended = self._outputs.encode, self.ended if in_moment else None
         actions = [(str(index), item.action) for index, item in enumerate(self.items) if isinstance(item, ActionItem)]
         items = [item.saved(encode) for item in self.items]
-        if not in_moment:  # Whatever was due has been called, even if its interval is another one after a resume.
+        if not in_moment:  # Everything that was due has been called, even if its interval changes at a resume.
             for item, each in zip(self.items, items, strict=True):
                 each["called_at"] = step_num if Rank.ELSEWHERE < item.rank < Rank.SAVE else each["called_at"]
         saved = {

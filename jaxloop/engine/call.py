@@ -1,4 +1,4 @@
-"""The options of an engine, and the progress and outcome of a single call to it."""
+"""The options of an engine, and the state and outcome of a single call to it."""
 
 import dataclasses
 from collections.abc import Sequence

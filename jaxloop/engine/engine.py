@@ -44,7 +44,7 @@ class Engine:
 
     Attributes:
       options: The options that determine how the steps run.
-      run: The progress, the outputs and the items, which are kept between calls.
+      run: The run's progress, outputs and items, which are kept between calls.
       data: The loop's data.
       plan: The items and limits that an experiment adds to the loop.
       actions: The loop's actions.
@@ -252,7 +252,7 @@ class Engine:
             call.state = state
         if outputs.asks_to_stop:
             run.agenda.stopped_by = run.agenda.stopped_by or f"outputs[{types.STOP_LOOP!r}]"
-        run.end_loop()  # Before the calls, so that a checkpoint that one of them saves is one at the end of a loop.
+        run.end_loop()  # Before the calls, one of which may save a checkpoint: the loop must have ended by then.
         spent = run.stopwatch.spent()  # Without the time to read ahead.
         run.now = now = self._now_at_end()
         call.place = "the actions"
@@ -330,9 +330,9 @@ class Engine:
         self.run.agenda.goal(self.run.now, self.plan.stop)
 
     def loop_end(self, step_num: int) -> int | None:
-        """Returns the number of updates until a loop ends at which an item may be due, or until the run ends.
+        """Returns the number of updates to the next end of a loop that may make an item due, or to the end of the run.
 
-        Returns None if neither end is planned.
+        Whichever comes first is used. Returns None if neither is planned.
         """
         plan, run = self.plan, self.run
         ends = [] if plan.total is None else [plan.total - step_num]
@@ -351,7 +351,7 @@ class Engine:
 
         For a train loop, this method is called before the first step and, in a resumed run, at the step of the
         checkpoint. For an eval loop, it is called if an interruption prevented the loop's actions from being called,
-        and when the training ends. No item is called twice at the same step.
+        and when training ends. No item is called twice at the same step.
 
         Args:
           state: The state.

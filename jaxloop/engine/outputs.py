@@ -96,14 +96,14 @@ class Pending:
         """Records that steps were dispatched, and waits if the host is too far ahead of the devices.
 
         Args:
-          num_steps: The number of these steps, whose outputs are the newest.
-          state: The state after these steps.
+          num_steps: The number of steps that were dispatched. Their outputs are the newest.
+          state: The state after the last of these steps.
 
         Returns:
           The number of queue elements to take now.
         """
         newest = self.newest[-1]
-        values = _values_of(newest)
+        values = newest.outputs if isinstance(newest, Block) else newest
         self.in_flight.add(values, num_steps, state)
         self._look_at(values or {}, 1 if isinstance(newest, Block) else 0)
         if self.room > 0:
@@ -277,7 +277,7 @@ class Outputs:
         return types.STOP_LOOP in (self.pending.names or ())
 
     def push(self, num_steps: int, state: Any) -> None:
-        """Waits if the host is too far ahead after these steps, and then fetches the outputs that are due."""
+        """Records dispatched steps, waits if the host is too far ahead, and then fetches the outputs that are due."""
         if number := self.pending.push(num_steps, state):
             self.fetch(number)
 
@@ -439,10 +439,6 @@ def rows_of(groups: Iterable[tuple[dict[str, Any] | None, int]]) -> list[types.O
         lists = columns and {name: unstacked(column, number) for name, column in columns.items()}
         rows += [lists and {name: column[index] for name, column in lists.items()} for index in range(number)]
     return rows
-
-
-def _values_of(outputs: types.Output | Block) -> types.Output:
-    return outputs.outputs if isinstance(outputs, Block) else outputs
 
 
 def _last_of(outputs: types.Output | Block) -> types.Output:

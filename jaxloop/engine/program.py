@@ -333,5 +333,5 @@ class InFlight:
 
     @property
     def num_computed(self) -> int:
-        """The number of these dispatches that the devices have completed. May be read from another thread."""
+        """The number of dispatches in flight that the devices have completed. May be read from another thread."""
         return sum(metrics.is_ready(marker) for marker, _ in self._markers.copy())

@@ -57,7 +57,7 @@ class Calls:
         return not self.moments and not self.rest
 
     def may_coincide(self, other: "Calls") -> bool:
-        """Returns True if one of these calls and one of `other` may occur at the same step."""
+        """Returns True if a call in this object and a call in `other` may occur at the same step."""
         steps, others = ({now.steps for now in calls.moments} for calls in (self, other))
         return bool(self.rest or other.rest) or not steps.isdisjoint(others)
 
@@ -96,7 +96,7 @@ class Course:
       passes: The number of epochs completed before `start`.
       batches: The number of batches of the current epoch that were used before `start`.
       has_stopped: True if the run had been asked to stop by the time it reached `start`.
-      most_moments: The maximum number of moments to examine.
+      most_moments: The maximum number of points in the run to examine.
     """
 
     plan: Plan = dataclasses.field(default_factory=Plan)
@@ -157,11 +157,11 @@ class Course:
         return f"the run goes {begin}to {'the end of its data' if self.end == END else f'step {self.end:,}'}"
 
     def calls(self, interval: int | Schedule, *, in_step: bool = False) -> Calls:
-        """Returns the predicted calls to an action or evaluation with this interval.
+        """Returns the predicted calls to an action or evaluation with the given interval.
 
         Args:
           interval: The interval, in any form that an action accepts.
-          in_step: Whether the action belongs to a step, which doesn't know when a loop or the run ends.
+          in_step: Whether the action belongs to a step, for which the ends of loops and of the run are unknown.
         """
         if in_step and not isinstance(interval, Schedule):  # An int counts the steps of each loop.
             longest = self.batches_of_longest_loop
@@ -187,13 +187,13 @@ class Course:
             last = dataclasses.replace(now, previous=last.without_previous())
             moments.append((last, number))
         if moments and self.plan.at is None:
-            moments.append((dataclasses.replace(last, is_last=True), None))  # The end of the training.
+            moments.append((dataclasses.replace(last, is_last=True), None))  # The end of training.
         return self._rehearsed(interval, iter(moments), evaluated.rest)
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, rest: str) -> Calls:
-        """Returns the calls to an item with this interval, assuming that the item is checked at the given moments.
+        """Returns the calls to an item with the given interval, assuming that the item is checked at each of `moments`.
 
-        `rest` describes any calls after the last moment.
+        `rest` describes any calls after the last of these moments.
         """
         item, called = Item(Rank.ACTION), []
         item.interval = interval

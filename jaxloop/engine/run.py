@@ -33,7 +33,7 @@ class Plan:
       items: Items other than the actions of the loop and its step, such as history rows, evaluations and commands.
       context: Further keyword arguments for actions.
       source: The functions that mark positions in the data, begin the next epoch and observe the batches.
-      at: In an evaluation, the progress of the training; otherwise None.
+      at: In an evaluation, the progress of the training run; otherwise None.
     """
 
     is_alone: bool = False
@@ -72,7 +72,7 @@ class Clock:
         self.stopwatch: Stopwatch = stopwatch
         self.agreed: float | None = 0.0 if is_shared else None
         self.moment: float = 0.0
-        self._offset = 0.0  # The training time of earlier processes, minus the stopwatch at the resume.
+        self._offset = 0.0  # The training time of earlier processes, minus the stopwatch's reading at the resume.
 
     def begin(self, time: float) -> None:
         """Sets the training time in seconds."""
@@ -93,7 +93,7 @@ class Clock:
 
 @final
 class Run:
-    """The progress of a loop, the outputs that not every item has read yet, and the items to call.
+    """Holds the progress of a loop, the outputs that some items haven't read yet, and the items to call.
 
     Args:
       job: The processes that train together.
@@ -103,11 +103,11 @@ class Run:
       clock: The training time.
       outputs: The outputs of the steps.
       agenda: The items.
-      now: The progress after the latest step. `now.previous` is the progress one batch earlier, except that its time is
-        the time when items were last called.
+      now: The run's progress after the latest step. `now.previous` is the run's progress one batch earlier, except that
+        its time is the training time when items were last called.
       loops: The number of loops that this loop object has completed.
       batches: The number of batches in the current loop, including those before a resume.
-      began_at: The progress when the begin actions were last checked.
+      began_at: The run's progress when the begin actions were last checked.
     """
 
     def __init__(self, job: Job):
@@ -140,7 +140,7 @@ class Run:
         self.now = Elapsed(steps, samples, self.clock.time(), now.loops, previous=before)
 
     def at_moment(self, loops: int, *, is_last: bool = False) -> Elapsed:
-        """Updates and returns the progress at a point where items may be called."""
+        """Updates and returns the run's progress. Called at each point where items may be due."""
         now, before = self.now, self.now.previous or self.now.without_previous()
         self.clock.moment = time = self.clock.time()
         self.now = Elapsed(now.steps, now.samples, time, loops, is_last, before)
@@ -220,7 +220,7 @@ class Steps:
     Args:
       loop: The loop.
       call: The engine's current call.
-      run: The progress, the outputs and the items.
+      run: The run's progress, outputs and items.
       plan: The plan that an experiment adds to the loop.
       options: The options that determine how the steps run.
       data: The data of the loop.
@@ -232,7 +232,7 @@ class Steps:
         self._requests = run.agenda.job.requests.outermost
 
     def __call__(self, num_batches: int | None) -> None:
-        """Runs up to `num_batches` steps, or any number if None.
+        """Runs at most `num_batches` steps, or an unlimited number if it is None.
 
         Stops early at the end of a loop, when the data ends, or after a signal.
         """

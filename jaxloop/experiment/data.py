@@ -23,7 +23,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Sources:
-    """The information about datasets that an `OuterLoop` keeps between calls.
+    """Information about datasets, which an `OuterLoop` keeps between calls.
 
     Attributes:
       passes: The number of completed epochs.
@@ -83,8 +83,8 @@ class TrainingData:
         Args:
           restores: Whether to move to the restored position.
           warns: Whether to warn about datasets whose position isn't saved, so that a resumed run can't return to it.
-          must_return: Whether to raise an error if the dataset can't return to the restored position. After a detour,
-            this is always an error.
+          must_return: Whether to raise an error if the dataset can't return to the restored position. After a return to
+            an earlier checkpoint, this is always an error.
           raises: Whether to raise an error if the next batch has changed since the checkpoint was saved.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
@@ -196,14 +196,14 @@ class TrainingData:
         return number_before(left_out.epoch_start + self.consumed, before, left_out.numbers)
 
     def turn_back(self, turn: types.TurnBack, updates: int) -> None:
-        """Records a detour, which leaves out the batches of the steps that `turn` contains.
+        """Records a detour (a return to an earlier checkpoint), which leaves out the batches of the steps in `turn`.
 
         Args:
           turn: The exception that requests the detour.
           updates: The number of updates per batch.
 
         Raises:
-          ValueError: If the run hasn't completed these steps.
+          ValueError: If the run hasn't completed those steps.
         """
         newest = self._engine.run.now.steps
         if not 0 < turn.first <= turn.last <= newest:

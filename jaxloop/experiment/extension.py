@@ -64,13 +64,13 @@ class Extension:
         """
 
     def moment(self, now: Elapsed) -> None:
-        """Observes the progress, possibly more than once after a step. An error raised by this hook ends the run."""
+        """Observes the run's progress, possibly more than once per step. An error raised by this hook ends the run."""
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None) -> None:
         """Observes the end of a run. An error raised by this hook is logged.
 
         Args:
-          now: The progress.
+          now: The run's progress.
           reason: "finished", "stopped" (perhaps with the name of an action), the name of a signal, "a detour" if the
             run returns to an earlier checkpoint, "hang: ..." or "error: ...".
           error: The exception that ended the run, or None.
@@ -129,7 +129,7 @@ class Extensions:
             _call(observe, batch, self._step_num)
 
     def moment(self, now: Elapsed) -> None:
-        """Reports the progress to all extensions."""
+        """Reports the run's progress to all extensions."""
         self._step_num = now.steps
         for observe in self._hooks["moment"].values():
             _call(observe, now)
@@ -171,7 +171,7 @@ def _call(hook: Callable[..., Any], *args: Any) -> Any:
 
 @final
 class _EachMoment(Item):
-    """An item that reports the progress to the extensions. It is due whenever another item may be due."""
+    """An item that reports the run's progress to the extensions. It is due whenever another item may be due."""
 
     name = "extensions"
 

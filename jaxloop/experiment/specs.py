@@ -25,8 +25,8 @@ class EvalContext:
     Attributes:
       is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
       step_num: The number of updates that have been applied to the state being evaluated.
-      loop_count: The number of completed train loops; in continuous evaluation, the number of checkpoints before this
-        one.
+      loop_count: The number of completed train loops; in continuous evaluation, the number of checkpoints before the
+        current one.
     """
 
     is_continuous_eval: bool
@@ -131,9 +131,9 @@ class CheckpointSpec:
       on_changed_data: The response of a resumed run to changed data: "warn" to log a warning, or "raise" to raise an
         error. The data has changed if the next training batch isn't the one that came next when the checkpoint was
         saved. The message lists the differences.
-      restore_hyperparams: Whether a resumed run continues with the hyperparameters of `optax.inject_hyperparams`, such
-        as the learning rate, from the checkpoint. Pass False to use those of the state passed to the run. If the two
-        differ, a warning shows both.
+      restore_hyperparams: Whether a resumed run uses the checkpoint's values of the hyperparameters set through
+        `optax.inject_hyperparams`, such as the learning rate. Pass False to use the values in the state passed to the
+        run. If the two differ, a warning shows both.
     """
 
     checkpoint_dir: Any  # A path, which is made absolute.
@@ -190,7 +190,7 @@ class RunSpec:
     logs_total_steps: bool = True
 
     def errors(self, train_loop: Any, num_eval_loops: int) -> Iterator[Exception]:
-        """Yields the errors in these arguments, given the `OuterLoop`'s train loop and its number of eval loops."""
+        """Yields the errors in the arguments, given the `OuterLoop`'s train loop and its number of eval loops."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)

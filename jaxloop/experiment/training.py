@@ -44,7 +44,7 @@ class Training:
       data: The training data.
       whole: Everything that a checkpoint contains in addition to the train state.
       context: Further keyword arguments for actions.
-      has_begun: True if the training has reached its first step.
+      has_begun: True if training has reached its first step.
       between_loops: The newest state. None while the train loop is running, because the loop holds the state then.
     """
 
@@ -93,7 +93,7 @@ class Training:
         # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
         # not fit it.
         if checkpoints is not None and distributed.is_first_process():
-            checkpoints.stopped_file.unlink(missing_ok=True)  # Evaluators of this directory wait for this run.
+            checkpoints.stopped_file.unlink(missing_ok=True)  # Evaluators that watch this directory wait for the run.
         for action in experiment.actions:
             action.begin_run(step_num, can_resume=checkpoints is not None)
         experiment.extensions.moment(loop.elapsed)
@@ -175,7 +175,7 @@ class Training:
         """Moves away all checkpoints that were saved after the one that the run returns to. No save may be in progress.
 
         Raises:
-          RuntimeError: If there is no checkpoint to return to, or if the run has turned back too many times.
+          RuntimeError: If there is no checkpoint to return to, or if the run has returned to one too often.
         """
         experiment, job, detours = self.experiment, self.whole.job, self.data.left_out.detours
         for directory in {action.directory for action in experiment.savers}:
@@ -197,7 +197,7 @@ class Training:
         logging.warning(text, self.loop.step_num, detours[-1]["first_batch"], detours[-1]["last_batch"], turn.reason)
 
     def _tell_end(self) -> None:
-        """Logs why the training ends at this step: a signal, a request to stop, or the end of the data."""
+        """Logs why training ends at the current step: a signal, a request to stop, or the end of the data."""
         spec, step_num, requests = self.experiment.spec, self.loop.step_num, self.whole.job.requests
         if requests.requested:
             saves = "; saving its state" if self.has_begun and self.experiment.savers else ""
@@ -259,7 +259,7 @@ class Training:
         earlier evaluations is derived from the number of loops.
 
         Args:
-          elapsed: The progress.
+          elapsed: The run's progress.
           restored: The names of the parts that were restored.
         """
         loop_steps = self.experiment.spec.loop_steps
@@ -294,7 +294,7 @@ class Training:
             raise
 
     def _end_reached(self) -> str | None:
-        """Describes the end that the run has already reached. Returns None if there are steps left to train."""
+        """Describes why the run has already reached its end. Returns None if there are steps left to train."""
         spec, loop, run = self.experiment.spec, self.loop, self.loop.engine.run
         withdraw_stop(run.agenda, self.experiment.actions)
         if ends_now(loop):

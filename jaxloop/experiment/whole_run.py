@@ -47,7 +47,7 @@ class WholeRun:
 
     Args:
       parts: The parts by name, in the order in which they are restored. "train" is the train loop. Its JSON values
-        contain the progress (`elapsed`) and the progress one step earlier (`previous`).
+        contain the run's progress (`elapsed`), and the progress one step earlier (`previous`).
       history: The history, which is added as the last part.
       job: The processes that train together.
       keys: The PRNG keys. The run can be resumed only with the same keys.
@@ -232,7 +232,7 @@ def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
 
 
 def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: str) -> Any:
-    """Warns if hyperparameters of `optax.inject_hyperparams` differ between the program and the checkpoint.
+    """Warns if hyperparameters set through `optax.inject_hyperparams` differ between program and checkpoint.
 
     Scheduled hyperparameters are not compared, because they are recomputed at each update.
 
@@ -260,7 +260,7 @@ def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """Returns the progress stored in the checkpoint of a step. Its `previous` is the progress one step earlier."""
+    """Returns the run's progress, as stored in the checkpoint of a step. Its `previous` is that of one step earlier."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 

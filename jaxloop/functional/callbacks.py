@@ -75,7 +75,7 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
-    """Adds the logs of this step as a row to `rows` (if None, to the history), and then clears the logs and outputs.
+    """Adds the step's logs as a row to `rows` (by default, to the history), and then clears the logs and outputs.
 
     The outputs are added to the history.
     """
@@ -298,6 +298,6 @@ class ActionTask(ActionItem):
 
 
 def _joined(keys: Iterable[Schedule | Key]) -> Schedule:
-    """Returns a schedule that fires when any of the schedules among these keys fires."""
+    """Returns a schedule that fires when any of the schedules among the given keys fires."""
     schedules = [key for key in keys if isinstance(key, Schedule)]
     return functools.reduce(operator.or_, schedules) if schedules else never()

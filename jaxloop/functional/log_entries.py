@@ -71,12 +71,12 @@ class Logs(dict[str, Any]):
         return self
 
     def entry_value(self, name: str) -> Any:
-        """Returns the value with this name, from whichever collection contains it.
+        """Returns the value with the given name, from whichever collection contains it.
 
         To search only one collection, put the collection's name first: `entry_value("metrics.loss")`.
 
         Raises:
-          ValueError: If there is no value with this name, or more than one.
+          ValueError: If there is no value with that name, or more than one.
         """
         values = entries(self)
         return values[find_path(name, values)]
@@ -133,7 +133,7 @@ def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
 def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
     """Returns the mean of each entry over rows, which must be on the host and in chronological order.
 
-    Values are weighted by the number of examples or, if they were logged with weights, by these weights. For each entry
+    Values are weighted by the number of examples or, if they were logged with weights, by those weights. For each entry
     with logged weights, the result also contains the sum of the weights.
     """
     columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)

@@ -61,14 +61,14 @@ def loop(
     value. On Ctrl-C, the loop finishes the current step, saves a checkpoint if the tasks include one, and returns the
     results so far. On SIGTERM, it does the same, and then the process exits with status 143.
 
-    Callbacks at the beginning of the tasks that are due at every step, such as the train step, are called as soon as
+    Callbacks that come first in `tasks` and are due at every step, such as the train step, are called as soon as
     the step's batch has been read. Before any other callback is called, the loop reads the next batch, as an
     `OuterLoop` does, so that `elapsed.is_last` is known. Checkpoints still store the position before that batch.
-    However, if one of these other callbacks stops the loop and the dataset is an iterator, that batch is lost.
+    However, if one of the other callbacks stops the loop and the dataset is an iterator, that batch is lost.
 
     Unlike an `OuterLoop`, the loop has no `check` and supports only a single process. When it starts, it warns only
-    about schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a patience
-    that is longer than the run, become apparent only during the run.
+    about schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a `patience`
+    that exceeds the length of the run, become apparent only during the run.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (including NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
@@ -273,7 +273,7 @@ class TaskLoop(Loop):
 
 
 def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: int | None) -> None:
-    """Warns about schedules that would never fire in a loop of this length."""
+    """Warns about schedules that would never fire in a loop of the given length."""
     # The batch size is unknown, so assume that any number of examples is reached at once.
     course = Course(Plan(total=total_steps), batches_in_pass=num_batches, rows=2**30, most_moments=100)
     for task in tasks if not course.is_over else ():
@@ -314,7 +314,7 @@ class TaskProgram(Program):
     def run(self, ran: Ran, feed: Feed, room: int, requests: Interruptible, deadline: float = math.inf) -> None:
         pauses, self._requests = requests.pauses, requests
         self._now, self._start = self._run.now, self._run.clock.time() - timing.clock()
-        # The first step of this stretch at which the run may end.
+        # The first of the following steps at which the run may end.
         self._first_end = ran.step_num + (room if deadline == math.inf else 1)
         loop_state, callbacks = self._loop.loop_state, [task.of for task in self._loop.of_each_step]
         # No other callback reads the state between the steps of a single compiled function.

@@ -229,7 +229,7 @@ def step(
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
-    """A variant of `step` whose callback also updates the state, using the gradient of the logged losses.
+    """Like `step`, but the callback also updates the state, using the gradient of the logged losses.
 
     The callback differentiates the sum of all losses logged with `add_loss`. The state must be a `TrainState`, and is
     donated. The rows of a batch must divide evenly across the devices.

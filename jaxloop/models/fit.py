@@ -140,7 +140,7 @@ def fit(
 
     Raises:
       ValueError: If both or neither of `train_epochs` and `train_total_steps` are given, if the training dataset is an
-        iterator but there is more than one epoch, or if any other arguments are incompatible.
+        iterator but there is more than one epoch, or if other arguments are incompatible.
     """
     if dry_run and data.is_one_pass(train_dataset):
         raise ValueError(

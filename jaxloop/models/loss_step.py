@@ -78,8 +78,8 @@ class LossStep(NumpyStep):
       `train`, `rngs` (a dict), `rng` and `key`;
     - a pytree of parameters, which the loss receives instead of outputs: `loss(params, batch)`.
 
-    `jaxloop.models.forward` describes how each kind receives its keys and the training mode. The keys come from
-    `prng_key(state.step)`, so they depend only on `base_prng` and the step. NNX models keep their own keys in the
+    `jaxloop.models.forward` describes how each kind of model receives its keys and the training mode. The keys come
+    from `prng_key(state.step)`, so they depend only on `base_prng` and the step. NNX models keep their own keys in the
     state.
 
     **Masks and short batches.** A batch that is a dict may contain a `"mask"` of shape `[batch]` that consists of
@@ -89,10 +89,10 @@ class LossStep(NumpyStep):
 
     A short batch is padded with masked copies of its last row if that doesn't change any value. This requires that the
     loss and all metrics are per example and that, in training, the model doesn't mix examples (as batch normalization
-    does). When a row is masked for the first time, the step is run without an update for two different contents of that
-    row, to make sure that no value depends on them. (The values of a contrastive loss do.) In an evaluation, batches
-    are padded to the size of the loop's first batch, so that the step compiles only once. In training, they are padded
-    to `batch_size` or, if that is None, to the next multiple of the number of devices that share a batch, times
+    does). When a row is masked for the first time, the step is run twice without an update, with different contents in
+    that row, to make sure that no value depends on them. (The values of a contrastive loss do.) In an evaluation,
+    batches are padded to the size of the loop's first batch, so that the step compiles only once. In training, they are
+    padded to `batch_size` or, if that is None, to the next multiple of the number of devices that share a batch, times
     `accumulate`. If masked rows would change a value, a batch stays short, and its masked rows are removed. The values
     are then still exact, but the step has to be compiled again for each number of rows, and training raises an error if
     the rows can't be divided evenly among the devices or the micro-batches.
@@ -100,7 +100,7 @@ class LossStep(NumpyStep):
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples or, for a `Weighted` loss, by its weight.
     The update is the same as for the whole batch, but needs a quarter of the memory. However, batch normalization and
-    losses that compare examples see one micro-batch at a time. The loss and the metrics must not be scalars, which
+    losses that compare examples use only one micro-batch at a time. The loss and the metrics must not be scalars, which
     could be means or sums; return `Weighted(mean, rows)` instead. If masked rows don't change any value, the batch size
     doesn't have to be a multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for
     convolutions inside the loop over micro-batches.

@@ -103,7 +103,7 @@ def ema_params(state: Any) -> Any:
 
 
 def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) -> optax.GradientTransformation:
-    """Returns an optimizer that applies to each parameter the first transformation whose pattern matches its path.
+    """Returns an optimizer that updates each parameter with the first transformation whose pattern matches its path.
 
     Parameters whose pattern is mapped to None are frozen: they stay bit-identical, and the optimizer doesn't keep any
     state for them.

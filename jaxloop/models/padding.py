@@ -124,7 +124,7 @@ class PaddingRunner(Runner):
         """Returns the number of rows to which a batch should be padded."""
         batch_size = self.step._batch_size or rows
         if self.step.train:
-            # The size depends only on this batch, because a resumed run doesn't know the earlier batches.
+            # The size depends only on this batch, because a resumed run has no record of earlier batches.
             return self._divisible(max(rows, batch_size))
         self.eval_rows = max(rows, self.eval_rows or batch_size)
         return self._divisible(self.eval_rows) if self._is_shared else self.eval_rows
@@ -148,7 +148,7 @@ class PaddingRunner(Runner):
         if forward.mixes_examples(state, train=step.train):
             return "the model mixes the examples of a batch, as batch normalization does"
         if pads and self.not_per_example is None:
-            # The first batch is short: trace `run` to find out what the loss returns.
+            # The first batch is short: trace `run` to determine what the loss returns.
             jax.eval_shape(step.partitioner.partition(step.run), state, filled)
         names = self.not_per_example if pads else ()
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))

@@ -162,8 +162,8 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. The same error is raised when a state is laid out, if
-        a rule splits an axis that a parameter doesn't have, or an axis that can't be divided evenly among the devices.
+      ValueError: If a rule names an axis that isn't in the mesh. Also raised when a state is laid out, if a rule splits
+        a nonexistent axis of a parameter, or one that can't be divided evenly among the devices.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -217,8 +217,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
         `nn.with_logical_constraint` also uses these rules inside `run`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. The same error is raised when a state is laid out, if
-        the model uses a name that is neither an axis of the mesh nor a logical name with a rule.
+      ValueError: If a rule names an axis that isn't in the mesh. Also raised when a state is laid out, if the model
+        uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
@@ -257,7 +257,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes for a name: those of the first rule for this name whose axes are not in `used`."""
+        """Returns the mesh axes for a name: those of the first rule for that name whose axes are not in `used`."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if not rules and name not in self._mesh.axis_names:
             raise ValueError(

@@ -54,7 +54,7 @@ class MeshPartitioner(Partitioner):
     def moved_to(self, devices: Sequence[Any]) -> Self:
         """Returns a copy whose mesh consists of the given devices. Only the size of the data axis may change.
 
-        The copy treats all of these devices as local to this process.
+        The copy treats all of the given devices as local to this process.
         """
         moved = copy.copy(self)
         sizes = {**self._mesh.shape, self._data_axis: -1}

@@ -122,7 +122,7 @@ class Partitioner(abc.ABC):
         """Returns an equivalent partitioner for other devices, such as those of a TPU topology.
 
         Raises:
-          ValueError: If the mesh can't be built from these devices.
+          ValueError: If the mesh can't be built from the given devices.
         """
         raise NotImplementedError(f"{type(self).__name__} needs moved_to(devices) for check(topology=...).")
 

@@ -204,7 +204,7 @@ class Job:
         return received
 
     def any_stops(self, stops: bool = False) -> bool:
-        """Returns True if any process wants to stop here.
+        """Returns True if at least one process has to stop here.
 
         The processes also tell each other which signals they have received.
 
@@ -233,7 +233,7 @@ class Job:
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Returns True if this error stopped all processes at the same step."""
+        """Returns True if the given error stopped all processes at the same step."""
         return not self.is_shared or getattr(error, "_jaxloop_is_known_everywhere", False)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
@@ -377,8 +377,7 @@ class JointReader:
     """Reads the same number of batches in all processes and adds up their examples.
 
     The processes vote on the next few batches, which each process has read ahead of time. If one process reaches the
-    end of its data, raises an error, or receives Ctrl-C or SIGTERM, all processes learn about this event at the same
-    batch.
+    end of its data, raises an error, or receives Ctrl-C or SIGTERM, all processes are notified at the same batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.

@@ -72,7 +72,7 @@ class Interruptible:
         self.pauses: bool = False  # True if the run pauses after the current dispatch.
         self._pause_is_unconfirmed = False
         self._last_ctrl_c = float("-inf")  # When the last Ctrl-C ended a run: this one or an earlier one.
-        self._replaced: dict[int, tuple[Any, Any]] = {}  # The handlers of the program, and those in their place.
+        self._replaced: dict[int, tuple[Any, Any]] = {}  # The program's handlers, and their replacements.
         self._watch: _Watch | None = None
 
     @property
@@ -108,7 +108,7 @@ class Interruptible:
         return "finished" if error is None and self.outermost.signum in _NO_SIGNALS else "killed"
 
     def supersedes(self, error: BaseException) -> bool:
-        """Returns True if a signal arrived before reading the data raised this error. In that case, logs the error.
+        """Returns True if a signal had already arrived when the data raised the given error. If so, logs the error.
 
         A signal to a process group also ends the worker processes of a data loader. The resulting error must not hide
         the signal.

@@ -238,7 +238,7 @@ class Commands(Item):
         return True
 
     def _execute(self, command: str, now: Elapsed, savers: Sequence[Item]) -> None:
-        """Executes a command and requests a checkpoint, so that a resumed run knows about the command.
+        """Executes a command and requests a checkpoint, so that a resumed run keeps any changes made by the command.
 
         Raises:
           ValueError: If the command is unknown or has an invalid value. In that case, nothing is changed.

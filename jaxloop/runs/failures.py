@@ -170,10 +170,10 @@ def replay(
       step: The run's `Step` object, or one created in the same way.
       step_num: The number of the failed step. Pass it only if `path` is a work directory. If None, the most recent
         record is replayed.
-      state: A state with the same structure as the run's state. It is not donated. If this state is more recent than
-        the recorded state, and all batches after this state were recorded, the replay starts from it. Otherwise, it
-        serves only as a template for restoring the recorded state. If None, a newly created state is used, which
-        requires that `step.initialize_model` has been called.
+      state: A state with the same structure as the run's state. It is not donated. If it is more recent than the
+        recorded state, and all batches after it were recorded, the replay starts from it. Otherwise, it serves only as
+        a template for restoring the recorded state. If None, a newly created state is used, which requires that
+        `step.initialize_model` has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
         may differ in the last bits. If earlier steps must be replayed first, these are compiled, so `run` is traced
         before it is called eagerly.

@@ -1,4 +1,4 @@
-"""The function `rewind`, which reproduces the state before any step of a run."""
+"""The function `rewind`, which reproduces the state of a run just before a given step."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ class Rewound(NamedTuple):
     Attributes:
       state: The train state before the step.
       batch: The step's batch, as the dataset returns it.
-      keys: The PRNG keys that `run` uses for this batch; see `Step.prng_key`.
+      keys: The PRNG keys that `run` uses for the batch; see `Step.prng_key`.
       num_verified: The number of history rows that the repeated steps reproduced.
     """
 
@@ -171,7 +171,7 @@ def _restored(
 
 
 def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
-    """Returns the step of a given state. Raises an error if the run can't be repeated from this state."""
+    """Returns the step of a given state. Raises an error if the run can't be repeated from that state."""
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given))
     step_num = before + 1 if is_abstract else step_num_of(given)
     if step_num > before:
@@ -221,7 +221,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields a pair for each row with train metrics: the steps between which these were measured, and the metrics."""
+    """Yields a pair for each row with train metrics: the steps between which they were measured, and the metrics."""
     before = 0
     for row in rows:
         if "train" in row.logs:

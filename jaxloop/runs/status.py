@@ -28,7 +28,7 @@ class Status:
       total_steps: The planned number of updates, or None if only the data or a schedule determines when the run ends.
       steps_per_sec: The speed between the last two log points, or None if it is unknown.
       secs_left: The estimated time until the end of the run, in seconds, or None if it is unknown.
-      metrics: A dict that maps each path in the history to the step of its newest value and that value, as in
+      metrics: A dict that maps each path in the history to the step of its newest value and the value itself, as in
         `{"test.accuracy": (100, 0.9)}`.
       checkpoint: The step of the newest checkpoint, or None if there is none.
       starts: The number of times that the run has been started.

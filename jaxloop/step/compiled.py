@@ -96,7 +96,7 @@ class Compiled:
                 self._end_compiling(step)
 
     def trace(self, state: Any, batch: types.Batch) -> jax.stages.Traced:
-        """Traces the function that `call` would run for this state and batch.
+        """Traces the function that `call` would run for the given state and batch.
 
         If you lower and compile the result, `call` reuses the compiled program.
         """
@@ -252,12 +252,12 @@ class Programs:
         self.cost: Any = None
 
     def restart(self, **jit_kwargs: Any) -> None:
-        """Discards everything compiled so far. Later compilations pass these arguments to `jax.jit`."""
+        """Discards everything compiled so far. Later compilations pass the given arguments to `jax.jit`."""
         jax.jit(lambda state, batch: None, **jit_kwargs)  # Raises a `TypeError` for an unknown option.
         self._compiled, self.jit_kwargs = {}, jit_kwargs
 
     def compiled(self, *, evaluates: bool = False, fuses: bool = False) -> Compiled:
-        """Returns the `Compiled` object for these options, which is created when it is first needed.
+        """Returns the `Compiled` object for the given options, which is created when it is first needed.
 
         Args:
           evaluates: Whether `run` is compiled for evaluation, which doesn't donate the state.

@@ -255,7 +255,7 @@ def collectives_of(program: str) -> Sequence[Collective]:
 
 
 def _bytes_of(kind_of_value: str) -> int:
-    """Returns the size, in bytes, of an array or tuple of arrays with this XLA type."""
+    """Returns the size, in bytes, of an array or tuple of arrays with the given XLA type."""
     arrays = _ARRAY.findall(kind_of_value)
     width = lambda name: 1 if name == "pred" else max(int(re.sub(r"\D", "", name)), 8) // 8
     return sum(width(name) * math.prod(int(size) for size in shape.split(",") if size) for name, shape in arrays)

@@ -33,7 +33,7 @@ def with_arguments(
     Args:
       model: A model of any supported kind, or None.
       nnx_model_args: The step's argument of the same name.
-      options: The keyword arguments passed to the step that no constructor of its class declares.
+      options: The keyword arguments that were passed to the step but that no constructor of its class declares.
       step_class: The class of the step.
 
     Raises:
@@ -183,7 +183,7 @@ _changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("cha
 def noting_changes() -> Iterator[list[Any]]:
     """Returns a context manager that records the variables that forward passes in training mode change.
 
-    Entering it returns a list, to which the old values of these variables are added.
+    Entering it returns a list. The old values of these variables are then added to the list.
     """
     token = _changed.set(changed := [])
     try:

@@ -62,7 +62,7 @@ class Runner:
         self._has_warned_of_count = False
 
     def has_own(self, name: str) -> bool:
-        """Returns True if the step or its class overrides the method of `Step` with this name."""
+        """Returns True if the step or its class overrides the method of `Step` with the given name."""
         return checks.is_overridden(self.step, name, self._base)
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
@@ -202,7 +202,7 @@ class Runner:
     def end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
         """Calls the hook `end`, and then the end actions that are due. For `number` and `elapsed`, see `begin`."""
         flags = (outputs or {}).get(nonfinite.FLAGS)
-        if flags is not None:  # The hook and the actions see only the step's own outputs.
+        if flags is not None:  # The hook and the actions receive only the step's own outputs.
             own = {name: value for name, value in (outputs or {}).items() if name != nonfinite.FLAGS}
             state, outputs = self.end(state, own or None, number, elapsed)
             return state, {**(outputs or {}), nonfinite.FLAGS: flags}
