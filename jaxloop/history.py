@@ -50,14 +50,14 @@ class Row(NamedTuple):
 class _Form:
     """The layout that is shared by all rows whose logs have the same keys, in the same order.
 
-    Each row is stored as a tuple that contains the fields of its progress, followed by its values.
+    Each row is stored as a tuple of the fields of its `elapsed` (the run's progress), followed by its values.
 
     Args:
       keys: For each value, a tuple of the keys that lead to it in the nested logs, starting with the outermost.
 
     Attributes:
       paths: The paths of the values.
-      places: A dict that maps each field of the progress, and each path, to its index in a row's tuple.
+      places: A dict that maps each field of `elapsed`, and each path, to its index in a row's tuple.
 
     Raises:
       TypeError: If a key is not a string.

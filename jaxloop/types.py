@@ -92,7 +92,8 @@ class TrainState(train_state.TrainState):
 
         Raises:
           TypeError: If a leaf of `params` is not an array.
-          ValueError: If `params` has values that Flax replaces by their gradients, as its FP8 layers do.
+          ValueError: If `params` contains values that Flax overwrites with their gradients, such as the statistics of
+            its FP8 layers.
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if "_overwrite_with_gradient" in jax.tree_util.keystr(path[:1]):

@@ -24,8 +24,8 @@ from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 class Rank(enum.IntEnum):
     """The order of the items that are due at the same step.
 
-    `ELSEWHERE` is for items that are called by the step, or by the engine when a loop begins. An agenda only saves and
-    restores these items.
+    `ELSEWHERE` is for items that are called by the step, or by the engine when a loop begins. An agenda saves and
+    restores these items, but doesn't call them.
     """
 
     ELSEWHERE = -1
@@ -177,7 +177,7 @@ class Item:
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
+        """Restores the item from the result of `state_dict`."""
 
     def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
         """Returns everything that a checkpoint stores about the item, including its state, as JSON values."""
@@ -186,7 +186,7 @@ class Item:
         return {"name": self.name, "state": encoding.encode(self.state_dict()), **read}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores the result of `saved`."""
+        """Restores the item from a dict that the method `saved` returned."""
         self.load_state_dict(encoding.decode(saved["state"]))
         self.called_at, self.cursor = saved["called_at"], saved["cursor"]
         self.unread = saved["unread"] and LoopOutputs.decode(saved["unread"])

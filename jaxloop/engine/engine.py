@@ -408,7 +408,7 @@ class Engine:
         return saved | {"has_stopped": self.run.agenda.wants_stop, "wraps_data": self.data.is_wrapped}, kept
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
+        """Restores the engine from the result of `state_dict`."""
         self.run.load_state_dict(saved, kept)
         self.run.agenda.stopped_by = "an earlier run" if saved["has_stopped"] else None
         self.data.is_wrapped = saved["wraps_data"]

@@ -425,7 +425,7 @@ class Outputs:
         return encoded
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`."""
+        """Restores the outputs from the result of `state_dict`."""
         self.loop_start, self._updated = saved["loop_start"], LoopOutputs.decode(saved["updated"])
         self._segments = [Segment(first, LoopOutputs.decode(outputs)) for first, outputs in saved["segments"]]
         sums = {name: states[0] for name, states in LoopOutputs.decode(saved["sums"]).items()}

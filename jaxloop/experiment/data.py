@@ -232,7 +232,7 @@ class TrainingData:
         return {"positions": job.gather(own), "left_out": left_out, **counts}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`. A later call to `open` moves to the restored position."""
+        """Restores the data from the result of `state_dict`. A later call to `open` moves to the restored position."""
         is_shared, positions = self._engine.job.is_shared, saved["positions"]
         place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         is_own = len(positions) == count  # Otherwise, only the number of batches of the first process is used.

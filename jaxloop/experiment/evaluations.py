@@ -34,7 +34,7 @@ class Recorder(Item):
         super().__init__(Rank.ROW, "all")
         if not isinstance(interval, Schedule):
             checks.check_positive("log_interval", interval)
-        self.interval = interval  # Commands can change it.
+        self.interval: int | Schedule | None = interval  # Commands can change it.
         self._history, self._part = history, part
 
     def call(self, moment: Moment) -> bool:
@@ -79,7 +79,7 @@ class Evaluation(Item):
         self.spec: EvalSpec = spec
         self.source: PositionedIterator | None = source
         self.name: str = f"evaluation {spec.name}"
-        self.interval = spec.when_due
+        self.interval: int | Schedule | None = spec.when_due
         self._context = context
         self._row = Recorder(history, spec.name, 1)
         self._was_short = False
@@ -139,7 +139,7 @@ class Evaluation(Item):
 class LastActions(Item):
     """An item that calls those actions of an eval loop that are due at the end of training."""
 
-    interval = last()
+    interval: int | Schedule | None = last()
 
     def __init__(self, evaluation: Evaluation):
         super().__init__(Rank.AFTER_EVALUATIONS)

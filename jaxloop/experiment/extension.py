@@ -81,7 +81,7 @@ class Extension:
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`. Not called if the checkpoint contains no state of this extension."""
+        """Restores the extension from the result of `state_dict`. Not called if the checkpoint has no state for it."""
 
 
 @final
@@ -154,7 +154,7 @@ class Extensions:
         return {name: encoding.encode(state) for name, state in states.items() if state}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`. Extensions without a state start fresh."""
+        """Restores the extensions from the result of `state_dict`. Those without a saved state start fresh."""
         for name, load in self._hooks["load_state_dict"].items():
             if name in saved:
                 _call(load, encoding.decode(saved[name]))

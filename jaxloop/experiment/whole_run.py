@@ -156,7 +156,7 @@ class Rows:
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Keeps a `state_dict` for `drop_later`."""
+        """Stores the saved number of rows and checksum, which `drop_later` needs."""
         self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
     def begin(self, step_num: int) -> None:

@@ -264,7 +264,7 @@ class TaskLoop(Loop):
         return saved, {index: checks.as_arrays(state) for index, state in kept.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`, including the NumPy and Python numbers in the state."""
+        """Restores the loop from the result of `state_dict`, including the NumPy and Python numbers in the state."""
         self.loop_state.metadata.update(encoding.decode(saved["metadata"]))
         as_saved = lambda path, leaf: as_kind(saved["on_host"].get(checks.path_name(path)), leaf)
         restore = functools.partial(jax.tree_util.tree_map_with_path, as_saved)

@@ -275,10 +275,10 @@ class Commands(Item):
         return []
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"changes": self._changes}
+        return {"changes": self._changes} if self._changes else {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self._changes = saved["changes"]
+        self._changes = saved.get("changes", [])
         for command in self._changes:  # Repeats the changes that were made before the checkpoint was saved.
             try:
                 self._change(*parse(command))

@@ -343,8 +343,8 @@ class NNXApply(Forward):
 
     Call it like `graphdef.apply`: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`. In
     addition, `train=True` calls `model.train()` and `train=False` calls `model.eval()`, which switch layers such as
-    dropout and batch normalization to that mode. If `train` isn't given, the model stays in the mode that its
-    constructor set.
+    dropout and batch normalization to training or evaluation mode. If `train` isn't given, the model stays in the mode
+    that its constructor set.
 
     `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so the hash
     is cached.
