@@ -11,11 +11,11 @@ def test_a_hang_in_one_process_is_named(tmp_path, capsys):
     problems = hanging.problems_of(tmp_path / "run", "begin", processes=1, process=0)
     assert problems == []
     command_line.main(["status", str(tmp_path / "run")])
-    assert "hang: dispatching steps after step 7" in capsys.readouterr().out
+    assert "hang: dispatching steps after step 7, in HangingStep.begin" in capsys.readouterr().out
 
 
 def test_a_hang_in_one_of_two_processes_is_named_and_both_exit(tmp_path):
-    assert hanging.problems_of(tmp_path / "run", "data", processes=2, process=1) == []
+    assert hanging.problems_of(tmp_path / "run", "begin", processes=2, process=1) == []
 
 
 def test_a_run_with_slow_data_goes_on(tmp_path):

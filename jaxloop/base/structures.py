@@ -51,11 +51,7 @@ class PerStructure:
         self._of = functools.lru_cache(MAX_STRUCTURES)(lambda structure: compile())
 
     def __call__(self, *args: Any) -> Any:
-        return self.of(*args)(*args)
-
-    def of(self, *args: Any) -> Any:
-        """Returns the function that is compiled for the structure of the given arguments."""
-        return self._of(jax.tree.structure(args))
+        return self._of(jax.tree.structure(args))(*args)
 
 
 def take_apart(state: Any) -> tuple[list[Any], Any, Any]:

@@ -5,12 +5,14 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, final
 
 from absl import logging
@@ -44,9 +46,9 @@ class Watchdog(Extension):
 
     If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
     the process is doing and contains the stacks of all threads. The first process logs a one-line summary, such as
-    "process 1 is waiting for data after step 5,112; process 0 is waiting for the other processes". All processes exit
-    with code 75, so that a scheduler restarts them. The run then resumes from its newest checkpoint. A separate thread
-    checks for progress about once per second, so the steps aren't slowed down.
+    "process 1 is waiting for data after step 5,112, in Images.__getitem__; process 0 is waiting for the other
+    processes". All processes exit with code 75, so that a scheduler restarts them. The run then resumes from its newest
+    checkpoint. A separate thread checks for progress about once per second, so the steps aren't slowed down.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -158,12 +160,20 @@ class _Watching(threading.Thread):
         os._exit(EXIT_CODE)
 
     def _place(self, step: int) -> str:
-        """Describes what the watched thread is doing, such as "waiting for data after step 5,112"."""
-        stack = traceback.walk_stack(sys._current_frames().get(self._watched))
-        if any(frame.f_code in _WAITING_FOR_PROCESSES for frame, _ in stack):
+        """Describes the watched thread, such as "waiting for data after step 5,112, in Images.__getitem__"."""
+        threads = sys._current_frames()
+        frames = [frame for frame, _ in traceback.walk_stack(threads.pop(self._watched, None))]
+        if any(frame.f_code in _WAITING_FOR_PROCESSES for frame in frames):
             return "waiting for the other processes"
         kind = self._engines[0].run.stopwatch.kind
-        return f"{timing.NAMES[kind] if kind else 'between two loops'} after step {step:,}"
+        place = f"{timing.NAMES[kind] if kind else 'between two loops'} after step {step:,}"
+        others = [frame.f_code.co_filename for top in threads.values() for frame, _ in traceback.walk_stack(top)]
+        if kind == "checkpoints" and any("multihost" in name for name in others):  # At a barrier of Orbax.
+            return f"{place}, waiting for the other processes"
+        called = list(itertools.takewhile(lambda frame: not _is_in("jaxloop", frame), frames))
+        if not called or _is_in("jax", called[-1]) or _is_in("orbax", called[-1]):
+            return place
+        return f"{place}, in {called[-1].f_code.co_qualname.rpartition('<locals>.')[2]}"
 
     def _tell_extensions(self, step: int, reason: str) -> None:
         """Ends the other extensions in a separate thread, because one of them may hang, too."""
@@ -197,6 +207,10 @@ class _Watching(threading.Thread):
                     if "\n" in text:
                         places[other] = printable(text.partition("\n")[0])[:200]
         return sentence(places, count)
+
+
+def _is_in(package: str, frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] == package
 
 
 def _counts(engine: Engine) -> tuple[int, int, int]:

@@ -137,10 +137,9 @@ class Compiled:
             of_state, of_step = (place, place) if isinstance(place, jax.sharding.Sharding) else take_apart(place)[:2]
             options = {**options, "out_shardings": (of_state, (of_step, partitioner.output_sharding))}
         compiled = partitioner.partition(of_flat if self._is_flat else traced, **options)
-        is_shared = agreement.is_shared(partitioner.mesh)
-        return (
-            _SameInAllProcesses(self._name, compiled, self._programs.batch_watch, structure) if is_shared else compiled
-        )
+        if not agreement.is_shared(partitioner.mesh):
+            return compiled
+        return _SameInAllProcesses(self._name, compiled, self._programs.batch_watch, structure)
 
     def _check_trace(self, new: dict[str, str]) -> None:
         """Warns about the leaves that differ from those of the most similar earlier trace.

@@ -22,12 +22,12 @@ AT = 7
 # The watchdog's description of the hanging process, for each place, as a regular expression. In "run", all processes
 # hang, because they run the same program.
 PLACES = {
-    "data": "waiting for data after step 7",
-    "begin": "dispatching steps after step 7",
-    "run": "(dispatching steps|waiting for the devices) after step 7",
-    "action": "in actions after step 7",
-    "save": "in checkpoints after step 10",
-    "eval": "in evaluations after step 6",
+    "data": "waiting for data after step 7, in batch_of",
+    "begin": "dispatching steps after step 7, in HangingStep.begin",
+    "run": "(dispatching steps|waiting for the devices) after step 7(?!,)",
+    "action": "in actions after step 7, in HangingAction.__call__",
+    "save": "in checkpoints after step 10(?!,)",
+    "eval": "in evaluations after step 6, in <lambda>",
 }
 # These runs don't hang. In the first one, several batches together take longer to read than a step may take, and the
 # host doesn't run ahead. In the second one, compiling takes longer than a step may take. In the third one, so do
