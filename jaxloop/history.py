@@ -682,7 +682,7 @@ class _File:
 
 
 def _smoothed(values: Sequence[float], decay: float) -> Iterator[float]:
-    """Yields the exponential moving average after each value. The average has no bias towards 0 at the start."""
+    """Yields the bias-corrected exponential moving average after each value."""
     total = weight = 0.0
     for value in values:
         total, weight = decay * total + value, decay * weight + 1

@@ -113,7 +113,10 @@ class Pending:
         return len(self._queue) - 1 if self.num_steps >= max(most, self.in_flight.limit) else 0
 
     def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
-        """Updates `are_plain` for the newest outputs, in which a scalar has `axes` axes (1 if they are stacked)."""
+        """Updates `are_plain` for the newest outputs.
+
+        A scalar output has `axes` dimensions: 1 if the outputs of several steps are stacked, otherwise 0.
+        """
         if self.names is None:
             self.names, self.are_plain = {*values}, types.STOP_LOOP not in values
         self.are_plain &= all([isinstance(value, jax.Array) and value.ndim == axes for value in values.values()])

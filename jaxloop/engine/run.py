@@ -190,7 +190,7 @@ class Run:
         """Returns two dicts: JSON values, and the train states that actions keep.
 
         Args:
-          in_moment: Whether some of the items that are due at this step may not have been called yet.
+          in_moment: Whether there may be items due at this step that haven't been called yet.
         """
         agenda, kept = self.agenda.state_dict(self.now.steps, in_moment=in_moment)
         saved = {

@@ -197,7 +197,7 @@ class Job:
         return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
 
     def receive(self, messages: _Messages) -> np.ndarray:
-        """Returns the messages of all processes, and puts the signals in these messages into effect."""
+        """Returns the messages of all processes, and acts on the signals that they contain."""
         received = messages.read()
         if received["signum"].any():
             self.requests.outermost.confirm(int(received["signum"].max()))
@@ -322,7 +322,8 @@ class OwnBatches:
 
     Attributes:
       runner: The argument of the same name.
-      ahead: The batches that have been read but not returned yet. Each is paired with its description in a vote.
+      ahead: The batches that have been read but not returned yet. Each batch is stored with the record that describes
+        it in a vote.
     """
 
     def __init__(self, read: Callable[[], types.Batch], runner: Any, stopwatch: timing.Stopwatch):
@@ -423,7 +424,10 @@ class JointReader:
         return self._own.take(), examples
 
     def _send(self, start: int) -> tuple[_Messages, int]:
-        """Sends a vote on the next batches, skipping the first `start`. Returns the vote and its number of batches."""
+        """Sends a vote on the next batches, skipping the first `start`.
+
+        Returns the vote and the number of batches that it covers.
+        """
         size = int(max(min(self._pace.size, self._left), 1))
         self._left -= size
         about = f"reads the next {size} batches for {self._who}"
