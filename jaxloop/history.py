@@ -278,7 +278,7 @@ class History:
         return f"History({rows} up to step {self._rows[-1][0]}: {checks.listed(self.paths())})"
 
     def paths(self) -> list[str]:
-        """Returns the full paths of all values so far, in the order in which they first appeared."""
+        """Returns the full paths of all values so far, in order of first appearance."""
         return list(dict.fromkeys(path for form in self._newest for path in form.paths))
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
@@ -404,7 +404,7 @@ class History:
     # Inside ----------------------------------------------------------------------------------------
 
     def _add(self, rows: Sequence[tuple[Elapsed, Any]]) -> None:
-        """Appends rows in memory. Raises the same errors as `commit`, and also an error if the rows' keys differ."""
+        """Appends rows in memory. Raises the errors that `commit` raises, and an error if the rows' keys differ."""
         columns: dict[tuple[str, ...], list[Any]] = {}
         _collect([logs for _, logs in rows], (), columns)
         form = _form_of(tuple(columns))
@@ -520,7 +520,7 @@ def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[st
 
 
 def _read(value: Any) -> Any:
-    """Returns the value of a scalar as a Python object, or `_LOST` if it was on a device and was donated."""
+    """Returns the value of a scalar as a Python object, or `_LOST` if it was a device value that was donated."""
     if type(value) in _PLAIN:
         return value
     return _LOST if isinstance(value, jax.Array) and value.is_deleted() else metrics.fetch_scalar(value)
@@ -571,7 +571,7 @@ def _to_line(row: Row) -> bytes:
 
 
 def _parsed(line: bytes) -> tuple[Elapsed, Any]:
-    """Returns the run's progress and the logs from a line of the file."""
+    """Parses a line of the file. Returns the run's progress and the logs."""
     fields = files.parse_json(line)
     if not all([unit in _UNITS and type(number) in (int, float) for unit, number in fields["elapsed"].items()]):
         raise ValueError(f"elapsed has {fields['elapsed']}, expected numbers under {', '.join(_UNITS)}")
@@ -584,7 +584,7 @@ class _File:
     Attributes:
       path: The path of the file.
       writes: Whether rows are written to the file.
-      is_open: True if rows may be appended: the file has no rows of an earlier run, or the history has read them.
+      is_open: True if rows may be appended: the file has no rows from an earlier run, or the history has read them.
       size: The number of bytes that the history has read from or written to the file.
       num_lines: The number of lines in these bytes.
     """
@@ -611,7 +611,7 @@ class _File:
         return self.path.stat().length if self.path.exists() else 0
 
     def begin(self) -> None:
-        """Prepares to append the first row. Raises an error if the file has rows of an earlier run."""
+        """Prepares to append the first row. Raises an error if the file has rows from an earlier run."""
         if self.is_open:
             return
         if self.length():
@@ -636,7 +636,7 @@ class _File:
                 yield line
 
     def append(self, row: Callable[[int], Row], end: int) -> None:
-        """Appends those of the history's first `end` rows that the file doesn't contain yet.
+        """Appends the history's first `end` rows, except for those already in the file.
 
         If the file doesn't end with the rows written so far, the whole file is written again. `row` is a function that
         returns the row at an index.

@@ -21,7 +21,7 @@ _CLU_MODULE = "clu.metrics"
 
 
 def fetch(tree: Any) -> Any:
-    """Blocks until a pytree has been computed and copies it to the host. Scalar arrays become NumPy scalars."""
+    """Blocks until a pytree has been computed, and copies it to the host. Scalar arrays become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
     # Without arrays, JAX isn't initialized.
     if any([isinstance(leaf, jax.Array) for leaf in leaves]) and jax.default_backend() != "cpu":
@@ -30,7 +30,7 @@ def fetch(tree: Any) -> Any:
 
 
 def view(tree: Any) -> Any:
-    """Reads the values in a pytree like `fetch`, but without copying them.
+    """Like `fetch`, reads the values in a pytree, but doesn't copy them.
 
     Blocks until the values are in host memory.
     """
@@ -255,7 +255,7 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a dict of the last step's scalars. The outputs must be on the host."""
+    """Returns a dict of the last step's scalars. The outputs must already be on the host."""
     lists = {name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value}
     return _measured(scalars_in(lists))
 
@@ -407,7 +407,7 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:
-    """Fetches the outputs and replaces `clu.metrics` states by the metrics computed from them."""
+    """Fetches the outputs and replaces `clu.metrics` states with the metrics computed from them."""
     reduced, given = {}, {name: value for name, value in (outputs or {}).items() if name != types.STOP_LOOP}
     to_read = {  # Statistics and NumPy numbers are on the host.
         name: value

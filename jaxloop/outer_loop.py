@@ -78,8 +78,8 @@ class OuterLoop:
         one in the subdirectory `checkpoints` of `workdir`.
       workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
         is appended to the file immediately, and a resumed run appends to the same file. With `checkpoint_spec="auto"`
-        and without a `CheckpointAction`, the run also saves checkpoints in the subdirectory `checkpoints`, no more than
-        once a minute and at the end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its
+        and without a `CheckpointAction`, the run also saves checkpoints in the subdirectory `checkpoints`, at most
+        once a minute, and at the end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its
         history to the checkpoint directory; any other run doesn't write a history file.
       log_interval: The interval at which rows are added to the history. Each row contains the train metrics since the
         previous row. As in an action's interval, an int is a number of train loops.
@@ -467,7 +467,7 @@ def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]
 
 
 def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
-    """Warns about train metrics that are NaN in the last loop of a run."""
+    """Warns about train metrics that were NaN in the last loop of a run."""
     if names := [name for name, mean in metrics.summarize(outputs).items() if math.isnan(mean)]:
         text = "The run ended at step %d with NaN in its last loop: %s. TrainLoop(nan_policy='raise') finds the first."
         logging.warning(text, step_num, ", ".join(names))
@@ -476,7 +476,7 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
     """Warns about actions and evaluations that were never called in a run.
 
-    If the length of the run was unknown at the start, this couldn't be predicted.
+    This can't be predicted at the start of a run whose length is unknown.
     """
     skipped = [each for each in evaluations if not each.was_measured and not is_never(each.interval)]
     unused = [f"{each.name} ({each.spec.when})" for each in skipped]
@@ -498,7 +498,7 @@ def _finish_actions(experiment: Experiment, state: Any) -> Any:
 
 
 def _close_actions(experiment: Experiment, status: str | None, raise_errors: bool) -> None:
-    """Closes the actions. `status` describes how the run ended; None if it returns to an earlier checkpoint."""
+    """Closes the actions. `status` describes how the run ended, or is None if it returns to a checkpoint."""
 
     def close(action: Action) -> None:
         with experiment.loops[0].engine.run.stopwatch.counting(action.time_category):

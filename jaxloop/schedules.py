@@ -159,11 +159,11 @@ class Schedule(abc.ABC):
     def next_step(self, now: Elapsed) -> int | None:
         """Returns the next step in the current loop at which the schedule can fire, or None.
 
-        The default is the step after `now`. An override makes a run faster, but must not skip a step at which `fires`
-        returns True. `OuterLoop.check` compares the two methods over the first 1,000 steps. Only steps before
-        `next_time` need to be considered. A schedule that counts samples might fire at any step, so it returns the step
-        after `now`. Schedules that count loops return None, and so does `last()`, because they are checked at the end
-        of each loop anyway.
+        The default is the step after `now`. Overriding this method can make runs faster, but an override must not skip
+        a step at which `fires` returns True. `OuterLoop.check` compares the two methods over the first 1,000 steps.
+        Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
+        it returns the step after `now`. Schedules that count loops return None, and so does `last()`, because they are
+        checked at the end of each loop anyway.
         """
         return now.steps + 1
 
@@ -328,7 +328,7 @@ def never() -> Schedule:
 
 
 def is_always(schedule: Schedule) -> bool:
-    """Returns True if a schedule is `always()`, which is also `every(1)`."""
+    """Returns True if a schedule is `always()`, which is the same as `every(1)`."""
     return isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
 
 
@@ -399,7 +399,7 @@ def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times, or None if all are None. A None stands for never."""
+    """Returns the smallest of several steps or times. None means never, and is returned only if all are None."""
     return min((each for each in found if each is not None), default=None)
 
 

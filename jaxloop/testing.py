@@ -111,7 +111,7 @@ _REASONS = (
 
 
 def _finish(process: SpawnProcess, directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
-    """Waits for a process to end and returns the record that it wrote, or None if the process was to be killed."""
+    """Waits for a process to end and returns the record that it wrote, or None if it was supposed to be killed."""
     process.join(timeout)
     if process.exitcode is None:
         raise RuntimeError(f"A run has not ended after {timeout} seconds.")
@@ -139,7 +139,7 @@ def _digest(tree: Any) -> dict[str, str]:
 
 
 def _observe(kill_at: int) -> list[int]:
-    """Makes jaxloop kill this process once the step `kill_at` has been dispatched, or never if it is 0.
+    """Makes jaxloop kill this process once step `kill_at` has been dispatched. If `kill_at` is 0, nothing is killed.
 
     Returns a list that will contain the step at which training begins. The list is empty until then.
     """

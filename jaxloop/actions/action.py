@@ -62,7 +62,7 @@ class Action(abc.ABC):
     """True if the action is called after the other actions and the evaluations of the same step."""
 
     time_category: str = "actions"
-    """The category that the action's calls belong to in the time report: "actions", "evals" or "checkpoints"."""
+    """The category under which the time report counts the action's calls: "actions", "evals" or "checkpoints"."""
 
     settings: Sequence[str] = ()
     """The names of the settings that `change` accepts."""
@@ -101,8 +101,7 @@ class Action(abc.ABC):
             versions may add more keywords.
 
         Raises:
-          TurnBack: To make the run return to the newest checkpoint before certain steps and skip the batches of those
-            steps.
+          TurnBack: To make the run return to the newest checkpoint before certain steps and skip their batches.
         """
 
     def change(self, name: str, value: Any) -> None:
@@ -181,7 +180,7 @@ class Action(abc.ABC):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the data that `state_dict` returned for an action with the same arguments."""
+        """Restores the action's data from the result of `state_dict`, called on an action with the same arguments."""
         check_state_dict(self, (), state_dict)
 
     def flush(self) -> None:  # noqa: B027 (overriding is optional)

@@ -30,7 +30,7 @@ class ActionList:
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
-        """Calls the action at `index`. If the action raises an exception, adds a note with the action and the step."""
+        """Calls the action at `index`. If it raises an exception, adds a note that names the action and the step."""
         try:
             self.actions[index](state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
         except BaseException as error:

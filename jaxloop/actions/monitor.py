@@ -129,7 +129,7 @@ class Monitor:
         return float(value)
 
     def _find(self, names: Iterable[str]) -> str | None:
-        """Returns the name (one of `names`) of the output that this metric refers to, or None if there is none."""
+        """Returns the name in `names` that this metric refers to, or None if there is none."""
         wanted, paths = (
             "/".join(_parts(self.name)).removeprefix("train/"),
             {name.replace("/", "."): name for name in names},

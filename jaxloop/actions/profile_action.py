@@ -17,7 +17,7 @@ class ProfileAction(Action):
     """Records a profile of a few steps for TensorBoard's profile page, XProf or Perfetto.
 
     The trace contains only whole steps: the loop synchronizes with the devices before the trace starts and before it
-    stops. If the run ends early, the trace contains the steps completed until then.
+    stops. If the run ends early, the trace contains the steps completed by then.
 
     >>> import tempfile
     >>> ProfileAction(tempfile.mkdtemp(), first_step=100, num_steps=5).interval

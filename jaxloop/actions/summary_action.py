@@ -91,7 +91,7 @@ class SummaryAction(WriterAction):
 
     @functools.cached_property
     def _methods(self) -> dict[types.MetricType, str]:
-        """The names of the methods that the writer has, keyed by the type of value that each method writes."""
+        """The names of the writer's methods, keyed by the type of value that each method writes."""
         return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
@@ -118,7 +118,7 @@ def _not_written(
     media: Mapping[str, types.MetricWithMetadata],
     methods: Mapping[types.MetricType, str],
 ) -> list[str]:
-    """Returns a sentence for each output that is not written. The sentence gives the reason."""
+    """Returns a sentence for each output that isn't written, giving the reason."""
     reasons = {
         name: f"its writer has no {_METHODS.get(metric.type, f'method for {metric.type}')}"
         for name, metric in media.items()

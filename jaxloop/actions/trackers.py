@@ -53,7 +53,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _points(self, step: int) -> Iterable[tuple[str, int]]:
-        """Yields the name and the step of each point that the tracker has at `step` or later."""
+        """Yields the name and step of each point that the tracker has stored for `step` or a later step."""
 
     @abc.abstractmethod
     def _close(self, status: str) -> None:

@@ -40,7 +40,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, writer: Any) -> None:
-        """Calls the writer's method. Adds a note with the action, the step and the names of the values to any error."""
+        """Calls the writer's method. Adds a note to any error, with the action, the step and the value names."""
         try:
             if self.method == "resume":
                 writer.resume(self.step, self.options["position"])
@@ -105,7 +105,7 @@ class WriterQueue:
           calls: The calls to append. Their values are copied.
 
         Raises:
-          BaseException: If an earlier call raised it.
+          BaseException: The error of an earlier call, if that call failed.
         """
         if not calls or not self._writes:
             return
@@ -124,7 +124,7 @@ class WriterQueue:
         """Waits until all calls have been made and then flushes the writer.
 
         Raises:
-          BaseException: If an earlier call raised it. Each error is raised only once.
+          BaseException: The error of an earlier call, if that call failed. Each error is raised only once.
         """
         self._wait()
         try:
@@ -135,7 +135,8 @@ class WriterQueue:
     def state_dict(self, action: Any) -> dict[str, Any]:
         """Flushes everything. Returns the failed calls and the writer's position, to be stored in a checkpoint.
 
-        Errors are raised later rather than by this method, so that the checkpoint can be saved.
+        This method doesn't raise the errors of failed calls, so that the checkpoint can be saved. They are raised
+        later.
         """
         if not self._writes:
             return {}

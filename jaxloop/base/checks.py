@@ -1,4 +1,4 @@
-"""Checks of states, batches and step results. Error messages state what was expected and found, and what to do."""
+"""Checks of states, batches and step results. Error messages say what was expected, what was found and what to do."""
 
 import contextlib
 import functools
@@ -57,7 +57,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Joins the first `show` names with commas. If there are more names, adds the number of the remaining ones.
+    """Joins the first `show` names with commas. If there are more names, adds how many remain.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -333,7 +333,7 @@ def _is_cut(leaf: Any, kinds: str) -> bool:
 
 
 def _wide_integers(leaves: dict[str, Any]) -> list[tuple[int, str, Any]]:
-    """Returns the index, the name and the 32-bit limits of each leaf whose 64-bit integers JAX would truncate."""
+    """Returns the index, name and 32-bit limits of each leaf of 64-bit integers that JAX would convert to 32 bits."""
     narrow = lambda leaf: np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return [(place, name, narrow(leaf)) for place, (name, leaf) in enumerate(leaves.items()) if _is_cut(leaf, "iu")]
 
@@ -496,7 +496,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns one line for each leaf that differs between two pytrees. `first_lines` limits the number of lines."""
+    """Returns one line for each leaf that differs between two pytrees, shortened by `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
@@ -509,5 +509,5 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Formats the result of `changes` as lines. `first_lines` limits the number of lines."""
+    """Formats the result of `changes` as lines, shortened by `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

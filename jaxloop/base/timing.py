@@ -19,10 +19,10 @@ NAMES = {
     "checkpoints": "in checkpoints",
     "restores": "restoring checkpoints",
 }
-"""A dict that maps each kind of work, which is a field of `Spent`, to its description."""
+"""The description of each kind of work. The kinds are fields of `Spent`."""
 
 clock: Callable[[], float] = time.perf_counter
-"""Returns the time in seconds, for measuring durations."""
+"""The clock that measures durations: a function that returns the time in seconds."""
 
 _NOT_TRAINING = ("evals", "checkpoints", "restores")
 
@@ -40,7 +40,7 @@ class Spent:
       dispatch: Seconds spent in the step's hooks and on dispatching the step to the devices.
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds spent blocked by checkpoint saves.
+      checkpoints: Seconds for which checkpoint saves blocked the run.
       restores: Seconds spent restoring a checkpoint to resume from.
       steps: The number of steps that ran.
       samples: The number of examples in the steps that ran.
@@ -91,7 +91,7 @@ _values_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Sp
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration that is given in seconds.
+    """Formats a duration given in seconds.
 
     >>> duration(9.98), duration(61.2), duration(7300)
     ('10.0 s', '1 min 1 s', '2 h 1 min')
@@ -123,7 +123,7 @@ class Stopwatch:
         self._since = 0.0
         self.steps = self.samples = 0
         self.training: float = 0.0
-        """The value of `spent().training` at the last switch."""
+        """The value of `spent().training` as of the last call to `switch`."""
         self.first_step: Any = None
         """`state.step` after the first dispatch of the latest program. Once it has been computed, that program has run.
         """
@@ -140,7 +140,7 @@ class Stopwatch:
         return before
 
     def move(self, seconds: float, kind: str) -> None:
-        """Transfers a number of seconds from the current kind of work to a different kind.
+        """Moves `seconds` of the recorded time from the current kind of work to `kind`.
 
         This method is cheaper than `switch` if the caller has already measured the time.
         """

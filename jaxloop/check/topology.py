@@ -46,7 +46,7 @@ def devices_of(topology: str) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=16)
 def memory_of(device: Any) -> int | None:
-    """Returns the memory in bytes that a program can use on a topology's device, or None if it is unknown.
+    """Returns the number of bytes that a program can use on one device of a topology, or None if it is unknown.
 
     The function compiles a program that is too large for any device, because only the resulting error reports the size
     of the memory.

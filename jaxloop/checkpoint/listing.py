@@ -16,7 +16,7 @@ from jaxloop.base import files
 from jaxloop.base.files import absolute
 
 METADATA_FILE = "_CHECKPOINT_METADATA"
-"""The name of the file with a checkpoint's metadata, in which Orbax records the time of the commit."""
+"""The name of a checkpoint's metadata file, in which Orbax records the time of the commit."""
 # The subdirectories for checkpoints that are no longer used. Their names are not steps, so neither Orbax nor jaxloop
 # reads them.
 DAMAGED, _ABANDONED = "damaged", "abandoned"
@@ -53,7 +53,7 @@ def missing_error(directory: epath.PathLike) -> FileNotFoundError:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns True if a checkpoint has been deleted. If a deletion is in progress, first waits until it is complete."""
+    """Returns True if a checkpoint is being deleted or doesn't exist. Waits until any deletion is complete."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():

@@ -215,7 +215,7 @@ def open_newest(
 
 
 def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
-    """Moves away the damaged checkpoints of `paths` that are newer than the newest undamaged one; see `open_newest`.
+    """Quarantines the damaged checkpoints of `paths` that are newer than the newest undamaged one; see `open_newest`.
 
     In a multi-process job, only the first process may call this function, and it must do so before any process starts
     restoring. If all checkpoints are damaged, none are moved.
@@ -420,7 +420,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """Returns a context manager that converts errors in the interpretation of saved values to a `CheckpointError`.
+        """Returns a context manager that converts errors in interpreting saved values to a `CheckpointError`.
 
         The message contains the version of jaxloop that saved the checkpoint and the version that is in use.
 
@@ -495,7 +495,7 @@ def place_of_ema(leaves: Collection[str]) -> str | None:
 
 
 def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the saved leaves and the state's leaves, with nothing from `opt_state` but the average of the parameters.
+    """Returns the saved leaves and the state's leaves, omitting all of `opt_state` except the parameters' average.
 
     The saved leaves are returned as a dict that maps names to paths, because the average may have different paths in
     the checkpoint and in the state.
@@ -511,7 +511,7 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 
 
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Logs that a state is restored without its optimizer state, except for the leaves in `kept`."""
+    """Logs that the optimizer state was not restored. `kept` contains the leaves of the state that were restored."""
     lines = "\n".join(checks.compare(dict(opened.leaves), dict(ours)))
     # Only the state of `optax.contrib.schedule_free` has such a leaf.
     is_schedule_free = any(path.endswith("/weight_sum") for path in opened.leaves.keys() - ours.keys())

@@ -85,7 +85,7 @@ def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], 
 def _problem_of(name: str, error: OSError | ValueError) -> str:
     """Describes an error that was raised while reading a file.
 
-    Raises a `PermissionError` again, because it doesn't mean that the file is damaged.
+    Re-raises a `PermissionError`, because it doesn't mean that the file is damaged.
     """
     if isinstance(error, PermissionError):
         error.add_note("So it can't be verified. Change its owner or its permissions.")

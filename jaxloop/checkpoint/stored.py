@@ -155,7 +155,7 @@ def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> di
 
 
 def as_wide_as(saved: Any, leaf: Any) -> Any:
-    """Returns a NumPy template with the saved dtype if a leaf's dtype differs only in width; otherwise, the leaf."""
+    """Returns a NumPy template with the saved dtype if the dtypes differ only in width; otherwise, the leaf."""
     if saved is None or saved.dtype == leaf.dtype or saved.shape != leaf.shape:
         return leaf
     is_same = jax.dtypes.canonicalize_dtype(saved.dtype) == jax.dtypes.canonicalize_dtype(leaf.dtype)

@@ -96,7 +96,7 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[[Checkpoint
 def _saved_params(opened: Checkpoint, ema: bool) -> dict[str, str]:
     """Returns a dict that maps the path of each parameter in the model to its path in the saved train state.
 
-    If `ema` is True, the latter is the path of the parameter's moving average.
+    If `ema` is True, the dict contains the saved path of the parameter's moving average instead.
     """
     start = f"{read.place_of_ema(opened.leaves)}/{read.AVERAGE}/" if ema else "params/"
     saved = {path.removeprefix(start): path for path in opened.leaves if path.startswith(start)}

@@ -298,7 +298,7 @@ class _Policy:
         return self.best is not None or self.keep_every is not None
 
     def marked(self, metrics: Mapping[str, float], metadata: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Returns the metrics of a checkpoint. Adds a mark if `keep_every` fires at the checkpoint's step."""
+        """Returns a checkpoint's metrics, with a mark added if `keep_every` fires at the checkpoint's step."""
         is_kept = self.keep_every is not None and self.keep_every(read.elapsed_of(metadata, step))
         return {**metrics, _KEPT: 1.0} if is_kept else {**metrics}
 
@@ -325,7 +325,7 @@ class _Policy:
 
 
 class _KeepMarked:
-    """Preserves the checkpoints that have a mark; see `_Policy.marked`. Orbax stores the mark with the metrics."""
+    """Keeps the checkpoints that have a mark; see `_Policy.marked`. Orbax stores the mark with the metrics."""
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         return [_KEPT in (each.metrics or {}) for each in checkpoints]

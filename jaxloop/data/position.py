@@ -225,7 +225,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return self.problem and f"{self.problem} Until then, a resumed run will not continue at the right batch."
 
     def begin_pass(self, number: int) -> None:
-        """Moves to the start of the pass with the index `number`, which starts at 0; see `sources.pass_of`."""
+        """Moves to the start of pass `number`, counting from 0; see `sources.pass_of`."""
         dataset = pass_of(self.inner, number)
         if dataset is not self.inner:
             self.inner = dataset
@@ -456,10 +456,10 @@ def skippable(data: Any) -> Iterable[types.Batch]:
 def prove(data: Any) -> str | None:
     """Checks that a new iterator over a dataset can return to a saved position. Returns a message if it can't.
 
-    The check reads two batches, saves the position, moves a second iterator to that position, and compares the third
-    batches of both iterators. The message explains the differences and what to do. A message is also returned if
-    reading the second batch overwrites the first one. Returns None if no problem is found, or if the dataset is an
-    iterator or its position can't be saved.
+    The check reads two batches, saves the position, moves a second iterator to that position, and compares the next
+    batch from each iterator. The message explains the differences and what to do. A message is also returned if reading
+    the second batch overwrites the first one. Returns None if no problem is found, or if the dataset is an iterator or
+    its position can't be saved.
 
     >>> prove([1, 2, 3, 4]) is None
     True

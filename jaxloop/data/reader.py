@@ -31,7 +31,7 @@ class Reader:
       batches: The iterator that the batches are read from.
       marks: The latest marks. Each is a pair of a number of batches and the state of the source after these batches.
       peeked: A list with the batch that `peek` has read, if that batch hasn't been returned yet.
-      recent: The batches that were returned last.
+      recent: The most recently returned batches.
       has_ended: True if there are no more batches.
     """
 

@@ -341,7 +341,7 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
 
 
 def _with_current_addresses(state: Any, now: Any) -> Any:
-    """Replaces the memory addresses in a saved state with the addresses in a current state.
+    """Replaces the memory addresses in a saved state with those in the current state `now`.
 
     Grain compares the saved `repr` of a loader's data source with the current one. By default, a `repr` contains the
     address of the object.
@@ -368,7 +368,7 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> None:
 
 
 def stages(dataset: Any) -> Iterator[Any]:
-    """Yields a tf.data or Grain pipeline, and all datasets that the pipeline reads from."""
+    """Yields a tf.data or Grain dataset, followed by all datasets that it reads from."""
     yield dataset
     for each in dataset._inputs() if hasattr(dataset, "_inputs") else getattr(dataset, "_parents", ()):
         yield from stages(each)
@@ -409,7 +409,7 @@ def _random_states(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any],
 
 
 def random_state(dataset: Any) -> Any:
-    """Returns the states of the random number generators that a PyTorch loader may use; None for other datasets."""
+    """Returns the states of the random number generators that a PyTorch loader may use, or None for other datasets."""
     return [get() for get, _ in _random_states(dataset)] if _is_loader(dataset) else None
 
 

@@ -11,7 +11,7 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def library(value: Any) -> str | None:
-    """Returns "tensorflow" or "torch" if a value's class or a base class comes from that library; otherwise None.
+    """Returns "tensorflow" or "torch" if a value's class or one of its bases comes from that library; otherwise None.
 
     >>> library(np.ones(2)) is None
     True

@@ -139,8 +139,8 @@ class Item:
     def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
         """Returns the outputs that the item would receive if it were called now.
 
-        If the item reads all outputs, these are the outputs since its last call. With an int interval, they are in the
-        form in which the loops' `end` hooks returned them.
+        If the item reads all outputs, these are the outputs since its last call. If its interval is an int, they are
+        exactly as the loops' `end` hooks returned them.
         """
         if self.reads == "nothing":
             if self.rank == Rank.SAVE:
@@ -334,7 +334,7 @@ class Agenda:
     def _call_due(self, state: Any, now: Elapsed, spent: Spent, ended: Ended | None, may_end: bool) -> bool:
         """Calls all items that are due, except for saves.
 
-        Returns False if a signal prevented one of these items from being called or interrupted it.
+        Returns False if a signal interrupted one of these items or prevented it from being called.
         """
         is_done = True
         for item in self.items:
@@ -372,7 +372,7 @@ class Agenda:
         return is_done
 
     def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
-        """Returns statistics for the current loop or, given `spent` and `cursor`, since an item's last call."""
+        """Returns statistics for the current loop, or since an item's last call if `spent` and `cursor` are given."""
         found, guard = {} if self.statistics is None else self.statistics.of(state, spent), self._outputs.guard
         return found if guard is None else found | guard.measure(self._outputs.loop_start if cursor is None else cursor)
 
@@ -400,7 +400,7 @@ class Agenda:
 
         Args:
           step_num: The number of completed updates.
-          in_moment: Whether some of the items that are due at this step may not have been called yet.
+          in_moment: Whether there may be items due at this step that haven't been called yet.
         """
         encode, ended = self._outputs.encode, self.ended if in_moment else None
         actions = [(str(index), item.action) for index, item in enumerate(self.items) if isinstance(item, ActionItem)]
@@ -416,7 +416,7 @@ class Agenda:
         return saved, {index: action.kept_state for index, action in actions if action.kept_state is not None}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any], step_num: int) -> None:
-        """Restores the two dicts from `state_dict`.
+        """Restores the agenda from the two dicts that `state_dict` returned.
 
         Items that were not part of the run when the dicts were saved won't be called at this step.
         """

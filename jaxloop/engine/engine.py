@@ -290,7 +290,7 @@ class Engine:
     # The loop over steps -------------------------------------------------------------------------------
 
     def advance(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Runs steps until a loop ends and calls items when they are due. The default implementation of `Loop.run`."""
+        """Runs steps until a loop ends, calling items when they are due. The default implementation of `Loop.run`."""
         call, outputs, step = self.call, self.run.outputs, self._loop.step
         limit = None if num_steps is None else num_steps // max(call.updates, 1)
         self.data.begin(dataset, limit, evaluates=not call.updates)
@@ -330,9 +330,9 @@ class Engine:
         self.run.agenda.goal(self.run.now, self.plan.stop)
 
     def loop_end(self, step_num: int) -> int | None:
-        """Returns the number of updates to the next end of a loop that may make an item due, or to the end of the run.
+        """Returns the number of updates left until the run ends or until a loop ends and an item may be due.
 
-        Whichever comes first is used. Returns None if neither is planned.
+        The earlier of the two counts. Returns None if neither is planned.
         """
         plan, run = self.plan, self.run
         ends = [] if plan.total is None else [plan.total - step_num]
@@ -402,7 +402,7 @@ class Engine:
         """Returns the loop's part of a checkpoint as two dicts: JSON values, and the train states that actions keep.
 
         Args:
-          in_moment: Whether some of the items that are due at this step may not have been called yet.
+          in_moment: Whether there may be items due at this step that haven't been called yet.
         """
         saved, kept = self.run.state_dict(in_moment=in_moment)
         return saved | {"has_stopped": self.run.agenda.wants_stop, "wraps_data": self.data.is_wrapped}, kept

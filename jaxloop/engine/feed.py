@@ -130,7 +130,7 @@ class Feed(Iterator[types.Batch]):
         return not self.has_ended
 
     def _read_ahead(self, number: int) -> None:
-        """Reads batches until the buffer contains `number` batches or the dataset raises an exception."""
+        """Reads batches until the buffer contains `number` batches, or the dataset ends or raises an exception."""
         read, add, missing = self._read, self.ahead.append, number - len(self.ahead)
         try:
             for _ in range(missing if self._error is None else 0):

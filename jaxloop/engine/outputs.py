@@ -56,7 +56,7 @@ class Pending:
 
     Attributes:
       newest: The outputs of the latest steps, which are not in the queue yet. Programs append to this list.
-      in_flight: The dispatches that may not be completed yet.
+      in_flight: The dispatches that the devices may not have completed yet.
       num_steps: The number of steps whose outputs haven't been taken yet.
       names: The names of all outputs so far, or None before the first step.
       are_plain: True if there are outputs, and they are the same scalars at every step, without `STOP_LOOP`.

@@ -123,7 +123,7 @@ class Program:
         requests: Interruptible,
         deadline: float = math.inf,
     ) -> None:
-        """Runs up to `room` steps. Stops early if the data ends, a signal arrives, or the deadline passes."""
+        """Runs at most `room` steps. Stops early if the data ends, a signal arrives, or the deadline passes."""
         read, add_outputs, add_number = feed.reader(), ran.outputs.append, ran.examples.append
         clock = timing.clock
         enter, leave, run_one, observers = self._compiled.enter, self._compiled.leave, self._run_one, self.observers

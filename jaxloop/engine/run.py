@@ -205,7 +205,7 @@ class Run:
         return saved, kept
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores the two dicts from `state_dict`."""
+        """Restores the run from the two dicts that `state_dict` returned."""
         self.now = Elapsed(**saved["elapsed"], previous=Elapsed(**saved["previous"]))
         self.loops, self.batches, self.began_at = saved["loops"], saved["steps_in_loop"], Elapsed(**saved["began_at"])
         self.clock.begin(self.now.time)
@@ -328,8 +328,8 @@ class Steps:
     def _room(self, goal: Goal) -> int:
         """Returns the number of batches to run at once.
 
-        This is the number up to the goal or to the end of the loop, whichever comes first. The end of the loop is
-        ignored if the outputs are plain and no item is due at a certain time.
+        This is the number of batches until the goal or the end of the loop, whichever comes first. The end of the loop
+        is ignored if the outputs are plain and nothing is scheduled by time.
         """
         now, updates, loop_steps = self._run.now.steps, self._call.updates, self._plan.loop_steps
         if not updates:

@@ -23,7 +23,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Sources:
-    """Information about datasets, which an `OuterLoop` keeps between calls.
+    """What an `OuterLoop` remembers about its datasets between calls.
 
     Attributes:
       passes: The number of completed epochs.
@@ -46,7 +46,7 @@ class Sources:
 
 @final
 class TrainingData:
-    """The training data of a run, and the iterators of evaluations that continue where the previous one ended.
+    """The training data of a run, and the iterators of evaluations that don't start over each time.
 
     Args:
       spec: The arguments of the run.
@@ -82,7 +82,7 @@ class TrainingData:
 
         Args:
           restores: Whether to move to the restored position.
-          warns: Whether to warn about datasets whose position isn't saved, so that a resumed run can't return to it.
+          warns: Whether to warn about each dataset whose position isn't saved and can't be restored later.
           must_return: Whether to raise an error if the dataset can't return to the restored position. After a return to
             an earlier checkpoint, this is always an error.
           raises: Whether to raise an error if the next batch has changed since the checkpoint was saved.
@@ -189,8 +189,7 @@ class TrainingData:
     def _newest_batch(self, *, before: int = 0) -> int:
         """Returns the number (as in `LeftOut`) of the batch that the last completed step used.
 
-        With `before`, returns the number of the batch that was used that many batches earlier. Returns 0 if there is no
-        such batch.
+        If `before` is given, goes back by that many batches. Returns 0 if there is no such batch.
         """
         left_out = self.left_out
         return number_before(left_out.epoch_start + self.consumed, before, left_out.numbers)
@@ -335,7 +334,7 @@ class LeftOut:
         self._num_saved = 0
 
     def apply_to(self, source: PositionedIterator | None) -> None:
-        """Makes the iterator over the current epoch skip the batches to leave out."""
+        """Makes the current epoch's iterator skip the left-out batches."""
         if source is not None:
             source.left_out = {number - self.epoch_start for number in self.numbers if number > self.epoch_start}
 
@@ -360,8 +359,8 @@ class LeftOut:
     def load_state_dict(self, state_dict: Mapping[str, Any], step_num: int) -> None:
         """Restores the state from a checkpoint that was saved at the given step.
 
-        Detours that began after the checkpoint was saved are kept, and so are batches to leave out that come after the
-        last batch used before the checkpoint.
+        Detours that began after the checkpoint was saved are kept. Batches that had already been used by then can no
+        longer be left out.
         """
         newest, before, detours = state_dict["newest"], state_dict["numbers"], state_dict["detours"]
         if missed := [each for each in self._given if each <= newest and each not in before]:

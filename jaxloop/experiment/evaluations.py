@@ -86,7 +86,7 @@ class Evaluation(Item):
         self._plan_at(Elapsed())
 
     def _plan_at(self, now: Elapsed) -> None:
-        """Sets the plan of the eval loop for an evaluation at the given training progress."""
+        """Prepares the eval loop for an evaluation at the given training progress."""
         self.loop.engine.set_plan(Plan(items=[self._row], context=self._context, at=now))
 
     def call(self, moment: Moment) -> bool:
@@ -137,7 +137,7 @@ class Evaluation(Item):
 
 @final
 class LastActions(Item):
-    """An item that calls those actions of an eval loop that are due at the end of training."""
+    """An item that calls the actions of an eval loop that are due at the end of training."""
 
     interval: int | Schedule | None = last()
 
@@ -160,7 +160,7 @@ def evaluate(
     Args:
       state: The state to evaluate or, with a `CheckpointSpec`, a state with the same structure as the saved ones.
       evaluations: The evaluations.
-      spec: The checkpoint directory and the options for reading checkpoints. None to evaluate `state`.
+      spec: The checkpoint directory and the options for reading checkpoints. If None, `state` is evaluated.
       history: The history to add rows to. Existing rows at or after the first evaluated step are dropped.
       job: The processes that evaluate together.
 

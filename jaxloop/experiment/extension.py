@@ -60,7 +60,8 @@ class Extension:
 
         Args:
           batch: The batch.
-          step_num: The number of completed updates after the batch's step. If the step fails, a resumed run repeats it.
+          step_num: The number of updates that will have been completed once this batch's step is done. If the step
+            fails, a resumed run repeats it.
         """
 
     def moment(self, now: Elapsed) -> None:

@@ -14,7 +14,7 @@ from jaxloop.data.sources import NO_DATA, is_endless, name_of, pass_of
 from jaxloop.schedules import Elapsed, Schedule, earliest, planned_steps
 
 STOPPED_FILE = "STOPPED"
-"""The empty file in the checkpoint directory that marks training as finished."""
+"""The name of the empty file in the checkpoint directory that marks training as finished."""
 
 
 @final
@@ -53,8 +53,8 @@ class EvalSpec:
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
         the evaluation is due.
       interval: The interval between evaluations, specified like an action's `interval`: either a number of train loops
-        (as in `eval_loop_interval`) or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. Schedules
-        are exact to the step, even in the middle of a train loop. Ignored if there is no train loop.
+        (as in `eval_loop_interval`) or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A
+        schedule can fire at any step, even in the middle of a train loop. Ignored if there is no train loop.
       name: The name of this evaluation in the history, and the prefix of its metrics, as in `test/accuracy`. If several
         specs have the default name "eval", each of them except the first gets its position as a suffix, as in "eval_2".
     """

@@ -33,12 +33,12 @@ class Saveable(Protocol):
         """Returns two dicts: JSON values, and train states by name.
 
         If this part is the data, the second dict contains long byte strings, stored as arrays, instead of train states.
-        `in_moment` is True if some of the items that are due at this step may not have been called yet.
+        `in_moment` is True if there may be items due at this step that haven't been called yet.
         """
         ...
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any], /) -> None:
-        """Restores the two dicts that `state_dict` returned."""
+        """Restores this part from the two dicts that `state_dict` returned."""
 
 
 @final
@@ -55,7 +55,7 @@ class WholeRun:
 
     Attributes:
       job: The argument of the same name.
-      rows: The part that stands for the history.
+      rows: The part that represents the history.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WholeRun:
     def snapshot(self, *, in_moment: bool = False) -> dict[str, Any]:
         """Returns the run's current state as keyword arguments for `CheckpointAction.save`.
 
-        `in_moment` is True if some of the items that are due at this step may not have been called yet.
+        `in_moment` is True if there may be items due at this step that haven't been called yet.
         """
         values, trees = dict[str, Any](), dict[str, Any]()
         for name, part in self._parts.items():
@@ -160,14 +160,14 @@ class Rows:
         self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
     def begin(self, step_num: int) -> None:
-        """Prepares `drop_later` for a run without a `state_dict`. A run that begins at step 0 drops all rows."""
+        """Prepares `drop_later` if no saved history is restored. A run that begins at step 0 drops all rows."""
         self._saved = {} if step_num else {"num_rows": 0}
 
     def drop_later(self, step_num: int) -> None:
         """Drops the rows that don't belong to a run that starts or resumes at `step_num`.
 
-        The process that writes the file drops the rows first; the other processes follow. The rows are lost, so all
-        checks that could prevent the run from starting must come before this call.
+        The process that writes the file drops the rows first; the other processes follow. Dropped rows can't be
+        recovered, so all checks that could prevent the run from starting must come before this call.
         """
         if not self._job.is_first:
             agreement.wait_for_all("the history")
@@ -260,7 +260,7 @@ def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """Returns the run's progress, as stored in the checkpoint of a step. Its `previous` is that of one step earlier."""
+    """Returns the progress stored in the checkpoint of a step. Its `previous` is the progress one step earlier."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 

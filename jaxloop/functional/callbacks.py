@@ -181,7 +181,7 @@ class FunctionTask(Item):
             raise
 
     def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
-        """Checks the first logs and outputs that the callback returned, and whether they are part of a state."""
+        """Checks the callback's first logs and outputs, and finds out whether they share arrays with a state."""
         if logs:  # Raises an error here, where the callback is known.
             History().commit(self._loop_state.elapsed, logs)
         # A later step may donate the leaves of a state.

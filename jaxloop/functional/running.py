@@ -131,7 +131,7 @@ class TaskLoop(Loop):
       has_history: Whether the user passed a history.
 
     Attributes:
-      job: The job, which consists only of this process, and the signals that this process has received.
+      job: The job, which consists only of this process. It also records the signals that the process has received.
       loop_state: The argument of the same name.
       of_each_step: The callbacks that `TaskProgram` calls at every step.
       directories: The directories that the loop saves checkpoints to.

@@ -94,7 +94,7 @@ def kind_on_host(leaf: Any) -> str | None:
 
 
 def as_kind(kind: str | None, leaf: Any) -> Any:
-    """Converts a restored leaf to the given kind, which `kind_on_host` returned for the leaf before it was saved."""
+    """Converts a restored leaf to the kind that `kind_on_host` returned for it before it was saved."""
     if kind is None:
         return jnp.asarray(leaf)
     return np.asarray(leaf).item() if kind == "builtins" else np.asarray(leaf)[()]

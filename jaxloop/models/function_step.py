@@ -307,7 +307,7 @@ def _is_state_in_parts(result: tuple[Any, ...], state: Any) -> bool:
 
 
 def _may_replace(result: Any, state: Any) -> bool:
-    """Returns True if a value that a function returned alone is likely to be a new state, rather than a mistake."""
+    """Returns True if a function's only result is likely to be a new state, rather than a mistake."""
     arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
     if isinstance(result, arrays) and isinstance(state, arrays):
         return np.shape(result) == np.shape(state)

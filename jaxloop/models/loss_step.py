@@ -346,7 +346,8 @@ class LossStep(NumpyStep):
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
         """Returns the gradients of the mean loss, the loss and metrics, and the state with updated variables.
 
-        For complex parameters, the gradients are the direction of steepest ascent, the conjugate of JAX's result.
+        For complex parameters, the gradients point in the direction of steepest ascent. They are the conjugates of the
+        gradients that JAX returns.
         """
         with_gradients = jax.value_and_grad(self._mean_loss, has_aux=True)
         (_, (values, updates)), grads = with_gradients(state.params, state, batch, mask, keys)

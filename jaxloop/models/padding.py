@@ -30,7 +30,7 @@ class MaskedBatch(NamedTuple):
 
 
 class _UnmaskedWatch(checks.BatchWatch):
-    """Checks the batches without their masks."""
+    """Checks batches without the masks that were added to them."""
 
     def look(self, batches: Sequence[Any]) -> int | None:
         return super().look([each.batch if isinstance(each, MaskedBatch) else each for each in batches])
@@ -130,7 +130,7 @@ class PaddingRunner(Runner):
         return self._divisible(self.eval_rows) if self._is_shared else self.eval_rows
 
     def _divisible(self, rows: int) -> int:
-        """Rounds up a number of rows so that this process can divide them among its devices and micro-batches."""
+        """Rounds up a number of rows to one that this process can divide among its devices and micro-batches."""
         return -(-rows // self._num_parts) * self._num_parts
 
     @functools.cached_property
@@ -139,11 +139,11 @@ class PaddingRunner(Runner):
 
     @property
     def _is_shared(self) -> bool:
-        """True if other processes hold a part of each batch."""
+        """True if other processes hold parts of each batch."""
         return agreement.is_shared(self.step._partitioner.mesh)
 
     def _reason_not_to_fill(self, state: Any, filled: MaskedBatch, *, pads: bool) -> str | None:
-        """Returns the reason why masked rows would change the results; None if they don't."""
+        """Returns the reason why masked rows would change the results, or None if they wouldn't."""
         step = self.step
         if forward.mixes_examples(state, train=step.train):
             return "the model mixes the examples of a batch, as batch normalization does"

@@ -193,7 +193,7 @@ class Job:
         return not self.is_shared or distributed.is_first_process()
 
     def send(self, about: str, **message: Any) -> _Messages:
-        """Sends a message, together with the signals that this process has received, to the other processes."""
+        """Sends the other processes a message, along with the signals that this process has received."""
         return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
 
     def receive(self, messages: _Messages) -> np.ndarray:
@@ -424,7 +424,7 @@ class JointReader:
         return self._own.take(), examples
 
     def _send(self, start: int) -> tuple[_Messages, int]:
-        """Sends a vote on the next batches, skipping the first `start`.
+        """Sends a vote on the upcoming batches, except for the first `start`.
 
         Returns the vote and the number of batches that it covers.
         """

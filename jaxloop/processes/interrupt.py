@@ -84,7 +84,7 @@ class Interruptible:
     def outermost(self) -> "Interruptible":
         """The context whose signal handlers are installed: either this context or one that encloses it.
 
-        The `signum` of that context is the first signal.
+        That context's `signum` is the first signal.
         """
         return self if self._outer is None else self._outer.outermost
 
@@ -98,7 +98,7 @@ class Interruptible:
 
     @property
     def reason(self) -> str | None:
-        """The reason why a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command". None without an interruption."""
+        """Why a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command", or None if it wasn't interrupted."""
         return "stopped by a command" if self.signum == STOP else self.signal_name
 
     def run_status(self, error: BaseException | None) -> str:
@@ -137,8 +137,8 @@ class Interruptible:
     def confirm(self, signum: int) -> None:
         """Puts a signal or request into effect, no matter which process of the job received it.
 
-        The hosts of a cluster may receive a signal at different times. If this process receives the signal only later,
-        that doesn't count as a second signal.
+        The hosts of a cluster may receive a signal at different times. If this process receives the signal later, it
+        doesn't count as a second signal.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False

@@ -28,7 +28,7 @@ _held: dict[str, os.stat_result] = {}  # The lock files that this process has lo
 
 
 class DirectoryInUseError(RuntimeError):
-    """Raised if a directory is in use by another run, in this process or in a different one."""
+    """Raised if a directory is in use by another run, in this process or another one."""
 
 
 class DirectoryLostError(RuntimeError):

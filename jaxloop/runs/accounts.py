@@ -44,10 +44,10 @@ class Goodput:
       parts: The seconds spent on each part. `productive`: dispatching new steps, and waiting for the devices to run
         them. `repeated`: repeating steps that a killed process had already run after its last checkpoint. `compiling`:
         tracing and compiling the train step. `data`: waiting for the next batch. `actions`: actions other than saving
-        checkpoints. `evals`: evaluations, including their compilation. `checkpoints`: saves of checkpoints that blocked
-        the loop. `restores`: restoring checkpoints. `startup`: from the start of a process to its call to the
-        `OuterLoop`. `downtime`: from the last log line of a process to the start of the next process; if a process is
-        killed, this includes the time between its last log line and its end. `unknown`: anything else.
+        checkpoints. `evals`: evaluations, including their compilation. `checkpoints`: the time for which checkpoint
+        saves blocked the loop. `restores`: restoring checkpoints. `startup`: from the start of a process to its call to
+        the `OuterLoop`. `downtime`: from the last log line of a process to the start of the next process; if a process
+        is killed, this includes the time between its last log line and its end. `unknown`: anything else.
       steps: The number of updates up to the last log line, not counting repeated updates.
       repeated_steps: The number of updates that were repeated after they had been logged.
       starts: The number of calls to the `OuterLoop`.

@@ -45,7 +45,7 @@ class Answer:
     Attributes:
       id: The name of the command's file, without the suffix.
       command: The command, such as "save".
-      step: The number of completed updates at the time when the command was executed or rejected.
+      step: The number of updates that had been completed when the command was executed or rejected.
       error: The reason why the command was rejected, or None if it was executed.
     """
 
@@ -195,7 +195,7 @@ class Commands(Item):
             self._thread.start()
 
     def poll(self) -> None:
-        """Requests a pause of the run if commands are pending."""
+        """Asks the run to pause if commands are pending."""
         if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 

@@ -209,7 +209,7 @@ def replay(
 
 
 def _run_again(step: Step, state: Any, batch: types.Batch, *, eagerly: bool) -> tuple[Any, types.Output]:
-    """Runs a step with its hooks, but without its actions. An eagerly run step doesn't donate the state."""
+    """Runs a step with its hooks, but without its actions. If `eagerly` is True, the state isn't donated."""
     runner = step._runner
     state, batch = runner.before_run(runner.states.prepare(state), batch)
     if eagerly:  # Otherwise, operations between NumPy arrays would run in NumPy instead of JAX.

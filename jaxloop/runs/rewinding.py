@@ -184,7 +184,7 @@ def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
 
 @contextlib.contextmanager
 def _muted(loop: Any, row: Recorder) -> Iterator[None]:
-    """Returns a context manager that disables all actions of a loop and its step. `row` still adds history rows."""
+    """Returns a context manager that disables all actions of a loop and its step, but lets `row` add history rows."""
     engine, lists = loop.engine, loop.step._runner.action_lists
     own, actions = engine.actions, [each.actions for each in lists]
     engine.run.agenda.items, engine.actions = [row], LoopActions()
@@ -221,7 +221,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields a pair for each row with train metrics: the steps between which they were measured, and the metrics."""
+    """For each row with train metrics, yields the two steps between which they were measured, and the metrics."""
     before = 0
     for row in rows:
         if "train" in row.logs:

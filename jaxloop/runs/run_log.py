@@ -130,9 +130,9 @@ class Attempt:
 
     @property
     def state(self) -> str:
-        """The reason why the run ended, if known; otherwise "running" or "killed".
+        """The reason why the run ended, if known; otherwise "running", "killed" or "silent".
 
-        If the reason is unknown and the run was started on another host, "silent".
+        "silent" means that the run was started on another host, so its state can't be determined.
         """
         if self.reason is not None:
             return self.reason
@@ -180,7 +180,7 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 
 def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
-    """Adds a log line to the attempts. Raises one of several exceptions if the line is malformed."""
+    """Adds a log line to the attempts. A malformed line can raise various exceptions."""
     event, when = line["event"], float(line["time"])
     if event == "start":
         attempts.append(Attempt(when, min(float(line["since"]), when), dict(line)))

@@ -57,7 +57,7 @@ class Watchdog(Extension):
     >>> state, _ = outer_loop(state, batches)
 
     Args:
-      step_secs: The maximum time, in seconds, during which no train step is dispatched or completed.
+      step_secs: The maximum time, in seconds, without a train step being dispatched or completed.
       startup_secs: The maximum time, in seconds, before the first step of an `OuterLoop` call. It is also the maximum
         time for compiling a step and running it for the first time, including any wait for processes that are still
         compiling.

@@ -317,7 +317,7 @@ class Programs:
         return self._reported(result[1], batch)
 
     def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
-        """Replaces per-example losses in the outputs by their means, unless the step overrides `num_examples`."""
+        """Replaces per-example losses in the outputs with their means, unless the step overrides `num_examples`."""
         if not outputs:
             return outputs
         is_padded = checks.is_user_defined(self.step, "num_examples")  # The arrays may contain rows that don't count.

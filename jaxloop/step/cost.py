@@ -190,7 +190,7 @@ def _operations_of(equation: Any, kind: Any) -> float:
 def _flops_of_convolution(
     lhs: Any, rhs: Any, out: Any, *, dimension_numbers: Any, window_strides: Any, padding: Any, **options: Any
 ) -> float:
-    """Counts two operations per product of an input and a kernel element. Padding and dilation don't add any."""
+    """Counts two operations per product of an input element and a kernel element, but none for padding or dilation."""
     (_, _, *of_lhs), (_, inputs, *of_rhs), (rows, outputs, *of_out) = dimension_numbers
     num_products = out.shape[rows] * out.shape[outputs] * rhs.shape[inputs]
     for axis, (stride, (low, _)) in enumerate(zip(window_strides, padding, strict=True)):

@@ -181,9 +181,9 @@ _changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("cha
 
 @contextlib.contextmanager
 def noting_changes() -> Iterator[list[Any]]:
-    """Returns a context manager that records the variables that forward passes in training mode change.
+    """Returns a context manager that records which variables are changed by forward passes in training mode.
 
-    Entering it returns a list. The old values of these variables are then added to the list.
+    Entering it returns a list, to which the old values of these variables are added.
     """
     token = _changed.set(changed := [])
     try:
@@ -316,7 +316,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
-    """Returns the PRNG key called `name`, or else the one whose name sorts first. Returns a single key unchanged."""
+    """Returns the PRNG key named `name` or, if there is none, the one whose name sorts first. A single key is kept."""
     if isinstance(rngs, Mapping):
         return rngs[name if name in rngs else min(rngs)]
     return rngs
@@ -508,7 +508,7 @@ def adapt(model: Any) -> Any:
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Returns True if any base class of a model is from a package. Doesn't import the package, which would be slow."""
+    """Returns True if a model's class or a base class is from a package. Avoids the slow import of the package."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
@@ -583,7 +583,7 @@ def shape_of_array(leaf: Any) -> Any:
 
 
 def _shape_in_spec(leaf: Any) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and dtype described by a leaf of a spec; None if the leaf is anything else."""
+    """Returns the shape and dtype described by a leaf of a spec, or None if the leaf is anything else."""
     if _is_shape(leaf):
         return jax.ShapeDtypeStruct(tuple(leaf), jnp.float32)
     if _is_shape_and_dtype(leaf):

@@ -240,9 +240,9 @@ def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, 
 
 
 def _shape_in_run(leaf: Any) -> Any:
-    """Removes the sharding of an abstract leaf that is placed on a single one of the available devices.
+    """Removes the sharding of an abstract leaf if the leaf is on just one of the available devices.
 
-    The function that `jit` compiles for such a leaf is reused in a run.
+    This way, a run can reuse the function that `jit` compiles for the leaf.
     """
     if not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) or leaf.sharding.device_set.isdisjoint(
         jax.devices()
