@@ -330,7 +330,7 @@ class History:
         return [form.to_record(stored) for form, stored in zip(self._forms, self._rows, strict=True)]
 
     def records_after(self, steps: int, *, without: Set[str]) -> list[dict[str, Any]]:
-        """Returns records of the rows after a step, except for rows whose values all belong to groups in `without`.
+        """Returns the rows after a step as records, except for rows whose values all belong to groups in `without`.
 
         The group of a value is the first name in its path, such as `eval`. This method doesn't wait for the devices.
         """

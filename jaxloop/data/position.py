@@ -203,7 +203,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
 
     @property
     def kind(self) -> str:
-        """The kind of positions that this iterator has; see `DatasetPosition`."""
+        """The kind of position that this iterator saves; see `DatasetPosition`."""
         source = self._reader.source
         return source.kind if not source.problem else "skip" if self._skippable else "unknown"
 
@@ -419,7 +419,7 @@ class DataWithOptions(Wrapper, Iterable[types.Batch]):
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
-    """Adds options of `PositionedIterator` to a dataset. Returns an iterator if the dataset is an iterator."""
+    """Attaches `PositionedIterator` options to a dataset. Returns an iterator if the dataset is an iterator."""
     if isinstance(data, DataWithOptions):
         return dataclasses.replace(data, **options)
     if hasattr(data, "__next__"):

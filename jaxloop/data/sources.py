@@ -395,7 +395,7 @@ def _parts(part: Any) -> Iterator[Any]:
 
 
 def _random_states(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Returns pairs of functions, which get and set each random state that a PyTorch loader's batches may depend on."""
+    """Returns a getter and a setter for each random state that a PyTorch loader's batches may depend on."""
     torch, parts = sys.modules["torch"], list(_parts(loader))
     generators: list[Any] = [getattr(part, "generator", None) for part in parts]
     set_epoch = lambda part: functools.partial(setattr, part, "epoch")

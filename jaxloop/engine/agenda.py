@@ -418,7 +418,7 @@ class Agenda:
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any], step_num: int) -> None:
         """Restores the agenda from the two dicts that `state_dict` returned.
 
-        Items that were not part of the run when the dicts were saved won't be called at this step.
+        Items that were not part of the run when the dicts were saved won't be called at step `step_num`.
         """
         self.reset()
         self.owes_trim = saved["owes_trim"]

@@ -108,8 +108,8 @@ class Engine:
 
         Args:
           state: The state.
-          data: A function that returns the data of the next loop.
-          steps: A function that returns the number of steps of the next loop, or None to use all of its data.
+          data: A function that returns the data for the next loop.
+          steps: A function that returns the number of steps in the next loop. None means all of its data.
           trains: Whether the loops train rather than evaluate.
 
         Returns:
@@ -422,7 +422,7 @@ class Engine:
         return state, outputs
 
     def _failure(self, error: BaseException) -> Failure:
-        """Returns the information to keep after an exception, with the reason if the latest state can't be used."""
+        """Returns the information to keep after an exception, including why the latest state can't be used, if so."""
         call, outputs, problem, bad = self.call, self.run.outputs, None, "it has values that are not finite"
         failure = call.outcome.failure
         if isinstance(error, nonfinite.NonFiniteError) and outputs.guard is not None and error is outputs.guard.error:

@@ -89,7 +89,7 @@ class EvalSpec:
 
     @property
     def when_due(self) -> int | Schedule:
-        """The interval of the evaluation during training: a schedule or a number of train loops."""
+        """The interval at which the evaluation runs during training: a schedule or a number of train loops."""
         return self.interval if self.interval is not None else self.eval_loop_interval or 1
 
     @property

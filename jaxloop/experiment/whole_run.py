@@ -109,7 +109,7 @@ class WholeRun:
         Raises:
           CheckpointError: If the checkpoint is damaged.
           ValueError: If the checkpoint was saved by a run with different PRNG keys, or if its directory was renamed to
-            a different step.
+            a different step number.
         """
         with opened.understanding():
             run = opened.run()
