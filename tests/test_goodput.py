@@ -142,6 +142,12 @@ JUNK = [
     '{"event": "log"}\n',
     '{"event": "st',
     line("log", "soon", 3),
+    line("log", 1e308 * 10, 3),
+    line("log", 101.0, 10**30),
+    line("log", 101.0, -1),
+    line("log", 101.0, 1e308 * 10),
+    {**start(101.0), "notes": []},
+    {**start(101.0), "checkpoints": 3},
     {**start(101.0), "since": None},
 ]
 

@@ -183,10 +183,15 @@ def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
     """Adds a log line to the attempts. A malformed line can raise various exceptions."""
     event, when = line["event"], float(line["time"])
     if event == "start":
+        if not isinstance(line.get("notes", {}), dict) or not isinstance(line.get("checkpoints", []), list):
+            raise TypeError("The notes or the checkpoints are malformed.")
         attempts.append(Attempt(when, min(float(line["since"]), when), dict(line)))
         return
-    attempt, seconds = attempts[-1], {kind: float(line["spent"].get(kind, 0.0)) for kind in _KINDS}
-    attempt.points.append((when, int(line["step"]), seconds))
+    attempt, step = attempts[-1], line["step"]
+    seconds = {kind: float(line["spent"].get(kind, 0.0)) for kind in _KINDS}
+    if type(step) is not int or not 0 <= step < 2**63 or not math.isfinite(when + sum(seconds.values())):
+        raise ValueError("The step or a time is not a valid number.")
+    attempt.points.append((when, step, seconds))
     if event == "end":
         attempt.reason = str(line["reason"])
 
