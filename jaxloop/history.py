@@ -57,6 +57,7 @@ class _Form:
 
     Attributes:
       paths: The paths of the values.
+      groups: The first key of each path.
       places: A dict that maps each field of `elapsed`, and each path, to its index in a row's tuple.
 
     Raises:
@@ -67,6 +68,7 @@ class _Form:
     def __init__(self, keys: tuple[tuple[str, ...], ...]):
         self._keys = keys
         self.paths = [".".join(map(_dotted, each)) for each in keys]
+        self.groups = {path.partition(".")[0] for path in self.paths}
         names = [*_UNITS, *self.paths]
         self.places = {name: place for place, name in enumerate(names)}
         if len(self.places) < len(names):
@@ -86,8 +88,12 @@ class _Form:
 
         Means whose weight is 0 are left out.
         """
-        record = dict(zip(self.places, stored, strict=True))
-        return {path: value for path, value in record.items() if record.get(path + metrics.WEIGHT) != 0}
+        return {path: value for path in self.places if (value := self.value(stored, path)) is not None}
+
+    def value(self, stored: Sequence[Any], path: str) -> Any:
+        """Returns one value of a stored row, or None if the row doesn't have it or its weight is 0."""
+        place, weight = self.places.get(path), self.places.get(path + metrics.WEIGHT)
+        return None if place is None or (weight is not None and stored[weight] == 0) else stored[place]
 
 
 _form_of = functools.lru_cache(_Form)
@@ -258,8 +264,7 @@ class History:
     @property
     def rows(self) -> list[Row]:
         """All rows, in the order in which they were committed."""
-        self.flush()
-        return list(map(self._row, range(len(self._rows))))
+        return [form.to_row(stored) for form, stored in self._table()]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -312,10 +317,10 @@ class History:
         Raises:
           ValueError: If a name doesn't match any value, or matches more than one.
         """
-        records, found = self.to_records(), self.paths()
-        paths = [name if _dotted(name) in _UNITS or not records else find_path(name, found) for name in names]
-        rows = [[record[path] for path in paths] for record in records if record.keys() >= {*paths}]
-        if records and not rows:
+        resolve = lambda name: name if _dotted(name) in _UNITS or not self._rows else find_path(name, self.paths())
+        paths = list(map(resolve, names))
+        rows = [[form.value(stored, path) for path in paths] for form, stored in self._table()]
+        if not (rows := [values for values in rows if None not in values]) and self._rows:
             logging.warning(
                 "No row of the history has all of %s, so the lists are empty. Train metrics and evaluations are in "
                 "separate rows: collect them one after the other.",
@@ -326,8 +331,7 @@ class History:
 
     def to_records(self) -> list[dict[str, Any]]:
         """Returns one flat dict per row, such as `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
-        self.flush()
-        return [form.to_record(stored) for form, stored in zip(self._forms, self._rows, strict=True)]
+        return [form.to_record(stored) for form, stored in self._table()]
 
     def records_after(self, steps: int, *, without: Set[str]) -> list[dict[str, Any]]:
         """Returns the rows after a step as records, except for rows whose values all belong to groups in `without`.
@@ -336,8 +340,7 @@ class History:
         """
         newest = zip(reversed(self._forms), reversed(self._rows), strict=True)
         rows = list(itertools.takewhile(lambda each: each[1][0] > steps, newest))
-        is_shown = lambda form: not {path.partition(".")[0] for path in form.paths} <= without
-        return [form.to_record(row) for form, row in reversed(rows) if is_shown(form)]
+        return [form.to_record(row) for form, row in reversed(rows) if not form.groups <= without]
 
     # Keeping ---------------------------------------------------------------------------------------
 
@@ -385,11 +388,10 @@ class History:
             raise ValueError("There is nothing to plot, because the history has no numbers yet.")
         curves = {name: matching(name, numbers) or [find_path(name, numbers)] for name in names}
         num_columns = min(len(curves), 4)
-        num_lines = math.ceil(len(curves) / num_columns)
+        num_lines, unit = math.ceil(len(curves) / num_columns), "time (s)" if x == "time" else x
         figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
         for number, (name, paths) in enumerate(curves.items(), 1):
-            xlabel = "time (s)" if x == "time" else x
-            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=xlabel, ylabel=name)
+            axes = figure.add_subplot(num_lines, num_columns, number, xlabel=unit, ylabel=name)
             for path in paths:
                 xs, ys = self.collect(x, path)
                 label = path.removesuffix(_dotted(name)).removesuffix(".") or name
@@ -413,17 +415,21 @@ class History:
         self._rows += [(*_numbers_of(row[0]), *own) for row, own in zip(rows, values, strict=True)]
         self._newest[form] = len(self._rows) - 1
 
+    def _table(self) -> Iterator[tuple[_Form, tuple[Any, ...]]]:
+        """Returns all rows as they are stored, each with its form, after waiting for pending values."""
+        self.flush()
+        return zip(self._forms, self._rows, strict=True)
+
     def _row(self, index: int) -> Row:
         return self._forms[index].to_row(self._rows[index])
 
     def _write(self, end: int) -> None:
         """Copies the device values of the first `end` rows to the host, and writes these rows to the file."""
         lost: list[str] = []
-        for number in range(self._num_read, end):
+        for number, form in enumerate(self._forms[self._num_read : end], self._num_read):
             self._rows[number] = row = tuple(map(_read, self._rows[number]))
             if _LOST in row:
-                paths = self._forms[number].places
-                lost += [f"{path} at step {row[0]}" for path, place in paths.items() if row[place] is _LOST]
+                lost += [f"{path} at step {row[0]}" for path, place in form.places.items() if row[place] is _LOST]
         self._num_read = end + sum(1 for _ in itertools.takewhile(_is_plain, self._rows[end:]))
         if self._file is not None:
             self._file.append(self._row, self._num_read)
@@ -546,11 +552,10 @@ def _checked(value: Any, *keys: str) -> Any:
     for kind, python in ((float, float), (bool, bool), (int, int), (str, str), (np.floating, float)):
         if isinstance(plain, kind):
             return python(plain)
-    path = printable(".".join(map(_dotted, keys)))
     got = "a tracer of a compiled function" if checks.is_tracer_class(type(value)) else checks.describe(value)
     raise TypeError(
-        f"The logs of a history hold scalars, got {got} under {path}. Reduce it to one, "
-        "with value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."
+        f"The logs of a history hold scalars, got {got} under {printable('.'.join(map(_dotted, keys)))}. Reduce it "
+        "to one, with value.mean() or metric.compute(), say, or keep it as is: history.add_outputs(elapsed, outputs)."
     )
 
 
