@@ -161,12 +161,11 @@ class CheckpointWriter:
         if policy is not None:
             self.wait()  # Before checking that the checkpoint of the previous save still exists.
             self._check_directory()  # Before `_open_manager` creates it.
-        manager = self._manager or self._open_manager()
-        is_known = step in manager.all_steps()
-        if not is_known and not manager.should_save(step):
-            return False
-        if is_known or (self.directory / str(step)).exists():
+        if (self.directory / str(step)).exists() or (self._manager and step in self._manager.all_steps()):
             logging.warning("%s already has a checkpoint of step %d, which was not overwritten.", self.directory, step)
+            return False
+        manager = self._manager or self._open_manager()  # It deletes unfinished saves until its first save starts.
+        if not manager.should_save(step):
             return False
         if policy is None:
             self.wait()  # Not earlier: the manager might have skipped this step.
@@ -186,8 +185,9 @@ class CheckpointWriter:
         if distributed.is_first_process():
             try:
                 lock.check(self.directory)
-                if jax.process_count() > 1:
-                    files.prepare_directory(self.directory)
+                # If Orbax then failed to create a directory, its threads would wait for it for five minutes.
+                files.prepare_directory(self.directory)
+                self._quarantine_unreadable()  # Before any process looks at which checkpoints exist.
             except (OSError, lock.DirectoryLostError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 if jax.process_count() == 1:
@@ -195,16 +195,19 @@ class CheckpointWriter:
         if problem := agreement.gather_texts(problem)[0]:
             raise agreement.known_to_all_processes(RuntimeError(problem))
 
+    def _quarantine_unreadable(self) -> None:
+        """Renames the checkpoints whose metrics Orbax could not read, if the next save opens a manager."""
+        if self._manager is not None or self._policy is None or not self._policy.has_metrics:
+            return
+        for path in all_paths([self.directory]):
+            try:
+                read.metrics(path)
+            except CheckpointError as error:
+                read.quarantine(error, "A killed run may have been deleting it. It can no longer be the best.")
+
     def _open_manager(self) -> ocp.CheckpointManager:
         policy = self._policy
         assert policy is not None
-        files.prepare_directory(self.directory)
-        if policy.has_metrics and distributed.is_first_process():
-            for path in all_paths([self.directory]):
-                try:
-                    read.metrics(path)
-                except CheckpointError as error:
-                    read.quarantine(error, "A killed run may have been deleting it. It can no longer be the best.")
         self._manager = ocp.CheckpointManager(self.directory, options=policy.options(self._seal))
         return self._manager
 
@@ -315,12 +318,7 @@ class _Policy:
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             best_fn=quality if self.has_metrics else None,  # With it, Orbax writes the metrics.
             cleanup_tmp_directories=True,
-            async_options=ocp.options.AsyncOptions(
-                post_finalization_callback=seal_save,
-                # If the directory can't be created, `save` then raises. Otherwise Orbax's threads would wait for it
-                # for five minutes.
-                create_directories_asynchronously=False,
-            ),
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=seal_save),
         )
 
 
