@@ -1,7 +1,7 @@
 """Functions that fetch, merge and summarize step outputs.
 
-`fetch` is the only place where jaxloop reads values from devices; `view` reads values that are already in host memory.
-`summarize` turns a loop's outputs into example-weighted scalars.
+`fetch` copies values from devices to the host, and `view` reads values that are already in host memory. `summarize`
+turns a loop's outputs into example-weighted means.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _CLU_MODULE = "clu.metrics"
 
 
 def fetch(tree: Any) -> Any:
-    """Blocks until a pytree has been computed, and copies it to the host. Scalar arrays become NumPy scalars."""
+    """Copies a pytree to the host, blocking until it has been computed. Scalar arrays become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
     # Without arrays, JAX isn't initialized.
     if any([isinstance(leaf, jax.Array) for leaf in leaves]) and jax.default_backend() != "cpu":
@@ -30,10 +30,7 @@ def fetch(tree: Any) -> Any:
 
 
 def view(tree: Any) -> Any:
-    """Like `fetch`, reads the values in a pytree, but doesn't copy them.
-
-    Blocks until the values are in host memory.
-    """
+    """Like `fetch`, but faster for values that are already in host memory."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _viewed(leaves))
 
@@ -57,7 +54,7 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
 
 
 def fetch_scalar(array: jax.Array) -> bool | int | float:
-    """Blocks until a scalar on a device has been computed and returns it as a Python number. Faster than `fetch`."""
+    """Returns a scalar array as a Python number, blocking until it has been computed. Faster than `fetch`."""
     return np.asarray(array).item()
 
 
@@ -77,7 +74,7 @@ def wait(tree: Any) -> Any:
 def is_ready(array: Any) -> bool:
     """Returns True if a value has been computed. Anything that isn't a device array counts as computed.
 
-    Donated arrays don't count as computed, and neither do typed PRNG keys, because JAX can't check them.
+    Returns False for donated arrays, and for typed PRNG keys, because JAX can't check whether these are computed.
     """
     if not isinstance(array, jax.Array):
         return True
@@ -149,7 +146,7 @@ class LoopOutputs(dict[str, Any]):
         return LoopOutputs(kept, self.num_examples[begin:end])
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the outputs in a JSON-compatible form and the names of any values that can't be encoded."""
+        """Returns the outputs in a JSON-compatible form and the names of the values that can't be encoded."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -167,7 +164,7 @@ class LoopOutputs(dict[str, Any]):
 
 
 def _plain(value: Any) -> Any:
-    """Converts any jaxloop and clu objects within a value to tuples of plain values."""
+    """Replaces the jaxloop and clu objects in a value with tuples of plain values."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if is_metric(value):
@@ -207,7 +204,7 @@ def _fields(value: Any) -> Any:
 
 
 def _name_of_class(metric: Any) -> str:
-    """Returns the import path of a metric's class, or of its base class if clu generated it (`from_output`).
+    """Returns the import path of a metric's class, or of the base class if clu generated the class.
 
     Raises:
       TypeError: If the class isn't defined at the top level of a module.
@@ -281,12 +278,12 @@ def is_metric_class(kind: type) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """Returns True if a value is a `clu.metrics` state."""
+    """Returns True if a value is an instance of a metric class; see `is_metric_class`."""
     return is_metric_class(type(value))
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns True if a metric collects values, so that its states grow and must be merged on the host."""
+    """Returns True if a metric's state grows with each merge, so that it must be merged on the host."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 
@@ -316,7 +313,7 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     """Summarizes a loop's outputs as scalars.
 
     A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
-    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their results are
+    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and the result is
     computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
     unchanged. Values whose weights are all 0 are omitted, because they were not measured. Values that are not scalars
     are also omitted.
@@ -375,7 +372,7 @@ def _is_number(value: Any) -> bool:
 
 
 def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
-    """Returns the result of `summarize` and the non-scalar values in a loop's outputs, each with its type.
+    """Returns the result of `summarize`, and the non-scalar outputs of a loop as `MetricWithMetadata` objects.
 
     An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3 or 4. Any other array without metadata
     becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio and text are taken
@@ -407,7 +404,7 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:
-    """Fetches the outputs and replaces `clu.metrics` states with the metrics computed from them."""
+    """Fetches the outputs and replaces `clu.metrics` states with their computed results."""
     reduced, given = {}, {name: value for name, value in (outputs or {}).items() if name != types.STOP_LOOP}
     to_read = {  # Statistics and NumPy numbers are on the host.
         name: value

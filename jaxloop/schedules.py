@@ -31,10 +31,10 @@ NEVER = (sys.maxsize, math.inf)  # A step and a time that no run reaches.
 @final
 @dataclasses.dataclass(frozen=True, init=False)
 class Elapsed:
-    """The progress of a run. It is a pytree whose leaves are the attributes, so it can be passed to jitted functions.
+    """The progress of a run, as a pytree whose leaves are the attributes. It can be passed to jitted functions.
 
     Attributes:
-      steps: The number of completed updates. When callbacks run after the first batch, it is already 1.
+      steps: The number of completed updates. It is already 1 when callbacks run after the first update.
       samples: The number of examples in all batches so far.
       time: The training time in seconds. It includes the time before a resume, but excludes evaluations and
         checkpoints.
@@ -108,7 +108,7 @@ class Elapsed:
 
 
 def _as_leaf(count: Any) -> Any:
-    """Converts a count to a type that JAX accepts. Counts beyond int32 become floats, which are exact on the host."""
+    """Converts a count to a type that JAX accepts. Counts that exceed int32 become float64 scalars."""
     return np.float64(count) if type(count) is int and count > _MOST_IN_32_BITS else count
 
 
@@ -162,8 +162,8 @@ class Schedule(abc.ABC):
         The default is the step after `now`. Overriding this method can make runs faster, but an override must not skip
         a step at which `fires` returns True. `OuterLoop.check` compares the two methods over the first 1,000 steps.
         Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
-        it returns the step after `now`. Schedules that count loops return None, and so does `last()`, because they are
-        checked at the end of each loop anyway.
+        it returns the step after `now`. `last()` and schedules that count loops return None, because they are checked at
+        the end of each loop anyway.
         """
         return now.steps + 1
 
@@ -177,8 +177,8 @@ class Schedule(abc.ABC):
     def next_loop(self, now: Elapsed) -> int | None:
         """Returns the number of the next loop after which the schedule can fire, or None.
 
-        Disregards anything that `next_step` or `next_time` already covers. For `last()`, the result is None, because it
-        fires only at the end of the run.
+        Points that `next_step` or `next_time` already returns don't count. `last()` returns None, because it fires only
+        at the end of the run.
         """
         return now.loops + 1
 
@@ -202,7 +202,7 @@ class Schedule(abc.ABC):
         raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 
     def __call__(self, elapsed: Elapsed) -> bool:
-        """Returns True if the schedule fires at this step. Use this in hand-written loops: `if schedule(elapsed)`."""
+        """Returns True if the schedule fires at the current step. For hand-written loops: `if schedule(elapsed): ...`."""
         before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
         return self.fires(before, elapsed)
 
@@ -339,13 +339,12 @@ def is_never(schedule: Any) -> bool:
 
 @final
 class Goal(NamedTuple):
-    """The next points in a run where something may be due.
+    """The next points in a run at which something may be due.
 
     Attributes:
       step: The next step within a loop.
       time: The next training time, in seconds.
-      loop: The number of the next loop after which something may be due, disregarding anything that `step` or `time`
-        already covers.
+      loop: The number of the next loop after which something may be due that `step` and `time` don't cover.
     """
 
     step: int
@@ -436,7 +435,7 @@ def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, lea
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Counted(Schedule):
-    """A schedule that is defined by a unit, such as steps, and a number of these units."""
+    """A schedule that is defined by a unit, such as steps, and a number of units."""
 
     unit: Unit
     value: float
@@ -521,7 +520,7 @@ class _Never(_Last):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Schedule):
-    """Two schedules, joined by `any` or `all`."""
+    """Two schedules that are combined with `any` or `all`."""
 
     one: Schedule
     other: Schedule

@@ -15,17 +15,17 @@ from jaxloop.step import Step, cost
 STAT_NUM_PARAMS = "jaxloop/num_params"
 """The number of parameters."""
 STAT_NUM_FLOPS = "jaxloop/num_flops"
-"""Floating-point operations in one call to `run`, across all devices; see `Step.compute_num_flops`."""
+"""The number of FLOPs in one call to `run`, summed over all devices; see `Step.compute_num_flops`."""
 STAT_MFU = "jaxloop/model_flops_utilization"
 """Achieved FLOPs per second, as a fraction (0 to 1) of the devices' peak. See `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
 """The time when the loop was constructed, in seconds since the Unix epoch."""
 STAT_BEGIN_TIME = "jaxloop/begin_time"
-"""The time when this call began, in seconds since the Unix epoch."""
+"""The time when the call to the loop began, in seconds since the Unix epoch."""
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
-"""Seconds from the loop's construction to the end of this call."""
+"""Seconds from the construction of the loop to the end of the call."""
 STAT_LOOP_TIME_SECS = "jaxloop/loop_time_secs"
-"""Seconds from the start of this call until the devices finish. For an action, seconds since its previous call."""
+"""Seconds from the start of the call until the devices finish. For an action: seconds since its previous call."""
 STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
 """Steps per second of training time, which excludes evaluations and checkpoints."""
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
@@ -88,7 +88,7 @@ class Statistics:
 
         Args:
           state: The state at the end of the interval.
-          spent: The time report for the interval. If None, the interval starts at the most recent `begin_loop` call.
+          spent: The time spent in the interval. If None, the interval starts at the most recent `begin_loop` call.
         """
         begin_time, before, updates = self._begin
         spent = self._stopwatch.spent() - before if spent is None else spent
@@ -142,7 +142,7 @@ class StatLoop(Loop):
     Args:
       step: The step to run on each batch.
       stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: steps and examples per second.
-        If empty, nothing is added. `ALL_STATS` also contains the number of parameters, the elapsed times, the FLOPs of
+        If empty, nothing is added. `ALL_STATS` also includes the number of parameters, the elapsed times, the FLOPs of
         a step, the model FLOPs utilization, and the times at which the loop was created and the call began. Counting
         the FLOPs requires tracing the step once more.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
@@ -150,9 +150,8 @@ class StatLoop(Loop):
       max_steps_in_flight: See `Loop`.
 
     Attributes:
-      peak_flops_per_sec: The peak FLOPs per second of one device, used for `STAT_MFU`. If None, jaxloop uses the
-        device's bfloat16 peak, which it knows for many GPUs and TPUs. Set this attribute if your device isn't among
-        them.
+      peak_flops_per_sec: The peak FLOPs per second of one device, used for `STAT_MFU`. If None, the device's bfloat16
+        peak is used, which is built in for many GPUs and TPUs. Set this attribute for other devices.
     """
 
     def __init__(

@@ -26,11 +26,11 @@ from jaxloop.history import History
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
-    """Kills runs at the given steps, resumes them, and compares each of them bit by bit with an uninterrupted run.
+    """Kills runs at the given steps, resumes them, and checks that each one is bit-identical to an uninterrupted run.
 
-    Each run has its own process, which starts up and compiles just as your program does. The first process runs without
+    Each run has its own process, which starts up and compiles just like your program. The first process runs without
     interruption. For each of the given steps, a second process is killed with SIGKILL once that step has been
-    dispatched and pending saves have been committed. A third process then resumes the killed run. The function compares
+    dispatched and pending saves have been completed. A third process then resumes the killed run. The function compares
     all rows of the history (except for times) and all leaves of the final state. For example::
 
         def make_run(workdir):
@@ -44,8 +44,7 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
       make_run: A function that runs or resumes the experiment in a work directory and returns the final state, or
         `(state, history)`. It must be defined at the top level of a module or a script, so that the processes can
         import it. A script must call `assert_resumable` under `if __name__ == "__main__":`.
-      at_steps: The steps at which to kill a run. Each of them must come after the first checkpoint, and is tested in
-        separate processes.
+      at_steps: The steps at which to kill a run, all of them after the first checkpoint.
       timeout: The time limit for each process, in seconds.
 
     Raises:

@@ -9,7 +9,7 @@ from jaxloop.step.nonfinite import STAT_SKIPPED_STEPS as STAT_SKIPPED_STEPS
 
 
 class TrainLoop(ActionLoop):
-    """A loop that trains. Each step updates the state, which the loop then passes to the next step.
+    """A training loop. Each step updates the state, which the loop then passes to the next step.
 
     Hooks:
       begin: See `Loop`.
@@ -54,8 +54,7 @@ class TrainLoop(ActionLoop):
         A dispatch never runs past the end of a loop or a dataset, or past a step at which a schedule fires: if too few
         steps are left before such a point, they are dispatched one at a time. Time schedules are an exception: they
         can't be predicted, so they fire only after the dispatch has ended. The results are the same, except that XLA
-        may round the last bit differently. `Step.begin` receives the state from before the dispatch and must not change
-        it. A `ValueError` is raised if the step has actions or overrides `end`.
+        may round the last bit differently. `Step.begin` receives the state before the dispatch and must not change it. A `ValueError` is raised if the step has actions or overrides `end`.
       max_steps_in_flight: See `Loop`.
     """
 

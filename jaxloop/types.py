@@ -22,13 +22,13 @@ Batch = Any
 """A pytree of arrays with one row per example: a dict, a tuple, a named tuple, ..."""
 
 BatchSpec = Any
-"""A shape, a `(shape, dtype)` pair, an array or a key, or a dict, list, tuple or named tuple of these."""
+"""A description of a batch: a shape, a `(shape, dtype)` pair, an array, a PRNG key, or a container of these."""
 
 Output = dict[str, Any] | None
 """The values that a step returns, keyed by name, or None."""
 
 PRNGType = jax.Array | Mapping[str, jax.Array]
-"""An old-style or typed PRNG key, or a dict with one PRNG key per random stream of the model."""
+"""A typed or legacy (uint32) PRNG key, or a dict with one key per random stream of the model."""
 
 STOP_LOOP = "jaxloop/stop_loop"
 """The name of the output that stops the experiment: `outputs[STOP_LOOP] = True`."""
@@ -158,7 +158,7 @@ class TrainState(train_state.TrainState):
         return build(jax.tree.map(jnp.copy, (self.params, self.batch_stats, self.collections)), train=False)
 
     def update_variables(self, updates: Any) -> Self:
-        """Returns the state with new values for variables that a forward pass changed. The parameters stay the same.
+        """Returns the state with new values for the variables that a forward pass changed. The parameters don't change.
 
         Args:
           updates: The new values. For Linen, this is the second result of `apply_fn(..., mutable=[...])`. For NNX, it
@@ -288,7 +288,7 @@ class MetricWithMetadata:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, init=False)
 class Weighted:
-    """A mean with its own weight, such as the loss per token. It is a pytree, so `Step.run` can return it.
+    """A mean with its own weight, such as the loss per token. This class is a pytree, so `Step.run` can return it.
 
     Over several steps, the mean is `sum(value * weight) / sum(weight)`, computed in float64. Without `Weighted`, all
     values of a step are weighted by the step's number of examples.
@@ -305,7 +305,7 @@ class Weighted:
     Args:
       value: A scalar, or an array whose weighted mean is computed.
       weight: A scalar, or an array that can be broadcast to the shape of `value`. Where the weight is 0, the value may
-        be NaN. In that case, the gradient is also NaN, unless the value was computed from finite inputs.
+        be NaN. In that case, the gradient may also be NaN.
 
     Raises:
       ValueError: If `weight` can't be broadcast to the shape of `value`.
@@ -370,7 +370,7 @@ def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[st
 
 
 def mean_loss(loss: Any, num_examples: int | None) -> Any:
-    """Returns the mean of a loss if it is an array of per-example losses; otherwise the loss itself."""
+    """Returns the mean of an array of per-example losses. Returns any other loss unchanged."""
     is_array = isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)
     return loss.mean() if is_array and loss.shape == (num_examples,) else loss
 

@@ -20,14 +20,14 @@ def choose(state: Any, rows: int | None) -> Partitioner:
     """Chooses a partitioner for the available devices and logs the reason.
 
     If there are several devices, the batch is split across all of them. The state is replicated if it and the gradients
-    (which are as large as the parameters) need at most half of a device's memory; otherwise, it is also split.
+    fit in half of a device's memory, or if the memory size is unknown. Otherwise, the state is also split.
 
     Args:
       state: The train state, or its shapes as returned by `jax.eval_shape`.
-      rows: The number of rows in each of this process's batches, or None if it is unknown.
+      rows: The number of rows in each of this process's batches, or None if the number is unknown.
 
     Raises:
-      ValueError: If the rows of a batch can't be divided evenly among the devices.
+      ValueError: If there are several devices, and `rows` is None or can't be divided evenly among them.
     """
     devices = jax.devices()
     if len(devices) == 1:

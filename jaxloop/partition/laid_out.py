@@ -144,7 +144,7 @@ class FSDPPartitioner(_LeafPartitioner):
 
 @final
 class RulesPartitioner(_LeafPartitioner):
-    r"""Shards a state by rules that match the paths of its leaves. Use it for models without partitioning metadata.
+    r"""Shards a state by rules that match the paths of its leaves, for models without partitioning metadata.
 
     A rule consists of a regular expression, which is searched for in each leaf's path, and a `PartitionSpec`, which
     names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule
@@ -163,7 +163,7 @@ class RulesPartitioner(_LeafPartitioner):
 
     Raises:
       ValueError: If a rule names an axis that isn't in the mesh. Also raised when a state is laid out, if a rule splits
-        a nonexistent axis of a parameter, or one that can't be divided evenly among the devices.
+        an axis that a parameter lacks or that can't be divided evenly among the devices.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -273,10 +273,10 @@ class SPMDPartitioner(_LaidOutPartitioner):
 
 @final
 class ExplicitPartitioner(_LaidOutPartitioner):
-    """Keeps the axes of a mesh explicit, so that shardings are part of array types.
+    """Makes all axes of a mesh explicit, so that shardings are part of array types.
 
     The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, with a mesh
-    from `jax.make_mesh`. While the model is initialized and while `run` is traced, this mesh is the current mesh, as if
+    from `jax.make_mesh`. The mesh is the current one while the model is initialized and while `run` is traced, as if
     set by `jax.set_mesh`. The state keeps its initial layout: leaves are replicated unless the model splits them. The
     leading axis of the batch is split over `data_axis`.
 

@@ -80,7 +80,7 @@ class Layout:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """Returns the dtype of a leaf, which may be a Python number."""
+    """Returns the dtype of an array, a `jax.ShapeDtypeStruct` or a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
 
 

@@ -86,7 +86,7 @@ class MeshPartitioner(Partitioner):
         """Splits a batch along its leading axis over `data_axis`. Scalars are replicated.
 
         Raises:
-          ValueError: If the rows of a leaf can't be divided evenly among the devices of the axis.
+          ValueError: If the rows of a leaf can't be divided evenly among the devices of `data_axis`.
         """
         return self._shard(batch, axis=0)
 
@@ -101,7 +101,7 @@ class MeshPartitioner(Partitioner):
         return self._put(batch, jax.tree.map(place, batch))
 
     def _put(self, batch: Any, shardings: Any) -> Any:
-        """Places this process's part of a batch on the devices. If given shapes, returns the global shapes instead."""
+        """Places this process's part of a batch on the devices. For a batch of shapes, returns the global shapes."""
         is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
         if any(map(is_shape, jax.tree.leaves(batch))):
             num_parts = self.shards // self._local_shards

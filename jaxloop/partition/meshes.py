@@ -42,7 +42,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context manager in which `PartitionSpec`s refer to the axes of a mesh. It affects only tracing."""
+    """Returns a context manager that sets the mesh to which `PartitionSpec`s refer during tracing."""
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))

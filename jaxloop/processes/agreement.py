@@ -189,7 +189,7 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        """True in the process that writes the job's files: the first or only one."""
+        """True in the first (or only) process, which writes the job's files."""
         return not self.is_shared or distributed.is_first_process()
 
     def send(self, about: str, **message: Any) -> _Messages:
@@ -204,7 +204,7 @@ class Job:
         return received
 
     def any_stops(self, stops: bool = False) -> bool:
-        """Returns True if at least one process has to stop here.
+        """Returns True if at least one process passes `stops=True`.
 
         The processes also tell each other which signals they have received.
 
@@ -226,9 +226,9 @@ class Job:
         return bool(_send_message("asks the first process", number=int(value)).read()["number"][0])
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all processes, such as their listings of a directory, in process order.
+        """Returns the values that all processes passed to this method, in process order.
 
-        The values must be representable in JSON.
+        The values must be JSON-serializable.
         """
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
@@ -321,7 +321,7 @@ class OwnBatches:
       stopwatch: The loop's stopwatch, which measures the training time and the time spent reading.
 
     Attributes:
-      runner: The argument of the same name.
+      runner: The `Runner` of the step.
       ahead: The batches that have been read but not returned yet. Each batch is stored with the record that describes
         it in a vote.
     """
@@ -363,10 +363,7 @@ class OwnBatches:
         return jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, self._newest)
 
     def exception(self, agreed: Exception) -> Exception | SystemExit:
-        """Returns the exception to raise when all processes stop.
-
-        This is the process's own exception if reading failed here; otherwise, it is `agreed`.
-        """
+        """Returns the exception to raise when all processes stop: the reading error of this process, or else `agreed`."""
         if self.ahead:
             return agreed
         own, self._error = self._error, None

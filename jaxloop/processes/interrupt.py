@@ -77,15 +77,12 @@ class Interruptible:
 
     @property
     def requested(self) -> bool:
-        """True if a signal has arrived since the outermost context was opened."""
+        """True if a signal or another stop request has taken effect since the outermost context was opened."""
         return self.signum is not None if self._outer is None else self._outer.requested
 
     @property
     def outermost(self) -> "Interruptible":
-        """The context whose signal handlers are installed: either this context or one that encloses it.
-
-        That context's `signum` is the first signal.
-        """
+        """The outermost context, whose `signum` is the first signal. It is this context unless another one encloses it."""
         return self if self._outer is None else self._outer.outermost
 
     @property
@@ -98,7 +95,7 @@ class Interruptible:
 
     @property
     def reason(self) -> str | None:
-        """Why a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command", or None if it wasn't interrupted."""
+        """The reason for an interruption: "Ctrl-C", "SIGTERM" or "stopped by a command", or None if there was none."""
         return "stopped by a command" if self.signum == STOP else self.signal_name
 
     def run_status(self, error: BaseException | None) -> str:
@@ -108,7 +105,7 @@ class Interruptible:
         return "finished" if error is None and self.outermost.signum in _NO_SIGNALS else "killed"
 
     def supersedes(self, error: BaseException) -> bool:
-        """Returns True if a signal had already arrived when the data raised the given error. If so, logs the error.
+        """Returns True if a signal had already arrived when the dataset raised the given error. If so, logs the error.
 
         A signal to a process group also ends the worker processes of a data loader. The resulting error must not hide
         the signal.

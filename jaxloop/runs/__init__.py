@@ -1,4 +1,4 @@
-"""Tools for operating runs: logs, status, commands, comparisons, failure records and rewinding."""
+"""Tools for monitoring and debugging runs: logs, status, commands, comparisons, failure records and rewinding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from jaxloop.runs.run_log import RunLog
 
 
 def default_extensions(notes: Mapping[str, Any] | None, *, has_directory: bool) -> list[Extension]:
-    """Returns the extensions that every `OuterLoop` has by default.
+    """Returns the default extensions of an `OuterLoop`.
 
-    `notes` is the argument of `OuterLoop`. `has_directory` is True if the `OuterLoop` writes to a directory.
+    `notes` is the `notes` argument of the `OuterLoop`, and `has_directory` is True if it writes to a directory.
     """
     found: list[Extension] = [RunLog(notes)] if has_directory or notes else []
     return [*found, Tell(), Failures()] if has_directory else found

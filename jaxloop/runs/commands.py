@@ -1,4 +1,4 @@
-"""Commands for a run in progress, which are stored as files in its work directory and executed between steps."""
+"""Commands to a run in progress. They are stored as files in the work directory and executed between steps."""
 
 import contextlib
 import dataclasses
@@ -26,10 +26,10 @@ from jaxloop.runs import run_log
 from jaxloop.schedules import Elapsed, every, last
 
 DIRECTORY = "commands"
-"""The name of the subdirectory in a work directory that contains pending commands."""
+"""The name of the subdirectory for pending commands in a work directory."""
 
 ANSWERS = "commands.jsonl"
-"""The name of the file in a work directory that records executed and rejected commands."""
+"""The name of the file in a work directory to which the answers to commands are written."""
 
 _POLL_SECS = 1.0
 _FILE = re.compile(r"[0-9]{1,20}-[0-9a-f]{16}\.json")
@@ -61,6 +61,8 @@ class Answer:
 
 def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answer | None:
     """Sends a command to the run in a work directory and waits for the run's answer.
+
+    The following commands are available, here with example values:
 
     - `save`: saves a checkpoint.
     - `stop`: saves a checkpoint and ends the run, like Ctrl-C.
@@ -144,7 +146,7 @@ def parse(command: str) -> tuple[str, Any]:
 
 @final
 class Tell(Extension):
-    """Makes an `OuterLoop` with a train loop and a local work directory execute the commands sent with `tell`.
+    """Executes the commands sent with `tell` to an `OuterLoop` that has a train loop and a local work directory.
 
     Once per second, and at every log point, the first process looks for files in `<workdir>/commands`. If it finds any,
     all processes pause at the same step, after the current dispatch. The first process reads the files. All processes
@@ -195,7 +197,7 @@ class Commands(Item):
             self._thread.start()
 
     def poll(self) -> None:
-        """Asks the run to pause if commands are pending."""
+        """Requests a pause of the run if commands are pending."""
         if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 
@@ -293,9 +295,9 @@ class Commands(Item):
         return self._actions[action].settings if action in self._actions else ()
 
     def _items(self) -> dict[str, Item]:
-        """Returns the items of the train loop's end actions by name.
+        """Returns the agenda items of the train loop's end actions, keyed by name.
 
-        The item that adds rows to the history is named "history".
+        The item that adds rows to the history has the key "history".
         """
         names, items = {id(action): name for name, action in self._actions.items()}, self._agenda.called_here
         own = lambda item: "history" if item.rank == Rank.ROW else names.get(id(getattr(item, "action", None)))
@@ -355,7 +357,7 @@ class _Inbox:
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:
-    """Returns actions by name, such as `early_stopping` and `early_stopping_2` for two actions of the same class."""
+    """Returns the actions, keyed by name: `early_stopping` and `early_stopping_2` for two of the same class."""
     named: dict[str, Action] = {}
     for action in actions:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")

@@ -18,7 +18,7 @@ from jaxloop.runs import accounts, run_log
 @final
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A comparison of runs, sorted by their best values of a metric. `str` returns it as a table.
+    """A comparison of runs by the best value of a metric, best run first. `str` returns it as a table.
 
     Attributes:
       by: The path of the metric in the history.
@@ -59,7 +59,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
 
     Raises:
       FileNotFoundError: If a directory has no run log.
-      ValueError: If no run has a finite value for this metric.
+      ValueError: If no run has a finite value of the metric.
     """
     monitor = Monitor(by, mode)
     runs = [_run(workdir, monitor) for workdir in workdirs]

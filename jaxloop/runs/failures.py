@@ -22,7 +22,7 @@ from jaxloop.step import Step, nonfinite
 from jaxloop.train_loop import TrainLoop
 
 FOLDER = "failures"
-"""The name of the subdirectory in a work directory that contains one directory per failed step."""
+"""The name of the subdirectory for failure records in a work directory."""
 
 _FILE, _STATE = "failure.json", "state"
 _MOST_FAILURES = 5
@@ -35,13 +35,13 @@ _MAX_FILE_BYTES = 1 << 32
 
 @final
 class Failures(Extension):
-    """Records a failed step in `<workdir>/failures/<step>` and adds a note to the error that explains how to replay it.
+    """Records a failed step in `<workdir>/failures/<step>`. A note on the error explains how to replay the step.
 
     The directory contains the batch of the failed step, the PRNG keys, and the state before the step if that state
     still exists. If it no longer exists, the directory instead contains the path of the latest earlier checkpoint and
     the batches since that checkpoint, provided that these batches are from the last 128 steps and fit in 64 MiB. The
     five newest records are kept. Errors that occur while recording are logged rather than raised. A multi-process job
-    doesn't record anything, because no process has all batches.
+    doesn't record anything, because no process has the whole batch.
     """
 
     name = "failures"
@@ -171,11 +171,11 @@ def replay(
       step_num: The number of the failed step. Pass it only if `path` is a work directory. If None, the most recent
         record is replayed.
       state: A state with the same structure as the run's state. It is not donated. If it is more recent than the
-        recorded state, and all batches after it were recorded, the replay starts from it. Otherwise, it serves only as
-        a template for restoring the recorded state. If None, a newly created state is used, which requires that
+        recorded state, and all later batches were recorded, the replay starts from it. Otherwise, it serves only as a
+        template for restoring the recorded state. If None, a newly created state is used, which requires that
         `step.initialize_model` has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
-        may differ in the last bits. If earlier steps must be replayed first, these are compiled, so `run` is traced
+        may differ in the last bits. Any earlier steps that must be replayed first are compiled, so `run` is traced
         before it is called eagerly.
 
     Returns:

@@ -149,7 +149,7 @@ def _next_batch(loop: ActionLoop, data: TrainingData) -> types.Batch:
 def _restored(
     workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, run: WholeRun, data: TrainingData
 ) -> Any:
-    """Restores and returns the state of the newest checkpoint that is not after the step `before`.
+    """Restores and returns the state of the newest checkpoint up to the step `before`.
 
     If there is no such checkpoint, returns the given state.
     """
@@ -199,7 +199,7 @@ def _muted(loop: Any, row: Recorder) -> Iterator[None]:
 
 
 def _verified(rows: Iterable[Row], past: History) -> int:
-    """Compares rows with those of the history `past` for the same steps. Returns the number of rows compared.
+    """Compares rows with the rows of `past` for the same steps. Returns the number of rows compared.
 
     Raises:
       RuntimeError: If a value differs.
@@ -221,7 +221,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """For each row with train metrics, yields the two steps between which they were measured, and the metrics."""
+    """Yields the interval of steps (begin, end) and the train metrics of each row that has train metrics."""
     before = 0
     for row in rows:
         if "train" in row.logs:

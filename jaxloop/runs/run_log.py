@@ -1,4 +1,4 @@
-"""The run log, which records each start of a run, its progress, and the reason why it ended."""
+"""The run log, which records each start of a run, the run's progress, and the reason why it ended."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ class RunLog(Extension):
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
     Args:
-      notes: See `OuterLoop`. The program's Git commit is added to these notes.
+      notes: See `OuterLoop`. The program's Git commit is added to the notes.
     """
 
     name = "run log"
@@ -116,8 +116,8 @@ class Attempt:
       since: The time when the process started, in seconds since the Unix epoch. Equal to `started` for later calls in
         the same process, and in notebooks.
       described: The values in the log line that records the start: `pid`, `host`, `total_steps`, `notes` and others.
-      points: The later log lines, each as `(time, step, seconds by kind of work)`. The first one records the first
-        step.
+      points: The later log lines, each as `(time, step, seconds by kind of work)`. The first one records the
+        step at which training starts or resumes.
       reason: The reason why the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or
         another signal, or `"error: ..."`. None if the run was killed or is still running.
     """
@@ -180,7 +180,7 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 
 def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
-    """Adds a log line to the attempts. A malformed line can raise various exceptions."""
+    """Adds the content of a log line to the attempts. A malformed line can cause various exceptions."""
     event, when = line["event"], float(line["time"])
     if event == "start":
         if not isinstance(line.get("notes", {}), dict) or not isinstance(line.get("checkpoints", []), list):
@@ -197,7 +197,7 @@ def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
 
 
 def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a run's notes as JSON values. Raises a `TypeError` if that isn't possible."""
+    """Converts a run's notes to JSON values. Raises a `TypeError` if a note can't be converted."""
     try:
         return json.loads(json.dumps(notes or {}, allow_nan=False, default=lambda value: value.item()))
     except (AttributeError, TypeError, ValueError) as error:
@@ -207,7 +207,7 @@ def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """Returns a note with the commit of the program's Git repository, or no notes if there is no repository."""
+    """Returns a note with the commit of the program's Git repository, or an empty dict if there is none."""
     directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]

@@ -93,7 +93,7 @@ def status(workdir: epath.PathLike) -> Status:
 
 
 def _speed(attempt: run_log.Attempt) -> float | None:
-    """Returns the steps per second between the last two log points."""
+    """Returns the steps per second between the last two log points, or None if the speed is unknown."""
     if len(attempt.points) < 2:
         return None
     (before, first, _), (now, last, _) = attempt.points[-2:]

@@ -116,7 +116,7 @@ class _Watching(threading.Thread):
         """Returns a tuple that changes whenever the run makes progress. The first element is the time limit in seconds.
 
         The host may be many steps ahead of the devices, so a step counts as progress both when it is dispatched and
-        when it has been computed.
+        when it is completed.
         """
         kind = self._engines[0].run.stopwatch.kind
         return self._limit(kind), kind, *map(_counts, self._engines)
