@@ -74,7 +74,7 @@ def wait(tree: Any) -> Any:
 def is_ready(array: Any) -> bool:
     """Returns True if a value has been computed. Anything that isn't a device array counts as computed.
 
-    Returns False for donated arrays, and for typed PRNG keys, because JAX can't check whether these are computed.
+    Returns False for donated arrays, and for typed PRNG keys, because JAX can't check whether they have been computed.
     """
     if not isinstance(array, jax.Array):
         return True
@@ -219,7 +219,7 @@ def _name_of_class(metric: Any) -> str:
 
 
 def _class_of_name(name: str) -> Any:
-    """Returns the metric class with the given import path, or None if its module isn't loaded. Imports nothing."""
+    """Returns the metric class with the given import path, or None if its module hasn't been imported."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for each in path.split("."):
@@ -267,7 +267,7 @@ def _measured(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_empty(value: Any) -> bool:
-    """Returns True if a host value is missing, that is, if it is None or a `Weighted` with weight 0."""
+    """Returns True if a value is None or a `Weighted` with weight 0. The weight must be on the host."""
     return value is None or (isinstance(value, types.Weighted) and bool(value.weight == 0))
 
 
@@ -283,7 +283,7 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns True if a metric's state grows with each merge, so that it must be merged on the host."""
+    """Returns True if a metric's state grows with each merge, so it must be merged on the host."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 

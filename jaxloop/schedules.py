@@ -39,7 +39,7 @@ class Elapsed:
       time: The training time in seconds. It includes the time before a resume, but excludes evaluations and
         checkpoints.
       loops: The number of completed train loops.
-      is_last: True if this step is known to be the last one of the run.
+      is_last: True if the current step is known to be the last one of the run.
       previous: The progress one batch earlier, or None if it wasn't kept.
 
     >>> elapsed = Elapsed(steps=10_000, samples=320_000, time=12.5)
@@ -162,8 +162,8 @@ class Schedule(abc.ABC):
         The default is the step after `now`. Overriding this method can make runs faster, but an override must not skip
         a step at which `fires` returns True. `OuterLoop.check` compares the two methods over the first 1,000 steps.
         Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
-        it returns the step after `now`. `last()` and schedules that count loops return None, because they are checked at
-        the end of each loop anyway.
+        it returns the step after `now`. Schedules that count loops and `last()` return None, because they are checked
+        at the end of each loop anyway.
         """
         return now.steps + 1
 
@@ -202,7 +202,7 @@ class Schedule(abc.ABC):
         raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 
     def __call__(self, elapsed: Elapsed) -> bool:
-        """Returns True if the schedule fires at the current step. For hand-written loops: `if schedule(elapsed): ...`."""
+        """Returns True if the schedule fires at the current step, as in `if schedule(elapsed)` in a hand-written loop."""
         before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
         return self.fires(before, elapsed)
 
@@ -272,8 +272,8 @@ def at(
 ) -> "Schedule":
     """Returns a schedule that fires once, at the step that reaches a given point.
 
-    As a `stop`, it ends the run at that point. `at(0)` fires before the first update of a run that begins at step 0,
-    but not when the run resumes.
+    Passed as `stop`, it ends the run at that point. `at(0)` fires before the first update of a run that begins at step
+    0, but not when the run resumes.
 
     Takes exactly one argument, like `every`.
 

@@ -1,4 +1,4 @@
-"""Types shared by all modules: train states, batches, outputs and typed metrics."""
+"""Types shared by all modules: train states, batches, outputs and metrics."""
 
 import dataclasses
 import enum
@@ -380,8 +380,8 @@ class TurnBack(BaseException):
     """Raised by an action to return to the newest checkpoint before the given steps and to leave out their batches.
 
     The `OuterLoop` moves later checkpoints to `<directory>/abandoned`, adds a "detour" row to the history, and
-    continues as if the batches had never been in the data. In a multi-process job, all processes must raise it at the
-    same step. Like `KeyboardInterrupt`, it is not an `Exception`.
+    continues as if the batches had never been in the data. In a multi-process job, all processes must raise this
+    exception at the same step. Like `KeyboardInterrupt`, it is not an `Exception`.
 
     >>> raise TurnBack(38, 40, "The loss exploded.")
     Traceback (most recent call last):

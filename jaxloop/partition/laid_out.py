@@ -257,7 +257,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes for a name: those of the first rule for that name whose axes are not in `used`."""
+        """Resolves a name to mesh axes, using the first of its rules whose axes are not in `used`."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if not rules and name not in self._mesh.axis_names:
             raise ValueError(
@@ -311,6 +311,6 @@ def _is_box(leaf: Any) -> bool:
 
 
 def _unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function to remove Linen's annotations from its result, without looking up the names in them."""
+    """Wraps a function to remove Linen's annotations from its result, without looking up the axis names in them."""
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

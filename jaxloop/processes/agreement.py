@@ -1,4 +1,4 @@
-"""Communication that ensures that all processes of a job do the same thing at the same step.
+"""Communication among the processes of a job, so that all of them do the same thing at the same step.
 
 Each process reads its own part of each batch, receives its own signals and raises its own errors. However, a step must
 run in all processes or in none: a process that ran one more step than the others would wait for them forever. The
@@ -197,7 +197,7 @@ class Job:
         return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
 
     def receive(self, messages: _Messages) -> np.ndarray:
-        """Returns the messages of all processes, and acts on the signals that they contain."""
+        """Returns the messages of all processes, and handles the signals in them."""
         received = messages.read()
         if received["signum"].any():
             self.requests.outermost.confirm(int(received["signum"].max()))
@@ -273,9 +273,9 @@ def agree(votes: np.ndarray, *, until_all_end: bool, fill_to: Callable[[int], No
     Args:
       votes: The votes of all processes.
       until_all_end: See `JointReader`.
-      fill_to: A function that sets the number of rows to which short batches are padded. If the processes' batches
-        differ in size, this function is called with the largest number of rows. It raises a `ValueError` if the batches
-        can't be padded to this number. None if short batches are never padded.
+      fill_to: A function that sets the number of rows to which short batches are padded, or None if they are never
+        padded. If the processes' batches differ in size, this function is called with the largest number of rows. It
+        raises a `ValueError` if the batches can't be padded to this number.
     """
     status, number, batches = votes["status"], votes["number"], votes["batches"]
     stops = status == FAILED if until_all_end else status != OK
@@ -363,7 +363,7 @@ class OwnBatches:
         return jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, self._newest)
 
     def exception(self, agreed: Exception) -> Exception | SystemExit:
-        """Returns the exception to raise when all processes stop: the reading error of this process, or else `agreed`."""
+        """Returns the exception to raise when all processes stop: this process's own error, if any, or `agreed`."""
         if self.ahead:
             return agreed
         own, self._error = self._error, None

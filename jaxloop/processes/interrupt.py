@@ -82,7 +82,7 @@ class Interruptible:
 
     @property
     def outermost(self) -> "Interruptible":
-        """The outermost context, whose `signum` is the first signal. It is this context unless another one encloses it."""
+        """The outermost enclosing context, or this context if there is none. Its `signum` is the first signal."""
         return self if self._outer is None else self._outer.outermost
 
     @property

@@ -29,7 +29,7 @@ DIRECTORY = "commands"
 """The name of the subdirectory for pending commands in a work directory."""
 
 ANSWERS = "commands.jsonl"
-"""The name of the file in a work directory to which the answers to commands are written."""
+"""The name of the file for answers to commands in a work directory."""
 
 _POLL_SECS = 1.0
 _FILE = re.compile(r"[0-9]{1,20}-[0-9a-f]{16}\.json")
@@ -84,7 +84,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
 
     Args:
       workdir: The work directory of an `OuterLoop` that is training.
-      command: The command.
+      command: One of the commands above.
       wait_secs: The maximum number of seconds to wait for the answer.
 
     Returns:
@@ -264,7 +264,7 @@ class Commands(Item):
         self._experiment.history.commit(now, {"command": command})
 
     def _change(self, name: str, value: Any) -> list[Item]:
-        """Changes an interval or another setting. Returns the items to call now."""
+        """Changes an interval or another setting. Returns the agenda items to call now."""
         items, name = self._items(), "history.interval" if name == "log_every" else name
         action, _, setting = name.partition(".")
         if setting == "interval" and action in items and _is_count(value):
@@ -357,7 +357,7 @@ class _Inbox:
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:
-    """Returns the actions, keyed by name: `early_stopping` and `early_stopping_2` for two of the same class."""
+    """Returns the actions, keyed by name. Later actions of the same class are numbered, as in `early_stopping_2`."""
     named: dict[str, Action] = {}
     for action in actions:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")

@@ -221,7 +221,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields the interval of steps (begin, end) and the train metrics of each row that has train metrics."""
+    """Yields `(begin, end)`, a pair of steps, and the train metrics for each row that has train metrics."""
     before = 0
     for row in rows:
         if "train" in row.logs:

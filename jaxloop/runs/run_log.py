@@ -25,7 +25,7 @@ from jaxloop.history import HISTORY_FILE, History
 from jaxloop.schedules import Elapsed
 
 FILE = "goodput.jsonl"
-"""The name of the run log in a work directory."""
+"""The file name of the run log in a work directory."""
 
 _LINE_SECS = 1.0  # At most one log line per second, however short the loops are.
 _KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
@@ -116,8 +116,8 @@ class Attempt:
       since: The time when the process started, in seconds since the Unix epoch. Equal to `started` for later calls in
         the same process, and in notebooks.
       described: The values in the log line that records the start: `pid`, `host`, `total_steps`, `notes` and others.
-      points: The later log lines, each as `(time, step, seconds by kind of work)`. The first one records the
-        step at which training starts or resumes.
+      points: The later log lines, each as `(time, step, seconds by kind of work)`. The first one records the step
+        at which training starts or resumes.
       reason: The reason why the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or
         another signal, or `"error: ..."`. None if the run was killed or is still running.
     """
@@ -217,7 +217,7 @@ def _commit() -> dict[str, str]:
 
 
 def _started_at(now: float) -> float:
-    """Returns the start time of this process for the first run in it, or `now` for later runs and in notebooks."""
+    """Returns this process's start time for its first run, or `now` for later runs and in notebooks."""
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True
     if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
