@@ -202,7 +202,7 @@ class Schedule(abc.ABC):
         raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 
     def __call__(self, elapsed: Elapsed) -> bool:
-        """Returns True if the schedule fires at the current step, as in `if schedule(elapsed)` in a hand-written loop."""
+        """Returns True if the schedule fires at the current step. For hand-written loops: `if schedule(elapsed)`."""
         before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
         return self.fires(before, elapsed)
 

@@ -1,4 +1,4 @@
-"""A test helper that checks whether a run of your step, dataset and actions can be killed and resumed.
+"""A test helper that checks whether a run with your step, dataset and actions can be killed and resumed.
 
 `import jaxloop` doesn't import this module. Use `from jaxloop import testing`.
 """

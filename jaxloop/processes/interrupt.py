@@ -51,8 +51,9 @@ class Interruptible:
 
     Saved checkpoints stay intact in all cases.
 
-    Nested contexts share the state of the outermost one, so an `OuterLoop` and its loops agree. The context has no
-    effect outside the main thread, or on a signal that the program already handles or ignores (as under `nohup`).
+    Nested contexts share the state of the outermost one, so an `OuterLoop` and its loops receive the same signals. The
+    context has no effect outside the main thread, or on a signal that the program already handles or ignores (as under
+    `nohup`).
 
     >>> with Interruptible() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
