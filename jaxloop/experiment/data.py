@@ -23,7 +23,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Sources:
-    """What an `OuterLoop` remembers about its datasets between calls.
+    """The open datasets of an `OuterLoop`, which persist between calls.
 
     Attributes:
       passes: The number of completed epochs.
@@ -36,7 +36,7 @@ class Sources:
         self._opened: dict[int, PositionedIterator] = {}  # Keyed by the `id` of each iterator.
 
     def open(self, dataset: Any) -> PositionedIterator:
-        """Opens a dataset. The same iterator always gets the same `PositionedIterator`, so that no batches are lost."""
+        """Opens a dataset. An iterator always gets the same `PositionedIterator`, so that no batches are lost."""
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
         if id(dataset) not in self._opened:
@@ -46,7 +46,7 @@ class Sources:
 
 @final
 class TrainingData:
-    """The training data of a run, and the iterators of evaluations that don't start over each time.
+    """The training data of a run, and the iterators of evaluations that continue where the previous one stopped.
 
     Args:
       spec: The arguments of the run.
@@ -82,9 +82,9 @@ class TrainingData:
 
         Args:
           restores: Whether to move to the restored position.
-          warns: Whether to warn about each dataset whose position isn't saved and can't be restored later.
-          must_return: Whether to raise an error if the dataset can't return to the restored position. After a return to
-            an earlier checkpoint, this is always an error.
+          warns: Whether to warn about each dataset whose position can't be saved and restored.
+          must_return: Whether to raise an error if the dataset can't move to the restored position. After a return to an
+            earlier checkpoint, an error is always raised.
           raises: Whether to raise an error if the next batch has changed since the checkpoint was saved.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
@@ -120,7 +120,7 @@ class TrainingData:
                 logging.warning("In the evaluation %r: %s", name, warning)
 
     def note_consumed(self, ahead: int) -> None:
-        """Records that all batches read from `source` so far have been used, except for the last `ahead` ones."""
+        """Records that all batches read from `source` so far have been used, except for the last `ahead` batches."""
         source = self.source
         self.consumed = 0 if source is None else number_before(source.count, ahead, source.left_out)
 
@@ -130,11 +130,11 @@ class TrainingData:
             self.source.mark(if_cheap=if_cheap)
 
     def next_epoch(self, *, saves: bool) -> bool:
-        """Counts the epoch that has ended and begins the next one. Returns False if there is no next epoch.
+        """Ends the current epoch and begins the next one. Returns False if there is no next epoch.
 
         A checkpoint saved between the two epochs stores the start of the next epoch, which may have a different order.
         A checkpoint saved after the last epoch does the same, so that a later run can resume and train for more epochs.
-        An epoch without batches is an error.
+        Raises an error if the epoch had no batches.
 
         Args:
           saves: Whether the run saves checkpoints.
@@ -187,7 +187,7 @@ class TrainingData:
     # Leaving batches out ---------------------------------------------------------------------------------
 
     def _newest_batch(self, *, before: int = 0) -> int:
-        """Returns the number (as in `LeftOut`) of the batch that the last completed step used.
+        """Returns the number (see `LeftOut`) of the batch that the last completed step used.
 
         If `before` is given, goes back by that many batches. Returns 0 if there is no such batch.
         """
@@ -214,7 +214,7 @@ class TrainingData:
     # Saving ----------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: JSON values, and long byte strings, stored as arrays.
+        """Returns a dict of JSON values and a dict of long byte strings, stored as arrays.
 
         The first dict contains the positions of all processes, the number of completed epochs, and the batches to leave
         out.
@@ -261,7 +261,7 @@ def warning_of_unknown_position(what: str) -> Iterator[None]:
 def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool, raises: bool = False) -> None:
     """Moves an iterator to a saved position.
 
-    If `is_own` is False, the position was saved by another process, which may read different rows. In that case, only
+    If `is_own` is False, the position was saved by another process, which may have read different rows. In that case, only
     the number of batches is used.
     """
     if position is None:
@@ -377,6 +377,6 @@ class LeftOut:
 
 
 def batches_of(detours: Iterable[Mapping[str, Any]]) -> Iterator[int]:
-    """Yields the numbers of the batches that detours leave out."""
+    """Yields the numbers of the batches that the given detours leave out."""
     for each in detours:
         yield from range(each["first_batch"], each["last_batch"] + 1)

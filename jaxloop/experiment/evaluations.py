@@ -26,7 +26,7 @@ _POLL_SECS = 0.2
 
 @final
 class Recorder(Item):
-    """An item that adds a row to the history."""
+    """An agenda item that adds a row to the history."""
 
     name = "Recorder"
 
@@ -53,15 +53,15 @@ class Recorder(Item):
 
 @final
 class Evaluation(Item):
-    """An evaluation, which is an item of the train loop during training.
+    """An evaluation with its eval loop. During training, it is an item on the train loop's agenda.
 
     Args:
       loop: The eval loop.
       spec: The dataset and the interval of the evaluation.
-      source: The iterator from which each evaluation reads the next batches, or None if each evaluation reads the
-        dataset from the start.
+      source: The iterator from which each evaluation reads the next batches. None if each evaluation reads the dataset
+        from the start.
       history: The history to add rows to.
-      context: Further keyword arguments for the actions of the eval loop.
+      context: Additional keyword arguments for the actions of the eval loop.
     """
 
     time_category = "evals"
@@ -86,7 +86,7 @@ class Evaluation(Item):
         self._plan_at(Elapsed())
 
     def _plan_at(self, now: Elapsed) -> None:
-        """Prepares the eval loop for an evaluation at the given training progress."""
+        """Sets the eval loop's plan for an evaluation at the given point in training."""
         self.loop.engine.set_plan(Plan(items=[self._row], context=self._context, at=now))
 
     def call(self, moment: Moment) -> bool:
@@ -105,7 +105,7 @@ class Evaluation(Item):
 
     @property
     def was_measured(self) -> bool:
-        """True if the evaluation has been run at least once."""
+        """True if the evaluation has run at least once."""
         return self.loop.loop_count > 0
 
     def evaluate(self, state: Any, now: Elapsed, context: EvalContext) -> metrics.LoopOutputs | None:
@@ -125,7 +125,7 @@ class Evaluation(Item):
         return outputs
 
     def _check_length(self) -> None:
-        """Raises an error if the last evaluation was empty. Warns once if it had fewer than `num_steps` batches."""
+        """Raises an error if the last evaluation had no batches. Warns once if it had fewer than `num_steps`."""
         number, wanted = len(self.loop.num_examples), self.spec.num_steps
         if number == 0:
             raise self.spec.empty()
@@ -137,7 +137,7 @@ class Evaluation(Item):
 
 @final
 class LastActions(Item):
-    """An item that calls the actions of an eval loop that are due at the end of training."""
+    """An agenda item that calls an eval loop's actions that are due at the end of training."""
 
     interval: int | Schedule | None = last()
 
@@ -155,7 +155,7 @@ class LastActions(Item):
 def evaluate(
     state: Any, evaluations: Sequence[Evaluation], spec: CheckpointSpec | None, history: History, job: agreement.Job
 ) -> metrics.LoopOutputs | None:
-    """Evaluates a state without training or, with a `CheckpointSpec`, each checkpoint as it appears, in step order.
+    """Evaluates a state or, with a `CheckpointSpec`, each checkpoint as it appears, in step order.
 
     Args:
       state: The state to evaluate or, with a `CheckpointSpec`, a state with the same structure as the saved ones.
@@ -165,7 +165,7 @@ def evaluate(
       job: The processes that evaluate together.
 
     Returns:
-      The outputs of the last evaluation, or None if no evaluation was due.
+      The outputs of the last evaluation, or None if no evaluation ran.
     """
     if spec is None:
         step_num = step_num_of(state)
@@ -208,7 +208,7 @@ def _sleep(seconds: float, job: agreement.Job) -> None:
 def _evaluate_all(
     state: Any, evaluations: Sequence[Evaluation], context: EvalContext, now: Elapsed
 ) -> metrics.LoopOutputs | None:
-    """Runs the evaluations that are due in an experiment without training. Returns the outputs of the last one."""
+    """Runs the evaluations that are due. Returns the outputs of the last one, or None if none ran."""
     last, stops = None, False
     for each in evaluations:
         engine, interval = each.loop.engine, each.spec.when_due
@@ -224,7 +224,7 @@ def _evaluate_all(
 
 
 def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
-    """Returns the state and progress stored in a checkpoint, or None if the training run has since deleted it."""
+    """Returns the state and progress stored in a checkpoint, or None if the checkpoint has since been deleted."""
     directory, given = spec.checkpoint_dir, checks.adopt(state)
     try:
         restored = checkpoint.restore(directory, step_num, given, transforms=spec.transforms, any_optimizer=True)

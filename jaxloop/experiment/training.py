@@ -1,4 +1,4 @@
-"""The training part of an experiment: starts or resumes a run, and trains epoch by epoch until the end."""
+"""The training part of an experiment: starts or resumes a run and trains to its end."""
 
 import dataclasses
 import functools
@@ -43,9 +43,9 @@ class Training:
       evaluations: The evaluations of the call.
       data: The training data.
       whole: Everything that a checkpoint contains in addition to the train state.
-      context: Further keyword arguments for actions.
+      context: Additional keyword arguments for actions.
       has_begun: True if training has reached its first step.
-      between_loops: The newest state, or None while the train loop is running, because the loop then holds the state.
+      between_loops: The newest state, or None while the train loop is running and holds the state itself.
     """
 
     experiment: Experiment
@@ -125,7 +125,7 @@ class Training:
         return self._train(state)
 
     def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None]:
-        """Trains to the end. Returns the state, and the outputs of the last loop that ended."""
+        """Trains to the end. Returns the state and the outputs of the last train loop (None if no loop ended)."""
         engine, loops = self.loop.engine, self.loop.engine.run.loops
         self.between_loops = None
         data = lambda: iter(()) if self.data.source is None else self.data.source
@@ -166,16 +166,16 @@ class Training:
             self.save_now(state)
 
     def begin_detour(self, turn: types.TurnBack) -> None:
-        """Prepares to return to an earlier checkpoint and to leave out the batches of some steps."""
+        """Prepares a detour: a return to an earlier checkpoint, without the batches of the steps in `turn`."""
         self.has_begun = False  # No checkpoint may contain the newest state.
         self.data.turn_back(turn, self.loop.step.updates_per_step)
         self.loop.engine.outcome.failure = Failure()  # The old one refers to the state, which takes up memory.
 
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
-        """Moves away all checkpoints that were saved after the one that the run returns to. No save may be in progress.
+        """Moves away the checkpoints of step `turn.first` and all later steps. No save may be in progress.
 
         Raises:
-          RuntimeError: If there is no checkpoint to return to, or if the run has returned to one too often.
+          RuntimeError: If there is no checkpoint to return to, or if the run has turned back too often.
         """
         experiment, job, detours = self.experiment, self.whole.job, self.data.left_out.detours
         for directory in {action.directory for action in experiment.savers}:
@@ -253,7 +253,7 @@ class Training:
         return state, False
 
     def _begin(self, elapsed: Elapsed, restored: Collection[str] = ()) -> None:
-        """Starts the parts that were not restored, at the given progress.
+        """Starts the parts of the run that were not restored from a checkpoint.
 
         If loops have a fixed length, the number of completed loops is derived from the number of steps. The number of
         earlier evaluations is derived from the number of loops.
@@ -294,7 +294,7 @@ class Training:
             raise
 
     def _end_reached(self) -> str | None:
-        """Describes why the run has already reached its end. Returns None if there are steps left to train."""
+        """Returns the reason why nothing is left to train, or None if there are steps left."""
         spec, loop, run = self.experiment.spec, self.loop, self.loop.engine.run
         withdraw_stop(run.agenda, self.experiment.actions)
         if ends_now(loop):
@@ -322,7 +322,7 @@ def ends_now(loop: ActionLoop) -> bool:
 
 
 def end_of(loops: Sequence[ActionLoop]) -> str:
-    """Describes how a run ended without a signal: "finished", "stopped" or "stopped by" with the class of an action."""
+    """Returns "finished", "stopped" or "stopped by <action class>" for a run that wasn't ended by a signal."""
     if not loops[0].engine.run.agenda.wants_stop:
         return "finished"
     by = stopped_by(loops)

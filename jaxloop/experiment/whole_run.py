@@ -1,4 +1,4 @@
-"""Saves and loads everything in a run's state except for the train state."""
+"""Saves and restores all parts of a run other than the train state."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,13 +27,13 @@ _BYTES = "data.bytes"  # The name of the tree of long byte strings.
 
 
 class Saveable(Protocol):
-    """A part of a run that checkpoints contain, such as a loop, the data, the history or the extensions."""
+    """A part of a run that is stored in checkpoints, such as a loop, the data, the history or the extensions."""
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: JSON values, and train states by name.
+        """Returns a dict of JSON values and a dict of train states.
 
-        If this part is the data, the second dict contains long byte strings, stored as arrays, instead of train states.
-        `in_moment` is True if there may be items due at this step that haven't been called yet.
+        For the training data, the second dict contains long byte strings (as arrays) instead of train states.
+        `in_moment` is True if some items that are due at the current step may not have been called yet.
         """
         ...
 
@@ -46,8 +46,8 @@ class WholeRun:
     """The parts of a run that a checkpoint contains in addition to the train state.
 
     Args:
-      parts: The parts by name, in the order in which they are restored. "train" is the train loop. Its JSON values
-        contain the run's progress (`elapsed`), and the progress one step earlier (`previous`).
+      parts: The parts by name, in the order in which they are restored. The part "train" is the train loop. Its JSON
+        values contain the run's progress (`elapsed`) and the progress one step earlier (`previous`).
       history: The history, which is added as the last part.
       job: The processes that train together.
       keys: The PRNG keys. The run can be resumed only with the same keys.
@@ -75,7 +75,7 @@ class WholeRun:
     def snapshot(self, *, in_moment: bool = False) -> dict[str, Any]:
         """Returns the run's current state as keyword arguments for `CheckpointAction.save`.
 
-        `in_moment` is True if there may be items due at this step that haven't been called yet.
+        `in_moment` is True if some items that are due at the current step may not have been called yet.
         """
         values, trees = dict[str, Any](), dict[str, Any]()
         for name, part in self._parts.items():
@@ -139,7 +139,7 @@ class WholeRun:
 
 @final
 class Rows:
-    """The part of a run that saves the number of rows in the history and restores the history to that number.
+    """The history as a part of a run. When a run resumes, history rows added after the checkpoint are dropped.
 
     Args:
       history: The history.
@@ -151,16 +151,16 @@ class Rows:
         self._saved: Mapping[str, Any] = {}
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the number of rows in the history and a checksum of its file, and an empty second dict."""
+        """Returns the number of history rows and a checksum of the file. The second dict is empty."""
         self._history.flush()
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Stores the saved number of rows and checksum, which `drop_later` needs."""
+        """Keeps the saved number of rows and checksum for `drop_later`."""
         self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
     def begin(self, step_num: int) -> None:
-        """Prepares `drop_later` if no saved history is restored. A run that begins at step 0 drops all rows."""
+        """Prepares `drop_later` for a run that restores no history. A run that begins at step 0 drops all rows."""
         self._saved = {} if step_num else {"num_rows": 0}
 
     def drop_later(self, step_num: int) -> None:
@@ -194,7 +194,7 @@ def restore_newest(
     """Restores the state of the newest undamaged checkpoint. Returns the checkpoint and the state.
 
     Raises:
-      ValueError: If the restored `state.step` differs from the step in the name of the checkpoint.
+      ValueError: If the restored `state.step` differs from the step in the checkpoint's name.
     """
     restore = lambda opened: opened.restore(state, transforms=spec.transforms)
     restored = checkpoint.open_newest(saved, restore, quarantines=not job.is_shared)
@@ -212,7 +212,7 @@ def restore_newest(
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
-    """Checks that a checkpoint's `run` item contains the given PRNG keys, which must be in encoded form.
+    """Checks that a checkpoint's `run` item contains the given PRNG keys, in encoded form.
 
     Raises:
       ValueError: If the checkpoint has different keys.
@@ -225,21 +225,21 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
-    """Lets a run that was stopped early continue, if the actions that stopped it have been given more patience."""
+    """Cancels the early stop of a run if the actions that stopped it now have more patience."""
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
     if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
         agenda.stopped_by = None
 
 
 def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: str) -> Any:
-    """Warns if hyperparameters set through `optax.inject_hyperparams` differ between program and checkpoint.
+    """Warns if hyperparameters set through `optax.inject_hyperparams` differ between the program and the checkpoint.
 
     Scheduled hyperparameters are not compared, because they are recomputed at each update.
 
     Args:
       given: The state that the program created.
       restored: The state from the checkpoint.
-      restores: Whether the run continues with the checkpoint's values. Otherwise, it continues with the program's.
+      restores: Whether the run continues with the checkpoint's values rather than the program's.
       remedy: A sentence that explains how to use the other values.
 
     Returns:
@@ -286,15 +286,15 @@ def check_no_newer_checkpoints(savers: Iterable[CheckpointAction], step_num: int
 
 
 def step_num_of(state: Any) -> int:
-    """Returns the number of updates that have been applied to a state, or 0 if the state has no counter."""
+    """Returns the number of updates that have been applied to a state, or 0 if the state has no `step`."""
     return int(metrics.fetch(getattr(state, "step", 0)))
 
 
 def end_all(ends: Iterable[tuple[str, Callable[[], Any]]], *, raises: bool) -> None:
-    """Calls all functions that end a run, and logs any errors that they raise.
+    """Calls the functions that end a run, and logs any errors that they raise.
 
     Args:
-      ends: Pairs of a name, for messages, and a function.
+      ends: Pairs of a name (for messages) and a function.
       raises: Whether to raise the first error after all functions have been called.
     """
     errors = []
