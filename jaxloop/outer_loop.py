@@ -70,7 +70,7 @@ class OuterLoop:
     (100, 10)
 
     Args:
-      train_loop: The train loop. Pass None to only evaluate.
+      train_loop: The train loop, or None to evaluate only.
       eval_loops: One loop for each `EvalSpec` that is passed to `__call__`.
       checkpoint_spec: The checkpoints to resume from (or, without a train loop, to evaluate). If None, the run neither
         resumes from checkpoints nor evaluates them. With "auto", a run with a train loop and a `workdir` resumes from
@@ -87,7 +87,7 @@ class OuterLoop:
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
         in a Git repository, the current commit is added as "commit".
       extensions: Objects that observe each run, such as a `Watchdog`; see `Extension`.
-      skip: The numbers of the batches to leave out. The run proceeds as if they had never been in the training data.
+      skip: The numbers of the batches to leave out. The run proceeds as if the training data didn't contain them.
         Batches are numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves
         out the batch of step 48,213. In a multi-process job, each process leaves out its part of the batch.
 
@@ -184,7 +184,7 @@ class OuterLoop:
 
     @property
     def spent(self) -> Spent:
-        """A breakdown of how the last call spent its time. `str` returns it as a sentence."""
+        """A breakdown of how the last call spent its time. `str(...)` formats it as a sentence."""
         return self._spent
 
     @property
@@ -344,7 +344,7 @@ class OuterLoop:
         train_epochs: int | None = None,
         topology: str | None = None,
     ) -> "preflight.Report":
-        """Checks the arguments of a run without running any steps. Returns the run's plan and all problems.
+        """Checks the arguments of a run without running any steps. Returns a report with the run's plan and all problems.
 
         The check reads one batch from each dataset, passes it through the hooks that precede `run`, and compiles `run`.
         A later run reuses the compiled program. The plan lists when each evaluation, action and checkpoint is due, and
@@ -402,7 +402,7 @@ class OuterLoop:
         self._warned.update(texts)
 
     def _parts(self, experiment: Experiment, left_out: LeftOut) -> tuple[Sequence[Evaluation], Training | None]:
-        """Returns the `Evaluation`s and the `Training` of a call. The latter is None without a train loop."""
+        """Returns the `Evaluation`s and the `Training` of a call. The `Training` is None if there is no train loop."""
         spec, train_loop, training, evaluations = experiment.spec, experiment.train_loop, None, []
         context: dict[str, Any] = {"history": experiment.history, "total_steps": spec.total_steps, "snapshot": None}
         for loop, each in zip(experiment.eval_loops, spec.eval_specs, strict=True):
@@ -429,7 +429,7 @@ class OuterLoop:
         return evaluations, training
 
     def _plan(self, training: Training, items: Sequence[Item]) -> None:
-        """Sets the train loop's plan, which contains all items that can be due between steps."""
+        """Sets the train loop's plan, with all items that may be due between steps."""
         experiment, data, context = training.experiment, training.data, training.context
         spec, in_loops = experiment.spec, experiment.in_loops
         savers = [ActionItem(each, context) for each in experiment.savers if each not in in_loops]
@@ -476,7 +476,7 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
     """Warns about actions and evaluations that were never called in a run.
 
-    This can't be predicted at the start of a run whose length is unknown.
+    `check` can't predict them if the length of the run is unknown.
     """
     skipped = [each for each in evaluations if not each.was_measured and not is_never(each.interval)]
     unused = [f"{each.name} ({each.spec.when})" for each in skipped]
@@ -498,7 +498,7 @@ def _finish_actions(experiment: Experiment, state: Any) -> Any:
 
 
 def _close_actions(experiment: Experiment, status: str | None, raise_errors: bool) -> None:
-    """Closes the actions. `status` describes how the run ended, or is None if it returns to a checkpoint."""
+    """Closes the actions. `status` describes how the run ended, or is None if the run returns to a checkpoint."""
 
     def close(action: Action) -> None:
         with experiment.loops[0].engine.run.stopwatch.counting(action.time_category):

@@ -46,7 +46,7 @@ class Sources:
 
 @final
 class TrainingData:
-    """The training data of a run, and the iterators of evaluations that continue where the previous one stopped.
+    """The training data of a run, and the iterators that evaluations read from (see `EvalSpec.dataset_iterator`).
 
     Args:
       spec: The arguments of the run.
@@ -83,8 +83,8 @@ class TrainingData:
         Args:
           restores: Whether to move to the restored position.
           warns: Whether to warn about each dataset whose position can't be saved and restored.
-          must_return: Whether to raise an error if the dataset can't move to the restored position. After a return to an
-            earlier checkpoint, an error is always raised.
+          must_return: Whether to raise an error if the dataset can't move to the restored position. After a return to
+            an earlier checkpoint, this is always an error.
           raises: Whether to raise an error if the next batch has changed since the checkpoint was saved.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
@@ -261,8 +261,8 @@ def warning_of_unknown_position(what: str) -> Iterator[None]:
 def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool, raises: bool = False) -> None:
     """Moves an iterator to a saved position.
 
-    If `is_own` is False, the position was saved by another process, which may have read different rows. In that case, only
-    the number of batches is used.
+    If `is_own` is False, the position was saved by another process, which may have read different rows. In that case,
+    only the number of batches is used.
     """
     if position is None:
         return

@@ -36,7 +36,7 @@ class Extension:
       name: The name under which checkpoints store the extension's state; by default, the name of the class.
       begin: Called when a run begins, and again when it returns to an earlier checkpoint.
       batch: Called with each training batch, normally before the step.
-      moment: Called when the first step is known, and whenever history rows, actions or evaluations may have been due.
+      moment: Called when the first step is known, and whenever a history row, an action or an evaluation may be due.
       end: Called when the run is over, no matter how it ends, after all checkpoints have been written to disk.
       state_dict, load_state_dict: Called to save the extension's state in a checkpoint and to restore it.
     """
@@ -60,8 +60,8 @@ class Extension:
 
         Args:
           batch: The batch.
-          step_num: The number of updates that will have been completed once this batch's step is done. If the step
-            fails, a resumed run repeats it.
+          step_num: The number of completed updates after this batch's step. If the step fails, a resumed run repeats
+            it.
         """
 
     def moment(self, now: Elapsed) -> None:
@@ -87,7 +87,7 @@ class Extension:
 
 @final
 class Extensions:
-    """The extensions of an `OuterLoop`. If an extension raises an error, a note on the error names the extension.
+    """The extensions of an `OuterLoop`. A note on each error that an extension raises names the extension.
 
     Raises:
       TypeError: If one of the extensions is not an `Extension`.
@@ -111,7 +111,7 @@ class Extensions:
         self._step_num = self._updates = 0  # Of the latest batch, and per batch.
 
     def begin(self, experiment: "Experiment") -> list[Item]:
-        """Starts observing a run and returns the items to add to it."""
+        """Begins all extensions and returns the items that they add to the run."""
         items, self._begun = list[Item](), []
         self._updates = experiment.loops[0].step.updates_per_step
         for each in self._by_name.values():
@@ -155,14 +155,14 @@ class Extensions:
         return {name: encoding.encode(state) for name, state in states.items() if state}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores the extensions from the result of `state_dict`. Those without a saved state start fresh."""
+        """Restores the extensions' states from the result of `state_dict`."""
         for name, load in self._hooks["load_state_dict"].items():
             if name in saved:
                 _call(load, encoding.decode(saved[name]))
 
 
 def _call(hook: Callable[..., Any], *args: Any) -> Any:
-    """Calls an extension's hook. If the hook raises an error, a note on the error names the hook."""
+    """Calls an extension's hook. If the hook raises an error, adds a note with the hook's name."""
     try:
         return hook(*args)
     except BaseException as error:
@@ -172,7 +172,7 @@ def _call(hook: Callable[..., Any], *args: Any) -> Any:
 
 @final
 class _EachMoment(Item):
-    """An item that reports the run's progress to the extensions. It is due whenever another item may be due."""
+    """An agenda item that reports the run's progress to the extensions. It is due whenever another item may be due."""
 
     name = "extensions"
 
@@ -220,17 +220,17 @@ class Experiment:
 
     @functools.cached_property
     def in_loops(self) -> list[Action]:
-        """The actions of the loops and their steps."""
+        """The actions of all loops and steps."""
         return [each for loop in self.loops for each in loop.actions]
 
     @functools.cached_property
     def actions(self) -> list[Action]:
-        """All actions, without duplicates."""
+        """All actions of the experiment, without duplicates."""
         return list(dict.fromkeys([*self.in_loops, *self.savers]))
 
     @functools.cached_property
     def checkpoint_dirs(self) -> list[epath.Path]:
-        """The directories that the run saves checkpoints to or resumes from. Empty without a train loop."""
+        """The directories that the run saves checkpoints to or resumes from. Empty if there is no train loop."""
         found, spec = [action.directory for action in self.savers], self.checkpoint_spec
         found += [] if spec is None or self.train_loop is None else [spec.checkpoint_dir]
         return list(dict.fromkeys(found))

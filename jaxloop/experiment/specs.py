@@ -47,7 +47,7 @@ class EvalSpec:
       dataset: An iterable of batches, or a function that returns one. Each evaluation reads the dataset from the start.
       dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches from
         it.
-      num_steps: The number of batches to evaluate, or None to evaluate all.
+      num_steps: The number of batches in an evaluation, or None to use all batches.
       eval_loop_interval: The number of train loops between evaluations, or None to evaluate after each loop. Ignored in
         continuous evaluation.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
@@ -128,9 +128,9 @@ class CheckpointSpec:
       restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
         dataset has changed: the run then reads the new dataset from the beginning, and later restarts resume at the
         saved position in the new dataset. Also pass False for an iterator that is already at the right position.
-      on_changed_data: The response of a resumed run to changed data: "warn" to log a warning, or "raise" to raise an
-        error. The data has changed if the next training batch isn't the one that came next when the checkpoint was
-        saved. The message lists the differences.
+      on_changed_data: "warn" to log a warning if the data has changed when a run resumes, or "raise" to raise an error.
+        The data has changed if the next training batch isn't the one that came next when the checkpoint was saved. The
+        message lists the differences.
       restore_hyperparams: Whether a resumed run uses the checkpoint's values of the hyperparameters set through
         `optax.inject_hyperparams`, such as the learning rate. Pass False to use the values in the state passed to the
         run. If the two differ, a warning shows both.
@@ -162,7 +162,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs with distinct names. Adds the position to the default name if it is repeated.
+    """Returns the specs with distinct names. A repeated default name gets the position of its spec as a suffix.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -190,7 +190,7 @@ class RunSpec:
     logs_total_steps: bool = True
 
     def errors(self, train_loop: Any, num_eval_loops: int) -> Iterator[Exception]:
-        """Yields the errors in the arguments, given the `OuterLoop`'s train loop and its number of eval loops."""
+        """Yields an error for each problem with the arguments. `train_loop` is the `OuterLoop`'s train loop or None."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
@@ -257,7 +257,7 @@ class RunSpec:
 
     @property
     def end(self) -> Any:
-        """A description of the planned end of training, for messages."""
+        """The planned end of training, for use in messages."""
         end = self.stop if self.total_steps is None else self.total_steps
         return "the end of the dataset" if end is None else end
 
@@ -267,7 +267,7 @@ class RunSpec:
         return earliest([self.total_steps, planned_steps(self.stop, Elapsed())])
 
     def description(self) -> list[str]:
-        """Returns lines of text that describe the run. They must be identical in all processes of a job."""
+        """Returns lines that describe the run. The lines must be identical in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),

@@ -172,7 +172,7 @@ class Training:
         self.loop.engine.outcome.failure = Failure()  # The old one refers to the state, which takes up memory.
 
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
-        """Moves away the checkpoints of step `turn.first` and all later steps. No save may be in progress.
+        """Moves away all checkpoints of step `turn.first` and later. No save may be in progress.
 
         Raises:
           RuntimeError: If there is no checkpoint to return to, or if the run has turned back too often.
