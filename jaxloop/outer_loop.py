@@ -344,7 +344,7 @@ class OuterLoop:
         train_epochs: int | None = None,
         topology: str | None = None,
     ) -> "preflight.Report":
-        """Checks the arguments of a run without running any steps. Returns a report with the run's plan and all problems.
+        """Checks the arguments of a run without running any steps. Reports the run's plan and all problems.
 
         The check reads one batch from each dataset, passes it through the hooks that precede `run`, and compiles `run`.
         A later run reuses the compiled program. The plan lists when each evaluation, action and checkpoint is due, and

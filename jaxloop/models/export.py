@@ -24,7 +24,7 @@ def export(
     """Exports a step's model in evaluation mode, including its parameters, to a file.
 
     The file contains a StableHLO program from `jax.export`. Loading and running it requires JAX, but not jaxloop or the
-    model's code. JAX guarantees that its versions released within the next six months can read the file.
+    model's code. JAX guarantees that versions released in the following six months can read the file.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn

@@ -89,7 +89,7 @@ def fit(
     To train with your own step function, use `jaxloop.functional.loop`.
 
     An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop. At the end of
-    each epoch, a row is added to the history. If `train_total_steps` is given, about a hundred further rows are added
+    each epoch, a row is added to the history. If `train_total_steps` is given, about a hundred more rows are added
     during the run.
 
     If `workdir` is given, `fit` writes TensorBoard events (train and eval metrics and `hparams`), `history.jsonl`, and
@@ -127,7 +127,7 @@ def fit(
         number of devices. With "auto", the state is replicated if it fits on each device, and sharded otherwise
         (`FSDPPartitioner`). The choice is logged.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
-      seed: The random seed for initializing the parameters and for dropout.
+      seed: The random seed for parameter initialization and dropout.
       steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: Whether to check the arguments instead of training. If True, `fit` doesn't allocate memory for the state,

@@ -64,7 +64,7 @@ class FunctionStep(NumpyStep):
 
 @final
 class Carry(list[Any]):
-    """A list with one element: a state, in the form that a `CompiledFunction` passes from one call to the next.
+    """A list whose only element is a state, in the form that a `CompiledFunction` passes from one call to the next.
 
     Each call replaces the element.
     """
@@ -127,7 +127,7 @@ class CompiledFunction:
 
         Args:
           state: The state, or a `Carry` that contains it.
-          batch: A host batch, which is sharded over the devices.
+          batch: A host batch, which will be sharded across the devices.
         """
         carry, runner = state if isinstance(state, Carry) else self.enter(state), self._step._runner
         batch = self._step.preprocess_batch(batch)
@@ -237,7 +237,7 @@ def name_of(function: Any) -> str:
 
 
 def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
-    """Returns the names of a function's required positional arguments, and how many such arguments it accepts in total.
+    """Returns the names of a function's required positional arguments, and its maximum number of positional arguments.
 
     >>> positional_arguments(lambda state, batch, extra=None: None)
     (['state', 'batch'], 3)
@@ -307,7 +307,7 @@ def _is_state_in_parts(result: tuple[Any, ...], state: Any) -> bool:
 
 
 def _may_replace(result: Any, state: Any) -> bool:
-    """Returns True if a function's only result is likely to be a new state, rather than a mistake."""
+    """Returns True if a function's single result is likely to be a new state rather than a mistake."""
     arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
     if isinstance(result, arrays) and isinstance(state, arrays):
         return np.shape(result) == np.shape(state)

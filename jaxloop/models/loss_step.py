@@ -82,20 +82,20 @@ class LossStep(NumpyStep):
     from `prng_key(state.step)`, so they depend only on `base_prng` and the step. NNX models keep their own keys in the
     state.
 
-    **Masks and short batches.** A batch that is a dict may contain a `"mask"` of shape `[batch]` that consists of
-    bools, or of 0s and 1s. Examples whose mask is 0 are excluded from means and from the update, even if they contain
+    **Masks and short batches.** A batch that is a dict may contain a `"mask"`: an array of shape `[batch]` with
+    bools, or with 0s and 1s. Examples whose mask is 0 are excluded from means and from the update, even if they contain
     NaN: they are replaced by copies of another row before the step. A mask of any other shape is ignored, so the loss
     must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics either.
 
     A short batch is padded with masked copies of its last row if that doesn't change any value. This requires that the
     loss and all metrics are per example and that, in training, the model doesn't mix examples (as batch normalization
-    does). When a row is masked for the first time, the step is run twice without an update, with different contents in
-    that row, to make sure that no value depends on them. (The values of a contrastive loss do.) In an evaluation,
-    batches are padded to the size of the loop's first batch, so that the step compiles only once. In training, they are
-    padded to `batch_size` or, if that is None, to the next multiple of the number of devices that share a batch, times
-    `accumulate`. If masked rows would change a value, a batch stays short, and its masked rows are removed. The values
-    are then still exact, but the step has to be compiled again for each number of rows, and training raises an error if
-    the rows can't be divided evenly among the devices or the micro-batches.
+    does). The first time that a row is masked, the step is run twice without an update, with different contents in
+    that row, to make sure that no value depends on its contents (as the values of a contrastive loss do). In an
+    evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only once. In
+    training, they are padded to `batch_size` or, if it is None, to a multiple of `accumulate` times the number of
+    devices that share a batch. If masked rows would change a value, a batch stays short, and its masked rows are
+    removed. The values are then still exact, but the step has to be compiled again for each number of rows, and
+    training raises an error if the rows can't be divided evenly among the devices or the micro-batches.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples or, for a `Weighted` loss, by its weight.
@@ -107,16 +107,16 @@ class LossStep(NumpyStep):
 
     **Sown losses and optimizers that need the loss.** Losses that a Linen or NNX model sows, as in `self.sow("losses",
     "name", value)`, are added to the loss in both training and evaluation. Each must be a scalar (a mean) or an array
-    of shape `[batch]`. An optimizer that accepts extra arguments receives the loss as `value`, the gradients as `grad`,
-    and a function that computes the loss from parameters as `value_fn`. Therefore, `optax.contrib.reduce_on_plateau`
-    and `optax.lbfgs` work.
+    of shape `[batch]`. An optimizer that accepts extra arguments receives `value` (the loss), `grad` (the gradients)
+    and `value_fn` (a function that computes the loss from parameters). Therefore, `optax.contrib.reduce_on_plateau` and
+    `optax.lbfgs` work.
 
     Args:
       base_prng: See `Step`, which also describes the arguments that are not listed here.
       model: A model of any kind listed above.
       loss: The loss function, unless a subclass defines the method `loss`.
       metrics: A dict of functions `(outputs, batch) -> value` for additional metrics.
-      inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. By
+      inputs: The key of the model's inputs in the batch, or a function that extracts the inputs from a batch. By
         default, the inputs are the first element if the batch is a tuple or list; the value under "inputs", "input",
         "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. A
         Linen or NNX model with several inputs takes them from a tuple, or from a dict keyed by argument name. A pytree
@@ -344,7 +344,7 @@ class LossStep(NumpyStep):
         return _cast_floating(outputs, jnp.float32), updates
 
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Returns the gradients of the mean loss, the loss and metrics, and the state with updated variables.
+        """Returns the mean loss's gradients, a dict of the loss and the metrics, and the state with updated variables.
 
         For complex parameters, the gradients point in the direction of steepest ascent. They are the conjugates of the
         gradients that JAX returns.
@@ -357,7 +357,7 @@ class LossStep(NumpyStep):
         return grads, values, means.with_variables(state, state.update_variables(updates), has_rows)
 
     def _mean_loss(self, params: Any, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[jax.Array, Any]:
-        """Returns the mean loss and `(values, updates)`, where `values` contains the loss and the metrics."""
+        """Returns the mean loss and a pair `(values, updates)`. `values` is a dict of the loss and the metrics."""
         outputs, updates = self.call_model(state, params, self._inputs_of(batch), train=self.train, keys=keys)
         who = f"{type(self).__name__}.loss" if self._loss is None else "The loss"
         parts, found, not_per_example = self._accumulate if self.train else 1, {}, []
@@ -442,8 +442,6 @@ def _read_rows(outputs: Any, mask: Any) -> Any:
 
 
 def _cast_floating(tree: Any, dtype: Any) -> Any:
-    """Casts the floating-point leaves of a pytree to a dtype."""
-
     def cast(leaf: Any) -> Any:
         return jnp.asarray(leaf, dtype) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
 

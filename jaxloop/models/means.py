@@ -13,14 +13,12 @@ from jaxloop.step import forward
 
 
 def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, bool]:
-    """Returns `(mean, True)` for a per-example value, where the mean is over the unmasked rows.
-
-    For any other value, returns `(value, False)`.
+    """Averages a per-example value over the unmasked rows and returns `(mean, True)`; otherwise, `(value, False)`.
 
     Args:
       what: A description of the value, for error messages.
       value: The value that the loss or a metric returned.
-      mask: The batch's mask, which is True for the rows that count, or None if the rows can't be counted.
+      mask: The batch's mask, which is True for the rows to include, or None if the number of rows is unknown.
       parts: The number of micro-batches whose values are combined later.
 
     Raises:
@@ -67,10 +65,7 @@ def _array_of(what: str, value: Any, mask: Any, parts: int) -> jax.Array:
 
 
 def weight_of(loss: Any, mask: Any) -> jax.Array:
-    """Returns the weight of a mean loss: a `Weighted` loss's own weight, or else the number of unmasked rows.
-
-    If that number is unknown, the weight is 1.
-    """
+    """Returns a `Weighted` loss's weight or, for any other loss, the number of unmasked rows (1 if unknown)."""
     if isinstance(loss, types.Weighted):
         return loss.weight
     return jnp.float32(1) if mask is None else _count(mask)
@@ -86,7 +81,7 @@ def accumulated(
         with the updated variables.
       state: The state.
       batch: The batch.
-      mask: The batch's mask, which is True for the rows that count.
+      mask: The batch's mask, which is True for the rows to include.
       keys: The PRNG keys.
       parts: The number of micro-batches.
       shards: The number of shards of the batch. Each row stays on its device.

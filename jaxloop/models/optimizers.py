@@ -25,10 +25,10 @@ class EMAState(NamedTuple):
 
 
 def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformation:
-    """Keeps an exponential moving average of the parameters in the optimizer's state.
+    """Returns an Optax transformation that keeps an exponential moving average of the parameters in its state.
 
-    After each update, `average += (1 - decay) * (params - average)`. The average starts at the parameters that the
-    first update receives, which may have been loaded after the optimizer's state was created. The average is sharded
+    After each update, `average += (1 - decay) * (params - average)`. The average starts at the parameters passed to
+    the first update, which may have been loaded after the optimizer's state was created. The average is sharded
     like the parameters and saved with the optimizer's state. The updates pass through unchanged. `LossStep(ema=...)`
     adds this transformation.
 

@@ -22,7 +22,7 @@ class MaskedBatch(NamedTuple):
 
     Attributes:
       batch: The batch.
-      mask: A bool array that is True for the rows that count, or None if the rows can't be counted.
+      mask: A bool array that is True for the rows to include, or None if the number of rows is unknown.
     """
 
     batch: Any
@@ -95,7 +95,7 @@ class PaddingRunner(Runner):
         """Adds a mask to a batch, pads the batch if it is short, and overwrites or removes rows whose mask is 0.
 
         Raises:
-          ValueError: If masked rows would change a value, but the batch can't be used without them.
+          ValueError: If masked rows would change a value but can't be removed.
         """
         rows, mask = checks.num_examples(batch), mask_of(batch)
         if rows is None or (rows == 0 and not self._is_shared):
@@ -130,7 +130,7 @@ class PaddingRunner(Runner):
         return self._divisible(self.eval_rows) if self._is_shared else self.eval_rows
 
     def _divisible(self, rows: int) -> int:
-        """Rounds up a number of rows to one that this process can divide among its devices and micro-batches."""
+        """Rounds up a number of rows so that it can be divided among this process's devices and micro-batches."""
         return -(-rows // self._num_parts) * self._num_parts
 
     @functools.cached_property
@@ -187,7 +187,7 @@ class PaddingRunner(Runner):
 
     @functools.cached_property
     def forward_step(self) -> Step:
-        """A step that only calls the model. The step is cached, together with its compiled function."""
+        """A step that only calls the model. It is cached together with its compiled function."""
         return _Forward(self.step)
 
 
@@ -228,7 +228,7 @@ def _all_real(rows: int) -> np.ndarray:
 
 
 def _fill(batch: Any, is_real: np.ndarray, size: int) -> MaskedBatch:
-    """Pads a batch to `size` rows, and overwrites its masked rows, because they may contain NaN."""
+    """Pads a batch to `size` rows, and overwrites its masked rows, which may contain NaN."""
     mask = np.concatenate([is_real, np.zeros(size - len(is_real), bool)])
     own_mask, real = mask_of(batch), np.flatnonzero(is_real)
     # Copies of a row, because the loss may be undefined for zeros.

@@ -1,4 +1,4 @@
-"""The base classes of steps. A step defines how one batch is processed."""
+"""The base classes of steps. A step defines how a batch is processed."""
 
 from jaxloop.step.step import NO_OPTIMIZER as NO_OPTIMIZER
 from jaxloop.step.step import FusingError as FusingError

@@ -27,14 +27,14 @@ class Compiled:
     Between calls, the state is kept in a form called a carry: `enter` converts a state to a carry, and `leave` converts
     a carry back to a state. In training, the carry is normally the result of `take_apart`; in evaluation, it is the
     state itself. It is also the state itself if there are `jit_kwargs` or the partitioner overrides `partition`,
-    because either may refer to the tree structure of the state.
+    because both may depend on the state's tree structure.
 
     If `run` is traced again, a warning lists the leaves that changed. There is no warning for a second batch shape,
     which may come from a short last batch, or for any new batch shape in evaluation. In training, an error is raised if
     there are more than `Step.max_batch_shapes` batch shapes.
 
     Args:
-      programs: The programs of the step.
+      programs: The `Programs` of the step.
       evaluates: Whether to compile for evaluation. If so, the state isn't donated, and only the outputs are returned.
       fuses: Whether to run several steps per call by scanning `run` over stacked batches. If so, the outputs are also
         stacked.
@@ -110,9 +110,9 @@ class Compiled:
                 self._end_compiling(None)
 
     def _compile(self, run: Callable[..., Any], options: dict[str, Any], structure: Any, _: Any) -> Any:
-        """Returns a compiled version of `run` for states and batches of one structure.
+        """Returns a compiled version of `run` for a single structure of states and batches.
 
-        `structure` is the key that `take_apart` returns, or None if the state is passed whole.
+        `structure` is the key that `take_apart` returns, or None if the state isn't taken apart.
         """
         partitioner = self._programs.step.partitioner
 
@@ -142,7 +142,7 @@ class Compiled:
         return _SameInAllProcesses(self._name, compiled, self._programs.batch_watch, structure)
 
     def _check_trace(self, new: dict[str, str]) -> None:
-        """Warns about the leaves that differ from those of the most similar earlier trace.
+        """Warns about the leaves that differ from those in the most similar earlier trace.
 
         Raises a `ValueError` if there are too many batch shapes.
         """
@@ -190,9 +190,9 @@ class Compiled:
 
 
 class _SameInAllProcesses:
-    """A compiled function that checks, whenever the form of the batch is new, that all processes run the same program.
+    """A compiled function that checks, for each new form of batch, that all processes run the same program.
 
-    The form consists of the structure, shapes and dtypes. If the programs differed, the processes would deadlock or
+    The form is the batch's structure, shapes and dtypes. If the programs differed, the processes would deadlock or
     compute different results. The check itself would deadlock if the form were new in only one process. Therefore, if
     the processes' batches may differ, they are compared first.
     """
@@ -234,7 +234,7 @@ class Programs:
 
     Attributes:
       step, batch_watch: The arguments of the same names.
-      jit_kwargs: The arguments for `jax.jit` that override the partitioner's.
+      jit_kwargs: Arguments for `jax.jit` that override the partitioner's.
       policy: The `nan_policy` of the loop that is running the step.
       stopwatch: The stopwatch of the loop that is running the step, or None.
       cost: The `Cost` of the program that was last compiled ahead of time, or None if there is no such program.
@@ -256,7 +256,7 @@ class Programs:
         self._compiled, self.jit_kwargs = {}, jit_kwargs
 
     def compiled(self, *, evaluates: bool = False, fuses: bool = False) -> Compiled:
-        """Returns the `Compiled` object for the given options, which is created when it is first needed.
+        """Returns the `Compiled` object for the given options, creating it if necessary.
 
         Args:
           evaluates: Whether `run` is compiled for evaluation, which doesn't donate the state.
@@ -286,7 +286,7 @@ class Programs:
 
     @contextlib.contextmanager
     def watched(self, policy: nonfinite.NanPolicy, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """Returns a context manager inside which the step uses a loop's `nan_policy` and stopwatch.
+        """Returns a context manager that makes the step use a loop's `nan_policy` and stopwatch.
 
         Args:
           policy: The loop's `nan_policy`.
@@ -333,7 +333,7 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
 
 
 def _fused(run: Callable[[Any, Any], Any], *, evaluates: bool) -> Callable[[Any, Any], Any]:
-    """Returns a function that scans `run` over batches that were stacked by `stacked`."""
+    """Returns a function that scans `run` over the result of `stacked`."""
 
     def fused(state: Any, batches: Any) -> Any:
         body = lambda carry, batch: (carry, run(state, batch)) if evaluates else run(carry, batch)
@@ -351,7 +351,7 @@ class _StackedNone:
     """A stack of batches that are all None.
 
     Attributes:
-      length: The number of batches, which a scan over None can't infer.
+      length: The number of batches, which `jax.lax.scan` can't infer from None.
     """
 
     length: int

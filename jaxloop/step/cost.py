@@ -96,7 +96,7 @@ _TOO_LARGE = re.compile(r"required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds availa
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program.
+    """Compiles a lowered program.
 
     Raises:
       DeviceMemoryError: If the program needs too much memory. Only the TPU compiler detects this.
@@ -139,9 +139,9 @@ def flops_of(program: Any) -> float:
     """Returns the total number of floating-point operations of a traced program (a `ClosedJaxpr`) on all devices.
 
     A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
-    counts as one per element. A scan's body counts once per iteration. (XLA's own estimate counts it only once, and so
+    counts as one per element. A scan's body counts once per iteration. (XLA's own estimate counts it only once, so it
     misses most of a model that scans over its layers.) The body of a `while` loop counts once, because the number of
-    iterations is unknown. Only the most expensive branch of a `cond` counts. Kernels that JAX can't look into, such as
+    iterations is unknown. Only the most expensive branch of a `cond` counts. Kernels that JAX can't inspect, such as
     cuDNN's, aren't counted. If a program has no floating-point operations, its integer operations are counted instead.
 
     >>> scanned = lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=10)[0]
@@ -152,9 +152,9 @@ def flops_of(program: Any) -> float:
 
 
 def _operations(program: Any, kind: Any) -> float:
-    """Counts a program's operations. Matrix products and convolutions always count.
+    """Counts a program's operations. Matrix products and convolutions are always counted.
 
-    Elementwise operations and reductions count only if the dtype of their result is of the given kind.
+    Elementwise operations and reductions are counted only if the dtype of their result is of the given kind.
     """
     return sum((_operations_of(equation, kind) for equation in program.eqns), 0.0)
 

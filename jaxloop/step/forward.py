@@ -33,7 +33,7 @@ def with_arguments(
     Args:
       model: A model of any supported kind, or None.
       nnx_model_args: The step's argument of the same name.
-      options: The keyword arguments that were passed to the step but that no constructor of its class declares.
+      options: The keyword arguments of the step that its constructors don't declare.
       step_class: The class of the step.
 
     Raises:
@@ -124,7 +124,7 @@ def _init_adapted(model, base_prng, spec, arrays, init_kwargs) -> tuple[Any, Any
 
 
 def _copy(leaf: Any) -> jax.Array:
-    """Returns a copy that the first step may donate. The copy isn't weakly typed, so the step compiles only once."""
+    """Returns a copy that the first step can donate. The copy isn't weakly typed, so the step compiles only once."""
     leaf = jnp.asarray(leaf)
     return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
 
@@ -183,7 +183,7 @@ _changed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("cha
 def noting_changes() -> Iterator[list[Any]]:
     """Returns a context manager that records which variables are changed by forward passes in training mode.
 
-    Entering it returns a list, to which the old values of these variables are added.
+    The context manager yields a list that collects the old values of these variables.
     """
     token = _changed.set(changed := [])
     try:
@@ -316,7 +316,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
-    """Returns the PRNG key named `name` or, if there is none, the one whose name sorts first. A single key is kept."""
+    """Returns the PRNG key named `name`, or else the one whose name sorts first. A single key is returned unchanged."""
     if isinstance(rngs, Mapping):
         return rngs[name if name in rngs else min(rngs)]
     return rngs
@@ -392,7 +392,7 @@ class NNXApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class EquinoxApply(Forward):
-    """The `apply_fn` of an Equinox module. `apply_fn(state.params)` returns the module with these parameters.
+    """The `apply_fn` of an Equinox module. `apply_fn(params)` returns the module with the given parameters.
 
     Attributes:
       static: The module without its parameters.
@@ -486,7 +486,7 @@ def adapt(model: Any) -> Any:
     'a dict is a pytree of parameters'
 
     Raises:
-      TypeError: If the model isn't one of these kinds.
+      TypeError: If the model is not of a supported kind.
     """
     if isinstance(model, nn.Module | AdaptedModel) or types.is_nnx_class(model):
         return model
@@ -576,7 +576,7 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Returns a NumPy array's shape and the dtype that it has inside `jit`. Returns any other leaf unchanged."""
+    """Returns a NumPy array's shape and its dtype inside `jit`. Returns any other leaf unchanged."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

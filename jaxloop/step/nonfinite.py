@@ -27,7 +27,7 @@ FLAGS = "jaxloop/nonfinite"
 
 
 class NonFiniteError(FloatingPointError):
-    """Raised if a training step produces NaN or infinity.
+    """Raised if a training step produces a NaN or an infinity.
 
     Attributes:
       step_num: The number of the first such step (the value of `state.step` after that step).
@@ -60,7 +60,7 @@ class Detector:
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
-      policy: The `nan_policy`. With "skip", a bad step leaves the state unchanged except for `step`.
+      policy: The `nan_policy`. With "skip", a step with non-finite values leaves the state unchanged except for `step`.
       on_mesh: Whether the function is compiled for a mesh.
     """
 
@@ -155,8 +155,8 @@ class Guard:
         A step's weight is its number of examples, or 0 if the step is skipped.
 
         Args:
-          columns: A dict that maps the name of each output to the values of all steps.
-          first: The position of the first of these steps in the outputs.
+          columns: A dict that maps the name of each output to its values, one row per step.
+          first: The position of the first step in the outputs.
           examples: The number of examples in each step.
         """
         flags, weights = columns.pop(FLAGS, None), list(examples)
@@ -185,6 +185,6 @@ class Guard:
             logging.warning(text, who, number, "s" if number > 1 else "", step_num, ", ".join(names[:6]))
 
     def measure(self, start: int) -> dict[str, int]:
-        """Returns a dict with the number of steps skipped since the position `start`. Empty if there were none."""
+        """Returns the number of steps skipped since position `start` as a dict, which is empty if there were none."""
         number = sum(place >= start for place in self.skipped)
         return {STAT_SKIPPED_STEPS: number} if number else {}

@@ -68,7 +68,7 @@ class Runner:
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
         """Returns the reason why a loop can't fuse several steps into one dispatch, or None if it can.
 
-        The reason is always that the step has host code that must run at each step.
+        The reason is always host code that must run at each step.
 
         Args:
           evaluates: Whether to consider evaluation rather than training.
@@ -111,8 +111,7 @@ class Runner:
     def ready_batch(self, batch: types.Batch) -> types.Batch | None:
         """Passes a batch through the hooks that precede `run`. Returns None if these hooks need the state.
 
-        Without this method, the state would have to be assembled for these hooks, which takes a tenth of the time of a
-        small step.
+        This avoids assembling the state for each step, which takes a tenth of the time of a small step.
         """
         return None
 
@@ -164,7 +163,7 @@ class Runner:
         Args:
           batch: The batch.
           evaluates: Whether the batch is used in an evaluation.
-          fuses: Whether `batch` is several batches stacked along a new leading axis.
+          fuses: Whether `batch` consists of several batches, stacked along a new leading axis.
         """
         step = self.step
         if fuses:
@@ -240,9 +239,9 @@ def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, 
 
 
 def _shape_in_run(leaf: Any) -> Any:
-    """Removes the sharding of an abstract leaf if the leaf is on just one of the available devices.
+    """Removes an abstract leaf's sharding if the leaf is on a single device that is available.
 
-    This way, a run can reuse the function that `jit` compiles for the leaf.
+    A run can then reuse the function that `jit` compiles.
     """
     if not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) or leaf.sharding.device_set.isdisjoint(
         jax.devices()
@@ -289,7 +288,7 @@ class States:
         return self.initialize()
 
     def prepare(self, state: Any) -> Any:
-        """Converts a state to the form that `run` needs, with all leaves as arrays on the partitioner's devices.
+        """Converts a state to the form that `run` needs: all leaves are arrays on the partitioner's devices.
 
         The state that this step last returned or prepared isn't checked again.
 

@@ -1,4 +1,4 @@
-"""`Step`, the base class of all steps. A step processes one batch."""
+"""`Step`, the base class of all steps. A step defines how a batch is processed."""
 
 import functools
 import inspect
@@ -31,10 +31,10 @@ class FusingError(ValueError):
 
 
 class Step:
-    """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass `Step` and implement `run`.
+    """Defines how a batch is processed. Subclass `Step` and implement `run`.
 
-    A loop passes each batch through these four hooks, in this order. `run` and `end` must return their outputs as a
-    dict with string keys (or None).
+    A loop passes each batch through four hooks: `preprocess_batch`, `begin`, `run` and `end`, in this order. `run` and
+    `end` must return their outputs as a dict with string keys (or None).
 
     Hooks:
       preprocess_batch: Runs first, on the host. It receives only the batch.
@@ -100,7 +100,7 @@ class Step:
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of batch shapes in training. `run` is compiled for each shape. More shapes raise an error.
+    """The maximum number of batch shapes in training. `run` is compiled for each. A further shape raises an error.
     """
 
     updates_per_step: int = 1
@@ -307,7 +307,7 @@ class Step:
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def summary(self, state: Any, batch: types.BatchSpec = None) -> str:
-        """Returns a table of the model's parameters, followed by their number and the size of the state.
+        """Returns a table of the model's parameters, with their total number and the size of the state.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
