@@ -36,7 +36,7 @@ class Sources:
         self._opened: dict[int, PositionedIterator] = {}  # Keyed by the `id` of each iterator.
 
     def open(self, dataset: Any) -> PositionedIterator:
-        """Opens a dataset. An iterator always gets the same `PositionedIterator`, so that no batches are lost."""
+        """Opens a dataset. Opening an iterator again returns the same `PositionedIterator`, so no batches are lost."""
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
         if id(dataset) not in self._opened:
@@ -132,7 +132,7 @@ class TrainingData:
     def next_epoch(self, *, saves: bool) -> bool:
         """Ends the current epoch and begins the next one. Returns False if there is no next epoch.
 
-        A checkpoint saved between the two epochs stores the start of the next epoch, which may have a different order.
+        A checkpoint saved between two epochs stores the start of the next one, whose batches may come in another order.
         A checkpoint saved after the last epoch does the same, so that a later run can resume and train for more epochs.
         Raises an error if the epoch had no batches.
 
@@ -163,7 +163,7 @@ class TrainingData:
         return not self.has_ended_all_epochs
 
     def close(self) -> None:
-        """Releases the dataset and ends the prefetch thread, unless the caller may keep reading from the dataset."""
+        """Releases the dataset and stops the prefetch thread, unless the caller may keep reading from the dataset."""
         if not self._spec.has_iterator:  # An iterator belongs to the caller, who may keep reading from it.
             self.source = None
             self._engine.data.forget()
@@ -174,7 +174,7 @@ class TrainingData:
         return self._spec.epochs is not None and self._sources.passes >= self._spec.epochs
 
     def batches_per_epoch(self, batches_before: int) -> int | None:
-        """Returns the number of batches in an epoch (or in the whole run, if it has no epochs), or None if unknown.
+        """Returns the number of batches per epoch (per run, if `train_epochs` isn't given), or None if unknown.
 
         `batches_before` is the number of batches that the run has used so far.
         """
@@ -202,7 +202,7 @@ class TrainingData:
           updates: The number of updates per batch.
 
         Raises:
-          ValueError: If the run hasn't completed those steps.
+          ValueError: If the run hasn't completed the steps in `turn`.
         """
         newest = self._engine.run.now.steps
         if not 0 < turn.first <= turn.last <= newest:
@@ -345,7 +345,7 @@ class LeftOut:
         self._num_saved = len(self.detours)
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        """Returns the state as JSON-serializable values, to be stored in a checkpoint.
+        """Returns the JSON-serializable state to store in a checkpoint.
 
         `number` is the number of the batch that the last completed step used.
         """

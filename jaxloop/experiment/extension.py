@@ -44,7 +44,7 @@ class Extension:
     name: str = ""
 
     def begin(self, experiment: "Experiment") -> Sequence[Item] | None:
-        """Starts observing a run. May return items to add to the run.
+        """Starts observing a run, and may return items to add to its agenda.
 
         Called before a checkpoint is restored, so the first step isn't known yet.
 
@@ -215,7 +215,7 @@ class Experiment:
 
     @functools.cached_property
     def loops(self) -> list[ActionLoop]:
-        """The train loop, if there is one, and the eval loops."""
+        """The train loop (if any) and the eval loops."""
         return [loop for loop in (self.train_loop, *self.eval_loops) if loop is not None]
 
     @functools.cached_property
@@ -247,5 +247,5 @@ class Experiment:
 
     @functools.cached_property
     def local_workdir(self) -> epath.Path | None:
-        """The work directory, or None if there is none or it is remote."""
+        """The work directory if there is one and it is local; otherwise None."""
         return None if self.workdir is None or files.is_remote(self.workdir) else self.workdir

@@ -84,7 +84,7 @@ class EvalSpec:
 
     @property
     def data(self) -> Any:
-        """The dataset that an evaluation reads. If it is endless and has epochs, an evaluation reads a single epoch."""
+        """The dataset to evaluate on: a single epoch if it is endless and `num_steps` is None."""
         return pass_of(self.dataset) if self.num_steps is None and is_endless(self.dataset) else self.dataset
 
     @property
@@ -123,7 +123,7 @@ class CheckpointSpec:
       checkpoint_dir: The directory, which contains one subdirectory per checkpoint, named after the step.
       iterate_interval_secs: In continuous evaluation, the time in seconds between searches for new checkpoints.
       iterate_stop_fn: In continuous evaluation, a function that returns True if no more checkpoints will appear. The
-        default function checks for the file `STOPPED` in the directory, which a training run writes when it is done.
+        default function checks for the file `STOPPED`, which a training run writes to the directory when it is done.
       transforms: New names for saved leaves; see `Step.restore_model`.
       restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
         dataset has changed: the run then reads the new dataset from the beginning, and later restarts resume at the

@@ -1,4 +1,4 @@
-"""The training part of an experiment: starts or resumes a run and trains to its end."""
+"""Starts or resumes the training of an experiment, and trains to its end."""
 
 import dataclasses
 import functools
@@ -125,7 +125,6 @@ class Training:
         return self._train(state)
 
     def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None]:
-        """Trains to the end. Returns the state and the outputs of the last train loop (None if no loop ended)."""
         engine, loops = self.loop.engine, self.loop.engine.run.loops
         self.between_loops = None
         data = lambda: iter(()) if self.data.source is None else self.data.source

@@ -139,7 +139,7 @@ class WholeRun:
 
 @final
 class Rows:
-    """The history as a part of a run. When a run resumes, history rows added after the checkpoint are dropped.
+    """The history as a `Saveable` part of a run. When a run resumes, history rows added after the checkpoint are dropped.
 
     Args:
       history: The history.
@@ -225,7 +225,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
-    """Cancels the early stop of a run if the actions that stopped it now have more patience."""
+    """Cancels the early stop of a run if the actions that stopped it now have patience left."""
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
     if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
         agenda.stopped_by = None

@@ -21,7 +21,7 @@ def export(
     batch_size: int | None = None,
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> None:
-    """Exports a step's model in evaluation mode, including its parameters, to a file.
+    """Exports a step's model and its parameters, in evaluation mode, to a file.
 
     The file contains a StableHLO program from `jax.export`. Loading and running it requires JAX, but not jaxloop or the
     model's code. JAX guarantees that versions released in the following six months can read the file.

@@ -120,8 +120,8 @@ def fit(
       workdir: The work directory. If None, no files are written.
       keep: The number of recent checkpoints to keep in addition to the best one, or None to keep all.
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
-      monitor: The metric that determines the best checkpoint, such as "eval/accuracy" or, with its mode,
-        `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given.
+      monitor: The metric that determines the best checkpoint, such as "eval/accuracy", or a pair of the metric and its
+        mode, such as `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given.
       partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
         device is used. If "auto", all devices are used, so the number of rows in a batch must be a multiple of the
         number of devices. With "auto", the state is replicated if it fits on each device, and sharded otherwise
