@@ -210,7 +210,7 @@ class OuterLoop:
         The run ends after `train_total_steps`, when `stop` fires, when the training dataset ends, when a loop sets
         `outputs[STOP_LOOP]`, or on Ctrl-C. In all cases, the actions are closed: checkpoints are committed and writers
         are flushed. If an exception ends the run, `rescued_state` holds the state after the last completed step, and
-        the train loop's `CheckpointAction`s save that state.
+        the run's `CheckpointAction`s save that state.
 
         Before calling actions in the middle of a loop, the run reads the next batch to determine whether the current
         step is the last one. A checkpoint saved by an action stores the position in the data before that batch.
@@ -276,7 +276,7 @@ class OuterLoop:
     def _attempt(
         self, state: Any, experiment: Experiment, evaluations: Sequence[Evaluation], training: Training | None
     ) -> tuple[Any, tuple[metrics.LoopOutputs | None, bool] | None]:
-        """Runs to the end, or until an action requests a detour (a return to an earlier checkpoint).
+        """Runs the experiment to its end, or until an action requests a detour (a return to an earlier checkpoint).
 
         In both cases, closes all actions and ends the extensions.
 
@@ -451,7 +451,7 @@ class OuterLoop:
 
 @contextlib.contextmanager
 def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]]:
-    """Locks the directories that the run writes to, so that no other program can write to them.
+    """Locks the directories that the run writes to, so that no other run can write to them.
 
     In a multi-process job, the first process holds the locks for all processes.
     """

@@ -139,7 +139,7 @@ class WholeRun:
 
 @final
 class Rows:
-    """The history as a `Saveable` part of a run. When a run resumes, history rows added after the checkpoint are dropped.
+    """The history as a `Saveable` part of a run. A run that resumes drops the rows added after the checkpoint.
 
     Args:
       history: The history.

@@ -13,7 +13,7 @@ from jaxloop.step import forward
 
 
 def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, bool]:
-    """Averages a per-example value over the unmasked rows and returns `(mean, True)`; otherwise, `(value, False)`.
+    """Returns `(mean, True)` for a per-example value, averaged over the unmasked rows; `(value, False)` for any other.
 
     Args:
       what: A description of the value, for error messages.

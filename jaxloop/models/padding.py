@@ -30,7 +30,7 @@ class MaskedBatch(NamedTuple):
 
 
 class _UnmaskedWatch(checks.BatchWatch):
-    """Checks batches without the masks that were added to them."""
+    """Checks batches, ignoring the masks that were added to them."""
 
     def look(self, batches: Sequence[Any]) -> int | None:
         return super().look([each.batch if isinstance(each, MaskedBatch) else each for each in batches])
@@ -130,7 +130,7 @@ class PaddingRunner(Runner):
         return self._divisible(self.eval_rows) if self._is_shared else self.eval_rows
 
     def _divisible(self, rows: int) -> int:
-        """Rounds up a number of rows so that it can be divided among this process's devices and micro-batches."""
+        """Rounds up a number of rows so that it can be divided evenly among this process's devices and micro-batches."""
         return -(-rows // self._num_parts) * self._num_parts
 
     @functools.cached_property

@@ -110,7 +110,7 @@ class Compiled:
                 self._end_compiling(None)
 
     def _compile(self, run: Callable[..., Any], options: dict[str, Any], structure: Any, _: Any) -> Any:
-        """Returns a compiled version of `run` for a single structure of states and batches.
+        """Returns a compiled version of `run` for one structure of the state and the batch.
 
         `structure` is the key that `take_apart` returns, or None if the state isn't taken apart.
         """
@@ -269,7 +269,7 @@ class Programs:
         return self._compiled[key]
 
     def detector(self, policy: nonfinite.NanPolicy) -> nonfinite.Detector:
-        """Returns the object that adds flags for non-finite values to the outputs of `run` and applies `policy`."""
+        """Returns the `Detector` for the given policy, creating it if necessary."""
         if policy not in self._detectors:
             is_on_mesh = self.step.partitioner.mesh is not None
             self._detectors[policy] = nonfinite.Detector(self.run, policy, is_on_mesh)

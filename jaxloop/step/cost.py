@@ -37,8 +37,8 @@ class Collective:
 class Cost:
     """The computation, memory and communication of one dispatch of a compiled step.
 
-    The sizes and collectives are those of the program that XLA compiled. `str` returns the FLOPs and the memory as a
-    sentence.
+    The sizes and collectives are taken from the program compiled by XLA. `str(...)` formats the FLOPs and the memory as
+    a sentence.
 
     Attributes:
       flops: The total number of floating-point operations on all devices; see `flops_of`.

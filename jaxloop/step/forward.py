@@ -33,7 +33,7 @@ def with_arguments(
     Args:
       model: A model of any supported kind, or None.
       nnx_model_args: The step's argument of the same name.
-      options: The keyword arguments of the step that its constructors don't declare.
+      options: The keyword arguments that no constructor of the step's class declares.
       step_class: The class of the step.
 
     Raises:
@@ -151,8 +151,8 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 
     Returns:
       `(outputs, updates)`. `updates` contains the variables that the forward pass changed; pass it to
-      `state.update_variables`. In evaluation, it contains only the losses that the model sowed; see `sown_losses`. It
-      is None if there are none.
+      `state.update_variables`. In evaluation, it contains only the losses that the model sowed; see `sown_losses`. If
+      there are no such values, `updates` is None.
 
     >>> import optax
     >>> model = nn.Dense(2)
@@ -216,7 +216,7 @@ def check_updates_kept(before: Any, after: Any, changed: Sequence[Any], step: st
 
 
 def sown_losses(updates: Any) -> list[Any]:
-    """Returns the losses that a Linen or NNX model sowed in a forward pass: `self.sow("losses", "name", value)`.
+    """Returns the losses that a Linen or NNX model sowed in a forward pass with `self.sow("losses", "name", value)`.
 
     `LossStep` adds them to the loss. In your own `Step`, add them yourself: `loss + sum(sown_losses(updates))`.
 
@@ -508,7 +508,7 @@ def adapt(model: Any) -> Any:
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Returns True if a model's class or a base class is from a package. Avoids the slow import of the package."""
+    """Returns True if a model's class or a base class is from a package, without importing the package."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 

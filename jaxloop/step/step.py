@@ -23,11 +23,11 @@ from jaxloop.step.cost import flops_of
 from jaxloop.step.runner import Runner, shapes_for_run
 
 NO_OPTIMIZER = optax.identity()
-"""The default for `Step(optimizer=)`: no optimizer. A step with `train=True` and this optimizer logs a warning."""
+"""The default optimizer of a `Step`, which means no optimizer. With `train=True`, it causes a warning."""
 
 
 class FusingError(ValueError):
-    """Raised when several steps can't be fused into one dispatch. The message gives the reason."""
+    """Raised if several steps can't be fused into one dispatch. The message gives the reason."""
 
 
 class Step:
@@ -100,8 +100,7 @@ class Step:
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of batch shapes in training. `run` is compiled for each. A further shape raises an error.
-    """
+    """The maximum number of batch shapes in training. `run` is compiled for each. A further shape raises an error."""
 
     updates_per_step: int = 1
     """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
@@ -307,7 +306,7 @@ class Step:
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def summary(self, state: Any, batch: types.BatchSpec = None) -> str:
-        """Returns a table of the model's parameters, with their total number and the size of the state.
+        """Returns a table of the model's parameters, followed by the number of parameters and the size of the state.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -345,9 +344,9 @@ class Step:
     def call_model(
         self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
     ) -> tuple[Any, Any]:
-        """Calls the model, which can be of any supported kind, inside a compiled function.
+        """Calls the model, which can be of any supported kind; see `jaxloop.models.forward`.
 
-        See `jaxloop.models.forward`.
+        Call this method inside a compiled function, such as `run`.
 
         Args:
           state: The state.
