@@ -1,4 +1,4 @@
-"""Starts or resumes the training of an experiment, and trains to its end."""
+"""Starts or resumes the training of an experiment, and trains to the end."""
 
 import dataclasses
 import functools
@@ -165,7 +165,7 @@ class Training:
             self.save_now(state)
 
     def begin_detour(self, turn: types.TurnBack) -> None:
-        """Prepares a detour: a return to an earlier checkpoint, without the batches of the steps in `turn`."""
+        """Prepares for the detour (a return to an earlier checkpoint) that `turn` requests."""
         self.has_begun = False  # No checkpoint may contain the newest state.
         self.data.turn_back(turn, self.loop.step.updates_per_step)
         self.loop.engine.outcome.failure = Failure()  # The old one refers to the state, which takes up memory.

@@ -130,7 +130,7 @@ class PaddingRunner(Runner):
         return self._divisible(self.eval_rows) if self._is_shared else self.eval_rows
 
     def _divisible(self, rows: int) -> int:
-        """Rounds up a number of rows so that it can be divided evenly among this process's devices and micro-batches."""
+        """Rounds up a number of rows so that it divides evenly among this process's devices and micro-batches."""
         return -(-rows // self._num_parts) * self._num_parts
 
     @functools.cached_property
