@@ -5,7 +5,7 @@ The main concepts:
 - `Step`: processes one batch (`preprocess_batch -> begin -> run -> end`). `run` is pure, jitted and sharded.
 - `Partitioner`: determines where arrays are placed, on one device or across a mesh.
 - `Loop`: runs a bounded number of steps over one dataset. Its subclasses are `TrainLoop` and `EvalLoop`.
-- `Action`: a side effect, such as writing summaries or saving checkpoints, that runs at chosen times.
+- `Action`: performs a side effect, such as writing summaries or saving a checkpoint, at chosen times.
 - `OuterLoop`: runs the whole experiment, including evaluations (given by `EvalSpec`s), checkpoints and resuming.
 - `Schedule`: decides when an action or an evaluation runs, as in `every(steps=100) | last()` or `at(...)`.
 

@@ -14,7 +14,7 @@ _CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot"
 
 
 class Action(abc.ABC):
-    """A side effect that runs at times you choose. To write an action, subclass `Action` and implement `__call__`.
+    """The base class of actions, which perform side effects at chosen times. A subclass must implement `__call__`.
 
     A loop calls its actions in the order in which they are listed. A loop's `begin_actions` receive `outputs=None`. An
     exception raised by an action ends the run.
@@ -34,10 +34,10 @@ class Action(abc.ABC):
     Args:
       interval: The interval at which to call the action. For a loop's action, an int counts loops: with 2, the action
         is called at the end of every second loop. For a step's action, an int counts the steps within the loop. A
-        schedule such as `every(steps=100)` fires exactly at its step, even in the middle of a loop.
+        schedule such as `every(steps=100)` can also fire in the middle of a loop.
 
     Raises:
-      TypeError: If `__call__` doesn't accept the keyword arguments that a loop passes, because it lacks `**kwargs`.
+      TypeError: If `__call__` doesn't accept the arguments that a loop passes, for example because it lacks `**kwargs`.
 
     >>> class Announce(Action):
     ...     def __call__(self, state, outputs, *, step_num, **kwargs):
@@ -62,7 +62,7 @@ class Action(abc.ABC):
     """True if the action is called after the other actions and the evaluations of the same step."""
 
     time_category: str = "actions"
-    """The category under which the time report counts the action's calls: "actions", "evals" or "checkpoints"."""
+    """The category of the action in the time report: "actions", "evals" or "checkpoints"."""
 
     settings: Sequence[str] = ()
     """The names of the settings that `change` accepts."""
@@ -87,11 +87,11 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
-        """Runs the side effect. Called by a loop or a step when the action is due, at most once per step.
+        """Performs the side effect. Called by a loop or a step when the action is due, at most once per step.
 
         Args:
           state: The train state. The next step donates it, so copy anything that you keep.
-          outputs: For a loop's action, the `LoopOutputs` since the action was last called, on the host. For a step's
+          outputs: For a loop's action, the `LoopOutputs` of all steps since its last call, in host memory. For a step's
             action, the outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the
             experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
@@ -180,7 +180,7 @@ class Action(abc.ABC):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the action's data from the result of `state_dict`, called on an action with the same arguments."""
+        """Restores the data that `state_dict` returned for an action with the same arguments."""
         check_state_dict(self, (), state_dict)
 
     def flush(self) -> None:  # noqa: B027 (overriding is optional)

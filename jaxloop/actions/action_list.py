@@ -39,7 +39,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """Returns an `Action` unchanged and raises a `TypeError` for anything else."""
+    """Returns an action unchanged. Raises a `TypeError` if it isn't an `Action`."""
     if not isinstance(action, Action):
         raise TypeError(f"An action must be a jaxloop.Action, got {action!r}. Write a subclass.")
     return action

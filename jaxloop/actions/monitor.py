@@ -1,4 +1,4 @@
-"""Monitored metrics: their names, their values at a step, and comparisons of two values."""
+"""The class `Monitor`, which finds and compares the values of a metric."""
 
 import difflib
 import math
@@ -28,7 +28,7 @@ _NEUTRAL = "val valid test train eval mean avg average macro micro weighted bala
 
 @final
 class Monitor:
-    """A metric to monitor: its name, and whether smaller or larger values are better.
+    """A metric to monitor, with its direction of improvement.
 
     >>> accuracy = Monitor("test/accuracy")
     >>> accuracy.mode
@@ -48,7 +48,7 @@ class Monitor:
         `_score`.
 
     Raises:
-      ValueError: If `mode` is "auto" and the name doesn't determine the direction, as for `score`.
+      ValueError: If `mode` is "auto" and the name, such as "score", doesn't determine the direction.
 
     Attributes:
       name: The name that was passed to the constructor.
@@ -72,13 +72,13 @@ class Monitor:
         return f"{printable(self.name)} ({'larger' if self.mode == 'max' else 'smaller'} is better)"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Returns True if a value is not NaN and beats `best` by more than `min_delta`."""
+        """Returns True if a value is not NaN and, unless `best` is None, beats `best` by more than `min_delta`."""
         if best is None:
             return not math.isnan(value)
         return value > best + min_delta if self.mode == "max" else value < best - min_delta
 
     def has_failed(self, value: float) -> bool:
-        """Returns True if a value is NaN, infinity in the mode "min", or -infinity in the mode "max"."""
+        """Returns True if a value is NaN, infinity (in "min" mode) or -infinity (in "max" mode)."""
         return math.isnan(value) or value == (-math.inf if self.mode == "max" else math.inf)
 
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
@@ -108,7 +108,7 @@ class Monitor:
         self._missing, self._has_warned = None, False
 
     def check_was_measured(self) -> None:
-        """Raises a `ValueError` if the run had other metrics, but none with this name. Called when the run ends."""
+        """Raises a `ValueError` if the run measured other metrics but not this one. Called when the run ends."""
         if self._missing is not None:
             raise ValueError(f"{self.missing_message(*self._missing)} Give the name of one of them.")
 

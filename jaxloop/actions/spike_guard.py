@@ -1,4 +1,4 @@
-"""The action that skips batches that cause a metric to spike."""
+"""The action that skips batches when a metric spikes."""
 
 import collections
 import math

@@ -74,7 +74,6 @@ class SummaryAction(WriterAction):
                 logging.warning(text)
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
-        """Returns the call that writes a non-scalar metric."""
         options, metadata = {}, metric.metadata or {}
         if metric.type is types.MetricType.AUDIO:
             if "sample_rate" not in metadata:
@@ -91,7 +90,7 @@ class SummaryAction(WriterAction):
 
     @functools.cached_property
     def _methods(self) -> dict[types.MetricType, str]:
-        """The names of the writer's methods, keyed by the type of value that each method writes."""
+        """The names of the writer's methods for non-scalar metrics, keyed by metric type."""
         return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:

@@ -53,14 +53,14 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _points(self, step: int) -> Iterable[tuple[str, int]]:
-        """Yields the name and step of each point that the tracker has stored for `step` or a later step."""
+        """Yields the name and step of each stored point at `step` or a later step."""
 
     @abc.abstractmethod
     def _close(self, status: str) -> None:
         """Closes the tracked run with a status ("finished", "failed" or "killed"), after all points are stored."""
 
     def _name(self, name: str) -> str:
-        """Returns the name under which the tracker stores a value."""
+        """Converts a name to one that the tracker allows."""
         return name
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -101,15 +101,15 @@ class _TrackerWriter(abc.ABC):
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Chooses the tracked run that the next write will continue.
 
-        This is the tracked run whose ID is stored in the checkpoint or, failing that, in the work directory. If neither
-        contains an ID, the next write creates a tracked run.
+        Its ID is read from the checkpoint or, failing that, from the work directory. If neither contains an ID, the
+        next write creates a new tracked run.
 
         Args:
           step: The step at which the run starts or resumes.
           position: The value that `position` returned when the checkpoint was saved; None if there is no checkpoint.
 
         Raises:
-          ValueError: If `position` or the file in the work directory contains no valid ID.
+          ValueError: If `position` or the file in the work directory contains an invalid ID.
         """
         with self._lock:
             self._end("finished")
@@ -171,7 +171,7 @@ class _MediaWriter(_TrackerWriter):
 
     @abc.abstractmethod
     def _text(self, text: str) -> Any:
-        """Returns the tracker's object that represents the given text."""
+        """Converts text to the type that the tracker uses for text."""
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         self._write(step, {name: self._text(text) for name, text in texts.items()})

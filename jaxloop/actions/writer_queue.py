@@ -1,4 +1,4 @@
-"""The queue of calls to a writer, and the base class of the actions that use this queue."""
+"""A queue of calls to a writer, and the base class of the actions that use it."""
 
 import collections
 import concurrent.futures
@@ -40,7 +40,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, writer: Any) -> None:
-        """Calls the writer's method. Adds a note to any error, with the action, the step and the value names."""
+        """Calls the writer's method. Adds a note to any error that names the action, the step and the values."""
         try:
             if self.method == "resume":
                 writer.resume(self.step, self.options["position"])
@@ -82,7 +82,7 @@ class WriterQueue:
 
     @classmethod
     def of(cls, writer: Any) -> "WriterQueue":
-        """Returns the queue of a writer. Creates the queue if it doesn't exist."""
+        """Returns a writer's queue, creating it if it doesn't exist."""
         return cls._all.setdefault(id(writer), cls(writer))
 
     def __init__(self, writer: Any):
@@ -99,13 +99,13 @@ class WriterQueue:
         return distributed.is_first_process()
 
     def put(self, *calls: Call) -> None:
-        """Appends either all or none of the calls to the queue. If the queue is full, first waits until it is empty.
+        """Appends either all or none of the calls. If the queue lacks room for them, first waits until it is empty.
 
         Args:
           calls: The calls to append. Their values are copied.
 
         Raises:
-          BaseException: The error of an earlier call, if that call failed.
+          BaseException: The error raised by an earlier call, if any.
         """
         if not calls or not self._writes:
             return
@@ -124,7 +124,7 @@ class WriterQueue:
         """Waits until all calls have been made and then flushes the writer.
 
         Raises:
-          BaseException: The error of an earlier call, if that call failed. Each error is raised only once.
+          BaseException: The error raised by an earlier call, if any. Each error is raised only once.
         """
         self._wait()
         try:
@@ -135,8 +135,7 @@ class WriterQueue:
     def state_dict(self, action: Any) -> dict[str, Any]:
         """Flushes everything. Returns the failed calls and the writer's position, to be stored in a checkpoint.
 
-        This method doesn't raise the errors of failed calls, so that the checkpoint can be saved. They are raised
-        later.
+        The errors of failed calls are raised later, so that the checkpoint can be saved.
         """
         if not self._writes:
             return {}
@@ -159,14 +158,14 @@ class WriterQueue:
         self._needs_flush, self._begins_from = True, state_dict
 
     def begin_run(self, action: Any, step: int) -> None:
-        """Requests that the writer first hide everything that a killed run wrote after its newest checkpoint.
+        """Makes the writer hide everything that a killed run wrote after its newest checkpoint.
 
-        A resumed run makes this request once for all actions that share the writer. A new run makes it only if this
-        process hasn't written anything yet, because any existing values must then come from a run that was killed
-        before its first checkpoint.
+        A resumed run does this once for all actions that share the writer. A new run does it only if this process
+        hasn't written anything yet, because any existing values must then come from a run that was killed before its
+        first checkpoint.
 
         Args:
-          action: The action that makes the request.
+          action: The action whose run begins.
           step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
         state_dict, self._begins_from = self._begins_from, None
@@ -177,7 +176,7 @@ class WriterQueue:
             self._thread.submit(self._make_calls)
 
     def _wait(self) -> None:
-        """Waits until the thread has made all calls that were requested, or until one has failed."""
+        """Waits until the thread has made all requested calls, or until one has failed."""
         if self._calls:
             self._thread.submit(lambda: None).result()
 

@@ -15,7 +15,7 @@ from jaxloop.base.text import printable
 
 
 def default_writer(workdir: epath.PathLike) -> "TensorBoardWriter":
-    """Returns a writer that writes TensorBoard event files to `workdir` and logs scalars.
+    """Returns a writer that writes TensorBoard event files to `workdir` and logs scalars and text.
 
     In a multi-process job, only the first process writes files.
 
@@ -110,6 +110,6 @@ class TensorBoardWriter:
 
 
 def as_batch(value: Any, num_axes: int) -> np.ndarray:
-    """Converts a value to an array with `num_axes` axes, adding a leading axis if it is missing."""
+    """Converts a value to an array with `num_axes` axes, adding a leading axis if necessary."""
     array = np.asarray(value)
     return array if array.ndim == num_axes else array[None]

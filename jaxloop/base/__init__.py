@@ -1,1 +1,1 @@
-"""Small modules that all other modules use: text, files, encodings, pytrees, timing and argument checks."""
+"""Utility modules for text, files, encodings, pytrees, timing and argument checks."""

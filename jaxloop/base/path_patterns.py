@@ -24,7 +24,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """Returns a dict that maps each path that matches a pattern to its new path.
+    """Returns a dict that maps each path matched by a pattern to its new path.
 
     >>> renamed(["backbone/Dense_0/kernel", "head/kernel"], {"backbone/**": "encoder/**"})
     {'backbone/Dense_0/kernel': 'encoder/Dense_0/kernel'}
@@ -32,8 +32,8 @@ def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]
     Args:
       paths: The paths to rename.
       patterns: A dict that maps patterns to new paths. A new path contains the same wildcards as its pattern, in the
-        same order; each one is replaced by the names that it matched. If several patterns match a path, the first one
-        is used.
+        same order; the matched names are inserted in their place. If several patterns match a path, the first one is
+        used.
 
     Raises:
       ValueError: If a pattern matches no path, or if a pattern and its new path have different wildcards.

@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def suggests(**arguments: str) -> Callable[[_Function], _Function]:
-    """Returns a decorator that makes a call with a wrong argument name raise an error that suggests the right name.
+    """Returns a decorator that suggests the right name when a function is called with a wrong argument name.
 
     >>> @suggests(epochs="train_epochs")
     ... def run(train_epochs=1): ...
@@ -26,8 +26,8 @@ def suggests(**arguments: str) -> Callable[[_Function], _Function]:
     TypeError: run has no argument 'epochs'. Did you mean train_epochs?
 
     Args:
-      **arguments: A mapping from common wrong names to the right ones. For other wrong names, the most similar argument
-        is suggested.
+      **arguments: The right name for each common wrong name. For other wrong names, the most similar argument is
+        suggested.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -63,7 +63,7 @@ def printable(text: object) -> str:
 
 
 def table(rows: Iterable[Iterable[object]], *, right: Container[int] = ()) -> str:
-    """Returns rows of cells as lines with aligned columns.
+    """Formats rows of cells as lines with aligned columns.
 
     >>> print(table([["step", "100"], ["loss", "0.5"]], right=[1]))
     step  100
@@ -71,7 +71,7 @@ def table(rows: Iterable[Iterable[object]], *, right: Container[int] = ()) -> st
 
     Args:
       rows: The rows, which all have the same number of cells.
-      right: The indices of the columns to align on the right.
+      right: The indices of the columns to right-align.
     """
     cells = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -82,7 +82,7 @@ def table(rows: Iterable[Iterable[object]], *, right: Container[int] = ()) -> st
 def announce(text: str, *args: object) -> None:
     """Logs a line at level INFO. In the first process of a job, the line is shown whenever warnings are shown.
 
-    It is shown even in a program that doesn't call `absl.app.run`.
+    This also works in programs that don't call `absl.app.run`.
     """
     logger = logging.get_absl_logger()
     if not logger.isEnabledFor(py_logging.WARNING if distributed.is_first_process() else py_logging.INFO):
@@ -95,7 +95,7 @@ def announce(text: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Returns a context manager that hides Orbax's INFO lines (about forty per save), unless the verbosity is DEBUG."""
+    """Returns a context manager that hides Orbax's INFO messages (about 40 per save), unless the verbosity is DEBUG."""
     is_shown = lambda record: (
         record.levelno > py_logging.INFO or logging.level_debug() or "/orbax/" not in record.pathname.replace("\\", "/")
     )
