@@ -180,7 +180,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if the last `patience` measurements brought no improvement, or if `Monitor.has_failed` was true."""
+        """True if the last `patience` measurements brought no improvement, or if the metric became NaN."""
         return self._memory.waits >= self.patience
 
     def finish(self, state: Any) -> Any:

@@ -33,10 +33,7 @@ def batch_leaves(batch: Any) -> dict[str, Any]:
 
 
 def is_tracer_class(kind: type) -> bool:
-    """Returns True if a class is a JAX tracer class, whose instances stand for values while JAX traces a function.
-
-    JAX has no public API for this check.
-    """
+    """Returns True if a class is a subclass of JAX's `Tracer`. JAX has no public API for this check."""
     return issubclass(kind, core.Tracer)
 
 
@@ -57,7 +54,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Joins the first `show` names with commas. If there are more names, adds how many remain.
+    """Joins the first `show` names with commas and adds the number of remaining names, if any.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -72,13 +69,13 @@ def first_lines(lines: Sequence[str]) -> list[str]:
 
 
 def is_user_defined(thing: Any, name: str) -> bool:
-    """Returns True if the method `name` is defined by the user, either in a subclass or on this object."""
+    """Returns True if the method `name` of an object is user-defined, in its class or on the object itself."""
     module = getattr(getattr(type(thing), name), "__module__", "")
     return name in vars(thing) or not module.startswith("jaxloop.")
 
 
 def is_overridden(thing: Any, name: str, base: type) -> bool:
-    """Returns True if the method `name` of `base` is overridden, either in a subclass or on this object."""
+    """Returns True if an object overrides the method `name` of `base`, in its class or on the object itself."""
     return name in vars(thing) or getattr(type(thing), name) is not getattr(base, name)
 
 
@@ -124,9 +121,10 @@ def is_alive(state: Any) -> bool:
 
 
 def mark_donated(state: Any, by: Any) -> None:
-    """Records that a state was donated to `by`, such as a loop. If the state is used again, the error names `by`.
+    """Records that a state was donated to `by`, such as a loop.
 
-    The record is stored on one of the donated arrays, so it survives `state.replace(...)`.
+    If the state is used again, the error message names `by`. The record is stored on one of the donated arrays, so it
+    survives `state.replace(...)`.
     """
     leaf = donated_leaf(state)
     if leaf is not None and not hasattr(leaf, "_jaxloop_donated_to"):
@@ -134,10 +132,7 @@ def mark_donated(state: Any, by: Any) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the first array in a state other than `state.step`, or None if there is no such array.
-
-    `state.step` is skipped because it is usually not donated.
-    """
+    """Returns a state's first array, or None if it has none. Skips `state.step`, which is usually not donated."""
     step = getattr(state, "step", None)
     leaves = jax.tree.leaves(state)
     return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
@@ -154,7 +149,7 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
 
 
 def counting_hint(step: Any) -> str:
-    """Returns a hint, for error messages, about how a training step should update `state.step`."""
+    """Returns a hint for error messages that explains how a training step should update `state.step`."""
     return (
         f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: return "
         "state.apply_gradients(grads=...) or state.replace(step=...), or correct updates_per_step."
@@ -193,11 +188,11 @@ def check_alive(state: Any, caller: str) -> None:
 def adopt(state: Any) -> Any:
     """Converts a state's Python and NumPy leaves, such as Flax's `step`, to JAX arrays.
 
-    If the same array appears twice, the second is copied, because a step can donate each array only once.
+    An array that appears more than once is copied, because a step can donate each array only once.
     `jax.ShapeDtypeStruct`s are left unchanged.
 
     Raises:
-      TypeError: If `state.step` is not an integer, or if a leaf can't be stored in an array.
+      TypeError: If `state.step` is not an integer, or if a leaf can't be converted to an array.
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
     """
     check_counter(getattr(state, "step", None))
@@ -227,9 +222,9 @@ def _buffer(leaf: jax.Array) -> Any:
 
 
 def as_arrays(tree: Any) -> Any:
-    """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, it keeps NumPy arrays and 64-bit numbers.
+    """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, keeps NumPy arrays and 64-bit numbers.
 
-    Raises a `TypeError` if a leaf can't be stored in an array.
+    Raises a `TypeError` if a leaf can't be converted to an array.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     arrays = [leaf if isinstance(leaf, _ARRAYS) else _as_array(path, leaf) for path, leaf in leaves]
@@ -288,7 +283,7 @@ def problems_of_batch(batch: Any) -> Iterator[str]:
 def batch_in_words(batch: Any) -> str:
     """Describes up to eight leaves of a batch for an error message, as in `batch['x'] float32[8, 3], ...`.
 
-    Leaves that are None are also shown, although JAX ignores them.
+    Values that are None are also shown, although JAX doesn't treat them as leaves.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda node: node is None)
     shown = [f"{batch_leaf_name(path)} {'None' if leaf is None else describe(leaf)}" for path, leaf in leaves]
@@ -333,7 +328,7 @@ def _is_cut(leaf: Any, kinds: str) -> bool:
 
 
 def _wide_integers(leaves: dict[str, Any]) -> list[tuple[int, str, Any]]:
-    """Returns the index, name and 32-bit limits of each leaf of 64-bit integers that JAX would convert to 32 bits."""
+    """Returns the index, name and 32-bit limits of each 64-bit integer leaf that JAX would convert to 32 bits."""
     narrow = lambda leaf: np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return [(place, name, narrow(leaf)) for place, (name, leaf) in enumerate(leaves.items()) if _is_cut(leaf, "iu")]
 
@@ -363,14 +358,14 @@ _form = operator.attrgetter("shape", "dtype", "__class__")
 
 
 class BatchWatch:
-    """Checks a step's batches for integers that JAX would truncate, and counts the batches' rows.
+    """Checks a step's batches for integers that JAX would truncate, and counts the rows of each batch.
 
     Hooks:
       look: Checks the next batches.
 
     Attributes:
-      num_rows: The number of rows in the last batch, or None before the first batch or if the leading axes of the
-        batch's leaves differ in length.
+      num_rows: The number of rows in the last batch. None before the first batch, or if the leading axes of the batch's
+        leaves differ in length.
       form: A list that identifies the structure, shapes and dtypes of the last batch, or None before the first batch.
       may_differ: True if the batches in different processes of a job have differed in more than their numbers of rows.
         In that case, the processes compare their batches before each step.
@@ -411,7 +406,7 @@ class BatchWatch:
 def num_examples(batch: Any) -> int | None:
     """Returns the number of rows in a batch, or None if its array leaves have different numbers of rows.
 
-    For a batch that is None, returns 1.
+    Returns 1 if the batch is None.
 
     >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
     32
@@ -454,7 +449,7 @@ def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
 
 
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Returns a hook's result after checking that it is a pair: a state, and None or a dict with string keys."""
+    """Returns a hook's result after checking that it is a pair of a state and either None or a string-keyed dict."""
     state, outputs = check_pair(result, hook, "(state, outputs)")
     if not isinstance(outputs, dict | None):
         raise TypeError(
@@ -496,18 +491,18 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns one line for each leaf that differs between two pytrees, shortened by `first_lines`."""
+    """Returns one line for each leaf that differs between two pytrees, limited by `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
 
 def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Returns `(path, expected, got)` for each path at which the descriptions of two leaves differ."""
+    """Returns `(path, expected, got)` for each path at which two dicts of leaf descriptions differ."""
     paths = [*expected, *(path for path in got if path not in expected)]
     pairs = ((path, expected.get(path, "(none)"), got.get(path, "(none)")) for path in paths)
     return [change for change in pairs if change[1] != change[2]]
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Formats the result of `changes` as lines, shortened by `first_lines`."""
+    """Formats the result of `changes` as lines, limited by `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

@@ -19,7 +19,7 @@ def encode(value: Any, path: str = "value") -> Any:
     {'loss': [np.float32(0.1), np.float32(0.2)], 'sizes': (32, 16)}
 
     Args:
-      value: The value.
+      value: The value to encode.
       path: The name of the value in error messages.
 
     Raises:
@@ -66,7 +66,7 @@ def decode(encoded: Any) -> Any:
     """Restores a value that was converted by `encode`.
 
     Raises:
-      ValueError: If the argument wasn't produced by `encode`.
+      ValueError: If the argument is not a result of `encode`.
     """
     if isinstance(encoded, list):
         return [decode(each) for each in encoded]

@@ -1,8 +1,8 @@
-"""The structures of pytrees, and train states in flattened form.
+"""Functions and classes that compare the structures of pytrees and flatten train states.
 
-JAX considers two structures equal even if their nodes belong to different dataclasses, as long as these have the same
-fields. Some versions of JAX use this equality to look up functions compiled by `jax.jit`, so they may call a function
-that was compiled for a different class. Because the hashes of such structures differ, this module also compares hashes.
+JAX considers two structures equal even if their nodes belong to different dataclasses with the same fields. Some
+versions of JAX use this equality to look up functions compiled by `jax.jit`, so they may call a function that was
+compiled for a different class. Because the hashes of such structures differ, this module also compares hashes.
 """
 
 import functools
@@ -39,7 +39,7 @@ class PerStructure:
     """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: A function that creates and jits the function for one structure. Each call must return a new function.
+      compile: A function that returns a new jitted function at each call. It is called once for each structure.
 
     >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
@@ -55,12 +55,10 @@ class PerStructure:
 
 
 def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
-    """Returns the leaves of a state without `state.step`, `state.step` itself, and a key for the state's structure.
+    """Returns the leaves of a state (except `state.step`), `state.step`, and a key for the state's structure.
 
-    Flattening a `TrainState` and unflattening the new one takes a sixth of the time needed to dispatch a small step
-    with `jit`. Because nothing reads the state between two steps of a loop, a loop passes the leaves directly from one
-    call to the next. `state.step` is returned separately because it is not donated. It is None if the state has no
-    `step`.
+    To save time, a loop passes the leaves directly from one dispatch to the next, without rebuilding the state.
+    `state.step` is returned separately because it is not donated. It is None if the state has no `step`.
 
     >>> leaves, step, structure = take_apart({"kernel": 1.0, "bias": 2.0})
     >>> leaves, put_together(leaves, step, structure)
@@ -72,7 +70,7 @@ def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
 
 
 def put_together(leaves: Any, step: Any, structure: Any) -> Any:
-    """Returns a state with the given leaves, step and structure. Reverses `take_apart`."""
+    """Returns a state with the given leaves, step and structure. This is the inverse of `take_apart`."""
     index = _step_index(structure)
     return jax.tree.unflatten(structure[-1], leaves if index is None else [*leaves[:index], step, *leaves[index:]])
 
@@ -100,7 +98,7 @@ class Donating:
 
     Args:
       fn: A pure function.
-      **jit_kwargs: Arguments of `jax.jit`.
+      **jit_kwargs: Keyword arguments for `jax.jit`.
     """
 
     def __init__(self, fn: Callable[[Any, Any], Any], **jit_kwargs: Any):
@@ -128,9 +126,9 @@ def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:
 
     Args:
       fn: A pure function.
-      **jit_kwargs: Arguments of `jax.jit`. Those that refer to the function's arguments (`in_shardings`,
+      **jit_kwargs: Keyword arguments for `jax.jit`. Those that refer to the function's arguments (`in_shardings`,
         `donate_argnums`, `static_argnums`, ...) apply to the signature `(state, batch)`. If any of them is given,
-        `state.step` is donated together with the rest of the state.
+        `state.step` is donated with the rest of the state.
     """
     if any(name == "in_shardings" or "argn" in name for name in jit_kwargs):
         return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})

@@ -22,7 +22,7 @@ NAMES = {
 """The description of each kind of work. The kinds are fields of `Spent`."""
 
 clock: Callable[[], float] = time.perf_counter
-"""The clock that measures durations: a function that returns the time in seconds."""
+"""A function that returns the current time in seconds, for measuring durations."""
 
 _NOT_TRAINING = ("evals", "checkpoints", "restores")
 
@@ -30,7 +30,7 @@ _NOT_TRAINING = ("evals", "checkpoints", "restores")
 @final
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """A breakdown of how a run spent its time. `str` returns it as a sentence.
+    """A breakdown of how a run spent its time. `str` formats it as a sentence.
 
     Attributes:
       data: Seconds spent waiting for the next batch.
@@ -105,7 +105,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Tracks how time is spent and attributes each second to one kind of work (a field of `Spent`).
+    """Measures the time spent on each kind of work (a field of `Spent`).
 
     >>> stopwatch = Stopwatch()
     >>> with stopwatch.counting("dispatch"):
@@ -125,7 +125,7 @@ class Stopwatch:
         self.training: float = 0.0
         """The value of `spent().training` as of the last call to `switch`."""
         self.first_step: Any = None
-        """`state.step` after the first dispatch of the latest program. Once it has been computed, that program has run.
+        """`state.step` after the first dispatch of the latest program. Once it is computed, the program has run.
         """
 
     def switch(self, kind: str | None) -> str | None:
@@ -157,7 +157,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Returns a context manager whose body counts as one kind of work, and is labeled accordingly in profiles."""
+        """Returns a context manager that times its body as one kind of work and labels it in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {NAMES[kind]}"):

@@ -84,7 +84,7 @@ def _calls_of(action: Action, part: Part, at: At, course: Course) -> Calls:
 
 
 def _check_interval(called: CalledAction, course: Course) -> None:
-    """Warns if an action is never called although its loop runs."""
+    """Warns if an action would never be called although its loop runs."""
     interval, part = called.action.interval, called.part
     if called.calls.is_never and not course.is_over and not is_never(interval):
         unit = "steps within the loop" if called.at == "step" else "loops"
@@ -107,7 +107,7 @@ def _check_patience(called: CalledAction, course: Course) -> None:
 
 
 def _run_check(called: CalledAction, state: Any) -> None:
-    """Adds the problems that the action's own `check` method finds."""
+    """Adds the problems that the action's `check` method finds."""
     if called.at != "begin" and called.part.outputs is None and checks.is_user_defined(called.action, "check"):
         return  # The outputs are unknown, and the user's method may need them.
     outputs = None if called.at == "begin" else called.part.outputs or {}
@@ -135,7 +135,7 @@ def _check_contract(action: Action, here: Findings) -> None:
 
 
 def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part]) -> None:
-    """Checks that a metric that an action monitors is measured before the action is called."""
+    """Checks that a monitored metric is measured before the action is called."""
     known = {part.name: part.outputs and metrics.summarize(part.outputs) for part in parts}
     if monitor.name.startswith("jaxloop/") or _may_be_missing(monitor, known):
         return  # The metric is a statistic, or may exist.
@@ -169,7 +169,7 @@ def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | 
 
 
 def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
-    """Returns a history with one row, which contains all known metrics."""
+    """Returns a history with a single row that contains all known metrics."""
     history = History()
     history.commit(Elapsed(1), {name: dict(scalars) for name, scalars in known.items() if scalars})
     return history

@@ -27,7 +27,7 @@ from jaxloop.schedules import Elapsed, Schedule
 def check_checkpoints(checked: Checked, course: Course, state: State, data: TrainData, found: Findings) -> Course:
     """Checks the directories and the checkpoint to resume from.
 
-    Returns the predicted course of the run from the step where it would start or resume.
+    Returns the predicted course of the run from the step at which it would start or resume.
     """
     experiment = checked.experiment
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
@@ -114,7 +114,7 @@ def _check_checkpoint(
 
 
 def check_saving(checked: Checked, course: Course, size: int, data: TrainData, here: Findings) -> None:
-    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly."""
+    """Checks the checkpoints that a run would save, and warns if a killed run couldn't resume exactly."""
     experiment = checked.experiment
     spec, savers = experiment.checkpoint_spec, experiment.savers
     directories = [action.directory for action in savers]

@@ -1,4 +1,4 @@
-"""The cost of a step on this machine's devices, or on the TPUs of a topology."""
+"""Functions that estimate the cost of a step on this machine's devices or on the TPUs of a topology."""
 
 import bisect
 import copy
@@ -26,7 +26,7 @@ def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str 
     True
 
     Args:
-      step: The step.
+      step: The step to compile.
       state: A state, which is not donated, or the result of `step.abstract_state`.
       batch: A batch or its shapes; see `Step.compile`. If a topology is given, this is the global batch for all of its
         devices.
@@ -60,7 +60,7 @@ def largest_batch(step: Step, state: Any, batch: types.BatchSpec, topology: str 
       The number of rows per device, at most 2**20. It is 0 if not even one row fits.
 
     Raises:
-      ValueError: If the memory of the devices is unknown.
+      ValueError: If the size of the devices' memory is unknown.
     """
     step, state, memory = on_devices(step, jax.tree.map(checks.shape_of, state), topology)
     partitioner = step.partitioner
@@ -96,15 +96,15 @@ def moved_to(step: Step, devices: Sequence[Any]) -> Step:
 
 
 def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any, int | None]:
-    """Returns a copy of a step for a topology, the shapes of its state, and the memory of one device.
+    """Returns a copy of a step for a topology, the shapes of the state, and the memory size of one device.
 
-    The memory is in bytes, or None if it is unknown.
+    The memory size is in bytes, or None if it is unknown.
 
     Args:
       step: The step.
       state: The state, or its shapes.
-      topology: The TPUs to compile for. If None, the step and the state are returned unchanged, and the memory is that
-        of a device of the step's partitioner.
+      topology: The TPUs to compile for. If None, the step and the state are returned unchanged, with the memory size
+        of one of the devices that the step uses.
     """
     if topology is None:
         mesh = step.partitioner.mesh

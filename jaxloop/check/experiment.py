@@ -1,4 +1,4 @@
-"""The experiment being checked, with its state and loops."""
+"""Classes that describe a checked experiment, its state and its loops."""
 
 import dataclasses
 from typing import Any, final
@@ -42,11 +42,11 @@ class Checked:
 @final
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state that was passed to the check.
+    """The state that a run would start from.
 
     Attributes:
       shapes: The shapes of the state's leaves, or None if the run can't start from this state.
-      values: The state itself, or None if only shapes were passed.
+      values: The state itself, or None if only its shapes are known.
     """
 
     shapes: Any = None
@@ -63,9 +63,9 @@ class Part:
       name: The loop's name in the history.
       loop: The loop.
       calls: The predicted training steps at which the loop ends.
-      outputs: Sample outputs like those that the loop would return, or None if the outputs are unknown, either because
-        of an error or because a user-defined method may add outputs.
-      is_open: True if the arguments of the step's `run` can be determined only by running the loop.
+      outputs: Sample outputs with the structure of those that the loop would return. None if this structure is unknown
+        because of an error or a user-defined method.
+      is_open: True if the arguments that the step's `run` would receive are unknown.
     """
 
     here: Findings

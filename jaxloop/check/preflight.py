@@ -2,10 +2,10 @@
 
 `check` uses the following modules, each of which checks one part of the run:
 
-- `step`: the state, the hooks (called with a batch), a trace of `run`, and the memory use of the compiled train step.
+- `step`: the state, the hooks (called with a batch), `run` (traced), and the memory use of the compiled train step.
 - `data`: the first batch of each dataset, the number of batches, and the length of the run.
 - `checkpoints`: the checkpoint that the run would resume from, and the checkpoints that it would save.
-- `actions`: the calls to actions, and the values that actions save, monitor, and write.
+- `actions`: when actions are called, and which values they save, monitor and write.
 
 These modules collect problems in `report.Findings`, which `check` returns as a `Report`. The class `Course` in
 `jaxloop.engine.rehearse` predicts when actions and evaluations are due. Every run calls `check` with `is_starting=True`
@@ -43,10 +43,9 @@ def check(checked: Checked, state: Any, errors: Iterable[Exception] = (), num_ba
 
     Args:
       checked: The experiment, with the options of the check.
-      state: The state that was passed to the check or, if the run is about to start, the state that it starts from.
+      state: The state that the run would start from.
       errors: Errors that were already found in the arguments. If there are any, nothing else is checked.
-      num_batches: The number of batches in an epoch if the run is about to start and this number is known; otherwise
-        None.
+      num_batches: The number of batches in an epoch, or None if it is unknown. Used only if the run is about to start.
     """
     experiment = checked.experiment
     began, found, calls = time.perf_counter(), Findings(), {}

@@ -134,7 +134,7 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns the findings for another part of the run. They share this object's problems and plan."""
+        """Returns a `Findings` for another part of the run. It shares this object's problems and plan."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
@@ -156,7 +156,7 @@ class Findings(contextlib.AbstractContextManager[None]):
         return any(problem.where == self.where and problem.is_error for problem in self.problems)
 
     def in_order(self) -> list[Problem]:
-        """Returns all problems, errors first. A problem found in several parts is listed once, with all part names."""
+        """Returns all problems, errors first. Merges identical problems that were found in several parts of the run."""
         places: dict[tuple[str, bool], list[str]] = {}  # A problem of a step appears in training and in evaluations.
         for problem in self.problems:
             places.setdefault((problem.text, problem.is_error), []).append(problem.where)

@@ -1,4 +1,4 @@
-"""Checks for a step: the state, the hooks, `run`, and the memory that the step needs."""
+"""Checks for a step, including its state, hooks, `run` method and memory use."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ _MOST_OUTPUT_BYTES = 2**30
 
 
 def check_state(given: Any, here: Findings) -> State:
-    """Checks the state that was passed to the check. Returns the state's shapes and values."""
+    """Checks the state that was passed to `OuterLoop.check`. Returns the state's shapes and values."""
     values = None
     with here:
         if given is None:
@@ -46,7 +46,7 @@ def check_state(given: Any, here: Findings) -> State:
 
 
 def _state_for_begin(state: State, step: Step) -> Any:
-    """Returns the state to pass to `step.begin`: its shapes or, for a user-defined `begin`, its values if known."""
+    """Returns the state for `step.begin`: the values if they are known and `begin` is user-defined, else the shapes."""
     return state.shapes if state.values is None or not checks.is_user_defined(step, "begin") else state.values
 
 
@@ -56,11 +56,11 @@ def _state_for_begin(state: State, step: Step) -> Any:
 def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
     """Passes the first batch of a loop through the step's hooks and traces `run`.
 
-    Returns the loop with sample outputs, or without them if they are unknown.
+    Returns the loop, with sample outputs if they can be determined.
 
     Args:
       part: The loop to check.
-      state: The state that was passed to the check.
+      state: The state that the run would start from.
       first: A list with the first batch, or an empty list if there is none.
       longest_loop: The number of batches in the longest loop, which determines the size of the outputs, or None if it
         is unknown.
@@ -144,7 +144,7 @@ def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.
 
 
 def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tuple[types.Output, int | None]:
-    """Traces `run` with a state, or its shapes, and with a batch that the hooks have prepared.
+    """Traces `run` with a state (or its shapes) and a batch that the hooks have prepared.
 
     Returns the shapes of the outputs and the number that `run` adds to `state.step`. The number is None if it depends
     on the data, and 0 for an evaluation.
@@ -164,7 +164,7 @@ def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tu
 
 
 def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
-    """Returns the number that a traced program adds to the integer leaf with the index `place`.
+    """Returns the number that a traced program adds to the integer leaf at index `place`.
 
     Returns None if this number depends on the data.
     """
@@ -186,7 +186,7 @@ def _check_updates(here: Findings, step: Step, state: Any, updates: int | None) 
 
 
 def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
-    """Warns if the outputs, which are kept until the loop ends, would take up a lot of memory."""
+    """Warns if the outputs, which are kept until the loop ends, would take too much memory."""
     sizes = {name: bytes_of(value) for name, value in outputs.items() if not metrics.is_metric(value)}
     needed = sum(sizes.values()) * (longest_loop or 0)
     if needed > _MOST_OUTPUT_BYTES:
@@ -244,7 +244,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
 
     Args:
       part: The train loop.
-      state: The state that was passed to the check.
+      state: The state that the run would start from.
       first: A list with the first batch, or an empty list if there is none.
       topology: The TPUs to compile for, which don't have to be attached. If None, the step's devices are used.
     """
@@ -286,7 +286,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
 
 
 def _parts_of(layout: Layout) -> dict[str, int]:
-    """Returns the size of the parameters, the optimizer state and the rest of a state, in bytes per device."""
+    """Returns the sizes of a state's parameters, its optimizer state and the rest, in bytes per device."""
     sizes = {"parameters": 0, "optimizer": 0, "other state": 0}
     for leaf in layout.leaves:
         field = leaf.path.split("/")[0]

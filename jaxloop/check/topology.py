@@ -1,4 +1,4 @@
-"""Topologies of TPUs that aren't attached to this machine. JAX can compile programs for them but can't run them."""
+"""Topologies of TPUs that aren't attached to this machine. JAX can only compile programs for such TPUs."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ def devices_of(topology: str) -> Sequence[Any]:
     """Returns the devices of a topology, such as "v5e:2x4". Only the compiler can use these devices.
 
     Raises:
-      ImportError: If libtpu, which compiles for TPUs, is not installed.
+      ImportError: If libtpu, the compiler for TPUs, is not installed.
       ValueError: If the topology doesn't exist.
     """
     if not isinstance(topology, str) or ":" not in topology:
@@ -48,8 +48,8 @@ def devices_of(topology: str) -> Sequence[Any]:
 def memory_of(device: Any) -> int | None:
     """Returns the number of bytes that a program can use on one device of a topology, or None if it is unknown.
 
-    The function compiles a program that is too large for any device, because only the resulting error reports the size
-    of the memory.
+    The function compiles a program that is too large for any device, because the resulting error reports the memory
+    size.
     """
     huge = jax.ShapeDtypeStruct((2**20, 2**20), np.float32, sharding=SingleDeviceSharding(device))
     with contextlib.suppress(Exception):

@@ -1,6 +1,6 @@
 """Functions that list and move checkpoints.
 
-A checkpoint is a directory named after its step. This module doesn't read the files in that directory.
+A checkpoint is a directory named after its step. This module doesn't read the files in checkpoints.
 """
 
 import os
@@ -65,7 +65,7 @@ def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
 
 
 def abandon(directory: epath.PathLike, first_step: int) -> None:
-    """Moves the checkpoints of `first_step` and all later steps to `abandoned/`, so that no run resumes from them.
+    """Moves the checkpoints of step `first_step` and later to `abandoned/`, so that no run resumes from them.
 
     In a multi-process job, only the first process may call this function.
     """

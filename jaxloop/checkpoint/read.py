@@ -93,7 +93,7 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
 
 def metrics(path: epath.Path) -> dict[str, Any]:
-    """Reads the metrics that determine which checkpoint is best. Returns `{}` if none were saved."""
+    """Returns the metrics that were saved with a checkpoint to find the best one, or `{}` if none were saved."""
     return _read_json(Checkpoint.open(path, _METRICS_FILE).path, _METRICS_FILE)
 
 
@@ -128,7 +128,7 @@ def restore(
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint that
         already has the new names is read unchanged.
       any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything
-        except `opt_state` is restored, and the differences are logged. If the checkpoint and the state each have a
+        except `opt_state` is restored, and the differences are logged. If both the checkpoint and the state have a
         moving average of the parameters, the average is also restored.
 
     Raises:
@@ -176,7 +176,7 @@ def restore_newest(
 def open_newest(
     paths: Sequence[epath.Path], read: Callable[["Checkpoint"], Any], *, quarantines: bool = True
 ) -> "tuple[Checkpoint, Any] | None":
-    """Opens the newest undamaged checkpoint of `paths`; see `restore_newest`.
+    """Opens the newest undamaged checkpoint among `paths`; see `restore_newest`.
 
     Args:
       paths: The paths of the checkpoints, as returned by `all_paths`.
@@ -215,7 +215,7 @@ def open_newest(
 
 
 def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
-    """Quarantines the damaged checkpoints of `paths` that are newer than the newest undamaged one; see `open_newest`.
+    """Quarantines the damaged checkpoints among `paths` that are newer than the newest undamaged one.
 
     In a multi-process job, only the first process may call this function, and it must do so before any process starts
     restoring. If all checkpoints are damaged, none are moved.
@@ -225,7 +225,7 @@ def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
 
 
 def quarantine(error: CheckpointError, consequence: str) -> None:
-    """Moves the damaged checkpoint that an error describes to the subdirectory `damaged`, and logs a warning."""
+    """Moves the damaged checkpoint named in `error` to the subdirectory `damaged`, and logs a warning."""
     assert error.directory is not None
     (step,) = error.steps
     try:
@@ -254,9 +254,9 @@ class Checkpoint:
 
     @classmethod
     def at(cls, directory: epath.PathLike, step: int, below: str = "") -> "Checkpoint":
-        """Opens a step's checkpoint and verifies its files.
+        """Opens the checkpoint of a step and verifies its files.
 
-        If `below` is given, only the files below that path in the checkpoint are verified.
+        If `below` is given, only the file or subdirectory with this relative path is verified.
 
         Raises:
           FileNotFoundError: If there is no such checkpoint.
@@ -292,7 +292,7 @@ class Checkpoint:
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
-        """Returns the run's progress at this checkpoint, or only its number of steps if the progress was not saved.
+        """Returns the run's progress at this checkpoint. If none was saved, the result has only the step.
 
         Raises:
           CheckpointError: If the saved progress is invalid.
@@ -330,7 +330,7 @@ class Checkpoint:
         return stored.with_values(state, values)
 
     def check_fits(self, state: Any, transforms: Mapping[str, str] | None = None) -> None:
-        """Checks that `restore` would accept a state of arrays or `jax.ShapeDtypeStruct`s, without reading any arrays.
+        """Checks that `restore` would accept a state (or its shapes), without reading any arrays.
 
         Raises:
           ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype. The message lists these
@@ -343,8 +343,8 @@ class Checkpoint:
 
         Args:
           templates: Templates for the trees to restore, by name. They must have the same structures, shapes and dtypes
-            as the saved trees. A JAX array in a template is restored as a JAX array with the same sharding, and a NumPy
-            array as a NumPy array.
+            as the saved trees. JAX arrays in a template are restored as JAX arrays with the same shardings, and NumPy
+            arrays as NumPy arrays.
 
         Raises:
           ValueError: If leaves of the saved trees and the templates differ in path, shape or dtype. The message lists
@@ -370,7 +370,7 @@ class Checkpoint:
         return self._read(jax.tree_util.tree_map_with_path(chosen, self._described(item)), item)
 
     def _read(self, template: Any, item: str) -> dict[str, Any]:
-        """Reads an item's arrays, except where the template has a placeholder, and returns them by path."""
+        """Returns an item's arrays, keyed by path, except where the template has a placeholder."""
         leaves, structure = jax.tree.flatten(template)
         # Without dtypes and shapes, because Orbax would cast and pad the arrays to match. Any difference is an error.
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -384,7 +384,7 @@ class Checkpoint:
         return {path: leaf for path, leaf in restored.items() if leaf is not ocp.PLACEHOLDER}
 
     def _described(self, item: str) -> Any:
-        """Returns a tree with the structure of an item and with leaves that describe the saved arrays."""
+        """Returns a tree with the structure of an item, in which each leaf describes a saved array."""
         with _reading(self, item):
             return ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
 
@@ -394,7 +394,7 @@ class Checkpoint:
         """Returns a dict of the paths of the saved leaves and a dict of templates for reading them; see `restore`.
 
         The keys of both dicts are the paths in `ours`. Transforms are not applied to a checkpoint that already has the
-        new names, such as one saved by a run with these transforms.
+        new names, such as one saved by a run with the same transforms.
 
         Args:
           ours: The leaves of the state by path.
@@ -420,9 +420,9 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """Returns a context manager that converts errors in interpreting saved values to a `CheckpointError`.
+        """Returns a context manager that converts errors caused by unexpected saved values to a `CheckpointError`.
 
-        The message contains the version of jaxloop that saved the checkpoint and the version that is in use.
+        The message contains the version of jaxloop that saved the checkpoint and the version in use.
 
         Raises:
           CheckpointError: If the checkpoint has a different format, or if the body of the `with` statement raises a
@@ -446,7 +446,7 @@ class Checkpoint:
 
 
 def elapsed_of(custom_metadata: Mapping[str, Any], step: int) -> Elapsed:
-    """Returns the run's progress, as stored in the metadata of a step's checkpoint."""
+    """Returns the run's progress stored in a checkpoint's metadata; see `Checkpoint.elapsed`."""
     previous = Elapsed(**custom_metadata["previous"]) if "previous" in custom_metadata else None
     return Elapsed(**custom_metadata.get("elapsed", {"steps": step}), previous=previous)
 
@@ -473,7 +473,7 @@ def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
 def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
     """Returns a context manager that converts errors raised while reading an item to a `CheckpointError`.
 
-    If the checkpoint has a seal, its files matched that seal, so the error is raised unchanged, with a note. A
+    If the checkpoint has a seal, its files are known to be intact, so the error is raised unchanged, with a note. A
     `PermissionError` is also raised unchanged, because it doesn't mean that the file is damaged.
     """
     try:
@@ -495,7 +495,7 @@ def place_of_ema(leaves: Collection[str]) -> str | None:
 
 
 def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the saved leaves and the state's leaves, omitting all of `opt_state` except the parameters' average.
+    """Returns the saved leaves and the state's leaves without `opt_state`, except for the parameters' moving average.
 
     The saved leaves are returned as a dict that maps names to paths, because the average may have different paths in
     the checkpoint and in the state.

@@ -1,7 +1,7 @@
-"""Functions that detect damaged files in a directory by means of a seal, a file with the checksums of the other files.
+"""Functions that detect damaged files in a directory by means of a seal, a file that contains checksums.
 
-A seal also contains the sizes of these files and a JSON dict supplied by the caller. It reveals storage errors and
-accidental changes, but not deliberate manipulation. This module doesn't depend on Orbax or JAX.
+A seal also contains the sizes of the files and a JSON dict supplied by the caller. It reveals storage errors and
+accidental changes, but not deliberate tampering. This module doesn't depend on Orbax or JAX.
 """
 
 import json
@@ -48,7 +48,7 @@ def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, lea
 
 
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
-    """Returns the list of problems that `verify` finds, without the dict in the seal."""
+    """Returns only the problems that `verify` finds."""
     return verify(directory, below)[1]
 
 
@@ -83,7 +83,7 @@ def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], 
 
 
 def _problem_of(name: str, error: OSError | ValueError) -> str:
-    """Describes an error that was raised while reading a file.
+    """Describes an error raised while reading a file.
 
     Re-raises a `PermissionError`, because it doesn't mean that the file is damaged.
     """

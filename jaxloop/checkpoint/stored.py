@@ -46,7 +46,7 @@ def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
 
 
 def template_of(state: Any) -> Any:
-    """Returns a template for restoring a state like `state`. The template contains no arrays except typed PRNG keys."""
+    """Returns a template of a state: its shapes, dtypes and shardings, with arrays only for typed PRNG keys."""
     leaves, structure = jax.tree.flatten(state)
     keys = _keys_in(leaves)
     shapes = [leaf if at in keys else checks.shape_of(leaf) for at, leaf in enumerate(leaves)]
@@ -56,8 +56,7 @@ def template_of(state: Any) -> Any:
 def fingerprint(tree: Any) -> str:
     """Returns a hash of the paths, shapes and dtypes of a tree's leaves, and of its empty containers.
 
-    If a saved tree and a template have the same hash, Orbax can restore the tree without reading its structure first,
-    which would take half as long as reading the arrays.
+    If a saved tree and a template have the same hash, Orbax can restore the tree without reading its structure first.
     """
     nodes = ocp.tree.to_flat_dict(tree, sep="/", keep_empty_nodes=True).items()
     forms = [(path, str(getattr(node, "dtype", type(node))), getattr(node, "shape", ())) for path, node in nodes]
@@ -88,7 +87,7 @@ def match(
     *,
     only_renamed: bool = False,
 ) -> dict[str, str]:
-    """Returns a dict that maps the paths of a tree's leaves to the paths of the saved leaves with the same names.
+    """Matches a tree's leaves to the saved leaves with the same names. Returns a dict that maps paths to saved paths.
 
     Names are compared after renaming, and without the suffix `/value` that the paths of NNX variables have. A saved
     leaf without a counterpart in the tree is included under its name.
@@ -131,7 +130,7 @@ def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, 
       path: The path of the checkpoint.
       saved: The saved leaves, or their shapes and dtypes, by path.
       wanted: The leaves to be restored, or their shapes and dtypes, by path.
-      what: The kind of tree that the wanted leaves belong to, for the message: "state", "template" or "tree".
+      what: The kind of tree to restore, for the error message: "state", "template" or "tree".
     """
     if differences := checks.compare(dict(saved), dict(wanted)):
         lines = "\n".join(differences)
@@ -143,7 +142,7 @@ def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, 
 
 
 def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads leaves and returns them by path.
+    """Reads saved leaves and returns them in a dict, keyed by path.
 
     Args:
       source: The `Checkpoint` or `SafetensorsFile` to read from.
@@ -155,7 +154,7 @@ def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> di
 
 
 def as_wide_as(saved: Any, leaf: Any) -> Any:
-    """Returns a NumPy template with the saved dtype if the dtypes differ only in width; otherwise, the leaf."""
+    """Returns a NumPy template with the saved dtype if the dtypes differ only in width. Otherwise, returns `leaf`."""
     if saved is None or saved.dtype == leaf.dtype or saved.shape != leaf.shape:
         return leaf
     is_same = jax.dtypes.canonicalize_dtype(saved.dtype) == jax.dtypes.canonicalize_dtype(leaf.dtype)

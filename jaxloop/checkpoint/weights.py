@@ -1,4 +1,4 @@
-"""Functions that load only the parameters from a checkpoint, and that exchange parameters with other libraries.
+"""Functions that load parameters from checkpoints and exchange parameters with other libraries.
 
 Parameters are exchanged as files in the safetensors format, which many libraries support.
 """
@@ -53,7 +53,7 @@ def load_params(
         step `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s, such as `state.params`, that determines the structure, shapes,
         dtypes and shardings of the result. It is not donated. If None, nested dicts of arrays on JAX's default device
-        are returned, with NumPy arrays where JAX would truncate 64-bit values.
+        are returned. Values that JAX would truncate to 32 bits are returned as NumPy arrays.
       paths: A dict that maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**":
         "backbone/**"}`; see `jaxloop.base.path_patterns`. Other leaves of `into`, which must be arrays, are returned
         unchanged. If None, every leaf of `into` is loaded from the same path.
@@ -61,7 +61,7 @@ def load_params(
         of the parameters themselves.
 
     Returns:
-      The parameters, in the structure of `into`.
+      The parameters, with the structure of `into`.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -146,7 +146,7 @@ def _on_default_device(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a dict with paths as keys to nested dicts. Drops the suffix `/value` of the paths of NNX variables.
+    """Converts a dict with paths as keys to nested dicts. Drops the suffix `/value` from the paths of NNX variables.
 
     >>> _nested({"Dense_0/kernel": 1, "Dense_0/bias": 2})
     {'Dense_0': {'kernel': 1, 'bias': 2}}
