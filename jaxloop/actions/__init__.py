@@ -1,4 +1,4 @@
-"""Actions: side effects at chosen times, such as writing summaries, saving checkpoints and showing progress."""
+"""Actions, which perform side effects such as writing summaries, saving checkpoints and showing progress."""
 
 from jaxloop.actions.action import Action as Action
 from jaxloop.actions.checkpoint_action import CheckpointAction as CheckpointAction

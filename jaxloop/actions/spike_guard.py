@@ -18,7 +18,7 @@ _INTERVAL = every(steps=10)
 
 @final
 class SpikeGuard(Action):
-    """When a train metric spikes, rolls back to an earlier checkpoint and skips the batches that caused the spike.
+    """Rolls back to an earlier checkpoint when a train metric spikes, and skips the batches that caused the spike.
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
     `sigmas` times their standard deviation. After a spike, the run rolls back to the last checkpoint before the spike

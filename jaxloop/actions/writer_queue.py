@@ -40,7 +40,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, writer: Any) -> None:
-        """Calls the writer's method. Adds a note to any error that names the action, the step and the values."""
+        """Calls the writer's method. Adds the action, the step and the names of the values to any error, as a note."""
         try:
             if self.method == "resume":
                 writer.resume(self.step, self.options["position"])
@@ -55,7 +55,7 @@ class Call:
 
 @final
 class WriterQueue:
-    """Calls a writer's methods in a background thread, in the order in which actions request the calls.
+    """Calls a writer's methods in a background thread, in the order in which the calls were requested.
 
     >>> import types
     >>> writer = types.SimpleNamespace(write_scalars=lambda step, values: print(step, values), flush=lambda: None)
@@ -99,7 +99,7 @@ class WriterQueue:
         return distributed.is_first_process()
 
     def put(self, *calls: Call) -> None:
-        """Appends either all or none of the calls. If the queue lacks room for them, first waits until it is empty.
+        """Appends all calls or none. If there isn't enough room, first waits until the queue is empty.
 
         Args:
           calls: The calls to append. Their values are copied.

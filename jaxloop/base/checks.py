@@ -322,7 +322,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
 
 
 def _is_cut(leaf: Any, kinds: str) -> bool:
-    """Returns True if a leaf is a 64-bit NumPy array of one of the given kinds and JAX would convert it to 32 bits."""
+    """Returns True if a leaf is a 64-bit NumPy array of one of the given kinds that JAX would convert to 32 bits."""
     is_wide = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in kinds and leaf.dtype.itemsize == 8
     return is_wide and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
 
@@ -491,7 +491,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns one line for each leaf that differs between two pytrees, limited by `first_lines`."""
+    """Returns one line for each leaf that differs between two pytrees, truncated with `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
@@ -504,5 +504,5 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Formats the result of `changes` as lines, limited by `first_lines`."""
+    """Formats the result of `changes` as lines, truncated with `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

@@ -37,7 +37,7 @@ class Spent:
       device: Seconds spent waiting for the devices, either because something read a value or because the host was too
         far ahead of the devices.
       compiling: Seconds spent tracing and compiling the train step.
-      dispatch: Seconds spent in the step's hooks and on dispatching the step to the devices.
+      dispatch: Seconds spent running the step's hooks and dispatching the step to the devices.
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
       checkpoints: Seconds for which checkpoint saves blocked the run.

@@ -95,7 +95,7 @@ def _check_interval(called: CalledAction, course: Course) -> None:
 
 
 def _check_patience(called: CalledAction, course: Course) -> None:
-    """Warns if an action's `patience` exceeds the length of the run."""
+    """Warns if an `EarlyStoppingAction` would be called too rarely to end the run."""
     action, calls = called.action, called.calls
     patience = action.patience if isinstance(action, EarlyStoppingAction) else None
     if patience and not calls.rest and 0 < len(calls.moments) <= patience and not course.start.steps:

@@ -142,7 +142,7 @@ def first_eval_batch(part: Part, spec: EvalSpec, checked: Checked) -> tuple[Sequ
 
 
 def _check_number(here: Findings, spec: EvalSpec, *, is_starting: bool) -> str:
-    """Checks the number of batches that an evaluation reads. Returns a phrase that describes it."""
+    """Checks the number of batches that an evaluation reads. Returns a phrase that describes this number."""
     known = num_batches(spec.data)
     if spec.num_steps is not None:
         if known is not None and known < spec.num_steps and not is_starting:  # Otherwise, the run warns.

@@ -16,7 +16,7 @@ from jaxloop.base import files
 from jaxloop.base.files import absolute
 
 METADATA_FILE = "_CHECKPOINT_METADATA"
-"""The name of a checkpoint's metadata file, in which Orbax records the time of the commit."""
+"""The name of the file in which Orbax stores a checkpoint's metadata."""
 # The subdirectories for checkpoints that are no longer used. Their names are not steps, so neither Orbax nor jaxloop
 # reads them.
 DAMAGED, _ABANDONED = "damaged", "abandoned"

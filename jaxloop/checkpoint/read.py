@@ -292,7 +292,7 @@ class Checkpoint:
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
-        """Returns the run's progress at this checkpoint. If none was saved, the result has only the step.
+        """Returns the run's progress at this checkpoint. If it was not saved, only the step is known.
 
         Raises:
           CheckpointError: If the saved progress is invalid.
@@ -361,7 +361,7 @@ class Checkpoint:
 
     @functools.cached_property
     def leaves(self) -> Mapping[str, Any]:
-        """Descriptions of the saved leaves of the train state, by path. Accessing this property reads no arrays."""
+        """Descriptions of the saved leaves of the train state, keyed by path. Accessing this property reads no arrays."""
         return checks.leaves_by_path(self._described(STATE))
 
     def read(self, wanted: Mapping[str, Any], item: str = STATE) -> dict[str, Any]:
@@ -495,7 +495,7 @@ def place_of_ema(leaves: Collection[str]) -> str | None:
 
 
 def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the saved leaves and the state's leaves without `opt_state`, except for the parameters' moving average.
+    """Drops `opt_state`, except the parameters' moving average, from the saved leaves and the state's leaves.
 
     The saved leaves are returned as a dict that maps names to paths, because the average may have different paths in
     the checkpoint and in the state.

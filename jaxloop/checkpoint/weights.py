@@ -47,10 +47,10 @@ def load_params(
     (True, (7,))
 
     Args:
-      directory: The directory with one subdirectory per step, saved by a `CheckpointAction`, or by an Orbax manager
-        that used `PyTreeSave`. Alternatively, a file whose name ends in `.safetensors`; see `save_params`.
-      step: The step of the checkpoint, "newest" for the newest undamaged checkpoint, or "best" for the checkpoint of
-        step `best_step(directory)`.
+      directory: A directory of checkpoints that were saved by a `CheckpointAction`, or by an Orbax manager with
+        `PyTreeSave`. Alternatively, a file whose name ends in `.safetensors`; see `save_params`.
+      step: The step of the checkpoint, "newest" for the newest undamaged checkpoint, or "best" for the best
+        checkpoint; see `best_step`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s, such as `state.params`, that determines the structure, shapes,
         dtypes and shardings of the result. It is not donated. If None, nested dicts of arrays on JAX's default device
         are returned. Values that JAX would truncate to 32 bits are returned as NumPy arrays.
