@@ -37,11 +37,10 @@ class ProgressAction(Action):
       total_steps: The total number of updates in the run, or None to use the number provided by the loop.
       interval: See `Action`. By default, the display is updated up to ten times per second, and the action adds no
         overhead to the steps between updates.
-      bar: The kind of display. "tqdm" shows a tqdm bar, "plain" prints occasional lines, and "auto" shows a bar where it
-        can be redrawn (on a terminal or in a notebook) and prints lines elsewhere. In a long run, lines become less
-        frequent.
-      min_seconds: The minimum number of seconds between two updates of the display. None means 0.1 where the output can
-        be redrawn, and 10 elsewhere.
+      bar: The kind of display. "tqdm" shows a tqdm bar, "plain" prints occasional lines, and "auto" shows a bar on a
+        terminal or in a notebook and prints lines elsewhere. In a long run, lines become less frequent.
+      min_seconds: The minimum number of seconds between two updates of the display. None means 0.1 on a terminal or in
+        a notebook, and 10 elsewhere.
       stream: The stream to write to. If None, progress is shown in the notebook or, outside notebooks, on stderr.
     """
 

@@ -361,7 +361,7 @@ class Checkpoint:
 
     @functools.cached_property
     def leaves(self) -> Mapping[str, Any]:
-        """Descriptions of the saved leaves of the train state, keyed by path. Accessing this property reads no arrays."""
+        """Descriptions of the train state's saved leaves, keyed by path. Accessing this property reads no arrays."""
         return checks.leaves_by_path(self._described(STATE))
 
     def read(self, wanted: Mapping[str, Any], item: str = STATE) -> dict[str, Any]:
