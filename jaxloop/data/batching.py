@@ -36,18 +36,18 @@ def batched(
       rows: The examples: an array, a dict or tuple of arrays (with one row per example), a Hugging Face `Dataset` in
         any format, a list, or any other object with `__len__` and `__getitem__`, such as a Grain `MapDataset`.
       size: The number of examples per batch.
-      seed: A non-negative int that seeds the shuffling, which differs in each epoch. If None, the examples are kept in
-        order. Shuffling uses up to 16 bytes of memory per example: 8 bytes for each of two epochs.
+      seed: A non-negative int that seeds the shuffling. Each epoch has a different order. If None, the examples aren't
+        shuffled. Shuffling uses up to 16 bytes of memory per example: 8 bytes for each of two epochs.
       num_epochs: The number of epochs in the dataset, or None to repeat the examples endlessly. With `train_epochs=N`,
-        a run makes N passes, each over `num_epochs` epochs (or one epoch if `num_epochs` is None) and in a newly
-        shuffled order. An evaluation without `num_steps` makes one pass.
+        a run makes N passes over the dataset, each of which consists of `num_epochs` epochs (by default, one). An
+        evaluation without `num_steps` makes one pass.
       drop_remainder: Whether to drop the last batch of a pass if it is short.
       collate: A function that combines a list of examples, which are read one at a time, into a batch. If None, the
         examples are stacked.
 
     Raises:
       TypeError: If the examples can't be read by index, or if another argument has the wrong type.
-      ValueError: If there are no examples or too few for a batch, or if `size` is not positive.
+      ValueError: If there are no examples, if `size` is not positive, or if `drop_remainder` would leave no batch.
     """
     checks.check_positive("batched(..., size)", size)
     checks.check_positive("batched(..., num_epochs)", num_epochs, optional=True)
@@ -62,7 +62,7 @@ def batched(
 def _batches(
     take: "_Take", length: int, size: int, drop_remainder: bool, num_epochs: int | None, number_of_pass: int = 0
 ) -> IndexedBatches:
-    """Returns the dataset for one pass, which consists of `num_epochs` epochs that follow those of earlier passes."""
+    """Returns the dataset for one pass of `num_epochs` epochs. Each pass continues where the previous one ended."""
     make_pass = functools.partial(_batches, take, length, size, drop_remainder, num_epochs or 1)
     if num_epochs is None:
         endless = lambda number: take(np.arange(number * size, (number + 1) * size))
@@ -87,7 +87,7 @@ _Collate = Callable[[list[Any]], types.Batch]
 def _stream(rows: Any, seed: int | None, collate: _Collate | None) -> tuple[int, _Take]:
     """Returns the number of examples, and a function that returns the examples at given positions as a batch.
 
-    The positions refer to an endless stream that contains the examples of one epoch after another.
+    The positions refer to an endless stream of examples, in which one epoch follows another.
     """
     length, take = _access(rows, collate)
     if length == 0:

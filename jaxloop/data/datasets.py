@@ -1,4 +1,4 @@
-"""Functions that turn any kind of dataset into an iterator that returns NumPy batches and tracks its position."""
+"""Functions that create, prefetch, shard and iterate over datasets of any kind."""
 
 import dataclasses
 import functools
@@ -24,13 +24,13 @@ def batches(data: Any) -> PositionedIterator:
         these is also accepted. A batch is a pytree of arrays or tensors.
 
     Returns:
-      An iterator that tracks its position in the dataset, so that checkpoints can store it.
+      An iterator whose position in the dataset can be saved in a checkpoint.
 
     >>> [int(batch["x"].sum()) for batch in batches(lambda: ({"x": np.ones(n)} for n in (1, 2)))]
     [1, 2]
 
     Raises:
-      TypeError: If the argument is a single batch, or isn't iterable.
+      TypeError: If `data` is a single batch or isn't iterable.
     """
     data = data() if is_function(data) else data
     return PositionedIterator(data, to_numpy=True)
@@ -110,10 +110,10 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     prefetching, batches are created while the devices compute, because steps are dispatched asynchronously. Grain,
     tf.data and torch `DataLoader`s do their own prefetching, so they don't need this function.
 
-    If the dataset raises an error, the iterator raises the same error in place of the batch. The thread stops at the
-    end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A checkpoint
-    stores the position after the last batch that was returned. For a tf.data dataset, use its own `.prefetch` instead:
-    with this function, a resumed run reads all earlier batches of the epoch again.
+    If the dataset raises an error, the iterator raises the same error at the corresponding batch. The thread stops at
+    the end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A
+    checkpoint stores the position after the last batch that was returned. For a tf.data dataset, use its own
+    `.prefetch` instead: with this function, a resumed run reads all earlier batches of the epoch again.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]
@@ -155,9 +155,9 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
     """Returns the part of a dataset that this process reads in a multi-process job.
 
-    With a single process, this is the whole dataset. The parts of different processes don't overlap, and together they
-    make up the whole dataset. If the global batch size stays the same, each global batch contains the same examples
-    regardless of the number of processes. A run can therefore resume with a different number of processes.
+    A single process reads the whole dataset. Several processes read parts that don't overlap and that together make up
+    the whole dataset. If the global batch size stays the same, each global batch contains the same examples regardless
+    of the number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
       example. Call this function before you batch the dataset (and, with tf.data, before you shuffle it), and then use

@@ -10,7 +10,7 @@ from jaxloop.base import checks
 from jaxloop.data.tensors import numpy_batch
 
 END: dict[str, Any] = {"rows": None, "leaves": {}}
-"""The fingerprint that stands for the end of the data."""
+"""The fingerprint that represents the end of the data."""
 
 
 def fingerprint(batch: types.Batch) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def fingerprint(batch: types.Batch) -> dict[str, Any]:
 
 
 def describe(leaf: Any) -> str:
-    """Describes a leaf by its dtype, shape and checksum. Leaves out the checksum if NumPy can't read the leaf."""
+    """Returns a leaf's dtype, shape and checksum as text. Omits the checksum if NumPy can't read the leaf."""
     try:
         array = np.asarray(leaf)
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -60,9 +60,9 @@ class DatasetPosition:
         - "unknown": No state, and no way to return to the position.
       count: The number of batches consumed since the start of the epoch, including batches that were read but not
         returned (see `PositionedIterator.left_out`).
-      state: The state that was stored by the last call to `PositionedIterator.mark`, encoded by `jaxloop.base.encoding`
-        or containing raw bytes. None for the start of the epoch.
-      skip: The number of batches consumed since that call.
+      state: The encoded state of the dataset at a mark (see `PositionedIterator.mark`), which may contain raw bytes, or
+        the index of the next batch. None for the start of the epoch.
+      skip: The number of batches between `state` and the position.
       next: The `fingerprint` of the next batch, which a resumed run compares with the batch that it reads. None if the
         next batch hasn't been read.
     """
@@ -118,15 +118,15 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     {'x': 3}
 
     A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later calls
-    `position(count)`. Grain datasets, sequences, and index functions can return to a position directly. For tf.data, a
-    checkpoint of the iterator is restored. If the last mark comes before the position, the batches in between are read
-    and skipped.
+    `position(count)`. Grain datasets, sequences, and the results of `from_index` return to a position directly. For
+    tf.data, a checkpoint of the iterator is restored. If the last mark comes before the position, the batches in
+    between are read and skipped.
 
     Args:
       dataset: An iterator or iterable of batches. If it is a `PositionedIterator`, or if iterating over it creates one,
         the constructor returns that `PositionedIterator`.
-      prefetch: The number of batches that a background thread reads ahead. If it is 0, there is no thread.
-      skippable: Whether the dataset yields the same batches in the same order each time.
+      prefetch: The number of batches that a background thread reads ahead, or 0 for no thread.
+      skippable: Whether the dataset yields the same batches in the same order each time it is read.
       to_numpy: Whether to convert tensors to NumPy arrays; see `numpy_batch`.
 
     Attributes:
@@ -135,7 +135,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         this attribute to an empty collection.
 
     Raises:
-      TypeError: If the dataset is a single batch, or is not iterable.
+      TypeError: If the dataset is a single batch or isn't iterable.
     """
 
     _skippable: bool
@@ -215,7 +215,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     def resume_warning(self) -> str | None:
         """Returns a message that explains why resuming won't be exact and what to do, or None if no problem is known.
 
-        Call this method before the first batch is read, because this method may peek at that batch.
+        Call this method before the first batch is read, because it may peek at that batch.
         """
         source = self._reader.source
         if source.kind == "tf.data" and not self._reader.prefetch:  # Some states can't be saved after the first batch.
@@ -242,17 +242,17 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return numpy_batch(batch) if self._to_numpy else batch
 
     def close(self) -> None:
-        """Stops the prefetch thread, if there is one. This also ends the iterator."""
+        """If there is a prefetch thread, stops it and ends the iterator."""
         self._reader.close()
 
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Marks the source: stores its current state as the basis for later positions.
+        """Stores a mark: the current state of the source, to which later positions refer.
 
         Call this method when all batches read so far have been used. Storing the state takes microseconds for Grain,
-        milliseconds for tf.data, and no time for sources whose position is a number. If a thread reads ahead, the
-        thread stores the states, but only for sources where doing so takes microseconds.
+        milliseconds for tf.data, and no time for sources whose position is a number. A prefetch thread stores the
+        states itself, but only if doing so takes microseconds.
 
         Args:
           if_cheap: Whether to store the state only if doing so takes no more than a few microseconds.
@@ -319,7 +319,6 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
             _compare_next(self, saved.next, raises)
 
     def _restart(self) -> None:
-        """Moves to the start of the dataset."""
         start = random_state(self.inner)
         iterator = _iterate(self.inner, self._to_numpy)
         if iterator is self.inner:
@@ -375,7 +374,7 @@ def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises
 
 
 def check_kind(saved: str, source: PositionedIterator) -> None:
-    """Raises a `ValueError` if a saved position is of a different kind from the positions of `source`."""
+    """Raises a `ValueError` if the kind of a saved position doesn't match the dataset of `source`."""
     if saved not in ("skip", "unknown", source.kind):
         raise ValueError(
             f"The position in the data was saved from a different dataset: it is of the kind {saved!r}, and the "
@@ -430,13 +429,13 @@ def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
 
 
 def skippable(data: Any) -> Iterable[types.Batch]:
-    """Declares that a dataset yields the same batches in the same order each time it is created.
+    """Declares that a dataset yields the same batches in the same order each time it is read.
 
     Some datasets, such as generators or the result of `tfds.as_numpy`, can't save their position. With this
     declaration, a resumed run reads and skips the batches that were already used, and logs their number. The
     declaration has no effect on a dataset that can save its position.
 
-    With `train_epochs`, the dataset is created again for each epoch, and its batches must have the same order every
+    With `train_epochs`, the dataset is read again in each epoch, and its batches must come in the same order every
     time. This rules out data whose order changes with each epoch, such as a PyTorch `DataLoader` that shuffles. Pass
     such data as a single endless generator, together with `train_total_steps`, or use `from_index`.
 
@@ -448,7 +447,7 @@ def skippable(data: Any) -> Iterable[types.Batch]:
       data: An iterator or iterable of batches, or a function without arguments that returns one.
 
     Returns:
-      An iterable of batches; an iterator if `data` is an iterator.
+      An iterator if `data` is an iterator; otherwise an iterable.
     """
     return with_options(data, skippable=True)
 

@@ -1,4 +1,4 @@
-"""Prefetching: a background thread that reads batches before they are needed."""
+"""The background thread that prefetches batches."""
 
 import queue
 import threading
@@ -14,9 +14,9 @@ class ReadAhead(Iterator[Any]):
     >>> list(ReadAhead(iter([1, 2]), size=1))
     [1, 2]
 
-    If the source raises an error, the same error is raised in place of the item. Once the thread has started, no other
-    code may use the source. The thread ends when the source ends or raises an error, when `close` is called, or when
-    this object is garbage-collected.
+    If the source raises an error, the iterator raises the same error at the corresponding item. Once the thread has
+    started, no other code may use the source. The thread ends when the source ends or raises an error, when `close` is
+    called, or when this object is garbage-collected.
 
     Args:
       iterator: The source to read from.

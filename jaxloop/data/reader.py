@@ -1,4 +1,4 @@
-"""The class that reads batches from an iterator and stores the states that are needed to save a position."""
+"""The class that reads batches from an iterator and keeps the states that are needed to save a position."""
 
 import functools
 import itertools
@@ -17,20 +17,20 @@ _MAX_MARKS = 16
 
 @final
 class Reader:
-    """Reads batches from a source, possibly in a background thread, and stores marks: saved states of the source.
+    """Reads batches from a source, possibly in a background thread, and keeps marks, which are states of the source.
 
     Args:
       source: The source.
       iterator: An iterator that has returned `count` batches of the source.
       count: The number of batches that have already been read.
       state: The state of the source after `count` batches.
-      prefetch: The number of batches that a thread reads ahead. If it is 0, there is no thread.
+      prefetch: The number of batches that a thread reads ahead, or 0 for no thread.
 
     Attributes:
       source, prefetch: The arguments of the same names.
       batches: The iterator that the batches are read from.
-      marks: The latest marks. Each is a pair of a number of batches and the state of the source after these batches.
-      peeked: A list with the batch that `peek` has read, if that batch hasn't been returned yet.
+      marks: The latest marks. Each is a number of batches, paired with the state of the source after that many batches.
+      peeked: A list that holds the batch read by `peek` until that batch is returned.
       recent: The most recently returned batches.
       has_ended: True if there are no more batches.
     """
@@ -64,8 +64,8 @@ class Reader:
     def mark(self, count: int) -> None:
         """Marks the current state, which is the state after `count` batches.
 
-        Does nothing if the source has already read a later batch, either for `peek` or because a thread reads ahead. In
-        the latter case, the thread marks the states itself.
+        Does nothing if a later batch has already been read, either by `peek` or by the prefetch thread. The thread
+        marks the states itself.
         """
         is_at_source = not self.peeked and not self.prefetch  # The source has returned no later batch.
         if count > self.marks[-1][0] and is_at_source and (state := self.source.read()) is not None:
@@ -74,8 +74,8 @@ class Reader:
     def fingerprint(self, num_back: int) -> dict[str, Any] | None:
         """Returns the fingerprint of a recent batch or of the next one.
 
-        Returns None if that batch hasn't been read yet or is no longer available. If it is no longer available, the
-        reader keeps the last `num_back` batches from then on. If there is no next batch, returns `END`.
+        Returns None if that batch hasn't been read yet or is no longer available. In the latter case, the reader keeps
+        the last `num_back` batches from then on. If there is no next batch, returns `END`.
 
         Args:
           num_back: 0 for the next batch, 1 for the batch that was returned last, 2 for the one before it, and so on.
@@ -88,7 +88,7 @@ class Reader:
         return None
 
     def close(self) -> None:
-        """Stops the thread, if there is one. This also ends the iterator."""
+        """If there is a prefetch thread, stops it and ends the iterator."""
         if isinstance(self.batches, ReadAhead):
             self.batches.close()
 

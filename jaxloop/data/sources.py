@@ -1,4 +1,4 @@
-"""Functions and classes that save and restore positions in datasets: Grain, tf.data, sequences, PyTorch and others."""
+"""Functions and classes that save and restore positions in sequences and in Grain, tf.data and PyTorch datasets."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def made_by(function: Callable[[int], Any], index: int) -> Any:
-    """Calls a function that creates a batch or an example. Converts a `StopIteration` to a `RuntimeError`."""
+    """Returns `function(index)`, a batch or an example. Converts a `StopIteration` to a `RuntimeError`."""
     try:
         return function(index)
     except StopIteration as error:
@@ -77,7 +77,7 @@ class IndexIterator(Wrapper, Iterator[types.Batch]):
         return batch
 
     def go_to(self, index: int) -> "IndexIterator":
-        """Makes this iterator continue with the batch at a given index. Returns the iterator itself."""
+        """Moves to the batch at the given index and returns this iterator."""
         self.next_index = index
         return self
 
@@ -94,8 +94,8 @@ class IndexedBatches(Iterable[types.Batch]):
     Attributes:
       make_batch: A pure function that returns the batch at a given index.
       num_batches: The number of batches in an epoch, or None for an endless dataset.
-      make_pass: A function that returns the dataset for the pass with a given index, which starts at 0. The returned
-        dataset has the same `make_pass`. None if all passes are the same.
+      make_pass: A function that returns the dataset for a given pass, counting from 0. The returned dataset has the
+        same `make_pass`. None if all passes are the same.
     """
 
     make_batch: Callable[[int], types.Batch]
@@ -107,7 +107,7 @@ class IndexedBatches(Iterable[types.Batch]):
 
     @property
     def is_endless(self) -> bool:
-        """True if an epoch never ends."""
+        """True if the dataset is endless."""
         return self.num_batches is None
 
     def __len__(self) -> int:
@@ -121,10 +121,10 @@ NO_DATA = IndexedBatches(lambda index: None, None)
 
 
 def pass_of(data: Any, number: int = 0) -> Any:
-    """Returns the dataset for the pass with the index `number`, with the options of the original dataset.
+    """Returns the dataset for pass `number`, counting from 0, with the options of the original dataset.
 
-    Passes differ only for the result of `batched` and for a Hugging Face `IterableDataset`. All other datasets are
-    returned unchanged.
+    Only the result of `batched` and a Hugging Face `IterableDataset` differ between passes. Other datasets are returned
+    unchanged.
     """
     if isinstance(data, IndexedBatches):
         return data if data.make_pass is None else data.make_pass(number)
@@ -139,7 +139,7 @@ def pass_of(data: Any, number: int = 0) -> Any:
 
 
 def _innermost(data: Any) -> Any:
-    """Returns the innermost dataset or iterator that a jaxloop dataset reads from. Returns other datasets unchanged."""
+    """Returns the dataset or iterator inside all jaxloop wrappers."""
     while isinstance(data, Wrapper):
         data = data.inner
     return data
@@ -200,7 +200,7 @@ class _TensorFlow(Source):
 
     Args:
       iterator: The iterator.
-      is_given: Whether the dataset is itself this iterator, so that no other iterator over it can be created.
+      is_given: Whether the user passed this iterator instead of a dataset, so no other iterator can be created.
     """
 
     def __init__(self, iterator: Any, *, is_given: bool):
@@ -256,7 +256,7 @@ class _Torch(Source):
 
 
 def num_batches(data: Any) -> int | None:
-    """Returns the number of batches in an epoch of a dataset or remaining in an iterator, or None if it is unknown.
+    """Returns the number of batches in an epoch or left in an iterator, or None if it is unknown or infinite.
 
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)
@@ -304,7 +304,7 @@ def _has(value: Any, *methods: str) -> bool:
 
 
 def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
-    """Returns the source that can save and restore the position of an iterator over a dataset.
+    """Returns a `Source` that saves and restores the position of an iterator over a dataset.
 
     >>> source_of([], iter([])).kind
     'sequence'
@@ -422,7 +422,7 @@ def _set_random_state(loader: Any, state: Any) -> None:
 def keeping_random_state(dataset: Any) -> Iterator[None]:
     """Returns a context manager that restores a PyTorch loader's random state on exit.
 
-    With this context manager, an evaluation doesn't change the random state.
+    It keeps an evaluation from changing the random state.
     """
     loader = _innermost(dataset)
     state = random_state(loader)
@@ -444,7 +444,6 @@ def _encode(state: Any) -> Any:
 
 
 def _decode(state: Any) -> Any:
-    """Restores a state that was encoded by `_encode`."""
     is_tensor = lambda node: isinstance(node, dict) and set(node) == {_TENSOR}
     back = lambda leaf: sys.modules["torch"].from_numpy(leaf[_TENSOR]) if is_tensor(leaf) else leaf
     return jax.tree.map(back, encoding.decode(state), is_leaf=is_tensor)
@@ -460,7 +459,7 @@ def name_of(dataset: Any) -> str:
 
 
 def check_int(name: str, value: Any, otherwise: str) -> None:
-    """Raises an error unless `value` is a non-negative int. The message also contains the alternative `otherwise`."""
+    """Raises an error unless `value` is a non-negative int. `otherwise` names the alternative in the message."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_int or value < 0:
         raise (ValueError if is_int else TypeError)(f"{name} must be a non-negative int, {otherwise}, got {value!r}.")

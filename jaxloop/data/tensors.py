@@ -1,4 +1,4 @@
-"""Functions that convert TensorFlow and PyTorch tensors to NumPy arrays without importing these libraries."""
+"""Functions that convert TensorFlow and PyTorch tensors to NumPy arrays without importing either library."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def library(value: Any) -> str | None:
-    """Returns "tensorflow" or "torch" if a value's class or one of its bases comes from that library; otherwise None.
+    """Returns "tensorflow" or "torch" if the value's class is from that library or derived from it; otherwise None.
 
     >>> library(np.ones(2)) is None
     True
