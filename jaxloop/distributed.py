@@ -12,7 +12,7 @@ import jax
 from absl import logging
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PROCESSES", "JAXLOOP_PROCESS_ID"
-"""The environment variables from which `initialize` reads arguments that aren't passed."""
+"""The environment variables that `initialize` reads if it is called without a coordinator address."""
 
 EXIT_CODE_OF_FOLLOWER = 76
 """The exit code of a process that exits because another process failed."""
@@ -32,7 +32,7 @@ def initialize(
     heartbeat_secs: int = 10,
     shutdown_secs: int = 15,
 ) -> None:
-    """Connects this process to the other processes of its job. Call this first, before using JAX.
+    """Connects this process to the other processes of its job. Call this function before using JAX.
 
     Without arguments, this function reads the environment variables JAXLOOP_COORDINATOR, JAXLOOP_NUM_PROCESSES and
     JAXLOOP_PROCESS_ID. If they are not set, it detects jobs on SLURM, Open MPI, Cloud TPUs and Kubernetes, as
@@ -51,7 +51,7 @@ def initialize(
       process_id: The zero-based index of this process.
       local_device_ids: The GPUs that this process uses, or None to use all GPUs on the machine.
       start_secs: The maximum number of seconds to wait for the other processes to join.
-      heartbeat_secs: Seconds without a heartbeat after which a process is considered to have failed.
+      heartbeat_secs: The number of seconds without a heartbeat after which a process is considered to have failed.
       shutdown_secs: The maximum number of seconds that a process waits for the others after finishing normally.
 
     Raises:

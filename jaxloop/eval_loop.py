@@ -1,4 +1,4 @@
-"""The loop that evaluates a state."""
+"""`EvalLoop`, which evaluates a state."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

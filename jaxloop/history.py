@@ -1,4 +1,4 @@
-"""The history of a run: rows of metrics, kept in memory and in a file, and plots of learning curves."""
+"""The history of a run: rows of metrics in memory and, optionally, in a file."""
 
 import functools
 import hashlib
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HISTORY_FILE = "history.jsonl"
-"""The name of the history's file in the work directory. Each line contains one row."""
+"""The name of the history file in the work directory. Each line contains one row."""
 
 # The history reads its oldest device values when this many rows are pending.
 _MAX_PENDING_ROWS = 64
@@ -91,7 +91,7 @@ class _Form:
         return {path: value for path in self.places if (value := self.value(stored, path)) is not None}
 
     def value(self, stored: Sequence[Any], path: str) -> Any:
-        """Returns one value of a stored row, or None if the row doesn't have it or its weight is 0."""
+        """Returns one value of a stored row, or None if the value is missing or has a weight of 0."""
         place, weight = self.places.get(path), self.places.get(path + metrics.WEIGHT)
         return None if place is None or (weight is not None and stored[weight] == 0) else stored[place]
 
@@ -175,7 +175,7 @@ class History:
         >>> history.collect("loss")
         [0.5, 0.25]
 
-        If a row is invalid, the rows before it are kept, and a note on the error contains the row's step.
+        If a row is invalid, the rows before it are kept, and a note on the error contains the invalid row's step.
         """
         if self._file is not None:
             self._file.begin()
@@ -223,7 +223,7 @@ class History:
 
         Args:
           steps: The number of completed updates at the point from which the run continues; 0 to start over.
-          num_rows: The number of rows that the history had at that point, if known. Further rows for the same step are
+          num_rows: The number of rows that the history had at that point, if known. Later rows for the same step are
             also dropped, because the run will add them again.
           checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
             is moved to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
@@ -287,7 +287,7 @@ class History:
         return list(dict.fromkeys(path for form in self._newest for path in form.paths))
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
-        """Returns the pair `(elapsed, value)` for the latest value of the given name, or None if there is none.
+        """Returns the pair `(elapsed, value)` for the latest value with the given name, or None if there is none.
 
         The cost doesn't depend on the length of the history. This method waits for the devices only if the value is
         pending.
@@ -371,7 +371,7 @@ class History:
         but doesn't change its backend or settings.
 
         Args:
-          *names: The values to plot. Without names, all numbers are plotted except for loop statistics (`jaxloop/...`).
+          *names: The values to plot. By default, all numbers except for loop statistics (`jaxloop/...`) are plotted.
           x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
           smoothing: The decay of an exponential moving average over the points of each line. With 0, the lines aren't
             smoothed.
@@ -416,7 +416,7 @@ class History:
         self._newest[form] = len(self._rows) - 1
 
     def _table(self) -> Iterator[tuple[_Form, tuple[Any, ...]]]:
-        """Returns all rows as they are stored, each with its form, after waiting for pending values."""
+        """Waits for pending values, and then returns all stored rows, each with its form."""
         self.flush()
         return zip(self._forms, self._rows, strict=True)
 
@@ -473,7 +473,7 @@ def _dotted(name: str) -> str:
 
 
 def matching(name: str, paths: Iterable[str]) -> list[str]:
-    """Returns the paths that a name can refer to: those that equal the name, or end with a dot and the name."""
+    """Returns the paths that a name can refer to: those that equal the name or end with a dot followed by the name."""
     end = "." + _dotted(name)
     return [path for path in paths if f".{path}".endswith(end)]
 
@@ -502,7 +502,7 @@ _is_mapping = functools.cache(lambda kind: issubclass(kind, Mapping))  # Faster 
 
 
 def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[str, ...], list[Any]]) -> None:
-    """Splits the (nested) logs of several rows into columns, and adds the columns to a dict, keyed by tuples of keys.
+    """Splits the (nested) logs of several rows into columns, and adds these to `columns`, keyed by tuples of keys.
 
     Raises:
       TypeError: If the first row is not a dict, or a value is not a scalar.
@@ -576,7 +576,7 @@ def _to_line(row: Row) -> bytes:
 
 
 def _parsed(line: bytes) -> tuple[Elapsed, Any]:
-    """Parses a line of the file. Returns the run's progress and the logs."""
+    """Parses a line of the file into the run's progress and the logs."""
     fields = files.parse_json(line)
     if not all([unit in _UNITS and type(number) in (int, float) for unit, number in fields["elapsed"].items()]):
         raise ValueError(f"elapsed has {fields['elapsed']}, expected numbers under {', '.join(_UNITS)}")

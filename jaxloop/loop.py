@@ -1,4 +1,4 @@
-"""`Loop`, which runs a bounded number of steps over one dataset."""
+"""`Loop`, which runs a step on the batches of a dataset."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -76,7 +76,7 @@ class Loop:
 
     @property
     def elapsed(self) -> Elapsed:
-        """The training progress. `elapsed.previous` is the progress one step earlier.
+        """The loop's training progress. `elapsed.previous` is its progress one step earlier.
 
         `elapsed.time` is the number of seconds that this loop has spent training. If the loop is called with a state
         other than the last one that it returned, samples and time are reset to zero. Call `resume` to continue counting
@@ -98,7 +98,7 @@ class Loop:
     def rescued_state(self) -> Any:
         """The state after the last completed step if the last call raised an exception; otherwise None.
 
-        If the failed step had already donated that state, this is also None.
+        Also None if the failed step had already donated that state.
         """
         return self.engine.outcome.failure.state
 
@@ -128,7 +128,7 @@ class Loop:
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs at most `num_steps` steps. Stops earlier if the dataset ends.
+        """Runs at most `num_steps` steps. Stops early if the dataset ends.
 
         On Ctrl-C, the loop ends after the current step, and `outputs[STOP_LOOP]` is True. A second Ctrl-C ends the
         process immediately (or raises `KeyboardInterrupt` in an interactive session). If Ctrl-C ended a loop less than

@@ -1,4 +1,4 @@
-"""The engine that runs the loops. Read its modules in this order:
+"""The engine that runs loops. Read its modules in this order:
 
 run                `Run` holds everything that is kept between calls: the run's progress, outputs and items. A `Plan`
                    describes the items and limits that an experiment adds to a loop. `Steps` runs the steps.

@@ -39,14 +39,14 @@ class Rank(enum.IntEnum):
 
 @final
 class Moment(NamedTuple):
-    """The arguments that an item receives when it is called.
+    """The information that an item receives when it is called.
 
     Attributes:
       state: The train state. The next step donates it.
       now: The progress of the run.
       outputs: The outputs that the item reads. If it reads all outputs, these are the outputs since the item's last
         call, together with statistics. None when a loop begins.
-      spent: The time report for the period since the item's last call.
+      spent: The time spent since the item's last call.
     """
 
     state: Any
@@ -87,14 +87,14 @@ class Item:
     Args:
       rank: The item's place among the items that are due at the same step.
       reads: The outputs that the item reads: "all" to wait for the outputs of all steps, "newest" for the newest
-        outputs that have arrived on the host, or "nothing".
+        scalars that can be read without waiting, or "nothing".
 
     Attributes:
       cursor: A position in the outputs. The item has already read all outputs before this position, except for those in
         `unread`.
-      unread: Outputs of earlier loops, as returned by the loops' `end` hooks, that the item hasn't read yet. With an
-        int interval, this holds everything before `cursor` that is still unread; with a schedule, only the values that
-        aren't lists. None if nothing is unread.
+      unread: The outputs of earlier loops, as returned by their `end` hooks, that the item hasn't read yet. If the
+        interval is an int, these are all unread outputs before `cursor`. If it is a schedule, they are only the values
+        that aren't lists. None if there are none.
       called_at: The step after which the item was last called, or None before the first call.
       is_requested: True if the item has been requested, and is therefore due now, regardless of its interval.
       spent: The time report at the item's last call.
@@ -173,7 +173,7 @@ class Item:
             self.unread, self.cursor = self.unread_in(outputs, ended), outputs.position
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the state to store in a checkpoint, as numbers, strings, arrays, lists and dicts."""
+        """Returns the item's state for a checkpoint: a dict of numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class ActionItem(Item):
       rank: The item's place among the items that are due at the same step. If None, it depends on the kind of action.
 
     Attributes:
-      context: Further keyword arguments for the action.
+      context: Additional keyword arguments for the action.
     """
 
     def __init__(self, action: Action, context: Mapping[str, Any], rank: Rank | None = None):
@@ -249,7 +249,7 @@ class Agenda:
     Args:
       outputs: The outputs that the items read.
       stopwatch: The stopwatch that tracks how the time is spent.
-      job: The processes that train together, with their signals. After a signal, no evaluation is started, and no
+      job: The processes that train together. After one of them receives a signal, no evaluation is started, and no
         checkpoint is saved while an evaluation is still due.
 
     Attributes:
@@ -284,15 +284,15 @@ class Agenda:
 
     @property
     def called_here(self) -> list[Item]:
-        """The items that the agenda itself calls. All others are called by the step or by the engine."""
+        """The items that the agenda calls. The step or the engine calls the other items."""
         return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
     def add(self, item: Item) -> None:
-        """Adds an item, which is called before the other items of its rank."""
+        """Adds an item, to be called before the other items of its rank."""
         self.items = sorted([item, *self.items], key=lambda each: each.rank)
 
     def goal(self, now: Elapsed, stop: Schedule | None) -> Goal:
-        """Returns the next step, time and loop at which an item may be due or `stop` may end the run."""
+        """Returns the next step, time and loop at which an item may be due or at which `stop` may end the run."""
         intervals = [interval for item in self.called_here if (interval := item.interval) is not None]
         return goal_of(intervals if stop is None else [*intervals, stop], now)
 
@@ -372,7 +372,7 @@ class Agenda:
         return is_done
 
     def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
-        """Returns statistics for the current loop, or since an item's last call if `spent` and `cursor` are given."""
+        """Returns statistics for the current loop or, given `spent` and `cursor`, since an item's last call."""
         found, guard = {} if self.statistics is None else self.statistics.of(state, spent), self._outputs.guard
         return found if guard is None else found | guard.measure(self._outputs.loop_start if cursor is None else cursor)
 
@@ -400,7 +400,7 @@ class Agenda:
 
         Args:
           step_num: The number of completed updates.
-          in_moment: Whether there may be items due at this step that haven't been called yet.
+          in_moment: Whether some items that are due at this step may not have been called yet.
         """
         encode, ended = self._outputs.encode, self.ended if in_moment else None
         actions = [(str(index), item.action) for index, item in enumerate(self.items) if isinstance(item, ActionItem)]

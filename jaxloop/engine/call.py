@@ -78,7 +78,7 @@ class Call:
       state: The state after the last completed step. None after the call.
       place: The part of the run that is currently executing, such as the dataset or the step. If an exception is
         raised, a note on it names this part.
-      ran: The result of the steps that are running now, or None if no steps are running.
+      ran: The results so far of the steps that are running now, or None if no steps are running.
       count: After the call, the array `state.step` and its value as an int.
       own_hooks: The names of the loop's hooks that the user has overridden.
       outcome: The outcome of the call so far.

@@ -109,7 +109,7 @@ class Engine:
         Args:
           state: The state.
           data: A function that returns the data for the next loop.
-          steps: A function that returns the number of steps in the next loop. None means all of its data.
+          steps: A function that returns the number of steps in the next loop, or None to use all of the data.
           trains: Whether the loops train rather than evaluate.
 
         Returns:
@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, including updates in the current call that `Run.now` doesn't cover yet."""
+        """The number of completed updates, including those of the current call that `Run.now` doesn't include yet."""
         ran, steps = self.call.ran, self.run.now.steps if self.plan.at is None else self.plan.at.steps
         return steps + (0 if ran is None else len(ran.examples) * self.call.updates)
 
@@ -290,7 +290,7 @@ class Engine:
     # The loop over steps -------------------------------------------------------------------------------
 
     def advance(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Runs steps until a loop ends, calling items when they are due. The default implementation of `Loop.run`."""
+        """Runs steps until the loop ends, calling items when they are due. The default implementation of `Loop.run`."""
         call, outputs, step = self.call, self.run.outputs, self._loop.step
         limit = None if num_steps is None else num_steps // max(call.updates, 1)
         self.data.begin(dataset, limit, evaluates=not call.updates)
@@ -326,13 +326,13 @@ class Engine:
         return step(state, batch, number, elapsed=elapsed)
 
     def check_schedules(self) -> None:
-        """Raises an error if the `next_step` of a schedule doesn't return a later step."""
+        """Raises an error if a schedule's `next_step` method doesn't return a later step."""
         self.run.agenda.goal(self.run.now, self.plan.stop)
 
     def loop_end(self, step_num: int) -> int | None:
-        """Returns the number of updates left until the run ends or until a loop ends and an item may be due.
+        """Returns the number of updates until the run ends or, if earlier, until a loop ends and an item may be due.
 
-        The earlier of the two counts. Returns None if neither is planned.
+        Returns None if neither is planned.
         """
         plan, run = self.plan, self.run
         ends = [] if plan.total is None else [plan.total - step_num]
@@ -347,7 +347,7 @@ class Engine:
     def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False) -> bool:
         """Calls the items that are due now, while no loop is running.
 
-        Returns False if an item asks the run to stop, or if a signal prevented an item from being called.
+        Returns False if an item asked the run to stop, or if a signal prevented an item from being called.
 
         For a train loop, this method is called before the first step and, in a resumed run, at the step of the
         checkpoint. For an eval loop, it is called if an interruption prevented the loop's actions from being called,
@@ -386,7 +386,7 @@ class Engine:
         self.options.steps_per_dispatch = int(value)
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything needed to run steps on batches like the given one; see `Loop.compile`."""
+        """Compiles everything that is needed to run the loop on batches like the given one; see `Loop.compile`."""
         options = self.options
         with self._loop.step._runner.programs.watched(options.nan_policy):
             for number in sorted({options.steps_per_dispatch, 1}, reverse=True):
@@ -402,7 +402,7 @@ class Engine:
         """Returns the loop's part of a checkpoint as two dicts: JSON values, and the train states that actions keep.
 
         Args:
-          in_moment: Whether there may be items due at this step that haven't been called yet.
+          in_moment: Whether some items that are due at this step may not have been called yet.
         """
         saved, kept = self.run.state_dict(in_moment=in_moment)
         return saved | {"has_stopped": self.run.agenda.wants_stop, "wraps_data": self.data.is_wrapped}, kept
@@ -422,7 +422,7 @@ class Engine:
         return state, outputs
 
     def _failure(self, error: BaseException) -> Failure:
-        """Returns the information to keep after an exception, including why the latest state can't be used, if so."""
+        """Returns the information to keep after an exception: the latest state, or the reason why it can't be used."""
         call, outputs, problem, bad = self.call, self.run.outputs, None, "it has values that are not finite"
         failure = call.outcome.failure
         if isinstance(error, nonfinite.NonFiniteError) and outputs.guard is not None and error is outputs.guard.error:

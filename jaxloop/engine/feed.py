@@ -1,4 +1,4 @@
-"""The sources of a loop's batches."""
+"""Functions and classes that supply a loop with batches."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -49,8 +49,8 @@ class Feed(Iterator[types.Batch]):
       dataset: The iterator.
       joint: The argument of the same name.
       ahead: The batches that have been read but not used yet.
-      examples: In a multi-process job, the number of examples (the sum over all processes) in each batch that has been
-        returned but not counted yet, and in each batch in `ahead`.
+      examples: In a multi-process job, the number of examples, summed over all processes, in each batch that is in
+        `ahead` or has been returned but not counted yet.
       has_ended: True if the dataset has ended and all of its batches have been used.
     """
 
@@ -150,7 +150,7 @@ class Source(NamedTuple):
 
     Attributes:
       next_pass: Called when the data ends. Returns True if there is more data for another loop.
-      mark: Called to mark the current position in the data, before batches beyond that position are read ahead.
+      mark: Called before batches are read ahead, to mark the current position in the data.
       consumed: Called after steps. Receives the number of batches that have been read but not used yet.
       observers: Called with each batch, before its step or, if several steps are fused, after their dispatch.
     """
@@ -211,7 +211,7 @@ class LoopData:
         self.feed = Feed(dataset, read, joint)
 
     def next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
-        """Reads the batch that the next step would receive, and returns it."""
+        """Reads and returns the batch that the next step would receive."""
         if self.feed.dataset is not dataset:
             self.open(dataset)
         return self.feed.reader()()

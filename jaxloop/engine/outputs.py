@@ -1,4 +1,4 @@
-"""The outputs of a run: the latest ones are still on the devices, and earlier ones are on the host, in segments."""
+"""The outputs of a run. Those of the latest steps are still on the devices, and all others are on the host."""
 
 import contextlib
 import functools
@@ -49,7 +49,7 @@ class Cut(NamedTuple):
 
 @final
 class Pending:
-    """A queue of the latest steps' outputs, as chunks and cuts, which stay in the queue until `take` removes them.
+    """A queue of chunks and cuts that holds the outputs of the latest steps until `take` removes them.
 
     Args:
       stopwatch: The stopwatch that tracks how the time is spent.
@@ -59,7 +59,7 @@ class Pending:
       in_flight: The dispatches that the devices may not have completed yet.
       num_steps: The number of steps whose outputs haven't been taken yet.
       names: The names of all outputs so far, or None before the first step.
-      are_plain: True if there are outputs, and they are the same scalars at every step, without `STOP_LOOP`.
+      are_plain: True if all steps so far have returned only scalars, with the same names and without `STOP_LOOP`.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
@@ -84,7 +84,7 @@ class Pending:
 
     @property
     def room(self) -> int:
-        """The number of further steps whose outputs fit into the current chunk."""
+        """The number of steps whose outputs still fit into the current chunk."""
         return self.in_flight.chunk - len(self._examples)
 
     def account(self, examples: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class Pending:
         """Records that steps were dispatched, and waits if the host is too far ahead of the devices.
 
         Args:
-          num_steps: The number of steps that were dispatched. Their outputs are the newest.
+          num_steps: The number of steps that were dispatched. Their outputs are the last in `newest`.
           state: The state after the last of these steps.
 
         Returns:
@@ -158,7 +158,7 @@ class Pending:
             self._sums[name] = functools.reduce(lambda a, b: _merge_states([a, b]), [*before, *column])
 
     def cut(self) -> None:
-        """Ends a segment here, without waiting."""
+        """Ends the current segment without waiting."""
         if self._examples:
             self.send()
         if not (self._queue and isinstance(self._queue[-1], Cut)):
@@ -187,7 +187,7 @@ class Pending:
         return metrics.fetch(self._sums)
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the latest computed step among those in the queue and in `newest`. Never waits."""
+        """Returns the newest computed scalars in `newest` or the queue. Never waits."""
         for outputs in reversed(self.newest):
             if found := metrics.ready_scalars(_last_of(outputs) or {}):
                 return found
@@ -271,7 +271,7 @@ class Outputs:
 
     @property
     def num_computed(self) -> int:
-        """The number of dispatches in flight that the devices have completed. May be read from another thread."""
+        """The number of tracked dispatches that the devices have already completed. May be read from another thread."""
         return self.pending.in_flight.num_computed
 
     @property
@@ -285,7 +285,7 @@ class Outputs:
             self.fetch(number)
 
     def fetch(self, number: int | None = None) -> None:
-        """Waits until the first `number` elements of the queue (by default, all outputs) are on the host."""
+        """Moves the first `number` elements of the queue (by default, all outputs) to the host, and waits for them."""
         for each in self.pending.take(number):
             if isinstance(each, Chunk):
                 self._arrive(each.groups, each.examples)
@@ -315,7 +315,7 @@ class Outputs:
                     self._updated = self.update(self._updated, row)
 
     def cut(self) -> None:
-        """Ends a segment here, without waiting."""
+        """Ends the current segment without waiting."""
         if self.pending.num_steps or self._segments[-1].outputs.num_examples:
             self.pending.cut()
 
@@ -326,9 +326,8 @@ class Outputs:
     ) -> LoopOutputs:
         """Returns a copy of the outputs between two positions.
 
-        Unless the outputs are plain, a cut must have been made at both positions.
-
-        Non-scalar values are returned only for the last segment, unless `keeps_all` is True.
+        Unless the outputs are plain, a cut must have been made at both positions. By default, non-scalar values are
+        returned only for the last segment.
 
         Args:
           cursor: The first position.
@@ -376,7 +375,7 @@ class Outputs:
         self.loop_start = place
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the latest computed step. Never waits."""
+        """Returns the scalars of the latest step that has been computed. Never waits."""
         newest = next((each for each in reversed(self._segments) if each.outputs.num_examples), self._segments[-1])
         return self.pending.newest_scalars() or metrics.newest_scalars(newest.outputs)
 
@@ -398,7 +397,7 @@ class Outputs:
     def state_dict(self, cursors: Sequence[int]) -> dict[str, Any]:
         """Returns the outputs after the smallest cursor as JSON values.
 
-        If the current loop's outputs may be read as a whole when the loop ends, they are also included.
+        Also includes all outputs of the current loop if they may be read when the loop ends.
         """
         self.fetch()
         wanted = [*cursors, self.loop_start] if self.hooks_read or self.may_stop else [*cursors]
@@ -416,7 +415,7 @@ class Outputs:
         }
 
     def encode(self, outputs: LoopOutputs) -> dict[str, Any]:
-        """Returns outputs as JSON values. Warns once about outputs that a checkpoint can't store."""
+        """Encodes outputs as JSON values. Warns once about outputs that a checkpoint can't store."""
         encoded, left_out = outputs.encode()
         if set(left_out) - self._left_out:
             self._left_out.update(left_out)

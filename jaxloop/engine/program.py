@@ -31,7 +31,7 @@ The index is the number of steps that the current call to `Program.run` has alre
 
 @final
 class Block(NamedTuple):
-    """The outputs of several steps from one dispatch, stacked along a new leading axis."""
+    """The outputs of the steps of one dispatch, stacked along a new leading axis."""
 
     outputs: types.Output
     num_steps: int
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 @final
 @dataclasses.dataclass
 class Ran:
-    """The result of running some steps. The result is also valid if an exception interrupted the steps.
+    """The result of running some steps, which is valid even if an exception interrupted them.
 
     Attributes:
       state: The state after the last completed step.
@@ -61,7 +61,7 @@ class Ran:
 
 @final
 class Needs(NamedTuple):
-    """The work that a batch needs before `run`.
+    """The preparations that a batch needs before the step's `run` method.
 
     Attributes:
       begin: True if the step overrides `begin`.
@@ -77,7 +77,7 @@ class Needs(NamedTuple):
 
 
 class Program:
-    """Passes batches through a step's hooks and dispatches them, one at a time or several in one dispatch.
+    """Runs a step on batches, one at a time or several in one dispatch, and calls the step's hooks.
 
     Hooks:
       run: Runs steps.
@@ -198,7 +198,7 @@ class Program:
         return carry, outputs, num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
-        """Passes a batch through the hooks before `run`, and counts its examples."""
+        """Passes a batch through the hooks that precede `run`, and counts the batch's examples."""
         runner, needs = self._runner, self._needs
         num_examples = runner.count_examples(batch)
         if needs.begin:
@@ -327,11 +327,11 @@ class InFlight:
         return self._stopwatch.counting("device")
 
     def clear(self) -> None:
-        """Forgets all dispatches. Called once they have been completed."""
+        """Forgets all dispatches."""
         self._markers.clear()
         self._num_steps = 0
 
     @property
     def num_computed(self) -> int:
-        """The number of dispatches in flight that the devices have completed. May be read from another thread."""
+        """The number of tracked dispatches that the devices have already completed. May be read from another thread."""
         return sum(metrics.is_ready(marker) for marker, _ in self._markers.copy())

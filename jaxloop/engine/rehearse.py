@@ -1,4 +1,4 @@
-"""Predicts when the items of a run will be due, from the run's actual plan and its simulated progress.
+"""Predicts when the items of a run will be due by simulating the run's progress.
 
 Times, the lengths of some datasets, and the results of user functions can't be predicted.
 """
@@ -21,7 +21,7 @@ _OPEN = "at further steps"
 Moments = Iterator[tuple[Elapsed, int | None]]
 """An iterator over moments of a run.
 
-Each moment is a pair of the progress and the number of loops that have ended, which is None inside a loop.
+Each moment is a pair of the run's progress and the number of loops that have ended (None inside a loop).
 """
 
 
@@ -53,7 +53,7 @@ class Calls:
 
     @property
     def is_never(self) -> bool:
-        """True if there definitely won't be any calls."""
+        """True if it is certain that there will be no calls."""
         return not self.moments and not self.rest
 
     def may_coincide(self, other: "Calls") -> bool:
@@ -95,8 +95,8 @@ class Course:
       start: The progress of the run when it begins or resumes.
       passes: The number of epochs completed before `start`.
       batches: The number of batches of the current epoch that were used before `start`.
-      has_stopped: True if the run had been asked to stop by the time it reached `start`.
-      most_moments: The maximum number of points in the run to examine.
+      has_stopped: True if the run was asked to stop before `start`.
+      most_moments: The maximum number of moments to examine.
     """
 
     plan: Plan = dataclasses.field(default_factory=Plan)
@@ -161,7 +161,7 @@ class Course:
 
         Args:
           interval: The interval, in any form that an action accepts.
-          in_step: Whether the action belongs to a step, for which the ends of loops and of the run are unknown.
+          in_step: Whether the action belongs to a step, which doesn't know when a loop or the run ends.
         """
         if in_step and not isinstance(interval, Schedule):  # An int counts the steps of each loop.
             longest = self.batches_of_longest_loop

@@ -1,4 +1,4 @@
-"""A run of a loop: its plan, its progress, and the execution of its steps."""
+"""The plan, the progress and the execution of a run."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ class Plan:
       loop_steps: The number of updates per loop. Loops end at multiples of this number.
       stop: A schedule that ends the run.
       items: Items other than the actions of the loop and its step, such as history rows, evaluations and commands.
-      context: Further keyword arguments for actions.
+      context: Additional keyword arguments for actions.
       source: The functions that mark positions in the data, begin the next epoch and observe the batches.
       at: In an evaluation, the progress of the training run; otherwise None.
     """
@@ -46,11 +46,11 @@ class Plan:
     at: Elapsed | None = None
 
     def ends_at(self, now: Elapsed) -> bool:
-        """Returns True if the run ends at this step even if there is more data."""
+        """Returns True if the run ends at this step, even if there is more data."""
         return now.steps == self.total or (self.stop is not None and self.stop.stops(now.previous or now, now))
 
     def ends_loop(self, step_num: int) -> bool:
-        """Returns True if a loop ends at this step because of its length."""
+        """Returns True if a loop reaches its planned length at this step."""
         return self.loop_steps is not None and step_num % self.loop_steps == 0
 
 
@@ -190,7 +190,7 @@ class Run:
         """Returns two dicts: JSON values, and the train states that actions keep.
 
         Args:
-          in_moment: Whether there may be items due at this step that haven't been called yet.
+          in_moment: Whether some items that are due at this step may not have been called yet.
         """
         agenda, kept = self.agenda.state_dict(self.now.steps, in_moment=in_moment)
         saved = {
@@ -215,7 +215,7 @@ class Run:
 
 @final
 class Steps:
-    """Runs the steps of a loop, as many as possible at once between two points at which an item can be due.
+    """Runs the steps of a loop, pausing only where an item may be due.
 
     Args:
       loop: The loop.
@@ -313,7 +313,7 @@ class Steps:
         return has_more
 
     def _passes_end(self) -> bool:
-        """Ends a loop without calling any hook or item, because none is due. Returns False if the run ends here."""
+        """Ends a loop without calling any hook or item. Returns False, without ending it, if the run may end here."""
         run = self._run
         if not self.has_more(run.now) or self._requests.signum is not None:
             return False
@@ -382,7 +382,7 @@ class Steps:
         return number
 
     def check_count(self) -> None:
-        """Raises an error if, after the first steps, `state.step` differs from the run's count."""
+        """Raises an error if `state.step` differs from the run's step count after the first steps."""
         step, run, updates = self._loop.step, self._run, self._call.updates
         count = getattr(self._call.state, "step", None)
         if not (self._options.checks_count and updates and run.batches) or count is None:

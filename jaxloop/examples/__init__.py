@@ -1,4 +1,4 @@
-"""Complete training programs, and a tiny regression for docstring examples and tests."""
+"""A complete training example, and a tiny regression for docstring examples and tests."""
 
 from typing import Any
 

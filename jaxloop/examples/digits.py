@@ -3,7 +3,7 @@
     python -m jaxloop.examples.digits --workdir=runs/digits
     tensorboard --logdir=runs/digits
 
-The first command writes checkpoints, TensorBoard events, the measured values (history.jsonl) and a plot of them
+The first command writes checkpoints, TensorBoard events, the metrics (history.jsonl) and a plot of them
 (learning_curves.png) to runs/digits. Ctrl-C saves the state and exits with code 130.
 
 Run the same command again to resume. An interrupted run continues from its newest checkpoint and ends with the same

@@ -1,4 +1,4 @@
-"""The functional API: a loop that calls callbacks on schedules.
+"""The functional API: a loop that calls callbacks when their schedules fire.
 
 >>> import jax
 >>> import jax.numpy as jnp

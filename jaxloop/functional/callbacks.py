@@ -75,9 +75,7 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
-    """Adds the step's logs as a row to `rows` (by default, to the history), and then clears the logs and outputs.
-
-    The outputs are added to the history.
+    """Adds the step's outputs to the history and its logs to `rows` (by default, to the history), and then clears both.
     """
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
@@ -181,7 +179,7 @@ class FunctionTask(Item):
             raise
 
     def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
-        """Checks the callback's first logs and outputs, and finds out whether they share arrays with a state."""
+        """Checks the callback's first logs and outputs, and determines whether they share arrays with a state."""
         if logs:  # Raises an error here, where the callback is known.
             History().commit(self._loop_state.elapsed, logs)
         # A later step may donate the leaves of a state.

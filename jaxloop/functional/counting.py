@@ -66,7 +66,7 @@ def as_stop(stop: Any) -> Schedule | None:
 
 
 def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[types.Batch], int]:
-    """Returns a function that counts the examples in a batch, given a `num_examples` argument."""
+    """Returns the function that counts the examples in a batch for a given `num_examples` argument."""
     if num_examples is None:
         return lambda batch: checks.num_examples(batch) or 1
     if not callable(num_examples):

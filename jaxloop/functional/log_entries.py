@@ -1,4 +1,4 @@
-"""`Logs`, which hold the values that callbacks log, and functions that aggregate logs."""
+"""`Logs`, a dict of the values that callbacks log, and functions that aggregate logs."""
 
 import collections
 from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ class Logs(dict[str, Any]):
         Args:
           name: The name of the loss.
           value: A scalar or a `Weighted` mean. In `step` and `train_step`, it may also be an array of per-example
-            losses, of shape `[batch]`, which is averaged.
+            losses of shape `[batch]`, which are averaged.
         """
         return self.add("losses", name, value)
 
@@ -52,8 +52,8 @@ class Logs(dict[str, Any]):
         `train_step` stores them in the state. To add to this collection, call
         `logs.add("updates", "batch_stats", batch_stats)`. Histories don't store `updates`.
 
-        Assigning another `Logs` to `updates` merges all collections of that object, except its own `updates`, into this
-        one, as in `logs.updates, state = train_step(state, batch)`.
+        Assigning other logs to `updates`, as in `logs.updates, state = train_step(state, batch)`, merges all of their
+        collections except `updates` into these logs.
         """
         return self.setdefault("updates", Logs())
 

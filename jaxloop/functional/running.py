@@ -50,12 +50,12 @@ def loop(
 ) -> tuple[Any, History, Elapsed]:
     """Loops over the batches of a dataset and, at each step, calls the callbacks whose schedules fire.
 
-    The callbacks are called in the order of the tasks, except that actions and tools are called after all other
-    callbacks, and checkpoints are saved last. A callback is a function that takes up to four positional arguments,
-    `(state, batch, elapsed, loop_state)`, in this order; any further parameters need defaults. It returns None, logs,
-    `(logs, state)`, or `(outputs, logs, state)`, where any element of a tuple may be None. It may also return just a
-    state, unless the state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are also callbacks, and so are
-    objects with a method `__loop_callback__(loop_state) -> (logs, state)`.
+    The callbacks are called in the order of the tasks, except that actions and tools (such as `early_stopping`) are
+    called after all other callbacks, and checkpoints are saved last. A callback is a function that takes up to four
+    positional arguments, `(state, batch, elapsed, loop_state)`, in this order; any other parameters need defaults. It
+    returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, where any element of a tuple may be None. It may
+    also return just a state, unless the state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are also
+    callbacks, and so are objects with a method `__loop_callback__(loop_state) -> (logs, state)`.
 
     The logs of a step become one row of the history. The loop doesn't wait for the devices unless a callback reads a
     value. On Ctrl-C, the loop finishes the current step, saves a checkpoint if the tasks include one, and returns the
@@ -63,8 +63,8 @@ def loop(
 
     Callbacks that come first in `tasks` and are due at every step, such as the train step, are called as soon as
     the step's batch has been read. Before any other callback is called, the loop reads the next batch, as an
-    `OuterLoop` does, so that `elapsed.is_last` is known. Checkpoints still store the position before that batch.
-    However, if one of the other callbacks stops the loop and the dataset is an iterator, that batch is lost.
+    `OuterLoop` does, to determine `elapsed.is_last`. Checkpoints still store the position before the next batch.
+    However, if one of the other callbacks stops the loop and the dataset is an iterator, the next batch is lost.
 
     Unlike an `OuterLoop`, the loop has no `check` and supports only a single process. When it starts, it warns only
     about schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a `patience`

@@ -27,7 +27,7 @@ from jaxloop.schedules import Elapsed, Schedule
 
 
 class Tool:
-    """A callback that wraps an action, for the tasks of a `loop` and for hand-written loops.
+    """A callback that wraps an action, for use in a `loop` or in a hand-written loop.
 
     Hooks:
       __call__: Called by a hand-written loop at a step. Runs the action.
@@ -72,9 +72,9 @@ class CheckpointTool(Tool):
     def restore(self, state: Any) -> tuple[Any, Elapsed]:
         """Restores the newest checkpoint and returns its state and progress.
 
-        The returned state has the same layout as `state`. To continue, pass both to `loop` (the progress as its
-        argument `elapsed`), with a dataset that starts after the first `elapsed.steps` batches. If there is no
-        checkpoint, returns the given state and `Elapsed()`.
+        The returned state has the same structure as `state`. To continue, pass it to `loop`, with the progress as
+        `elapsed` and a dataset that starts after the first `elapsed.steps` batches. If there is no checkpoint, returns
+        the given state and `Elapsed()`.
 
         Raises:
           ValueError: If the checkpoint was saved from a different state. The message lists the leaves that differ.
@@ -89,7 +89,7 @@ class CheckpointTool(Tool):
 
 
 def kind_on_host(leaf: Any) -> str | None:
-    """Returns "numpy" or, for Python numbers, "builtins" if a leaf is on the host. Returns None for a JAX array."""
+    """Returns the kind of a leaf: "numpy", "builtins" for a Python number, or None for a JAX array."""
     return None if isinstance(leaf, jax.Array) else type(leaf).__module__
 
 
@@ -117,8 +117,8 @@ def checkpoint(
     Args:
       directory: The directory for the checkpoints, each of which gets its own subdirectory. The path may be relative.
       keep: The number of recent checkpoints to keep, or None to keep all.
-      monitor: The logged value that determines the best checkpoint, which is also kept. The value must be logged at
-        every step at which a checkpoint is saved.
+      monitor: The name of the logged value that determines the best checkpoint, which is also kept. The value must be
+        logged at every step at which a checkpoint is saved.
       mode: "min" if the smallest value is the best, "max" if the largest is, or "auto" to infer it from the name; see
         `jaxloop.actions.Monitor`.
       resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If this is True and no history is
@@ -149,7 +149,7 @@ class BarTool(Tool):
         self._newest = NewestReady()
 
     def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:  # pyright: ignore
-        """Records a step. If an update is due, also shows the latest values that have arrived on the host."""
+        """Records a step. If the bar is due for an update, also shows the latest values that have arrived on the host."""
         self._newest.push(logs or {})
         if isinstance(self.action.interval, Schedule) and self.action.interval(elapsed):
             self.action(None, metrics.LoopOutputs(self._newest.scalars()), step_num=elapsed.steps, elapsed=elapsed)
