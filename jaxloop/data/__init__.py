@@ -1,4 +1,4 @@
-"""Functions and classes that read batches from any kind of dataset and keep track of the position in it."""
+"""Datasets and batch iterators that keep track of their position, and functions that create them."""
 
 from jaxloop.data.batching import batched as batched
 from jaxloop.data.datasets import Passes as Passes

@@ -42,8 +42,8 @@ def batched(
         a run makes N passes over the dataset, each of which consists of `num_epochs` epochs (by default, one). An
         evaluation without `num_steps` makes one pass.
       drop_remainder: Whether to drop the last batch of a pass if it is short.
-      collate: A function that combines a list of examples, which are read one at a time, into a batch. If None, the
-        examples are stacked.
+      collate: A function that combines a list of examples (read one at a time) into a batch. If None, the examples are
+        stacked.
 
     Raises:
       TypeError: If the examples can't be read by index, or if another argument has the wrong type.

@@ -110,10 +110,10 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     prefetching, batches are created while the devices compute, because steps are dispatched asynchronously. Grain,
     tf.data and torch `DataLoader`s do their own prefetching, so they don't need this function.
 
-    If the dataset raises an error, the iterator raises the same error at the corresponding batch. The thread stops at
-    the end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A
-    checkpoint stores the position after the last batch that was returned. For a tf.data dataset, use its own
-    `.prefetch` instead: with this function, a resumed run reads all earlier batches of the epoch again.
+    If reading a batch fails, the iterator raises the same error when that batch is requested. The thread stops at the
+    end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A checkpoint
+    stores the position after the last batch that was returned. For a tf.data dataset, use its own `.prefetch` instead:
+    with this function, a resumed run reads all earlier batches of the epoch again.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]
@@ -155,9 +155,9 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
     """Returns the part of a dataset that this process reads in a multi-process job.
 
-    A single process reads the whole dataset. Several processes read parts that don't overlap and that together make up
-    the whole dataset. If the global batch size stays the same, each global batch contains the same examples regardless
-    of the number of processes. A run can therefore resume with a different number of processes.
+    If there is only one process, it reads the whole dataset. Otherwise, the parts that the processes read don't overlap
+    and together make up the whole dataset. If the global batch size stays the same, each global batch contains the same
+    examples regardless of the number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
       example. Call this function before you batch the dataset (and, with tf.data, before you shuffle it), and then use

@@ -60,8 +60,8 @@ class DatasetPosition:
         - "unknown": No state, and no way to return to the position.
       count: The number of batches consumed since the start of the epoch, including batches that were read but not
         returned (see `PositionedIterator.left_out`).
-      state: The encoded state of the dataset at a mark (see `PositionedIterator.mark`), which may contain raw bytes, or
-        the index of the next batch. None for the start of the epoch.
+      state: The index of the next batch or, for other kinds, the encoded state of the source at a mark before the
+        position (see `PositionedIterator.mark`), which may contain raw bytes. None for the start of the epoch.
       skip: The number of batches between `state` and the position.
       next: The `fingerprint` of the next batch, which a resumed run compares with the batch that it reads. None if the
         next batch hasn't been read.
@@ -171,7 +171,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         Args:
           iterator: The iterator.
           start: The dataset's random state before the iterator was created.
-          prefetch: See the class.
+          prefetch: The number of batches to read ahead.
         """
         source = source_of(self.inner, iterator, start)
         state = source.read() if source.start is None else source.start
@@ -242,13 +242,13 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return numpy_batch(batch) if self._to_numpy else batch
 
     def close(self) -> None:
-        """If there is a prefetch thread, stops it and ends the iterator."""
+        """Stops the prefetch thread and ends the iterator, or does nothing if there is no thread."""
         self._reader.close()
 
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Stores a mark: the current state of the source, to which later positions refer.
+        """Stores the current state of the source as a mark. Later positions are relative to the latest mark.
 
         Call this method when all batches read so far have been used. Storing the state takes microseconds for Grain,
         milliseconds for tf.data, and no time for sources whose position is a number. A prefetch thread stores the

@@ -14,9 +14,9 @@ class ReadAhead(Iterator[Any]):
     >>> list(ReadAhead(iter([1, 2]), size=1))
     [1, 2]
 
-    If the source raises an error, the iterator raises the same error at the corresponding item. Once the thread has
-    started, no other code may use the source. The thread ends when the source ends or raises an error, when `close` is
-    called, or when this object is garbage-collected.
+    If reading an item fails, the same error is raised when that item is requested. Once the thread has started, no
+    other code may use the source. The thread ends when the source ends or raises an error, when `close` is called, or
+    when this object is garbage-collected.
 
     Args:
       iterator: The source to read from.

@@ -62,7 +62,7 @@ class Reader:
         return self.peeked[0]
 
     def mark(self, count: int) -> None:
-        """Marks the current state, which is the state after `count` batches.
+        """Stores the current state, which is the state after `count` batches, as a mark.
 
         Does nothing if a later batch has already been read, either by `peek` or by the prefetch thread. The thread
         marks the states itself.
@@ -88,7 +88,7 @@ class Reader:
         return None
 
     def close(self) -> None:
-        """If there is a prefetch thread, stops it and ends the iterator."""
+        """Stops the prefetch thread and ends the iterator, or does nothing if there is no thread."""
         if isinstance(self.batches, ReadAhead):
             self.batches.close()
 
@@ -98,7 +98,7 @@ def _raise(error: Exception) -> types.Batch:
 
 
 def _marked(source: Source, marks: deque[tuple[int, Any]], batch: types.Batch, count: int) -> types.Batch:
-    """Marks the state after a batch if reading the state is cheap. Returns the batch. Called by the prefetch thread."""
+    """Stores the state after a batch as a mark if reading it is cheap. Returns the batch. Runs in the thread."""
     if source.is_cheap and (state := source.read()) is not None:
         marks.append((count, state))
     return batch

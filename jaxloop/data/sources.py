@@ -123,7 +123,7 @@ NO_DATA = IndexedBatches(lambda index: None, None)
 def pass_of(data: Any, number: int = 0) -> Any:
     """Returns the dataset for pass `number`, counting from 0, with the options of the original dataset.
 
-    Only the result of `batched` and a Hugging Face `IterableDataset` differ between passes. Other datasets are returned
+    Only results of `batched` and Hugging Face `IterableDataset`s differ between passes. Other datasets are returned
     unchanged.
     """
     if isinstance(data, IndexedBatches):
@@ -420,10 +420,7 @@ def _set_random_state(loader: Any, state: Any) -> None:
 
 @contextlib.contextmanager
 def keeping_random_state(dataset: Any) -> Iterator[None]:
-    """Returns a context manager that restores a PyTorch loader's random state on exit.
-
-    It keeps an evaluation from changing the random state.
-    """
+    """Returns a context manager that restores a PyTorch loader's random state on exit, for use around evaluations."""
     loader = _innermost(dataset)
     state = random_state(loader)
     try:
@@ -475,7 +472,7 @@ def is_function(data: Any) -> bool:
 
 
 def check_is_dataset(data: Any) -> None:
-    """Raises a `TypeError` if `data` is a single batch or not iterable.
+    """Raises a `TypeError` if `data` is a single batch or isn't iterable.
 
     >>> check_is_dataset([{"x": np.ones(2)}])
     """

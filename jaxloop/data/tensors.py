@@ -11,7 +11,7 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def library(value: Any) -> str | None:
-    """Returns "tensorflow" or "torch" if the value's class is from that library or derived from it; otherwise None.
+    """Returns the library that defines a value's class or one of its base classes: "tensorflow", "torch" or None.
 
     >>> library(np.ones(2)) is None
     True

@@ -75,8 +75,7 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
-    """Adds the step's outputs to the history and its logs to `rows` (by default, to the history), and then clears both.
-    """
+    """Adds the step's outputs to the history and its logs to `rows` (by default, the history), and then clears both."""
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
         if loop_state.newest is not None:

@@ -149,7 +149,7 @@ class BarTool(Tool):
         self._newest = NewestReady()
 
     def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:  # pyright: ignore
-        """Records a step. If the bar is due for an update, also shows the latest values that have arrived on the host."""
+        """Records a step. If the bar is due for an update, shows the latest values that have arrived on the host."""
         self._newest.push(logs or {})
         if isinstance(self.action.interval, Schedule) and self.action.interval(elapsed):
             self.action(None, metrics.LoopOutputs(self._newest.scalars()), step_num=elapsed.steps, elapsed=elapsed)
