@@ -4,8 +4,8 @@ run                `Run` holds everything that is kept between calls: the run's 
                    describes the items and limits that an experiment adds to a loop. `Steps` runs the steps.
 agenda             `Agenda` calls items, such as actions, evaluations and history rows, when they are due.
 outputs            `Outputs` holds the outputs of the steps, with a cursor for each reader.
-program            `Program` runs steps; no other code loops over steps. `InFlight` waits for the devices.
-feed               `Feed` reads batches and buffers batches that no step needs yet.
+program            `Program` runs steps; no other code loops over steps. `InFlight` limits how far the host runs ahead.
+feed               `Feed` reads batches and buffers those that no step needs yet.
 engine, call       `Engine` runs one loop after another. A `Call` describes a single call to the engine.
 rehearse           `Course` predicts when items will be due.
 """

@@ -73,7 +73,7 @@ class Ended(NamedTuple):
 
 
 class Item:
-    """An item that a run calls when it is due, such as a history row, an action, an evaluation or a checkpoint.
+    """The base class of the items that a run calls when they are due, such as actions, evaluations and checkpoints.
 
     Hooks:
       name: The name under which a checkpoint stores the item's state.
@@ -94,7 +94,7 @@ class Item:
         `unread`.
       unread: The outputs of earlier loops, as returned by their `end` hooks, that the item hasn't read yet. If the
         interval is an int, these are all unread outputs before `cursor`. If it is a schedule, they are only the values
-        that aren't lists. None if there are none.
+        that aren't lists. None if everything has been read.
       called_at: The step after which the item was last called, or None before the first call.
       is_requested: True if the item has been requested, and is therefore due now, regardless of its interval.
       spent: The time report at the item's last call.
@@ -186,7 +186,7 @@ class Item:
         return {"name": self.name, "state": encoding.encode(self.state_dict()), **read}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores the item from a dict that the method `saved` returned."""
+        """Restores the item from a dict returned by the `saved` method."""
         self.load_state_dict(encoding.decode(saved["state"]))
         self.called_at, self.cursor = saved["called_at"], saved["cursor"]
         self.unread = saved["unread"] and LoopOutputs.decode(saved["unread"])

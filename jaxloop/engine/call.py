@@ -76,10 +76,10 @@ class Call:
       updates: The number of updates per batch, or 0 if the call evaluates.
       program: The program that runs the steps. None after the call.
       state: The state after the last completed step. None after the call.
-      place: The part of the run that is currently executing, such as the dataset or the step. If an exception is
-        raised, a note on it names this part.
+      place: The part of the run that is currently active, such as the dataset or the step. If an exception is raised, a
+        note on the exception names this part.
       ran: The results so far of the steps that are running now, or None if no steps are running.
-      count: After the call, the array `state.step` and its value as an int.
+      count: The array `state.step` after the call, and its value as an int.
       own_hooks: The names of the loop's hooks that the user has overridden.
       outcome: The outcome of the call so far.
     """

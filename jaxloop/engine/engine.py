@@ -273,7 +273,7 @@ class Engine:
         return dataclasses.replace(now, is_last=is_last)
 
     def _continues_without_batches(self, state: Any) -> bool:
-        """Handles a loop that received no batches, because the data had ended. Returns True if there is more data."""
+        """Handles a loop that received no batches. Returns True if there is data for another loop."""
         run, plan = self.run, self.plan
         if plan.is_alone or plan.at is not None or not self.outcome.data_ended:
             return False
@@ -386,7 +386,7 @@ class Engine:
         self.options.steps_per_dispatch = int(value)
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything that is needed to run the loop on batches like the given one; see `Loop.compile`."""
+        """Compiles the loop for batches like the given one; see `Loop.compile`."""
         options = self.options
         with self._loop.step._runner.programs.watched(options.nan_policy):
             for number in sorted({options.steps_per_dispatch, 1}, reverse=True):

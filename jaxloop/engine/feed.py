@@ -30,7 +30,7 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
 
 @final
 class Feed(Iterator[types.Batch]):
-    """Reads one or several batches at a time and buffers batches that no step needs yet.
+    """Reads one or several batches at a time and buffers those that no step needs yet.
 
     If the dataset raises an exception while batches are read ahead, `Feed` first returns the batches in its buffer, and
     then raises the exception.
@@ -74,7 +74,7 @@ class Feed(Iterator[types.Batch]):
         return len(self.ahead) + (0 if self.joint is None else self.joint.held)
 
     def begin(self, limit: int | None) -> None:
-        """Begins a loop that reads at most `limit` batches. If `limit` is None, there is no limit."""
+        """Begins a loop that reads at most `limit` batches, or all of them if `limit` is None."""
         self.has_ended = False
         if self.joint is not None:
             self.joint.begin((math.inf if limit is None else limit) - len(self.ahead))
@@ -88,7 +88,7 @@ class Feed(Iterator[types.Batch]):
     def count(self, number: int) -> list[int]:
         """Returns the number of examples in each of the first `number` batches that were returned but not counted yet.
 
-        Forgets all batches that were returned, including any after the first `number`.
+        Then forgets all batches that were returned, even those after the first `number`.
         """
         counted = self.examples[:number]
         del self.examples[: len(self.examples) - len(self.ahead)]
@@ -151,7 +151,7 @@ class Source(NamedTuple):
     Attributes:
       next_pass: Called when the data ends. Returns True if there is more data for another loop.
       mark: Called before batches are read ahead, to mark the current position in the data.
-      consumed: Called after steps. Receives the number of batches that have been read but not used yet.
+      consumed: Called after steps with the number of batches that have been read but not used yet.
       observers: Called with each batch, before its step or, if several steps are fused, after their dispatch.
     """
 

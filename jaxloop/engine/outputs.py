@@ -1,4 +1,4 @@
-"""The outputs of a run. Those of the latest steps are still on the devices, and all others are on the host."""
+"""The outputs of a run. The latest outputs are still on the devices, and earlier ones are on the host."""
 
 import contextlib
 import functools
@@ -246,7 +246,7 @@ class Outputs:
       update: A function that adds a step's outputs to the loop's outputs. If None, the values are appended to lists.
       hooks_read: True if hooks of the loop read its outputs. In that case, a checkpoint contains all outputs of the
         current loop.
-      guard: The object that checks the flags for NaN and infinity as outputs arrive on the host, or None.
+      guard: The object that checks for NaN and infinity as outputs arrive on the host, or None.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
@@ -435,7 +435,7 @@ class Outputs:
 
 
 def rows_of(groups: Iterable[tuple[dict[str, Any] | None, int]]) -> list[types.Output]:
-    """Splits grouped outputs that are already on the host into one dict per step."""
+    """Splits grouped outputs into one dict per step. The outputs must already be on the host."""
     rows: list[types.Output] = []
     for columns, number in groups:
         lists = columns and {name: unstacked(column, number) for name, column in columns.items()}

@@ -82,7 +82,7 @@ class Program:
     Hooks:
       run: Runs steps.
       runs_singly: Determines whether the engine counts each step before the next one begins.
-      _run_custom: Runs one step with the custom function, if there is one. Also returns the step's number of examples.
+      _run_custom: Runs one step with the custom function, if there is one. Also returns the number of examples.
 
     Args:
       step: The step.

@@ -1,4 +1,4 @@
-"""Predicts when the items of a run will be due by simulating the run's progress.
+"""Simulates the progress of a run to predict when its items will be due.
 
 Times, the lengths of some datasets, and the results of user functions can't be predicted.
 """
@@ -19,7 +19,7 @@ END = NEVER[0]
 _OPEN = "at further steps"
 
 Moments = Iterator[tuple[Elapsed, int | None]]
-"""An iterator over moments of a run.
+"""An iterator over the moments of a run.
 
 Each moment is a pair of the run's progress and the number of loops that have ended (None inside a loop).
 """
