@@ -39,9 +39,9 @@ def initialize(
     `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 and mpi4py. If no job is found, the program
     continues as a single process.
 
-    Afterwards, `jax.devices()` lists the devices of all processes. If a process raises an uncaught exception, it prints
-    the exception and its process index, and exits immediately. The other processes notice this within `heartbeat_secs`
-    and also exit.
+    Afterwards, `jax.devices()` lists the devices of all processes. A process with an uncaught exception prints the
+    exception and its process index, and exits immediately. The other processes detect this within `heartbeat_secs` and
+    also exit.
 
     >>> initialize()  # doctest: +SKIP
 

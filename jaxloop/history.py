@@ -219,7 +219,7 @@ class History:
         With a path, the rows are read from the file if it exists, and the file is replaced if any row was dropped. An
         incomplete last line, left by a killed process, is also dropped. If no rows are kept, the old file is saved as
         `<path>.before`, in case the program was restarted from scratch by mistake. If `<path>.before` already exists,
-        the longer of the two files is kept.
+        only the longer of the two files is kept.
 
         Args:
           steps: The number of completed updates at the point from which the run continues; 0 to start over.

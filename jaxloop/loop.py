@@ -139,8 +139,8 @@ class Loop:
           state: The train state. It is donated, unless `return_state_from_step` is False.
           dataset_iterator: The batches. An iterable is read from its start. Pass None if the step doesn't need any
             data. In that case, `run` receives None as the batch, and `num_steps` must be given.
-          num_steps: The number of steps, counted in updates (see `Step.updates_per_step`). If None, all batches are
-            used.
+          num_steps: The maximum number of steps, counted in updates (see `Step.updates_per_step`). If None, all batches
+            are used.
           return_state_from_step: Whether to pass each step's new state to the next step and to return the last one. If
             False, every step receives the given state, and the loop returns that state unchanged.
 

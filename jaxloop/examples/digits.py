@@ -8,7 +8,7 @@ The first command writes checkpoints, TensorBoard events, the metrics (history.j
 
 Run the same command again to resume. An interrupted run continues from its newest checkpoint and ends with the same
 parameters as an uninterrupted one. If the run has finished, the command prints its result; add --train_steps=1200 to
-train further. --check prints the plan of the run and any problems, without training.
+continue training. The flag --check prints the plan of the run and any problems, without training.
 """
 
 import pathlib
@@ -32,7 +32,7 @@ WHEN_TO_TEST = jaxloop.every(steps=50) | jaxloop.last()  # Checkpoints are saved
 
 
 class CNN(nn.Module):
-    """Two convolutions and two dense layers, for images of any size."""
+    """A CNN with two convolutions and two dense layers, for images of any size."""
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:

@@ -35,7 +35,7 @@ on_end: Key = Key("on_end")
 @final
 @dataclasses.dataclass
 class LoopState:
-    """The state of a loop. A callback with four arguments receives it as its last argument.
+    """The state of a loop, which is passed as the last argument to callbacks that take four arguments.
 
     Attributes:
       state: The train state. A callback may replace it.
@@ -64,14 +64,14 @@ class LoopState:
 
 
 Callback = Any
-"""A callback of any kind that a loop accepts.
+"""Any callback that a loop accepts.
 
 A callback is a `Step`, an `Action`, an object with a `__loop_callback__` method, or a function that takes up to four
 arguments: `(state, batch, elapsed, loop_state)`.
 """
 
 Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
-"""Schedules and their callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
+"""Schedules and their callbacks, as a dictionary or as pairs. A schedule can have one callback or a list of them."""
 
 
 def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
@@ -114,7 +114,7 @@ def _num_arguments(callback: Callable[..., Any]) -> int:
 
 @final
 class FunctionTask(Item):
-    """An item that calls a callback other than an action, and stores the logs, outputs and state that it returns.
+    """An item that calls a callback other than an action and stores the returned logs, outputs and state.
 
     Args:
       of: The callback.
@@ -194,7 +194,7 @@ class FunctionTask(Item):
 
 
 def call_of(callback: Callback) -> Callable[[LoopState], Any]:
-    """Returns a function that calls a callback of any kind, except for an action."""
+    """Converts any callback except an action to a function of the `LoopState`."""
     if isinstance(callback, Step):
         return lambda loop_state: _call_step(callback, loop_state)
     call = getattr(callback, "__loop_callback__", None)
@@ -295,6 +295,6 @@ class ActionTask(ActionItem):
 
 
 def _joined(keys: Iterable[Schedule | Key]) -> Schedule:
-    """Returns a schedule that fires when any of the schedules among the given keys fires."""
+    """Returns a schedule that fires when any schedule in `keys` fires."""
     schedules = [key for key in keys if isinstance(key, Schedule)]
     return functools.reduce(operator.or_, schedules) if schedules else never()

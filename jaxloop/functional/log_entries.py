@@ -109,8 +109,8 @@ def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a dict of the entries, keyed by short name.
 
-    Entries in the collections `metrics` and `losses` keep their name, such as `loss`. In any other collection, the
-    collection's name is added as a prefix, as in `test/loss`. A value that was logged with its weight is returned as a
+    Entries in the collections `metrics` and `losses` keep their names, such as `loss`. Names in other collections are
+    prefixed with the collection's name, as in `test/loss`. A value that was logged with its weight is returned as a
     `Weighted`.
     """
     named = {}

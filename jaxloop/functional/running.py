@@ -66,9 +66,9 @@ def loop(
     `OuterLoop` does, to determine `elapsed.is_last`. Checkpoints still store the position before the next batch.
     However, if one of the other callbacks stops the loop and the dataset is an iterator, the next batch is lost.
 
-    Unlike an `OuterLoop`, the loop has no `check` and supports only a single process. When it starts, it warns only
-    about schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a `patience`
-    that exceeds the length of the run, become apparent only during the run.
+    Unlike an `OuterLoop`, the loop supports neither `check` nor multiple processes. When it starts, it warns only about
+    schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a `patience` that
+    exceeds the length of the run, become apparent only during the run.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (including NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
@@ -84,7 +84,7 @@ def loop(
         every(steps=1000): [checkpoint(...)]}`. `on_start` and `on_end` are also valid keys.
       stop: The number of steps, or a schedule that ends the loop; see `elapse`.
       history: A history to continue, which is also returned. If None, a new one is started.
-      elapsed: The progress of an earlier run to continue.
+      elapsed: The progress of the run to continue. If None, counting starts from zero.
       num_examples: A function that returns the number of examples in a batch, which is the batch's weight in means. For
         padded batches, pass a function such as `lambda batch: batch["mask"].sum()`. If None, the weight is the size of
         the batch's leading axis, or 1 if there is none.

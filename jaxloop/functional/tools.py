@@ -94,7 +94,7 @@ def kind_on_host(leaf: Any) -> str | None:
 
 
 def as_kind(kind: str | None, leaf: Any) -> Any:
-    """Converts a restored leaf to the kind that `kind_on_host` returned for it before it was saved."""
+    """Converts a restored leaf back to its original kind, as returned by `kind_on_host`."""
     if kind is None:
         return jnp.asarray(leaf)
     return np.asarray(leaf).item() if kind == "builtins" else np.asarray(leaf)[()]
@@ -214,13 +214,12 @@ def step(
     """Converts a pure function `fn(state, batch)` to a callback. Can be used as a decorator.
 
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
-    can't be divided evenly across the devices. The function returns its results in the same form as any callback; see
-    `loop`.
+    can't be divided evenly across the devices. The function returns its results in the same form as any other callback;
+    see `loop`.
 
     Args:
       fn: The function to compile.
-      partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
-        device is used.
+      partitioner: The object that places the state and the batches on devices. If None, a single device is used.
       donate: Whether to donate the state, so that the new state can reuse its memory.
     """
     if fn is None:
