@@ -36,8 +36,8 @@ def initialize(
 
     Without arguments, this function reads the environment variables JAXLOOP_COORDINATOR, JAXLOOP_NUM_PROCESSES and
     JAXLOOP_PROCESS_ID. If they are not set, it detects jobs on SLURM, Open MPI, Cloud TPUs and Kubernetes, as
-    `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 and mpi4py. If no job is found, the program
-    continues as a single process.
+    `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 or newer, and mpi4py. If no job is found, the
+    program continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. A process with an uncaught exception prints the
     exception and its process index, and exits immediately. The other processes detect this within `heartbeat_secs` and

@@ -222,7 +222,7 @@ class History:
         only the longer of the two files is kept.
 
         Args:
-          steps: The number of completed updates at the point from which the run continues; 0 to start over.
+          steps: The number of completed updates at which the run continues, or 0 to start over.
           num_rows: The number of rows that the history had at that point, if known. Later rows for the same step are
             also dropped, because the run will add them again.
           checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file

@@ -310,7 +310,7 @@ class Agenda:
           now: The progress of the run.
           spent: The time report.
           ended: The loop that ends at this step, or None inside a loop.
-          may_end: Whether a loop might end at this step, which is unknown if the run was interrupted.
+          may_end: Whether the run was interrupted, so that a loop may or may not end at this step.
 
         Returns:
           The run's progress, with `is_last` set if the run ends at this step.

@@ -40,12 +40,12 @@ class Block(NamedTuple):
 @final
 @dataclasses.dataclass
 class Ran:
-    """The result of running some steps, which is valid even if an exception interrupted them.
+    """The result of running some steps. It is valid even if an exception interrupted the steps.
 
     Attributes:
       state: The state after the last completed step.
       step_num: The number of updates before these steps.
-      outputs: A list to which the outputs are appended.
+      outputs: The list that the outputs are appended to.
       examples: The number of examples in each completed step.
       in_data: The number of seconds spent waiting for batches.
       is_in_step: True if an exception was raised after a batch was read but before the batch's step was completed.
@@ -61,7 +61,7 @@ class Ran:
 
 @final
 class Needs(NamedTuple):
-    """The preparations that a batch needs before the step's `run` method.
+    """The preparations that a batch needs before it is passed to the step's `run` method.
 
     Attributes:
       begin: True if the step overrides `begin`.

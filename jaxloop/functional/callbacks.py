@@ -272,7 +272,7 @@ class ActionTask(ActionItem):
         return True
 
     def _add_rows(self, outputs: metrics.LoopOutputs) -> None:
-        """Adds the logs since the action's previous call to the outputs."""
+        """Fills the outputs with the logs since the action's previous call."""
         history = self._loop_state.history
         first = min(self._next_row, len(history))  # The history may have been damaged.
         before, self._next_row = history[first - 1].elapsed if first else Elapsed(), len(history)
