@@ -58,7 +58,7 @@ def initialize(
       ValueError: If only some of the first three arguments are given, and JAX can't detect the others.
       RuntimeError: If JAX has already been initialized, or if the other processes didn't join in time.
     """
-    if coordinator_address is None and COORDINATOR in os.environ:
+    if {coordinator_address, num_processes, process_id} == {None} and COORDINATOR in os.environ:
         coordinator_address = os.environ[COORDINATOR]
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
     jax.config.update("jax_enable_preemption_service", False)  # It would swallow SIGTERM, which jaxloop handles.

@@ -59,30 +59,13 @@ class Ran:
     is_in_step: bool = False
 
 
-@final
-class Needs(NamedTuple):
-    """The preparations that a batch needs before it is passed to the step's `run` method.
-
-    Attributes:
-      begin: True if the step overrides `begin`.
-      preprocessing: True if the step overrides `preprocess_batch`.
-      counting: True if `num_examples` must be called with the batch as returned by the dataset.
-      placing: True if the batch must be passed to `place`.
-    """
-
-    begin: bool
-    preprocessing: bool
-    counting: bool
-    placing: bool
-
-
 class Program:
     """Runs a step on batches, one at a time or several in one dispatch, and calls the step's hooks.
 
     Hooks:
       run: Runs steps.
       runs_singly: Determines whether the engine counts each step before the next one begins.
-      _run_custom: Runs one step with the custom function, if there is one. Also returns the number of examples.
+      _run_one: Runs one step: `(carry, batch) -> (carry, outputs, num_examples)`.
 
     Args:
       step: The step.
@@ -104,10 +87,8 @@ class Program:
         self.observers: Sequence[Callable[[types.Batch], None]] = observers
         self._evaluates = evaluates
         self._compiled = step._runner.programs.compiled(evaluates=evaluates)
-        runner = self._runner = step._runner
-        begin, preprocessing = runner.has_own("begin"), runner.has_own("preprocess_batch")
-        counting = evaluates or begin or preprocessing or runner.has_own("num_examples")
-        self._needs = Needs(begin, preprocessing, counting, evaluates or runner.places_batches)
+        self._runner = step._runner
+        self._own_hooks = [hook for hook in ("begin", "preprocess_batch", "num_examples") if self._runner.has_own(hook)]
         self._has_failed = False  # True if a dispatch of several steps failed.
 
     @property
@@ -182,26 +163,38 @@ class Program:
         num_examples = self._runner.count_examples(batch)
         return *self.custom(state, batch, number), num_examples
 
-    def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-        runner, num_examples = self._runner, None
-        if self._needs.counting:
-            carry, batch, num_examples = self._prepare(carry, batch)
-        rows = 0 if self._evaluates else runner.batch_watch.look((batch,))
-        if num_examples is None:
-            num_examples = runner.count_examples(batch) if rows is None else rows
-        try:
-            placed = runner.place(batch, evaluates=self._evaluates) if self._needs.placing else batch
-            carry, outputs = self._compiled.call(carry, placed, runner.batch_watch.form)
-        except Exception as error:
-            runner.explain(error, batch)
-            raise
-        return carry, outputs, num_examples
+    @functools.cached_property
+    def _run_one(self) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]]:
+        """A function that runs one step: `(carry, batch) -> (carry, outputs, num_examples)`."""
+        runner, watch, call, evaluates = self._runner, self._runner.batch_watch, self._compiled.call, self._evaluates
+        look, prepares, places = watch.look, self._prepares, evaluates or runner.places_batches
+
+        def run_one(carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+            num_examples = None
+            if prepares:
+                carry, batch, num_examples = self._prepare(carry, batch)
+            rows = 0 if evaluates else look((batch,))
+            if num_examples is None:
+                num_examples = runner.count_examples(batch) if rows is None else rows
+            try:
+                placed = runner.place(batch, evaluates=evaluates) if places else batch
+                carry, outputs = call(carry, placed, watch.form)
+            except Exception as error:
+                runner.explain(error, batch)
+                raise
+            return carry, outputs, num_examples
+
+        return run_one
+
+    @property
+    def _prepares(self) -> bool:
+        """True if each batch must be passed to `_prepare` before `run`."""
+        return self._evaluates or bool(self._own_hooks)
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
         """Passes a batch through the hooks that precede `run`, and counts the batch's examples."""
-        runner, needs = self._runner, self._needs
-        num_examples = runner.count_examples(batch)
-        if needs.begin:
+        runner, num_examples = self._runner, self._runner.count_examples(batch)
+        if "begin" in self._own_hooks:
             ready = runner.ready_batch(batch)
             if ready is not None:
                 return carry, ready, num_examples
@@ -209,7 +202,7 @@ class Program:
             with jax.profiler.TraceAnnotation("jaxloop: begin"):
                 new_state, batch = runner.before_run(state, batch)
             carry = carry if new_state is state else self._compiled.enter(new_state)
-        elif needs.preprocessing:
+        elif "preprocess_batch" in self._own_hooks:
             with jax.profiler.TraceAnnotation("jaxloop: preprocess_batch"):
                 batch = runner.preprocessed(batch)
         return carry, batch, num_examples
@@ -252,7 +245,7 @@ class Program:
         """Runs one step per batch, all in a single dispatch. Returns None if the batches differ in shape."""
         compiled = self.fused
         carry, prepared, numbers = compiled.enter(state), [], []
-        for batch in batches if self._needs.counting else ():
+        for batch in batches if self._prepares else ():
             new_carry, ready, num_examples = self._prepare(carry, batch)
             if new_carry is not carry:
                 raise FusingError(

@@ -333,7 +333,7 @@ class TaskProgram(Program):
             requests.pauses, feed.has_ended = pauses, True  # Ends the loop here.
             self._run.agenda.stopped_by = "a callback"
 
-    def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+    def _run_one(self, carry: Any, batch: types.Batch) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         loop_state, examples = self._loop.loop_state, self.step.num_examples(batch)
         end_row(loop_state, self._ended_rows)
         self._now = now = self._now.advance(samples=examples, time=self._start + timing.clock())

@@ -60,7 +60,7 @@ class Compiled:
         self._signatures: list[dict[str, str]] = []
         # A dictionary compares the full hashes of structures before it checks equality.
         self._of = functools.lru_cache(MAX_STRUCTURES)(functools.partial(self._compile, run, options))
-        self._newest: tuple[Any, Any] = (None, None)  # The structures of the latest call, and its function.
+        self._newest: tuple[Any, Any, Any] = (None, None, None)  # The structure and form of a call, and its function.
 
     def enter(self, state: Any) -> Any:
         """Converts a state to a carry for `call`."""
@@ -85,10 +85,10 @@ class Compiled:
                 result = self._of(None, jax.tree.structure((carry, batch)))(carry, batch)
                 return (carry, result) if self._evaluates else result
             leaves, step, structure = carry
-            key, (newest_key, function) = (structure, form), self._newest
-            if form is None or key != newest_key:
+            known_structure, known_form, function = self._newest
+            if form is None or form is not known_form or structure is not known_structure:
                 function = self._of(structure, jax.tree.structure(batch))
-                self._newest = (key, function)
+                self._newest = structure, form, function
             leaves, (step, outputs) = function(leaves, (step, batch))
             return (leaves, step, structure), outputs
         finally:
