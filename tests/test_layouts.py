@@ -378,34 +378,11 @@ def test_report_is_the_same_for_abstract_and_real_states(kind):
     assert str(before) == str(after) and before.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-# Automatic choice ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("memory", "rows", "kind"),
-    [
-        (None, 16, partition.DataParallelPartitioner),
-        (10**6, 16, partition.DataParallelPartitioner),
-        (10**4, 16, partition.FSDPPartitioner),
-    ],
-)
-def test_choose_depends_on_the_devices_and_the_batch_size(memory, rows, kind, monkeypatch, logs):
-    if memory is not None:
-        monkeypatch.setattr(partition.choice, "memory_of", lambda device: memory)
-    state = jax.eval_shape(lambda: new_step(partition.SingleDevicePartitioner()).initialize_model([1, 24]))
-    assert type(partition.choose(state, rows)) is kind
-    assert "partitioner='auto'" in logs.text
-    assert type(partition.choose({"step": 0}, rows)) is not partition.FSDPPartitioner  # The state is a Python number.
-    for indivisible in (10, None):
-        with pytest.raises(ValueError, match="Batch to a multiple of this number"):
-            partition.choose(state, indivisible)
-
-
-def test_fit_can_use_all_devices(logs):
+def test_fit_can_use_all_devices():
     data = batches(8)
     options = {"loss": loss, "optimizer": optax.adam(1e-2), "train_epochs": 2, "progress": None}
-    state, history = jaxloop.fit(Network(), data, partitioner="auto", **options)
+    partitioner = partition.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
+    state, history = jaxloop.fit(Network(), data, partitioner=partitioner, **options)
     _, on_one = jaxloop.fit(Network(), data, **options)
     assert len(state.params["Dense_0"]["kernel"].sharding.device_set) == 8
-    assert "partitioner='auto' chose DataParallelPartitioner for 8 devices" in logs.text
     np.testing.assert_allclose(history.collect("loss"), on_one.collect("loss"), rtol=1e-5)

@@ -494,7 +494,7 @@ def test_check_reports_only_invalid_arguments_if_there_are_any(plan):
     ("patched", "value", "where", "text", "is_error"),
     [
         (
-            "jaxloop.partition.memory_of",
+            "jaxloop.check.costs.memory_of",
             lambda device: 100,
             "the train loop",
             r"A step needs 800 B of 100 B per device: parameters 84 B.*check.largest_batch\(step, state, batch\)",

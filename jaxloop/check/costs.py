@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxloop import partition, types
+from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.check import topology as topologies
 from jaxloop.step import Step, forward
@@ -109,7 +109,12 @@ def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any,
     if topology is None:
         mesh = step.partitioner.mesh
         device = mesh.local_devices[0] if mesh is not None else next(iter(step.partitioner.sharding.device_set))
-        return step, state, partition.memory_of(device)
+        return step, state, memory_of(device)
     devices = topologies.devices_of(topology)
     moved = moved_to(step, devices)
     return moved, moved.partitioner.layout_of(jax.tree.map(checks.shape_of, state)), topologies.memory_of(devices[0])
+
+
+def memory_of(device: Any) -> int | None:
+    """Returns the size of a device's memory in bytes, or None for a CPU or a device that doesn't report it."""
+    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
@@ -59,7 +59,7 @@ def fit(
     keep: int | None = 1,
     hparams: Mapping[str, Any] | None = None,
     monitor: str | tuple[str, str] | None = None,
-    partitioner: partition.Partitioner | Literal["auto"] | None = None,
+    partitioner: partition.Partitioner | None = None,
     progress: str | bool | None = "auto",
     seed: int = 0,
     steps_per_dispatch: int = 1,
@@ -123,9 +123,7 @@ def fit(
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy", or a pair of the metric and its
         mode, such as `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given.
       partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
-        device is used. If "auto", all devices are used, so the number of rows in a batch must be a multiple of the
-        number of devices. With "auto", the state is replicated if it fits on each device, and sharded otherwise
-        (`FSDPPartitioner`). The choice is logged.
+        device is used.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for parameter initialization and dropout.
       steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
@@ -165,7 +163,9 @@ def fit(
     partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
     options = {"loss": loss, "metrics": metrics, "inputs": inputs, "trainable": trainable, "ema": ema}
     options["params_to_evaluate"] = params_to_evaluate
-    step, step_for_eval = _steps(model, optimizer, partitioner, seed, passes.first(), options)
+    make_step = functools.partial(LossStep, jax.random.key(seed), model, optimizer, partitioner, **options)
+    step = make_step(train=True, batch_size=checks.num_examples(passes.first()))
+    step_for_eval = make_step(use_ema=ema is not None)
     make_state = step.abstract_state if dry_run else step.initialize_model
     state = make_state(step.input_spec(passes.first()))
     monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
@@ -230,15 +230,3 @@ def _check_data(train_dataset: Any, eval_dataset: Any, train_epochs: int | None,
             f"Each evaluation reads eval_dataset from its start, got the iterator {eval_dataset!r}. Give a list, a "
             "dataset, or a function that returns a new iterator."
         )
-
-
-def _steps(
-    model: Any, optimizer: Any, partitioner: Any, seed: int, first_batch: types.Batch, options: dict[str, Any]
-) -> tuple[LossStep, LossStep]:
-    """Returns the train step and the eval step of `fit`."""
-    make, rows = functools.partial(LossStep, jax.random.key(seed), model, optimizer), checks.num_examples(first_batch)
-    if partitioner == "auto":
-        trial = make(train=True, **options)
-        partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), rows)
-    step = make(partitioner, train=True, batch_size=rows, **options)
-    return step, make(partitioner, use_ema=options["ema"] is not None, **options)

@@ -1,7 +1,5 @@
 """Partitioners, which determine where arrays are placed: on one device or across a mesh."""
 
-from jaxloop.partition.choice import choose as choose
-from jaxloop.partition.choice import memory_of as memory_of
 from jaxloop.partition.laid_out import ExplicitPartitioner as ExplicitPartitioner
 from jaxloop.partition.laid_out import FSDPPartitioner as FSDPPartitioner
 from jaxloop.partition.laid_out import RulesPartitioner as RulesPartitioner
