@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print JSON")
     command = commands.add_parser("tell", help="give commands to a run", description="Gives commands to a run.")
     command.add_argument("workdirs", nargs=1, metavar="workdir", help="the work directory of an OuterLoop that trains")
-    known = "save, stop, profile=5, log_every=10, early_stopping.patience=5, summary.interval=100, ..."
+    known = "save, stop, profile=5, log_every=10, summary.interval=100, ..."
     command.add_argument("commands", nargs="+", metavar="command", help=known)
     command.add_argument("--wait", type=float, default=30.0, help="seconds to wait for each answer (30)")
     options = parser.parse_args(arguments)

@@ -172,11 +172,11 @@ def test_begin_action_cannot_stop():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"patience": 0}, ValueError, "patience can't be 0"),
-        ({"patience": 1.5}, ValueError, "patience can't be 1.5"),
+        ({"patience": 0}, ValueError, "patience must be a positive int, got 0"),
+        ({"patience": 1.5}, TypeError, "patience must be a positive int, got 1.5"),
         ({"patience": 1, "mode": "best"}, ValueError, "must be 'auto', 'min' or 'max', got 'best'"),
-        ({"patience": 1, "min_delta": -1}, ValueError, "min_delta can't be -1"),
-        ({"patience": 1, "min_delta": "0"}, ValueError, "min_delta can't be '0'"),
+        ({"patience": 1, "min_delta": -1}, ValueError, "min_delta must be finite and not negative, got -1"),
+        ({"patience": 1, "min_delta": "0"}, ValueError, "min_delta must be finite and not negative, got '0'"),
         ({"patience": 1, "interval": 0}, ValueError, "interval must be a positive int, or a schedule"),
     ],
 )

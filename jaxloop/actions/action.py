@@ -64,9 +64,6 @@ class Action(abc.ABC):
     time_category: str = "actions"
     """The category of the action in the time report: "actions", "evals" or "checkpoints"."""
 
-    settings: Sequence[str] = ()
-    """The names of the settings that `change` accepts."""
-
     interval: int | Schedule = 1
     """The interval between calls: a schedule, a number of loops or, for a step's action, a number of steps."""
 
@@ -103,20 +100,6 @@ class Action(abc.ABC):
         Raises:
           TurnBack: To make the run return to the newest checkpoint before certain steps and skip their batches.
         """
-
-    def change(self, name: str, value: Any) -> None:
-        """Changes a setting during a run. Called in response to `jaxloop.tell(workdir, "<action>.<name>=<value>")`.
-
-        When a run resumes, this method is called again with the same value before the first step.
-
-        Args:
-          name: One of the names in `settings`.
-          value: A number, a string or a boolean, which this method must validate.
-
-        Raises:
-          ValueError: If the value is invalid. The setting then keeps its old value.
-        """
-        raise ValueError(f"{type(self).__name__} has no setting {name!r}.")
 
     @property
     def monitors(self) -> Sequence[str]:

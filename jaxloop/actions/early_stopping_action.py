@@ -12,6 +12,7 @@ from absl import logging
 from jaxloop import types
 from jaxloop.actions.action import Action, check_state_dict
 from jaxloop.actions.monitor import Monitor
+from jaxloop.base import checks
 from jaxloop.base.text import announce, printable
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
@@ -71,7 +72,6 @@ class EarlyStoppingAction(Action):
     """
 
     runs_last = True
-    settings: Sequence[str] = ("patience", "min_delta")
 
     def __init__(
         self,
@@ -84,10 +84,11 @@ class EarlyStoppingAction(Action):
     ):
         super().__init__(interval)
         self.monitor: Monitor = Monitor(monitor, mode)
-        self.patience: int = 1
-        self.change("patience", patience)
-        self.change("min_delta", min_delta)
-        self._restore_best = restore_best
+        checks.check_positive("EarlyStoppingAction.patience", patience)
+        if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
+            raise ValueError(f"EarlyStoppingAction.min_delta must be finite and not negative, got {min_delta!r}.")
+        self.patience: int = patience
+        self._min_delta, self._restore_best = min_delta, restore_best
         self._forget()
 
     def _forget(self) -> None:
@@ -99,16 +100,6 @@ class EarlyStoppingAction(Action):
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         if self._is_over or (self._memory.seen_at is not None and step_num < self._memory.seen_at.steps):
             self._forget()
-
-    def change(self, name: str, value: Any) -> None:
-        """Changes `patience` or `min_delta`."""
-        is_number = isinstance(value, int | float) and 0 <= value < math.inf
-        if name == "patience" and is_number and value > 0 and value == int(value):
-            self.patience = int(value)
-        elif name == "min_delta" and is_number:
-            self._min_delta = value
-        else:
-            raise ValueError(f"EarlyStoppingAction.{name} can't be {value!r}.")
 
     @property
     def monitors(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Commands to a run in progress. They are stored as files in the work directory and executed between steps."""
+"""Commands for a run in progress, which are stored as files in its work directory and executed between steps."""
 
 import contextlib
 import dataclasses
@@ -26,14 +26,14 @@ from jaxloop.runs import run_log
 from jaxloop.schedules import Elapsed, every, last
 
 DIRECTORY = "commands"
-"""The name of the subdirectory for pending commands in a work directory."""
+"""The name of the subdirectory in a work directory that contains pending commands."""
 
 ANSWERS = "commands.jsonl"
-"""The name of the file for answers to commands in a work directory."""
+"""The name of the file in a work directory that records executed and rejected commands."""
 
 _POLL_SECS = 1.0
 _FILE = re.compile(r"[0-9]{1,20}-[0-9a-f]{16}\.json")
-_COMMAND = re.compile(r"(?P<name>[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)?)(=(?P<value>.*))?")
+_COMMAND = re.compile(r"(?P<name>[a-z][a-z0-9_]*(\.interval)?)(=(?P<number>[1-9][0-9]{0,8}))?")
 _MAX_BYTES = 4096
 
 
@@ -62,29 +62,25 @@ class Answer:
 def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answer | None:
     """Sends a command to the run in a work directory and waits for the run's answer.
 
-    The following commands are available, here with example values:
-
     - `save`: saves a checkpoint.
     - `stop`: saves a checkpoint and ends the run, like Ctrl-C.
     - `profile=5`: records a profile of the next 5 steps in `<workdir>/profile`.
     - `log_every=10`: adds a row to the history now and every 10 steps.
     - `summary.interval=100`: calls an end action of the train loop (here, the `SummaryAction`) now and every 100 steps.
-    - `early_stopping.patience=5`: changes one of the `settings` of an action.
 
-    Actions are named after their classes: `early_stopping` is the `EarlyStoppingAction`, and `summary_2` is the second
-    `SummaryAction`.
+    Actions are named after their classes: `summary_2` is the second `SummaryAction`.
 
     The run executes the command between two steps: after the next log point or within a second, whichever comes first.
-    The run also records the command in its history and checkpoints, so a resumed run keeps the changed settings.
+    The run also records the command in its history and checkpoints, so a resumed run keeps the changed intervals.
 
     >>> import tempfile
     >>> tell(tempfile.mkdtemp(), "save now")
     Traceback (most recent call last):
-    ValueError: A command is a name, or a name=value, got 'save now'.
+    ValueError: A command is a name, or name=N with a positive number N, got 'save now'.
 
     Args:
       workdir: The work directory of an `OuterLoop` that is training.
-      command: One of the commands above.
+      command: The command.
       wait_secs: The maximum number of seconds to wait for the answer.
 
     Returns:
@@ -122,31 +118,25 @@ def answers(workdir: epath.PathLike) -> list[Answer]:
     return found
 
 
-def parse(command: str) -> tuple[str, Any]:
-    """Splits a command into its name and value. The value is None if the command has no value.
+def parse(command: str) -> tuple[str, int | None]:
+    """Splits a command into its name and number. The number is None if the command has none.
 
-    >>> parse("early_stopping.patience=5"), parse("save")
-    (('early_stopping.patience', 5), ('save', None))
+    >>> parse("summary.interval=100"), parse("save")
+    (('summary.interval', 100), ('save', None))
 
     Raises:
       ValueError: If the command is malformed.
     """
-    match = _COMMAND.fullmatch(command) if isinstance(command, str) and len(command) <= 200 else None
-    if match is None:
-        raise ValueError(f"A command is a name, or a name=value, got {printable(str(command)[:200])!r}.")
-    text = match["value"]
-    try:
-        value = text if text is None else files.parse_json(text)
-    except ValueError:
-        value = text
-    if isinstance(value, list | dict):
-        raise ValueError(f"The value of a command is a number, a string or a boolean, got {printable(text)}.")
-    return match["name"], value
+    match = _COMMAND.fullmatch(command)
+    if match is None or len(command) > 200:
+        shown = printable(command[:200])
+        raise ValueError(f"A command is a name, or name=N with a positive number N, got {shown!r}.")
+    return match["name"], None if match["number"] is None else int(match["number"])
 
 
 @final
 class Tell(Extension):
-    """Executes the commands sent with `tell` to an `OuterLoop` that has a train loop and a local work directory.
+    """Makes an `OuterLoop` with a train loop and a local work directory execute the commands sent with `tell`.
 
     Once per second, and at every log point, the first process looks for files in `<workdir>/commands`. If it finds any,
     all processes pause at the same step, after the current dispatch. The first process reads the files. All processes
@@ -187,7 +177,7 @@ class Commands(Item):
     def __init__(self, experiment: Experiment, workdir: epath.Path):
         super().__init__(Rank.COMMAND)
         self._experiment, self._actions = experiment, _named(experiment.actions)
-        self._changes: list[str] = []  # The commands that have changed settings so far.
+        self._changes: list[str] = []  # The commands that have changed intervals so far.
         self._profiles: list[ProfileAction] = []
         self._inbox = _Inbox(workdir)
         self._has_ended = threading.Event()
@@ -197,7 +187,7 @@ class Commands(Item):
             self._thread.start()
 
     def poll(self) -> None:
-        """Requests a pause of the run if commands are pending."""
+        """Asks the run to pause if commands are pending."""
         if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 
@@ -245,36 +235,33 @@ class Commands(Item):
         Raises:
           ValueError: If the command is unknown or has an invalid value. In that case, nothing is changed.
         """
-        name, value = parse(command)
+        name, number = parse(command)
         requested: list[Item] = [*savers]
-        if name == "save" and value is None:
+        if command == "save":
             if not savers:
                 raise ValueError("The train loop has no CheckpointAction.")
-        elif name == "stop" and value is None:
+        elif command == "stop":
             self._job.requests.outermost.confirm(interrupt.STOP)
-        elif name == "profile" and _is_count(value):
-            self._profiles.append(ProfileAction(self._inbox.profile_dir, now.steps + 2, value))
+        elif name == "profile" and number is not None:
+            self._profiles.append(ProfileAction(self._inbox.profile_dir, now.steps + 2, number))
             self._agenda.add(ActionItem(self._profiles[-1], {}))
         else:
-            requested += self._change(name, value)
+            requested.append(self._change(name, number))
             self._changes.append(command)
         for item in requested:
             item.is_requested = True
         logging.info("Executed the command %r after step %d.", printable(command), now.steps)
         self._experiment.history.commit(now, {"command": command})
 
-    def _change(self, name: str, value: Any) -> list[Item]:
-        """Changes an interval or another setting. Returns the agenda items to call now."""
-        items, name = self._items(), "history.interval" if name == "log_every" else name
-        action, _, setting = name.partition(".")
-        if setting == "interval" and action in items and _is_count(value):
-            owner: Any = getattr(items[action], "action", items[action])
-            owner.interval = every(steps=value) | last()
-            return [items[action]]
-        if setting not in self._settings(action):
-            raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(items))}.")
-        self._actions[action].change(setting, value)
-        return []
+    def _change(self, name: str, number: int | None) -> Item:
+        """Changes the interval of an item and returns the item, which is then called now."""
+        items = self._items()
+        if name not in items or number is None:
+            known = ["save", "stop", "profile=N", *(f"{each}=N" for each in items)]
+            raise ValueError(f"Unknown command. Known: {', '.join(known)}.")
+        owner: Any = getattr(items[name], "action", items[name])
+        owner.interval = every(steps=number) | last()
+        return items[name]
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"changes": self._changes} if self._changes else {}
@@ -291,23 +278,12 @@ class Commands(Item):
     def _agenda(self) -> Agenda:
         return self._experiment.loops[0].engine.run.agenda
 
-    def _settings(self, action: str) -> Sequence[str]:
-        return self._actions[action].settings if action in self._actions else ()
-
     def _items(self) -> dict[str, Item]:
-        """Returns the agenda items of the train loop's end actions, keyed by name.
-
-        The item that adds rows to the history has the key "history".
-        """
-        names, items = {id(action): name for name, action in self._actions.items()}, self._agenda.called_here
-        own = lambda item: "history" if item.rank == Rank.ROW else names.get(id(getattr(item, "action", None)))
-        named = {own(item): item for item in items}
+        """Returns the items whose intervals can be changed, by the names of the commands that change them."""
+        names = {id(action): f"{name}.interval" for name, action in self._actions.items()}
+        own = lambda item: "log_every" if item.rank == Rank.ROW else names.get(id(getattr(item, "action", None)))
+        named = {own(item): item for item in self._agenda.called_here}
         return {name: item for name, item in named.items() if name is not None}
-
-    def _known(self, items: Mapping[str, Item]) -> list[str]:
-        intervals = [f"{name}.interval=N" for name in items if name != "history"]
-        settings = [f"{name}.{each}=X" for name in self._actions for each in self._settings(name)]
-        return ["save", "stop", "profile=N", "log_every=N", *intervals, *settings]
 
 
 @final
@@ -357,7 +333,7 @@ class _Inbox:
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:
-    """Returns the actions, keyed by name. Later actions of the same class are numbered, as in `early_stopping_2`."""
+    """Returns actions by name, such as `early_stopping` and `early_stopping_2` for two actions of the same class."""
     named: dict[str, Action] = {}
     for action in actions:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")
@@ -365,7 +341,3 @@ def _named(actions: Sequence[Action]) -> dict[str, Action]:
         numbered = (f"{name}_{number}" for number in itertools.count(2))
         named[next(each for each in itertools.chain([name], numbered) if each not in named)] = action
     return named
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
