@@ -121,8 +121,8 @@ def test_profile_command_profiles_the_next_steps(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 8}], ids=["single", "fused"])
 def test_a_command_is_saved_at_once_and_a_killed_run_keeps_what_it_changed(tmp_path, options):
-    given = {13: ["log_every=7"], 24: ["checkpoint.interval=9", "early_stopping.interval=6"]}
-    make = lambda: [jaxloop.EarlyStoppingAction("loss", patience=100, min_delta=10.0, interval=every(steps=3))]
+    given = {13: ["log_every=7"], 24: ["checkpoint.interval=9", "early_stopping.interval=1"]}
+    make = lambda: [jaxloop.EarlyStoppingAction("loss", patience=30, min_delta=10.0, interval=every(steps=3))]
     state, whole, _ = train(tmp_path / "whole", given, more=make(), total=80, **options)
     first, second, third = commands.answers(tmp_path / "whole")
     saved = checkpoint.all_steps(tmp_path / "whole")

@@ -58,7 +58,7 @@ def test_replay_matches_the_run(devices, data_parallel, tmp_path, assert_same):
     assert_same(after.params, seen.params)
     assert np.isinf((outputs or {})["loss"])
     if devices == 1:
-        eager, outputs = jaxloop.replay(tmp_path, step, 5, eagerly=True)
+        eager, outputs = jaxloop.replay(tmp_path / "failures" / "5", step, eagerly=True)
         np.testing.assert_allclose(eager.params["kernel"], seen.params["kernel"], rtol=1e-5)
         assert np.isinf((outputs or {})["loss"]) and not step.was_traced
 

@@ -405,7 +405,9 @@ MISTAKES = {
         save=at(50),
     ),
     "early stopping as a begin action": error(
-        "EarlyStoppingAction", "can't stop a loop as one of its begin_actions", begin_actions=(STOPPING("loss"),)
+        "EarlyStoppingAction",
+        "is one of the begin_actions, which receive no outputs",
+        begin_actions=(STOPPING("loss"),),
     ),
     "an action that can't be resumed": error(
         "Forgetful(interval=1) of the train loop",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,10 +105,6 @@ class EarlyStoppingAction(Action):
     def monitors(self) -> Sequence[str]:
         return (self.monitor.name,)
 
-    def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        if outputs is None:
-            yield f"{self!r} can't stop a loop as one of its begin_actions. Add it to the end_actions."
-
     @property
     def best(self) -> float | None:
         """The best value so far, or None before the first measurement."""
@@ -139,7 +135,7 @@ class EarlyStoppingAction(Action):
         **kwargs: Any,
     ) -> None:
         if outputs is None:
-            raise TypeError(*self.check(state, outputs))
+            raise TypeError(f"{self!r} can't stop a loop as one of its begin_actions. Add it to the end_actions.")
         now = Elapsed(step_num) if elapsed is None else elapsed.without_previous()
         self._memory.seen_at = now
         value = self.monitor.measured(outputs, history, now)

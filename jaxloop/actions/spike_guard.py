@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -69,10 +69,6 @@ class SpikeGuard(Action):
     @property
     def monitors(self) -> Sequence[str]:
         return (self._monitor.name,)
-
-    def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        if outputs is None:
-            yield f"{self!r} is one of the begin_actions, which receive no outputs. Add it to the end_actions."
 
     def __repr__(self) -> str:
         return (

@@ -94,8 +94,6 @@ class SummaryAction(WriterAction):
         return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        if outputs is None:
-            yield f"{self!r} is one of the begin_actions, which receive no outputs. Add it to the end_actions."
         scalars, media = metrics.scalars_and_media(outputs)
         for name, metric in media.items():
             try:

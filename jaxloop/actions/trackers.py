@@ -143,10 +143,7 @@ class _TrackerWriter(abc.ABC):
                 if self._id is None:
                     files.prepare_directory(self._file.parent)
                     self._id = secrets.token_hex(16)
-                    new = self._file.with_suffix(".new")
-                    with files.open_file(new, "w") as file:
-                        file.write(f"{self._id}\n")
-                    new.replace(self._file)
+                    files.write_atomically(self._file, f"{self._id}\n".encode())
                 if self._status != "running":
                     self._open()
                     self._status = "running"

@@ -65,6 +65,14 @@ def opener(directory: epath.PathLike) -> Callable[..., IO[Any]]:
     return remote if is_remote(directory) else functools.partial(open, opener=open_descriptor)
 
 
+def write_atomically(path: epath.PathLike, content: bytes) -> None:
+    """Writes a file under a temporary name and then renames it, so that no reader finds an incomplete file."""
+    unfinished = epath.Path(f"{os.fspath(path)}.new")
+    with open_file(unfinished, "wb") as file:
+        file.write(content)
+    unfinished.replace(path)
+
+
 def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     """Returns the contents of a regular file.
 

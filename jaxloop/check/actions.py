@@ -1,13 +1,13 @@
 """Checks for actions: when they are called, and which values they save, monitor and write."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 from jaxloop import metrics
 from jaxloop.actions.action import Action
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.monitor import Monitor
+from jaxloop.actions.spike_guard import SpikeGuard
 from jaxloop.actions.summary_action import SummaryAction
 from jaxloop.base import checks, encoding
 from jaxloop.check.experiment import Part
@@ -20,8 +20,7 @@ At = Literal["begin", "end", "step"]
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class CalledAction:
+class CalledAction(NamedTuple):
     """An action of a loop or a step, with the predicted calls to the action.
 
     Attributes:
@@ -110,6 +109,8 @@ def _run_check(called: CalledAction, state: Any) -> None:
     """Adds the problems that the action's `check` method finds."""
     if called.at != "begin" and called.part.outputs is None and checks.is_user_defined(called.action, "check"):
         return  # The outputs are unknown, and the user's method may need them.
+    if called.at == "begin" and isinstance(called.action, EarlyStoppingAction | SpikeGuard | SummaryAction):
+        called.here.error("It is one of the begin_actions, which receive no outputs. Add it to the end_actions.")
     outputs = None if called.at == "begin" else called.part.outputs or {}
     texts: Any = called.action.check(state, outputs)
     if isinstance(texts, str) or not isinstance(texts, Iterable):

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -24,8 +24,7 @@ from jaxloop.schedules import Elapsed
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class TrainData:
+class TrainData(NamedTuple):
     """The opened training dataset.
 
     Attributes:

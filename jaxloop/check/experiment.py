@@ -1,7 +1,6 @@
 """Classes that describe a checked experiment, its state and its loops."""
 
-import dataclasses
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
@@ -14,8 +13,7 @@ from jaxloop.schedules import Schedule
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """An experiment to check, with the options of the check.
 
     Attributes:
@@ -40,8 +38,7 @@ class Checked:
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """The state that a run would start from.
 
     Attributes:
@@ -54,8 +51,7 @@ class State:
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A loop of the experiment, with the check's predictions for it.
 
     Attributes:

@@ -1,7 +1,6 @@
 """Checks for a step, including its state, hooks, `run` method and memory use."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -73,7 +72,7 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
             step.begin_evaluation()
         known = _ready_for_run(part, state, batch)
         if known is None:
-            return dataclasses.replace(part, is_open=True)
+            return part._replace(is_open=True)
         (ready,) = known
         if not _can_be_traced(here, step, batch, ready):
             return part
@@ -92,7 +91,7 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
         # Not zeros, because a metric may divide by them.
         ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), outputs)
         like_outputs = metrics.LoopOutputs({name: [metrics.fetch(value)] for name, value in ones.items()}, [1])
-        return dataclasses.replace(part, outputs=like_outputs)
+        return part._replace(outputs=like_outputs)
     return part
 
 

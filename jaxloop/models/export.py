@@ -70,8 +70,4 @@ def export(
         if batch_size is None:
             error.add_note("The model may not support every batch size. Give jaxloop.export(..., batch_size=...).")
         raise
-    serialized, target = exported.serialize(), files.absolute(path)
-    unfinished = target.with_name(f"{target.name}.tmp")
-    with files.open_file(unfinished, "wb") as file:
-        file.write(serialized)
-    unfinished.replace(target)
+    files.write_atomically(files.absolute(path), exported.serialize())

@@ -1,9 +1,8 @@
 """The layout of a state across devices, which can be printed as a table."""
 
-import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -12,8 +11,7 @@ from jaxloop.base.text import table
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class LeafLayout:
+class LeafLayout(NamedTuple):
     """The layout of one leaf of a state.
 
     Attributes:

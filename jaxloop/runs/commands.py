@@ -97,10 +97,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
     directory = files.absolute(workdir) / DIRECTORY
     files.make_directory(directory)
     name = f"{time.time_ns()}-{secrets.token_hex(8)}"
-    path = os.path.join(directory, f"{name}.json")
-    with files.open_file(f"{path}.new", "w") as file:
-        json.dump({"command": command}, file)
-    os.rename(f"{path}.new", path)
+    files.write_atomically(directory / f"{name}.json", json.dumps({"command": command}).encode())
     deadline = time.monotonic() + wait_secs
     while True:
         answer = next((each for each in answers(workdir) if each.id == name), None)

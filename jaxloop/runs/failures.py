@@ -140,9 +140,7 @@ def _written_at(folder: epath.Path) -> int:
 # Replay ----------------------------------------------------------------------------------------------
 
 
-def replay(
-    path: epath.PathLike, step: Step, step_num: int | None = None, *, state: Any = None, eagerly: bool = False
-) -> tuple[Any, types.Output]:
+def replay(path: epath.PathLike, step: Step, *, state: Any = None, eagerly: bool = False) -> tuple[Any, types.Output]:
     """Reruns a failed step from the record written by an `OuterLoop` that has a `workdir`.
 
     On the same devices, the results are bit-identical to the original ones. If any results aren't finite, a warning
@@ -166,10 +164,8 @@ def replay(
     (8, nan)
 
     Args:
-      path: The directory `<workdir>/failures/<step>`, or the work directory.
+      path: The directory `<workdir>/failures/<step>`, or the work directory, whose most recent record is replayed.
       step: The run's `Step` object, or one created in the same way.
-      step_num: The number of the failed step. Pass it only if `path` is a work directory. If None, the most recent
-        record is replayed.
       state: A state with the same structure as the run's state. It is not donated. If it is more recent than the
         recorded state, and all later batches were recorded, the replay starts from it. Otherwise, it serves only as a
         template for restoring the recorded state. If None, a newly created state is used, which requires that
@@ -187,7 +183,7 @@ def replay(
       ValueError: If the PRNG keys of `step` differ from those of the run, or if the state before the failed step isn't
         available.
     """
-    folder = _folder(path, step_num)
+    folder = _folder(path)
     noted = files.parse_json(files.read_bytes(folder / _FILE, _MAX_FILE_BYTES))
     if noted["keys"] != encoding.encode_keys(step.base_prng):
         raise ValueError(
@@ -219,16 +215,13 @@ def _run_again(step: Step, state: Any, batch: types.Batch, *, eagerly: bool) -> 
     return checks.check_result(step.end(state, outputs), f"{type(step).__name__}.end")
 
 
-def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
+def _folder(path: epath.PathLike) -> epath.Path:
     path = files.absolute(path)
-    if (path / _FILE).exists() and step_num is None:
-        return path
-    names = (path / FOLDER).glob("*" if step_num is None else str(step_num))
-    found = [each for each in names if (each / _FILE).exists() and each.name.isdigit()]
+    places = [path, *(each for each in (path / FOLDER).glob("*") if each.name.isdigit())]
+    found = [each for each in places if (each / _FILE).exists()]
     if not found:
-        what = "failure" if step_num is None else f"failure of step {step_num}"
         raise FileNotFoundError(
-            f"No {what} is recorded in {path}. An OuterLoop with a workdir, or with a CheckpointSpec, records one in "
+            f"No failure is recorded in {path}. An OuterLoop with a workdir, or with a CheckpointSpec, records one in "
             f"{FOLDER}/<step> there when a step fails."
         )
     return max(found, key=_written_at)
