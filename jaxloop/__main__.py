@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {
         "status": "how far each run is",
-        "goodput": "where the wall time of the runs went, in total",
+        "goodput": "where the wall time of each run went",
         "compare": "the runs in the order of the best value of a metric",
     }
     for name, text in texts.items():
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print JSON")
     command = commands.add_parser("tell", help="give commands to a run", description="Gives commands to a run.")
     command.add_argument("workdirs", nargs=1, metavar="workdir", help="the work directory of an OuterLoop that trains")
-    known = "save, stop, profile=5, log_every=10, summary.interval=100, ..."
+    known = "save, stop, log_every=10, summary.interval=100, ..."
     command.add_argument("commands", nargs="+", metavar="command", help=known)
     command.add_argument("--wait", type=float, default=30.0, help="seconds to wait for each answer (30)")
     options = parser.parse_args(arguments)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "status":
                 found = [status(each) for each in options.workdirs]
             case "goodput":
-                found = [goodput(*options.workdirs)]
+                found = [goodput(each) for each in options.workdirs]
             case "compare":
                 found = [compare(options.workdirs, options.by, options.mode)]
             case _:

@@ -98,7 +98,7 @@ def test_log_every_adds_a_row_at_once_and_then_every_n_steps(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    ["foo", "save=3", "profile", "log_every", "stop.interval=3", "early_stopping"],
+    ["foo", "save=3", "profile=3", "log_every", "stop.interval=3", "early_stopping"],
 )
 def test_invalid_command_is_rejected_with_a_list_of_valid_ones(tmp_path, command):
     stopping = jaxloop.EarlyStoppingAction("loss", patience=1000, interval=every(steps=1))
@@ -106,17 +106,8 @@ def test_invalid_command_is_rejected_with_a_list_of_valid_ones(tmp_path, command
     (answer,) = commands.answers(tmp_path)
     assert answer.error is not None and int(state.step) == 30
     assert not any("command" in logs for _, logs in rows(outer_loop))
-    for known in ("save", "stop", "profile=N", "log_every=N", "early_stopping.interval=N", "checkpoint.interval=N"):
+    for known in ("save", "stop", "log_every=N", "early_stopping.interval=N", "checkpoint.interval=N"):
         assert known in answer.error
-
-
-def test_profile_command_profiles_the_next_steps(tmp_path):
-    train(tmp_path, {11: ["profile=3"]}, saves_every=10)
-    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-    checkpoint_after = checkpoint.all_steps(tmp_path)[-1]
-    shutil.rmtree(tmp_path / str(checkpoint_after))
-    state, _, _ = train(tmp_path, saves_every=10)  # The checkpoint has the state of the added action.
-    assert int(state.step) == 60
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 8}], ids=["single", "fused"])
@@ -197,7 +188,7 @@ def test_finished_run_rejects_commands(tmp_path, capsys):
     assert "has ended: finished" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="has no run log"):
         jaxloop.tell(tmp_path / "nothing", "save")
-    for command in ("save now", "profile=0", "log_every=-1", "log_every=x", "checkpoint.keep=3", "x" * 201):
+    for command in ("save now", "log_every=0", "log_every=-1", "log_every=x", "checkpoint.keep=3", "x" * 201):
         with pytest.raises(ValueError, match="A command is a name"):
             jaxloop.tell(tmp_path, command)
 

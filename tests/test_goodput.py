@@ -82,8 +82,6 @@ def test_each_second_of_a_run_is_counted_once(tmp_path):
     assert found == jaxloop.runs.accounts.Goodput(parts, steps=70, repeated_steps=10, starts=2)
     assert found.total == 43.0
     assert "start-up            25.6%  11.0 s" in str(found)
-    both = jaxloop.goodput(tmp_path, tmp_path)
-    assert (both.total, both.steps, both.starts) == (86.0, 140, 4)
 
 
 def test_goodput_counts_steps_repeated_steps_and_time(tmp_path):

@@ -29,7 +29,7 @@ _PARTS = {
 @final
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """A breakdown of the wall time of one or more runs.
+    """A breakdown of the wall time of a run.
 
     The parts of a run's wall time add up to the time between the first start of the run and its last recorded activity.
     `str` returns the parts as a table.
@@ -63,11 +63,6 @@ class Goodput:
         """The total wall time, in seconds."""
         return sum(self.parts.values())
 
-    def __add__(self, other: "Goodput") -> "Goodput":
-        parts = {part: self.parts.get(part, 0.0) + other.parts.get(part, 0.0) for part in _PARTS}
-        counts = (self.steps + other.steps, self.repeated_steps + other.repeated_steps, self.starts + other.starts)
-        return Goodput(parts, *counts)
-
     def __str__(self) -> str:
         counts = {"productive": f"{self.steps:,} steps", "repeated": f"{self.repeated_steps:,} steps"}
         rows = [(name, self.parts.get(part, 0.0), counts.get(part, "")) for part, name in _PARTS.items()]
@@ -78,8 +73,8 @@ class Goodput:
         return table(cells, right=(1, 2))
 
 
-def goodput(*workdirs: epath.PathLike) -> Goodput:
-    """Returns a breakdown of the wall time of one or more runs, which may still be in progress.
+def goodput(workdir: epath.PathLike) -> Goodput:
+    """Returns a breakdown of the wall time of a run, which may still be in progress.
 
     The times are read from the run log, `goodput.jsonl`. Every `OuterLoop` with a local work directory appends to this
     log when a run starts, at log points, and when the run ends.
@@ -94,9 +89,9 @@ def goodput(*workdirs: epath.PathLike) -> Goodput:
     (100, 0, 1)
 
     Raises:
-      FileNotFoundError: If one of the directories has no run log.
+      FileNotFoundError: If the directory has no run log.
     """
-    return sum((of_attempts(run_log.read(workdir)) for workdir in workdirs), Goodput())
+    return of_attempts(run_log.read(workdir))
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:

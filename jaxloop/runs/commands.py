@@ -16,10 +16,9 @@ from absl import logging
 from etils import epath
 
 from jaxloop.actions.action import Action
-from jaxloop.actions.profile_action import ProfileAction
 from jaxloop.base import files
 from jaxloop.base.text import printable
-from jaxloop.engine.agenda import ActionItem, Agenda, Item, Moment, Rank
+from jaxloop.engine.agenda import Agenda, Item, Moment, Rank
 from jaxloop.experiment.extension import Experiment, Extension
 from jaxloop.processes import agreement, interrupt
 from jaxloop.runs import run_log
@@ -64,7 +63,6 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
 
     - `save`: saves a checkpoint.
     - `stop`: saves a checkpoint and ends the run, like Ctrl-C.
-    - `profile=5`: records a profile of the next 5 steps in `<workdir>/profile`.
     - `log_every=10`: adds a row to the history now and every 10 steps.
     - `summary.interval=100`: calls an end action of the train loop (here, the `SummaryAction`) now and every 100 steps.
 
@@ -175,7 +173,6 @@ class Commands(Item):
         super().__init__(Rank.COMMAND)
         self._experiment, self._actions = experiment, _named(experiment.actions)
         self._changes: list[str] = []  # The commands that have changed intervals so far.
-        self._profiles: list[ProfileAction] = []
         self._inbox = _Inbox(workdir)
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
@@ -198,8 +195,6 @@ class Commands(Item):
         if self._job.is_first:
             self._thread.join()
             self._inbox.reject_pending()
-        for each in self._profiles:
-            each.close()
 
     @property
     def _job(self) -> agreement.Job:
@@ -239,9 +234,6 @@ class Commands(Item):
                 raise ValueError("The train loop has no CheckpointAction.")
         elif command == "stop":
             self._job.requests.outermost.confirm(interrupt.STOP)
-        elif name == "profile" and number is not None:
-            self._profiles.append(ProfileAction(self._inbox.profile_dir, now.steps + 2, number))
-            self._agenda.add(ActionItem(self._profiles[-1], {}))
         else:
             requested.append(self._change(name, number))
             self._changes.append(command)
@@ -254,7 +246,7 @@ class Commands(Item):
         """Changes the interval of an item and returns the item, which is then called now."""
         items = self._items()
         if name not in items or number is None:
-            known = ["save", "stop", "profile=N", *(f"{each}=N" for each in items)]
+            known = ["save", "stop", *(f"{each}=N" for each in items)]
             raise ValueError(f"Unknown command. Known: {', '.join(known)}.")
         owner: Any = getattr(items[name], "action", items[name])
         owner.interval = every(steps=number) | last()
@@ -289,7 +281,6 @@ class _Inbox:
 
     def __init__(self, workdir: epath.Path):
         self._workdir = workdir
-        self.profile_dir: epath.Path = workdir / "profile"
         self._answered: set[str] = set()
 
     def pending(self) -> list[str]:
