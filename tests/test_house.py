@@ -74,7 +74,7 @@ BUDGET = {
     "history": 360,
     "loop": 74,
     "metrics": 282,
-    "models": 946,
+    "models": 943,
     "outer_loop": 328,
     "partition": 491,
     "processes": 505,

@@ -65,7 +65,7 @@ def opener(directory: epath.PathLike) -> Callable[..., IO[Any]]:
     return remote if is_remote(directory) else functools.partial(open, opener=open_descriptor)
 
 
-def write_atomically(path: epath.PathLike, content: bytes) -> None:
+def write_atomically(path: epath.PathLike, content: bytes | bytearray) -> None:
     """Writes a file under a temporary name and then renames it, so that no reader finds an incomplete file."""
     unfinished = epath.Path(f"{os.fspath(path)}.new")
     with open_file(unfinished, "wb") as file:

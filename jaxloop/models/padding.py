@@ -11,6 +11,7 @@ import numpy as np
 from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.metrics import fetch, value_of
+from jaxloop.models.function_step import FunctionStep
 from jaxloop.processes import agreement
 from jaxloop.step import Step, forward
 from jaxloop.step.runner import Runner
@@ -188,20 +189,13 @@ class PaddingRunner(Runner):
     @functools.cached_property
     def forward_step(self) -> Step:
         """A step that only calls the model. It is cached together with its compiled function."""
-        return _Forward(self.step)
+        step = self.step
 
+        def run(state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+            outputs, _ = step.call_model(state, step.params_to_evaluate(state), step._inputs_of(batch), train=False)
+            return state, {"outputs": outputs}
 
-class _Forward(Step):
-    """A step that only calls the model of a `LossStep`, for `LossStep.predict`."""
-
-    def __init__(self, step: Any):
-        super().__init__(step.base_prng, None, partitioner=step.partitioner)
-        self._step = step
-
-    def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        step = self._step
-        outputs, _ = step.call_model(state, step.params_to_evaluate(state), step._inputs_of(batch), train=False)
-        return state, {"outputs": outputs}
+        return FunctionStep(run, step.partitioner)
 
 
 def mask_of(batch: Any) -> Any:
