@@ -45,8 +45,6 @@ class Elapsed:
     >>> elapsed = Elapsed(steps=10_000, samples=320_000, time=12.5)
     >>> elapsed
     Elapsed(steps=10000, samples=320000, time=12.5, loops=0)
-    >>> elapsed >= at(steps=10_000), elapsed < at(time=60)
-    (True, True)
     """
 
     steps: int = 0
@@ -68,12 +66,6 @@ class Elapsed:
         own = vars(self)  # More than twice as fast as a frozen dataclass; there may be one object per step.
         own["steps"], own["samples"], own["time"], own["loops"] = steps, samples, time, loops
         own["is_last"], own["previous"] = is_last, previous
-
-    def __ge__(self, point: "Schedule") -> bool:
-        return point.reached(self) if isinstance(point, Schedule) else NotImplemented
-
-    def __lt__(self, point: "Schedule") -> bool:
-        return not point.reached(self) if isinstance(point, Schedule) else NotImplemented
 
     def advance(self, *, samples: int, time: float, steps: int = 1) -> "Elapsed":
         """Returns the run's progress after one more batch.
@@ -138,7 +130,6 @@ class Schedule(abc.ABC):
       next_step, next_time: Called after `fires` to determine when to call `fires` again. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
       stops: Called at the start of such a run, and after each step at which the schedule can fire.
-      reached: Called by comparisons such as `elapsed >= schedule`.
 
     >>> every(steps=100) | last()
     every(steps=100) | last()
@@ -192,14 +183,6 @@ class Schedule(abc.ABC):
         `at(...)` becomes `after(...)`, so that a run that is already past the given point also stops.
         """
         return self
-
-    def reached(self, now: Elapsed) -> bool:
-        """Returns True if a run has reached the point that the schedule defines. Implements `elapsed >= at(...)`.
-
-        Raises:
-          TypeError: If the schedule doesn't define a point in a run.
-        """
-        raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 
     def __call__(self, elapsed: Elapsed) -> bool:
         """Returns True if the schedule fires at the current step. For hand-written loops: `if schedule(elapsed)`."""
@@ -471,20 +454,20 @@ class _Every(_Counted):
 class _Point(_Counted):
     """A schedule defined by a point in the run."""
 
-    def reached(self, now: Elapsed) -> bool:
+    def _reached(self, now: Elapsed) -> bool:
         return getattr(now, self.unit) >= self.value
 
     def _next(self, now: Elapsed) -> Any:
-        return None if self.reached(now) else self.value
+        return None if self._reached(now) else self.value
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.reached(now)
+        return self._reached(now)
 
 
 class _At(_Point):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.reached(now) and (
-            not self.reached(before) or getattr(now, self.unit) == 0 or now.steps == now.samples == 0
+        return self._reached(now) and (
+            not self._reached(before) or getattr(now, self.unit) == 0 or now.steps == now.samples == 0
         )
 
     def as_stop(self) -> Schedule:
@@ -493,10 +476,10 @@ class _At(_Point):
 
 class _After(_Point):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.reached(now) and now.steps > before.steps
+        return self._reached(now) and now.steps > before.steps
 
     def next_step(self, now: Elapsed) -> int | None:
-        return now.steps + 1 if self.reached(now) else super().next_step(now)
+        return now.steps + 1 if self._reached(now) else super().next_step(now)
 
 
 class _Last(Schedule):
@@ -532,9 +515,6 @@ class _Pair(Schedule):
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self._join(each.stops(before, now) for each in (self.one, self.other))
-
-    def reached(self, now: Elapsed) -> bool:
-        return self._join([self.one.reached(now), self.other.reached(now)])  # Both, because either may raise an error.
 
     def next_time(self, now: Elapsed) -> float | None:
         # For `all`, this is earlier than the pair can fire, so that the time one step before is known.

@@ -79,7 +79,7 @@ BUDGET = {
     "partition": 491,
     "processes": 505,
     "runs": 1050,
-    "schedules": 293,
+    "schedules": 285,
     "stat_loop": 101,
     "step": 1251,
     "testing": 101,

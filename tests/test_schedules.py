@@ -59,15 +59,6 @@ def test_schedules_of_samples_and_time_fire_at_the_step_that_reaches_them():
     assert steps(after(samples=250)) == [9, 10]
 
 
-def test_elapsed_can_be_compared_with_a_point():
-    assert Elapsed(steps=10_000) >= at(steps=10_000)
-    assert not Elapsed(steps=9_999) >= at(steps=10_000)
-    assert Elapsed(time=59.0) < at(time=60) | at(steps=1)
-    assert Elapsed(steps=2, time=59.0) < at(time=60) & at(steps=1)
-    with pytest.raises(TypeError, match=r"every\(steps=5\) is not a point in a run.*Compare with at"):
-        assert Elapsed(5) >= every(5)
-
-
 def test_schedules_are_immutable_and_hashed_by_identity():
     one, two = every(1), every(1)
     assert len({one: "a", two: "b"}) == 2

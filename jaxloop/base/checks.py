@@ -96,14 +96,11 @@ def check_positive(name: str, value: Any, *, optional: bool = False, instead: st
 
 def only_one(who: str, **names: Any) -> Any:
     """Returns the value of an argument that has two names. The caller must use exactly one of them."""
-    given = {name: value for name, value in names.items() if value is not None}
-    if len(given) != 1:
-        name, other = names
-        got = " and ".join(f"{each}={value!r}" for each, value in given.items()) or "None"
-        raise TypeError(f"{who} takes {name}= (also called {other}=), got {got}.")
-    value = next(iter(given.values()))
-    if isinstance(value, int | float) or hasattr(type(value), "next_step"):  # A number or a schedule.
-        raise TypeError(f"{who} takes {next(iter(names))}= first, got {value!r}.")
+    given, (name, other) = {each: value for each, value in names.items() if value is not None}, names
+    value = next(iter(given.values()), None)
+    is_other_argument = isinstance(value, int | float) or hasattr(type(value), "next_step")  # A number or a schedule.
+    if len(given) != 1 or is_other_argument:
+        raise TypeError(f"{who} takes {name}= first (also called {other}=), got {given or None}.")
     return value
 
 

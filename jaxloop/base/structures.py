@@ -102,23 +102,20 @@ class Donating:
     """
 
     def __init__(self, fn: Callable[[Any, Any], Any], **jit_kwargs: Any):
-        def compiled(structure: Any) -> Any:
-            def of_parts(leaves: list[Any], step: Any, batch: Any) -> Any:
-                return fn(put_together(leaves, step, structure), batch)
+        def of_parts(leaves: list[Any], step: Any, batch: Any, structure: Any) -> Any:
+            return fn(put_together(leaves, step, structure), batch)
 
-            of_parts.__name__ = of_parts.__qualname__ = getattr(fn, "__name__", "fn")
-            return jax.jit(of_parts, donate_argnums=0, **jit_kwargs)
-
-        self._compiled = functools.lru_cache(MAX_STRUCTURES)(compiled)
+        of_parts.__name__ = of_parts.__qualname__ = getattr(fn, "__name__", "fn")
+        self._compiled = jax.jit(of_parts, donate_argnums=0, static_argnums=3, **jit_kwargs)
 
     def __call__(self, state: Any, batch: Any) -> Any:
         leaves, step, structure = take_apart(state)
-        return self._compiled(structure)(leaves, step, batch)
+        return self._compiled(leaves, step, batch, structure)
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Traces the function for the given arguments, which may be `jax.ShapeDtypeStruct`s."""
         leaves, step, structure = take_apart(state)
-        return self._compiled(structure).trace(leaves, step, batch)
+        return self._compiled.trace(leaves, step, batch, structure)
 
 
 def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:
