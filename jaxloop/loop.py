@@ -79,7 +79,7 @@ class Loop:
         """The loop's training progress. `elapsed.previous` is its progress one step earlier.
 
         `elapsed.time` is the number of seconds that this loop has spent training. If the loop is called with a state
-        from a different step than the last one that it returned, samples and time are reset to zero. Call `resume` to
+        whose step differs from that of the last state it returned, samples and time are reset to zero. Call `resume` to
         continue counting from an earlier run.
         """
         return self.engine.run.now

@@ -29,7 +29,9 @@ def default_writer(workdir: epath.PathLike) -> "TensorBoardWriter":
 
 @final
 class TensorBoardWriter:
-    """Writes TensorBoard event files with tensorboardX, which doesn't need TensorFlow. Also logs scalars and text.
+    """Writes TensorBoard event files with tensorboardX, which doesn't need TensorFlow.
+
+    Also writes scalars and text to the program's log.
 
     tensorboardX needs pillow for images. Without it, images are skipped, and a warning is logged once. The event file
     is created by the first write.

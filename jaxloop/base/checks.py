@@ -271,7 +271,7 @@ def check_batch(batch: Any) -> None:
 
 
 def problems_of_batch(batch: Any) -> Iterator[str]:
-    """Yields a sentence for each batch leaf that JAX can't handle."""
+    """Yields a message for each batch leaf that JAX can't handle."""
     for name, leaf in batch_leaves(batch).items():
         if problem := _problem_of_leaf(leaf, "Drop it, or make it numbers, in Step.preprocess_batch or Step.begin."):
             yield f"{name} is {problem}"

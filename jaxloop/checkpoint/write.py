@@ -130,7 +130,10 @@ class CheckpointWriter:
     def _save_args(
         self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
     ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
-        """Returns Orbax's arguments and the custom metadata. Raises an error if a value could not be restored."""
+        """Returns the arguments for Orbax and the custom metadata.
+
+        Raises an error if a value couldn't be restored later.
+        """
         custom_metadata = _json_copy(metadata, "metadata")
         checks.check_counter(getattr(state, "step", None))
         state = stored.storable(checks.as_arrays(state))

@@ -137,7 +137,8 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
     4
 
     Args:
-      make_batch: A pure function of the batch index, which starts at 0. Use the index to seed random numbers.
+      make_batch: A pure function of the batch index, which starts at 0. Use the index to seed any random number
+        generator.
       num_batches: The number of batches in an epoch, or None for an endless dataset.
     """
     if not callable(make_batch):

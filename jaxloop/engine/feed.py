@@ -49,8 +49,8 @@ class Feed(Iterator[types.Batch]):
       dataset: The iterator.
       joint: The argument of the same name.
       ahead: The batches that have been read but not used yet.
-      examples: In a multi-process job, the number of examples, summed over all processes, in each batch that is in
-        `ahead` or has been returned but not counted yet.
+      examples: In a multi-process job, a list with the size of each batch, summed over all processes. It covers the
+        batches returned since the last call to `count` and those in `ahead`.
       has_ended: True if the dataset has ended and all of its batches have been used.
     """
 

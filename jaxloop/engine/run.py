@@ -153,7 +153,7 @@ class Run:
         self.loops, self.batches = self.loops + 1, 0
 
     def pass_ends(self, loop_steps: int | None, updates: int, *, also_here: bool) -> None:
-        """Counts the loops that ended during the latest steps without anything being due.
+        """Adds to `loops` the loops that ended during the latest steps without anything being due.
 
         For example, if the latest steps were 7 to 25 and a loop has 10 steps, the loops that end at steps 10 and 20 are
         counted.
@@ -295,7 +295,7 @@ class Steps:
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
         """Returns True if there is another batch, which is then read ahead.
 
-        Also returns True, without reading a batch, if the next loop wraps the data again.
+        Also returns True, without reading a batch, if the next loop's `begin` hook will wrap the iterator again.
         """
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]

@@ -27,7 +27,8 @@ class Sources:
 
     Attributes:
       passes: The number of completed epochs.
-      is_new: True if positions refer to the new dataset of a run with `restore_data=False`; see `CheckpointSpec`.
+      is_new: True if the run was resumed with `restore_data=False`, so its positions refer to a new dataset; see
+        `CheckpointSpec`.
     """
 
     def __init__(self):
@@ -132,9 +133,9 @@ class TrainingData:
     def next_epoch(self, *, saves: bool) -> bool:
         """Ends the current epoch and begins the next one. Returns False if there is no next epoch.
 
-        A checkpoint saved between two epochs stores the start of the next one, whose batches may come in another order.
-        A checkpoint saved after the last epoch does the same, so that a later run can resume and train for more epochs.
-        Raises an error if the epoch had no batches.
+        A checkpoint saved between two epochs stores the start of the next epoch, whose batches may be in a different
+        order. A checkpoint saved after the last epoch stores the start of one more epoch, so that a later run can
+        resume and train for more epochs. Raises an error if the epoch had no batches.
 
         Args:
           saves: Whether the run saves checkpoints.

@@ -1,4 +1,4 @@
-"""Starts or resumes the training of an experiment, and trains to the end."""
+"""Starts or resumes the training of an experiment and runs it to completion."""
 
 import dataclasses
 import functools
