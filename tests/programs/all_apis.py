@@ -24,6 +24,7 @@ def loss(outputs, batch):
 
 
 batches = data.shard_for_process([make_batch(number) for number in range(12)])
+partitioner = jaxloop.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
 for train_epochs in (2, 3):
     state, history = jaxloop.fit(
         nn.Dense(1),
@@ -33,12 +34,11 @@ for train_epochs in (2, 3):
         optimizer=optax.sgd(0.1),
         train_epochs=train_epochs,
         workdir=workdir,
-        partitioner="auto",
+        partitioner=partitioner,
         progress=None,
     )
     print("fit", int(state.step), history.collect("steps", "eval.loss")[0])
 
-partitioner = jaxloop.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
 step, eval_step = (
     jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partitioner, train=train, loss=loss)
     for train in (True, False)
