@@ -238,7 +238,8 @@ def every(
 
     Args:
       steps: The interval in completed updates.
-      samples: The interval in examples. The schedule fires at each step whose batch reaches or passes a multiple.
+      samples: The interval in examples. The schedule fires at each step at which the number of examples reaches or
+        passes a multiple.
       time: The interval in seconds of training time. The schedule fires at the first step after each multiple.
       loops: The interval in train loops.
     """

@@ -292,7 +292,9 @@ class Checkpoint:
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
-        """Returns the run's progress at this checkpoint. If it was not saved, only the step is known.
+        """Returns the run's progress at this checkpoint.
+
+        If the checkpoint doesn't contain the progress, the result has only the step.
 
         Raises:
           CheckpointError: If the saved progress is invalid.

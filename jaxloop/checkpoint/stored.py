@@ -33,9 +33,9 @@ def storable(tree: Any) -> Any:
 
 
 def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a copy of a tree in which the leaves at the paths in `values` are replaced.
+    """Returns a copy of a tree in which the leaf at each path in `values` is replaced with the value.
 
-    To replace a typed PRNG key, pass the key's data.
+    To replace a typed PRNG key, pass the new key's data.
     """
     by_path = checks.leaves_by_path(tree)
     ours, leaves = list(by_path.values()), [values.get(path, leaf) for path, leaf in by_path.items()]

@@ -337,7 +337,7 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
     Raises:
       TypeError: If the dict contains a value that can't be represented in JSON.
-      ValueError: If the JSON is too large to be read again.
+      ValueError: If the JSON is too large to be read back.
     """
     try:
         text = json.dumps(value, default=lambda mapping: {**mapping})
