@@ -33,7 +33,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
     # Checked before opening, because opening some devices has side effects.
     with contextlib.suppress(FileNotFoundError):  # Another process may delete the file at any time.
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            message = "Expected a regular file, and found a link, a directory, a pipe or a device. Remove it"
+            message = "Expected a regular file, but this is a link, directory, pipe or device. Remove it"
             raise OSError(errno.EINVAL, message, os.fspath(path))
     descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFE_FLAGS, mode)
     if flags & os.O_TRUNC:
@@ -51,7 +51,7 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
     ...     open_file(directory / "history.jsonl", "rb")
     ... except OSError as error:
     ...     print(error.strerror)
-    Expected a regular file, and found a link, a directory, a pipe or a device. Remove it
+    Expected a regular file, but this is a link, directory, pipe or device. Remove it
 
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
@@ -142,7 +142,7 @@ def make_directory(path: epath.PathLike) -> None:
       OSError: If the path is a symbolic link, isn't a directory, or can't be created.
     """
     if not is_remote(path) and os.path.islink(path):
-        raise OSError(errno.EINVAL, "Expected a directory and found a symbolic link. Remove it", os.fspath(path))
+        raise OSError(errno.EINVAL, "Expected a directory, but this is a symbolic link. Remove it", os.fspath(path))
     epath.Path(path).mkdir(parents=True, exist_ok=True)
 
 

@@ -124,7 +124,7 @@ def restore(
       step: The step of the checkpoint, which can be 0.
       state: A state of JAX arrays with the same structure, shapes and dtypes as the saved one. The shardings may
         differ. The state is not donated.
-      transforms: A dict that renames saved leaves by mapping patterns of saved paths to paths in the state, as in
+      transforms: A dict that renames saved leaves by mapping patterns for saved paths to paths in the state, as in
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint that
         already has the new names is read unchanged.
       any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything

@@ -98,7 +98,7 @@ def match(
     Args:
       saved: A dict that maps the names of the saved leaves to their paths in the checkpoint.
       ours: The paths of the leaves of the tree to restore.
-      patterns: A dict that maps patterns of saved names to new names; see `jaxloop.base.path_patterns`.
+      patterns: A dict that maps patterns for saved names to new names; see `jaxloop.base.path_patterns`.
       only_renamed: Whether to leave out saved leaves whose names match no pattern.
 
     Raises:

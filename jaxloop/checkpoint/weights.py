@@ -54,7 +54,7 @@ def load_params(
       into: A tree of arrays or `jax.ShapeDtypeStruct`s, such as `state.params`, that determines the structure, shapes,
         dtypes and shardings of the result. It is not donated. If None, nested dicts of arrays on JAX's default device
         are returned. Values that JAX would truncate to 32 bits are returned as NumPy arrays.
-      paths: A dict that maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**":
+      paths: A dict that maps patterns for paths in the checkpoint to paths in `into`, as in `{"encoder/**":
         "backbone/**"}`; see `jaxloop.base.path_patterns`. Other leaves of `into`, which must be arrays, are returned
         unchanged. If None, every leaf of `into` is loaded from the same path.
       ema: Whether to load the parameters' moving average (from `LossStep(ema=...)` or `jaxloop.optimizers.ema`) instead

@@ -126,7 +126,7 @@ class TrainingData:
         self.consumed = 0 if source is None else number_before(source.count, ahead, source.left_out)
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Marks the current position in the data, before a batch is read ahead; see `PositionedIterator.mark`."""
+        """Marks the current position in the data. Called before reading ahead; see `PositionedIterator.mark`."""
         if self.source is not None:
             self.source.mark(if_cheap=if_cheap)
 

@@ -151,7 +151,7 @@ class Rows:
         self._saved: Mapping[str, Any] = {}
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns a dict with the number of history rows and a checksum of the history file, and an empty dict."""
+        """Returns two dicts: the number of history rows with a checksum of the history file, and an empty dict."""
         self._history.flush()
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 

@@ -197,7 +197,7 @@ class Job:
         return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
 
     def receive(self, messages: _Messages) -> np.ndarray:
-        """Returns the messages of all processes, and handles the signals in them."""
+        """Receives and returns the messages from all processes, and handles the signals that they report."""
         received = messages.read()
         if received["signum"].any():
             self.requests.outermost.confirm(int(received["signum"].max()))

@@ -262,7 +262,7 @@ class Step:
           checkpoint_dir: The directory that contains one subdirectory per step.
           step: The step of the checkpoint to restore. If None, the newest undamaged checkpoint is restored, and a
             warning is logged for each damaged checkpoint that is skipped.
-          transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in `state`, as in
+          transforms: A dict for renaming saved leaves. It maps patterns for saved paths to paths in `state`, as in
             `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint
             that already has the new names is read unchanged.
           missing_ok: Whether to return `state` unchanged, instead of raising an error, if the directory contains no
