@@ -456,7 +456,7 @@ def name_of(dataset: Any) -> str:
 
 
 def check_int(name: str, value: Any, otherwise: str) -> None:
-    """Raises an error unless `value` is a non-negative int. `otherwise` names the alternative in the message."""
+    """Raises an error unless `value` is a non-negative int. `otherwise` is text for the message, such as "or None"."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_int or value < 0:
         raise (ValueError if is_int else TypeError)(f"{name} must be a non-negative int, {otherwise}, got {value!r}.")

@@ -176,7 +176,7 @@ class _Watching(threading.Thread):
         return f"{place}, in {called[-1].f_code.co_qualname.rpartition('<locals>.')[2]}"
 
     def _tell_extensions(self, step: int, reason: str) -> None:
-        """Ends the other extensions in a separate thread, because one of them may hang, too."""
+        """Tells the other extensions that the run has ended. Uses a thread, because one of them may also hang."""
         now = dataclasses.replace(self._engines[0].run.now, steps=step)
         end = functools.partial(self._experiment.extensions.end, now, reason, None, but=self._limits)
         thread = threading.Thread(target=end, daemon=True)
