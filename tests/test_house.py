@@ -66,7 +66,7 @@ BUDGET = {
     "checkpoint": 844,
     "data": 877,
     "distributed": 62,
-    "engine": 1673,
+    "engine": 1671,
     "eval_loop": 49,
     "examples": 134,
     "experiment": 1119,

@@ -287,10 +287,6 @@ class Agenda:
         """The items that the agenda calls. The step or the engine calls the other items."""
         return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
-    def add(self, item: Item) -> None:
-        """Adds an item, to be called before the other items of its rank."""
-        self.items = sorted([item, *self.items], key=lambda each: each.rank)
-
     def goal(self, now: Elapsed, stop: Schedule | None) -> Goal:
         """Returns the next step, time and loop at which an item may be due or at which `stop` may end the run."""
         intervals = [interval for item in self.called_here if (interval := item.interval) is not None]
