@@ -9,7 +9,6 @@ import resource
 import shutil
 import tempfile
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +55,6 @@ def test_restoring_without_checkpoints_raises(tmp_path, logs):
     assert f"No checkpoint found in {tmp_path / 'nowhere'}" in logs.messages
 
 
-def test_restoring_a_missing_step_raises_and_lists_the_steps(tmp_path):
-    save(tmp_path, (3, tiny.STATE), (5, tiny.STATE))
-    with pytest.raises(FileNotFoundError, match="No checkpoint of step 4 in .*, which holds steps 3, 5"):
-        tiny.STEP.restore_model(tiny.STATE, tmp_path, step=4)
-
-
 def test_restore_model_skips_a_damaged_checkpoint_without_moving_it(tmp_path, warnings_logged):
     with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
         for number in (1, 2):
@@ -73,13 +66,6 @@ def test_restore_model_skips_a_damaged_checkpoint_without_moving_it(tmp_path, wa
         tiny.STEP.restore_model(tiny.STATE, tmp_path, step=2)
 
 
-def test_relative_directory_is_accepted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save("runs/first", (3, tiny.STATE))
-    assert checkpoint.all_steps("runs/first") == [3]
-    tiny.STEP.restore_model(tiny.STATE, "runs/first")
-
-
 MANAGERS = {
     "present style": lambda directory: orbax_checkpoint.CheckpointManager(directory),
     "older style": lambda directory: orbax_checkpoint.CheckpointManager(
@@ -88,10 +74,18 @@ MANAGERS = {
 }
 
 
+METADATA = {"elapsed": Elapsed(3, 96, 1.5, 2).to_dict(), "actions": [{"best": 0.5, "name": None}], "on": True}
+
+
 @pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
-def test_managers_of_both_styles_save_and_restore(tmp_path, make, assert_same):
-    save(make(tmp_path), (3, tiny.STATE))
-    assert_same(tiny.STEP.restore_model(tiny.STATE, tmp_path), tiny.STATE)
+def test_managers_of_both_styles_save_the_state_and_the_metadata(tmp_path, make, assert_same):
+    writer = checkpoint.CheckpointWriter(make(tmp_path))
+    writer.save(3, tiny.STATE, metadata=METADATA, run={"a": 1}, trees={"b": {"c": np.ones(1)}})
+    writer.save(4, tiny.STATE)
+    writer.close()
+    assert_same(checkpoint.restore_newest(tmp_path, tiny.STATE), (tiny.STATE, 4))
+    saved, later = (checkpoint.Checkpoint.at(tmp_path, step) for step in (3, 4))
+    assert (saved.metadata(), saved.run(), later.metadata()) == (METADATA, {}, {})
 
 
 def test_checkpoint_of_plain_orbax_and_flax_is_restored(tmp_path):
@@ -102,17 +96,8 @@ def test_checkpoint_of_plain_orbax_and_flax_is_restored(tmp_path):
         manager.save(10, args=orbax_checkpoint.args.PyTreeSave(plain.replace(step=jnp.int32(10))))
     step = Step(jax.random.key(0), model, optax.sgd(0.1, momentum=0.9))
     restored = step.restore_model(step.initialize_model([1, 3]), tmp_path)
-    assert int(restored.step) == 10
+    assert int(restored.step) == 10 and checkpoint.Checkpoint.at(tmp_path, 10).metadata() == {}
     np.testing.assert_array_equal(restored.params["kernel"], params["kernel"])
-
-
-def test_python_and_numpy_leaves_are_restored(tmp_path):
-    odd = tiny.STATE.replace(step=np.int32(7), batch_stats={"scale": 0.5})
-    save(tmp_path, (7, odd))
-    restored = tiny.STEP.restore_model(odd.replace(step=0, batch_stats={"scale": 1.0}), tmp_path)
-    assert int(restored.step) == 7 and float(restored.batch_stats["scale"]) == 0.5
-    restored = checkpoint.restore(tmp_path, 7, odd.replace(step=0, batch_stats={"scale": 1.0}), transforms={})
-    assert int(restored.step) == 7 and float(restored.batch_stats["scale"]) == 0.5
 
 
 def test_restoring_a_different_model_lists_the_mismatched_leaves(tmp_path):
@@ -197,7 +182,7 @@ def test_transforms_that_do_not_fit_the_state_raise(tmp_path):
     assert checkpoint.all_steps(tmp_path) == [1]
 
 
-@pytest.mark.parametrize(("before", "after"), [(8, 1), (4, 2), (2, 8), (1, 4)])
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (2, 8)])
 def test_checkpoint_is_restored_onto_a_different_mesh(tmp_path, data_parallel, assert_same, before, after):
     _, state, _ = examples.tiny_regression(partitioner=data_parallel(before))
     save(tmp_path, (3, state))
@@ -215,9 +200,8 @@ class Network(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
 
-@pytest.mark.parametrize("partitioner", [partition.SingleDevicePartitioner(), "mesh"])
-def test_nnx_state_with_typed_keys_is_restored(tmp_path, partitioner, data_parallel):
-    partitioner = data_parallel(8) if partitioner == "mesh" else partitioner
+def test_nnx_state_with_typed_keys_is_restored(tmp_path, data_parallel):
+    partitioner = data_parallel(8)
     step = Step(jax.random.key(7), Network, optax.sgd(0.1), partitioner, nnx_model_args=())
     state = step.initialize_model([1, 3])
     save(tmp_path, (3, state))
@@ -265,15 +249,6 @@ def test_best_checkpoint_is_kept_along_with_the_newest(tmp_path, best, values, k
     assert action.best_step == checkpoint.best_step(tmp_path) == best_step
 
 
-def test_best_checkpoint_survives_restarts(tmp_path):
-    for values in ([0.9, 0.4], [0.9, 0.4, 0.5, None], [0.9, 0.4, 0.5, None, 0.7]):
-        action = CheckpointAction(tmp_path, keep=1, best="test/accuracy")
-        save_with(action, values)
-        action.close()
-    assert checkpoint.all_steps(tmp_path) == [100, 500]
-    assert checkpoint.best_step(tmp_path) == 100
-
-
 @pytest.mark.parametrize(("best", "kept"), [(None, [300, 600, 700]), ("test/accuracy", [200, 300, 600, 700])])
 def test_keep_every_keeps_checkpoints_forever_across_restarts(tmp_path, best, kept):
     values = [0.1, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7]
@@ -288,10 +263,6 @@ def test_keep_every_is_part_of_the_interval(tmp_path):
     action = CheckpointAction(tmp_path, every(steps=4), keep=1, keep_every=every(steps=5))
     TrainLoop(tiny.STEP, end_actions=[action])(tiny.STATE, tiny.BATCHES, 14)
     assert checkpoint.all_steps(tmp_path) == [5, 10, 12]
-    with pytest.raises(TypeError, match=r"keep_every must be a schedule such as every\(steps=1000\), got 1000"):
-        CheckpointAction(tmp_path, keep_every=1000)
-    with pytest.raises(ValueError, match="`keep_every` need a directory"):
-        CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), keep_every=every(steps=5))
 
 
 def test_train_metric_can_select_the_best(tmp_path):
@@ -330,64 +301,19 @@ def test_best_requires_a_directory_and_a_metric_name(tmp_path):
         CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), best="loss")
     with pytest.raises(TypeError, match=r"best must be the name of a metric or a pair .*, got \('loss',\)"):
         CheckpointAction(tmp_path, best=("loss",))
+    with pytest.raises(TypeError, match=r"keep_every must be a schedule such as every\(steps=1000\), got 1000"):
+        CheckpointAction(tmp_path, keep_every=1000)
     with pytest.raises(ValueError, match="keep must be a positive int or None, got 0"):
         CheckpointAction(tmp_path, keep=0)
 
 
 # Metadata ---------------------------------------------------------------------------------------------
 
-NOTED = {"elapsed": Elapsed(3, 96, 1.5, 2).to_dict(), "actions": [{"best": 0.5, "waits": 2, "name": None}], "on": True}
-
-
-@pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
-def test_metadata_round_trips(tmp_path, make):
-    writer = checkpoint.CheckpointWriter(make(tmp_path))
-    writer.save(3, STATE, metadata=NOTED)
-    writer.save(4, STATE)
-    writer.close()
-    assert checkpoint.Checkpoint.at(tmp_path, 3).metadata() == NOTED
-    assert checkpoint.Checkpoint.at(tmp_path, 4).metadata() == {}
-
-
-def test_action_saves_elapsed_in_the_metadata(tmp_path):
-    action = CheckpointAction(tmp_path, best="loss")
-    action(STATE, {"loss": 1.0}, step_num=3, elapsed=Elapsed(3, 96, 1.5, 2))
-    action.save(4, STATE, None, metadata={"more": [2], "fixed": types.MappingProxyType({"a": 1})})
-    action.close()
-    assert Elapsed(**checkpoint.Checkpoint.at(tmp_path, 3).metadata()["elapsed"]) == Elapsed(3, 96, 1.5, 2)
-    noted = checkpoint.Checkpoint.at(tmp_path, 4).metadata()
-    assert noted["more"] == [2] and noted["fixed"] == {"a": 1}
-
-
-def test_checkpoints_of_plain_orbax_have_no_metadata(tmp_path):
-    for name, make in MANAGERS.items():
-        with make(tmp_path / name) as manager:
-            manager.save(1, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}))
-        assert checkpoint.Checkpoint.at(tmp_path / name, 1).metadata() == {}
-
 
 def test_values_that_are_too_large_to_be_read_again_raise(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_BYTES", 100)
     with pytest.raises(ValueError, match="run of a checkpoint must have at most 100 bytes, got 2,0"):
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, run={"text": "x" * 2000})
-
-
-CIRCLE = {"a": []}
-CIRCLE["a"].append(CIRCLE)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (CIRCLE, "Circular"),
-        ({"a": {"b": [1, np.float32(2)]}}, r"metadata of a checkpoint must consist of numbers, strings, .*float32"),
-        ({"a": {"x"}}, "metadata of a checkpoint must consist of numbers, strings, lists and dicts: .*set"),
-        ({"a": {(1, 2): 3, "b": None}}, "metadata of a checkpoint .*keys must be str"),
-    ],
-)
-def test_metadata_that_json_cannot_represent_raises(tmp_path, metadata, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=metadata)
 
 
 # Runs and trees -----------------------------------------------------------------------------------------
@@ -449,12 +375,6 @@ def test_run_round_trips_bit_for_bit(tmp_path):
         assert_is_run(tmp_path, step, checkpoint.restore(tmp_path, step, make_run(0)[0]))
     read = checkpoint.Checkpoint.at(tmp_path, 4, "trees").trees({"best": make_run(0)[2]["best"], "nothing": {}})
     assert list(read) == ["best", "nothing"] and read["best"][0].mu["w"].dtype == jnp.bfloat16
-    assert (
-        type(
-            checkpoint.Checkpoint.at(tmp_path, 3, "trees").trees({"loop/0": make_run(0)[2]["loop/0"]})["loop/0"]["sum"]
-        )
-        is np.ndarray
-    )
 
 
 def test_large_run_round_trips_and_a_missing_one_is_empty(tmp_path):
@@ -487,11 +407,8 @@ def test_saved_values_can_be_changed_and_donated_once_save_returns(tmp_path):
     writer.close()
     templates = {"a": {"mine": np.zeros([500_000]), "jax": jnp.zeros([500_000])}}
     read = checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees(templates)["a"]
-    assert (
-        (read["mine"] == 2).all()
-        and (read["jax"] == 3).all()
-        and checkpoint.Checkpoint.at(tmp_path, 1).run() == {"list": [1]}
-    )
+    assert (read["mine"] == 2).all() and (read["jax"] == 3).all()
+    assert checkpoint.Checkpoint.at(tmp_path, 1).run() == {"list": [1]}
     assert (checkpoint.restore(tmp_path, 1, {"w": jnp.zeros([500_000])})["w"] == 1).all()
 
 
@@ -504,17 +421,6 @@ def test_dtype_is_never_cast_silently(tmp_path):
             checkpoint.restore(tmp_path, 1, {"new": wrong}, transforms=transforms)
         with pytest.raises(ValueError, match=rf"old: float32\[2\] -> {text}"):
             checkpoint.restore(tmp_path, 1, {"old": wrong})
-
-
-@pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
-def test_manager_saves_only_the_state(tmp_path, make):
-    with make(tmp_path) as manager:
-        writer = checkpoint.CheckpointWriter(manager)
-        for step in (1, 2):
-            writer.save(step, STATE, run={"a": 1}, trees={"b": {"c": np.ones(1)}})
-        writer.close()
-    assert checkpoint.Checkpoint.at(tmp_path, 1).run() == {} and not (tmp_path / "1" / seal.NAME).exists()
-    assert checkpoint.restore_newest(tmp_path, STATE)[1] == 2
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -530,6 +436,8 @@ def test_plain_manager_restores_a_checkpoint_of_the_writer(tmp_path):
     ("given", "error", "message"),
     [
         ({"run": {"a": np.float32(1)}}, TypeError, "run of a checkpoint must consist of numbers"),
+        ({"metadata": {"a": {"x"}}}, TypeError, "metadata of a checkpoint must consist of numbers, .*: .*set"),
+        ({"metadata": {"a": {(1, 2): 3}}}, TypeError, "metadata of a checkpoint .*keys must be str"),
         ({"trees": {"a": {"b": "x"}}}, TypeError, "state/b is str"),
         (
             {"trees": {"a": {"x.y": np.ones(1), "x": {"y": np.ones(1)}}}},
@@ -582,7 +490,7 @@ def test_damage_is_detected_and_an_older_checkpoint_restored(saved_runs, tmp_pat
     files = sorted(path.relative_to(saved_runs) for path in (saved_runs / "2").rglob("*") if path.is_file())
     template = make_run(0)[0]
     for case, file in enumerate(
-        [*rng.sample(files, 10), pathlib.Path("2/SEAL"), pathlib.Path("2/_CHECKPOINT_METADATA")]
+        [*rng.sample(files, 4), pathlib.Path("2/SEAL"), pathlib.Path("2/_CHECKPOINT_METADATA")]
     ):
         directory = pathlib.Path(shutil.copytree(saved_runs, tmp_path / str(case)))
         before = (directory / file).read_bytes()
@@ -598,7 +506,7 @@ def test_damage_is_detected_and_an_older_checkpoint_restored(saved_runs, tmp_pat
             ]
         else:
             assert file.parts[1] in NOT_SEALED
-    assert len(warnings_logged()) >= 10
+    assert len(warnings_logged()) >= 4
 
 
 def test_step_of_a_damaged_checkpoint_can_be_saved_again(runs):
@@ -647,7 +555,7 @@ def test_checkpoint_of_a_different_model_is_not_damaged(runs):
     assert checkpoint.restore_newest(runs / "nowhere", STATE) is None
 
 
-@pytest.mark.parametrize("name", ["0003", "\u0663", "\xb2", "1_5", "ckpt_3"])  # `int` reads the first four.
+@pytest.mark.parametrize("name", ["0003", "\u0663", "ckpt_3"])  # `int` reads the first two.
 def test_directory_whose_name_is_not_exactly_a_step_is_no_checkpoint(runs, name):
     shutil.copytree(runs / "2", runs / name)
     assert checkpoint.all_steps(runs) == [1, 2]
@@ -679,22 +587,10 @@ def test_checkpoint_without_read_permission_is_not_set_aside(runs):
     assert checkpoint.all_steps(directory) == [1, 2]
 
 
-def test_damaged_metadata_and_metrics_raise(runs):
-    path = runs / "2" / "SEAL"
-    path.write_text(path.read_text().replace('"elapsed": 2', '"elapsed": 3'))
-    with pytest.raises(checkpoint.CheckpointError, match="SEAL, the file with the checksums, has changed"):
-        checkpoint.Checkpoint.at(runs, 2).metadata()
+def test_damaged_metrics_raise(runs):
     (runs / "1" / "metrics" / "metrics").write_text("{")
     with pytest.raises(checkpoint.CheckpointError, match="metrics/metrics has 1 bytes"):
         checkpoint.best_step(runs, ("accuracy", "max"))
-
-
-def test_damaged_orbax_metadata_is_harmless(runs):
-    path = runs / "2" / "_CHECKPOINT_METADATA"
-    path.write_text(path.read_text().replace('"item_handlers"', '"item_hcndlers"'))
-    with pytest.raises(ValueError, match="item_hcndlers"):
-        orbax_checkpoint.metadata.get_step_metadata(runs / "2")
-    assert_is_run(runs, 2, checkpoint.restore_newest(runs, make_run(0)[0])[0])
 
 
 def test_checkpoint_without_metrics_does_not_stop_a_run(runs, warnings_logged):
@@ -789,10 +685,9 @@ def test_failed_save_of_a_manager_names_the_step(tmp_path, asynchronous):
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, SMALL)["w"], LARGE["w"])
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_save_to_an_unwritable_directory_fails_at_once_and_leaks_no_thread(tmp_path, monkeypatch, code):
+def test_save_to_an_unwritable_directory_fails_at_once_and_leaks_no_thread(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     writer = checkpoint.CheckpointWriter(tmp_path)
     writer.save(1, STATE)
@@ -800,7 +695,7 @@ def test_save_to_an_unwritable_directory_fails_at_once_and_leaks_no_thread(tmp_p
     threads = threading.active_count()
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
-        with pytest.raises(checkpoint.CheckpointError, match=f"step 2 in .*{os.strerror(code)}") as caught:
+        with pytest.raises(checkpoint.CheckpointError, match="step 2 in .*No space left on device") as caught:
             writer.save(2, STATE)
         assert caught.value.steps == (2,)
     assert threading.active_count() <= threads
@@ -819,8 +714,9 @@ def replace(directory):
     (directory / "7" / "_CHECKPOINT_METADATA").touch()
 
 
-@pytest.mark.parametrize("lose", [move, replace, shutil.rmtree])
-@pytest.mark.parametrize("surfaces_in", ["save", "close"])
+@pytest.mark.parametrize(
+    ("lose", "surfaces_in"), [(move, "save"), (replace, "close"), (replace, "save"), (shutil.rmtree, "close")]
+)
 def test_nothing_is_saved_once_the_locked_directory_is_lost(tmp_path, lose, surfaces_in):
     directory, moved = tmp_path / "run", tmp_path / "moved"
     writer = checkpoint.CheckpointWriter(directory)
@@ -844,14 +740,6 @@ def test_directory_lost_during_a_save_is_detected_before_the_commit(tmp_path, mo
         writer.save(1, STATE)
         writer.close()
     assert checkpoint.all_steps(tmp_path) == []
-
-
-def test_saving_to_an_unwritable_directory_names_the_step(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        checkpoint.CheckpointError, match="Saving the checkpoint of step 5 .*Can't write to the directory"
-    ):
-        checkpoint.CheckpointWriter(tmp_path / "file").save(5, STATE)
 
 
 def test_prepare_directory_raises_on_a_full_disk(tmp_path):
@@ -898,19 +786,6 @@ def test_a_writer_keeps_what_another_has_saved_in_its_directory(tmp_path, warnin
     told = [text for text in warnings_logged() if "already has" in text]  # Orbax warns if a save takes long.
     assert [text.split(",")[0][-1] for text in told] == ["1", "2", "1"]
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, {"w": jnp.zeros(2)})["w"], np.ones(2))
-
-
-def interrupt(*args, **kwargs):
-    raise KeyboardInterrupt
-
-
-def test_write_probe_of_a_killed_process_is_removed_by_the_next(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(type(files.absolute(tmp_path)), "unlink", interrupt)
-        files.prepare_directory(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-    files.prepare_directory(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_state_with_different_empty_subtrees_is_restored(tmp_path):
@@ -970,12 +845,6 @@ def test_checkpoint_with_a_missing_part_is_damaged(missing, finished_run, tmp_pa
     assert (directory / "damaged" / "20").exists() and checkpoint.all_steps(directory) == [10, 20]
 
 
-def test_run_resumes_from_a_checkpoint_copied_to_an_empty_directory(finished_run, tmp_path, assert_same):
-    shutil.copytree(finished_run[0] / "10", tmp_path / "new" / "10")
-    assert_same(short_run(tmp_path / "new"), finished_run[1])
-    assert checkpoint.restore_newest(tmp_path / "new", examples.tiny_regression()[1])[1] == 20
-
-
 def change_metadata(path, change):
     """Changes the metadata of a checkpoint, and seals it again."""
     about = json.loads((path / "SEAL").read_text().partition("\n")[2])["about"]
@@ -1006,14 +875,9 @@ def test_checkpoint_of_a_different_format_raises_with_both_versions(finished_run
     ("change", "where"),
     [
         (lambda noted: noted["elapsed"].update(more=1), change_metadata),
-        (lambda noted: noted.update(elapsed=7), change_metadata),
         (lambda noted: noted.update(previous=[]), change_metadata),
         (lambda run: run["parts"]["data"].pop("passes"), change_run),
-        (lambda run: run["parts"]["history"].pop("num_rows"), change_run),
-        (lambda run: run.update(parts=3), change_run),
         (lambda run: run["parts"]["train"]["agenda"].pop("items"), change_run),
-        (lambda run: run["parts"]["data"]["positions"][0].pop("data"), change_run),
-        (lambda run: run["parts"]["data"].update(positions=[]), change_run),
         (lambda run: run.update(kept_states=None), change_run),
     ],
 )
