@@ -1,6 +1,5 @@
 import collections
 import functools
-import gc
 import hashlib
 import json
 import math
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from etils import epath
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from IPython.core.formatters import DisplayFormatter
@@ -84,14 +82,9 @@ def test_collect_returns_a_list_per_name_over_rows_with_all_names(names, expecte
     assert two_curves().collect(*names) == expected
 
 
-def test_a_full_path_takes_precedence_over_a_suffix():
-    history = history_of((1, {"loss": 1.0, "eval": {"loss": 2.0, "x": {"loss": 3.0}}}))
-    assert history.collect("loss", "eval/loss", "x.loss") == ([1.0], [2.0], [3.0])
-
-
-def test_a_suffix_matches_whole_path_components():
-    history = history_of((1, {"train": {"total_loss": 1.0, "loss": 2.0}}))
-    assert history.collect("loss") == [2.0]
+def test_a_full_path_takes_precedence_over_a_suffix_of_whole_components():
+    history = history_of((1, {"loss": 1.0, "eval": {"loss": 2.0, "x": {"loss": 3.0}, "total_acc": 4.0, "acc": 5.0}}))
+    assert history.collect("loss", "eval/loss", "x.loss", "acc") == ([1.0], [2.0], [3.0], [5.0])
 
 
 @pytest.mark.parametrize("ask", [History.collect, History.last])
@@ -142,15 +135,12 @@ def test_last_returns_the_newest_value_and_its_elapsed():
     assert history.last("nowhere") is None
 
 
-def test_records_are_flat_and_make_a_data_frame():
+def test_records_are_flat():
     records = history_of((1, {"train": {"loss": 0.5}}), (2, {"test/loss": 0.25})).to_records()
     assert records == [
         {"steps": 1, "samples": 0, "time": 0.0, "loops": 0, "train.loss": 0.5},
         {"steps": 2, "samples": 0, "time": 0.0, "loops": 0, "test.loss": 0.25},
     ]
-    frame = pytest.importorskip("pandas").DataFrame(records)
-    assert list(frame.columns) == ["steps", "samples", "time", "loops", "train.loss", "test.loss"]
-    assert frame["test.loss"].isna().tolist() == [True, False]
 
 
 # Committing --------------------------------------------------------------------------------------
@@ -162,16 +152,10 @@ def test_records_are_flat_and_make_a_data_frame():
         (3, 3),
         (True, True),
         ("sgd", "sgd"),
-        (np.str_("sgd"), "sgd"),
         (np.float32(0.1), float(np.float32(0.1))),
-        (np.float64(0.1), 0.1),
-        (np.longdouble(0.5), 0.5),
         (np.int64(7), 7),
         (np.bool_(False), False),
-        (np.array(2.5), 2.5),
         (ml_dtypes.bfloat16(1.5), 1.5),
-        (jnp.float32(0.25), 0.25),
-        (jnp.int32(4), 4),
         (jnp.array(True), True),
         (jnp.bfloat16(1.5), 1.5),
         (jnp.float32(jnp.inf), math.inf),
@@ -189,10 +173,8 @@ def test_values_are_returned_as_plain_python(value, expected):
         (3.0, TypeError, "logs of a history must be a .nested. dict, got float"),
         ({"a": {1: 2}}, TypeError, "keys of a history must be strings such as 'train.loss', got 1"),
         ({"a": {"b": np.zeros(3)}}, TypeError, "hold scalars, got float64.3. under a.b. Reduce it to one"),
-        ({"a": jnp.zeros([1])}, TypeError, "got float32.1. under a"),
         ({"a": jax.random.key(0)}, TypeError, "hold scalars"),
         ({"a": None}, TypeError, "hold scalars, got NoneType"),
-        ({"a": 1j}, TypeError, "hold scalars, got complex"),
         ({"a/b": 1, "a": {"b": 2}}, ValueError, "a value under a.b, which is also the path of another value"),
         (
             {"steps": 1},
@@ -253,9 +235,10 @@ def test_commit_does_not_block_and_reading_fetches_everything(reads):
     assert len(reads) == 20  # Nothing is read twice.
 
 
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("failing", range(1, 6))
-@pytest.mark.parametrize("written", [0, 7])
+@pytest.mark.parametrize(
+    ("error", "failing", "written"),
+    [(OSError, 1, 0), (OSError, 2, 7), (KeyboardInterrupt, 3, 0), (OSError, 4, 0), (KeyboardInterrupt, 5, 7)],
+)
 def test_no_row_is_lost_if_a_write_fails(error, failing, written, tmp_path, monkeypatch):
     history, open_file, calls = History(tmp_path / "history.jsonl"), files.open_file, []
 
@@ -289,28 +272,6 @@ def test_the_number_of_pending_rows_is_bounded():
         del value
         assert sum(value() is not None for value in values) <= 64
     assert history.collect("loss") == list(range(300))
-
-
-def test_rows_add_no_objects_for_the_garbage_collector():
-    history, loss = History(), jax.jit(lambda step: step / 2)
-    alive = {}
-    for step in range(3001):
-        history.commit(Elapsed(step), {"loss": loss(np.float32(step))})
-        if step in (1000, 3000):
-            history.flush()
-            gc.collect()
-            alive[step] = len(gc.get_objects())
-    assert alive[3000] - alive[1000] < 100
-    assert history.collect("loss")[-1] == 1500.0
-
-
-def test_rows_can_be_read_at_any_time():
-    history = History()
-    for i in range(200):
-        history.commit(Elapsed(i), {"loss": jnp.float32(i)})
-        if i % 29 == 0:
-            assert history.collect("loss") == list(range(i + 1))
-    assert history.collect("loss") == list(range(200))
 
 
 def test_last_reads_the_device_only_for_pending_values(reads):
@@ -348,24 +309,6 @@ def test_device_rows_of_one_function_match_rows_of_plain_numbers(order, tmp_path
     assert all(row.elapsed.previous is None for row in history)
 
 
-def test_a_donated_value_of_an_earlier_row_does_not_affect_later_rows():
-    step = jax.jit(lambda x: {"loss": x})
-    history, values = History(), [step(jnp.float32(number)) for number in range(64)]
-    for number, logs in enumerate(values):
-        history.commit(Elapsed(number + 1), logs)
-    values[5]["loss"].delete()
-    for row in (Elapsed(65), {"eval": 1.0}), (Elapsed(66), step(jnp.float32(7))):
-        try:
-            history.commit(*row)
-        except ValueError as error:
-            assert "loss at step 6" in str(error)
-    try:
-        history.flush()
-    except ValueError as error:
-        assert "loss at step 6" in str(error)
-    assert len(history.rows) == 66 and history.collect("eval") == [1.0] and history.collect("loss")[-1] == 7.0
-
-
 def test_counts_of_other_libraries_are_stored_as_python_numbers(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.commit(Elapsed(np.int64(3), np.int32(24), np.float32(1.5)), {"loss": 0.5})
@@ -376,14 +319,12 @@ def test_counts_of_other_libraries_are_stored_as_python_numbers(tmp_path):
     assert {type(count) for count in history.collect("steps")} == {int}
 
 
-@pytest.mark.parametrize("name", ["alike", "other order", "other keys", "other kinds", "empty"])
+@pytest.mark.parametrize("name", ["alike", "other order", "other keys"])
 def test_rows_committed_together_are_those_committed_one_by_one(name, tmp_path):
     logs = {
         "alike": {"train": {"loss": jnp.float32(2), "mean": Weighted(jnp.float32(3), 4)}, "rate": 0.5},
         "other order": {"rate": 0.5, "train": {"mean": Weighted(1.0, 2), "loss": 2}},
         "other keys": {"train": {"loss": 1.0}},
-        "other kinds": {"train": 3.0, "rate": {"of": 2}},
-        "empty": {},
     }
     rows = [(Elapsed(step), logs["alike" if step % 3 else name]) for step in range(1, 100)]
     together, one_by_one = History(tmp_path / "together.jsonl"), History(tmp_path / "one_by_one.jsonl")
@@ -401,13 +342,6 @@ def test_an_invalid_row_keeps_those_before_it():
         history.commit_all([(Elapsed(step), {"x": 1.0 if step != 3 else np.ones(2)}) for step in (1, 2, 3, 4)])
     assert caught.value.__notes__ == ["in the logs of step 3"]
     assert history.collect("steps") == [1, 2]
-
-
-def test_an_empty_row_is_written_immediately(tmp_path):
-    history = History(tmp_path / "history.jsonl")
-    for number in range(3):
-        history.commit(Elapsed(number), {})
-        assert len((tmp_path / "history.jsonl").read_text().splitlines()) == number + 1 == len(history)
 
 
 def test_an_interrupted_read_loses_nothing(monkeypatch):
@@ -450,16 +384,6 @@ def test_each_line_of_the_file_is_a_row(tmp_path):
     history_of((1, {"train": {"loss": 0.5}}), path=tmp_path / "a").save(tmp_path / "b")
     line = '{"elapsed": {"steps": 1, "samples": 0, "time": 0.0, "loops": 0}, "logs": {"train": {"loss": 0.5}}}\n'
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == line
-
-
-def test_a_relative_path_is_resolved_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    one, two = History("one.jsonl"), History(epath.Path("two.jsonl"))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    for history in (one, two):
-        history.commit(Elapsed(1), {"loss": 1.0})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "one.jsonl", "two.jsonl"]
 
 
 keys = st.text(max_size=4).filter(
@@ -532,9 +456,7 @@ def test_an_empty_file_is_not_an_earlier_run(tmp_path):
     assert len(history_of((1, {"loss": 1.0}), path=tmp_path / "history.jsonl")) == 1
 
 
-@pytest.mark.parametrize(
-    ("steps", "kept"), [(0, [0]), (1, [0, 1, 1]), (np.int64(2), [0, 1, 1, 2]), (9, [0, 1, 1, 2, 3])]
-)
+@pytest.mark.parametrize(("steps", "kept"), [(1, [0, 1, 1]), (np.int64(2), [0, 1, 1, 2]), (9, [0, 1, 1, 2, 3])])
 @pytest.mark.parametrize("in_file", [True, False])
 def test_resume_keeps_the_rows_up_to_a_step(steps, kept, in_file, tmp_path):
     path = tmp_path / "history.jsonl" if in_file else None
@@ -567,22 +489,7 @@ def test_a_foreign_file_is_kept(tmp_path):
     assert (tmp_path / "history.jsonl.before").read_text() == "notes"
 
 
-def test_resume_without_a_file_creates_one(tmp_path):
-    history = History(tmp_path / "runs" / "history.jsonl")
-    history.resume(100)
-    history.commit(Elapsed(101), {"loss": 1.0})
-    assert len(History.load(tmp_path / "runs" / "history.jsonl")) == 1
-
-
-def test_resume_drops_device_rows_too(tmp_path):
-    history = history_of(*((i, {"loss": jnp.float32(i)}) for i in range(5)), path=tmp_path / "history.jsonl")
-    history.resume(2)
-    history.commit(Elapsed(3), {"loss": jnp.float32(30)})
-    assert history.collect("loss") == [0, 1, 2, 30]
-    assert History.load(tmp_path / "history.jsonl").rows == history.rows
-
-
-@pytest.mark.parametrize("steps", [None, "5", 2.0, Elapsed(2)])
+@pytest.mark.parametrize("steps", ["5", 2.0])
 def test_resume_requires_a_number_of_steps(steps):
     with pytest.raises(TypeError, match="integer"):
         History().resume(steps)
@@ -602,10 +509,7 @@ def test_an_incomplete_last_line_is_dropped_with_a_warning(tmp_path, warnings_lo
         "",
         "{",
         "[1]",
-        "3",
         "{}",
-        '{"elapsed": {"steps": 1}}',
-        '{"elapsed": {"step": 1}, "logs": {}}',
         '{"elapsed": {"steps": "1"}, "logs": {}}',
         '{"elapsed": {"steps": 1}, "logs": {"a": [1]}}',
         "\udcff",
@@ -676,18 +580,6 @@ def test_plot_draws_train_and_test_together_and_other_names_side_by_side():
     assert one.x1 <= two.x0 and one.y0 == two.y0
 
 
-def test_a_single_line_without_a_prefix_has_no_legend():
-    ((_, name, lines, legend),) = describe_figure(
-        history_of((1, {"lr": 0.1}), (2, {"lr": 0.2})).plot("lr", x="samples")
-    )
-    assert (name, len(lines), legend) == ("lr", 1, None)
-
-
-def test_a_line_requested_by_its_full_name_keeps_it_in_the_legend():
-    ((*_, legend),) = describe_figure(history_of((1, {"eval": {"loss": 2.0}, "loss": 1.0})).plot("loss"))
-    assert legend == ["eval", "loss"]
-
-
 def test_plot_without_names_omits_statistics_and_texts():
     history = two_curves()
     history.commit(Elapsed(5), {"jaxloop/num_params": 4, "train": {"jaxloop/steps_per_sec": 1.0}, "note": "hello"})
@@ -695,17 +587,14 @@ def test_plot_without_names_omits_statistics_and_texts():
     assert describe_figure(history.plot("steps_per_sec"))[0][1] == "steps_per_sec"  # Drawn when requested.
 
 
-@pytest.mark.parametrize(("x", "label", "first"), [("time", "time (s)", 0.5), ("samples", "samples", 32)])
-def test_the_x_axis_can_be_any_count(x, label, first):
-    (axes,) = two_curves().plot("train.loss", x=x).axes
-    assert (axes.get_xlabel(), axes.lines[0].get_xdata()[0]) == (label, first)
-
-
 @pytest.mark.parametrize(("smoothing", "expected"), [(0.0, [1.0, 4.0, 1.0]), (0.5, [1.0, 3.0, (0.25 + 2 + 1) / 1.75])])
-def test_plot_smooths_with_a_moving_average(smoothing, expected):
-    history = history_of(*((number, {"loss": value}) for number, value in enumerate([1.0, 4.0, 1.0])))
-    (axes,) = history.plot("loss", smoothing=smoothing).axes
+def test_plot_smooths_with_a_moving_average_over_any_count(smoothing, expected):
+    history = History()
+    for samples, value in enumerate([1.0, 4.0, 1.0]):
+        history.commit(Elapsed(0, samples), {"loss": value})
+    (axes,) = history.plot("loss", x="samples", smoothing=smoothing).axes
     np.testing.assert_allclose(axes.lines[0].get_ydata(), expected)
+    assert axes.get_xlabel() == "samples" and list(axes.lines[0].get_xdata()) == [0, 1, 2]
 
 
 def test_plot_rejects_what_cannot_be_drawn():
@@ -722,17 +611,6 @@ def test_a_figure_displays_in_notebooks_without_importing_pyplot():
     data, _ = DisplayFormatter().format(two_curves().plot("loss"))
     assert data["image/png"].startswith(b"\x89PNG")
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
-
-
-def test_resume_backs_up_a_file_if_it_keeps_no_row(tmp_path):
-    path = tmp_path / "history.jsonl"
-    first = History(path)
-    first.commit(Elapsed(100), {"loss": 0.5})
-    again = History(path)
-    again.resume(0)
-    again.commit(Elapsed(100), {"loss": 0.4})
-    assert History.load(path).collect("loss") == [0.4]
-    assert History.load(tmp_path / "history.jsonl.before").collect("loss") == [0.5]
 
 
 def train(directory, total):
@@ -758,7 +636,6 @@ DAMAGES = {
         lambda path: os.truncate(path, path.stat().st_size // 3),
         "keeps 3 of 10 rows",
     ),
-    "emptied": (lambda path: os.truncate(path, 0), "keeps 0 of 10 rows. The original"),
     "deleted": (os.unlink, "keeps 0 of 10 rows. It was deleted."),
     "zero-filled": (
         lambda path: path.write_bytes((content := path.read_bytes())[:-200] + b"\0" * min(200, len(content))),
@@ -766,8 +643,6 @@ DAMAGES = {
     ),
     "edited": (lambda path: path.write_text(path.read_text().replace('"loss": ', '"loss": 1')), "keeps 10 of 10 rows"),
     "a line deleted": (edit_lines(lambda lines: lines[:3] + lines[4:]), "keeps 9 of 10 rows"),
-    "a line broken": (edit_lines(lambda lines: [*lines[:3], b"{}\n", *lines[4:]]), "keeps 9 of 10 rows"),
-    "nested": (lambda path: path.write_bytes(b"[" * 1_000_000), "keeps 0 of 10 rows"),
     "one long line": (lambda path: path.write_bytes(b"[" * 40_000_000), "keeps 0 of 10 rows"),
 }
 
