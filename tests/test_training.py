@@ -158,22 +158,12 @@ FAILS_AFTER_SOME_LOOPS = {
 }
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(plan=plans)
 @example(plan=FAILS_AFTER_SOME_LOOPS)
 def test_joined_loops_give_the_same_results_as_separate_ones(plan, tmp_path_factory):
     one, other = (tmp_path_factory.mktemp("run") for _ in range(2))
     assert observed(jaxloop.TrainLoop, one, plan) == observed(OneByOne, other, plan)
-
-
-def test_an_iterator_can_be_reused_by_a_second_run():
-    iterator = jaxloop.prefetch(batch for batch in itertools.cycle(BATCHES))
-    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
-    for _ in range(2):
-        state, _ = jaxloop.fit(
-            STEP.model, iterator, loss=loss, optimizer=STEP.optimizer, train_total_steps=7, progress=None
-        )
-        assert int(state.step) == 7
 
 
 @pytest.mark.parametrize(
@@ -297,8 +287,7 @@ class Renaming(jaxloop.TrainLoop):
         return state, {"twice": [2 * value for value in outputs["loss"]]}
 
 
-@pytest.mark.parametrize("fails_at", [None, 4, 6])
-@pytest.mark.parametrize("loop_class", [Doubling, Renaming])
+@pytest.mark.parametrize(("loop_class", "fails_at"), [(Doubling, 4), (Renaming, 6), (Renaming, None)])
 def test_an_int_interval_gets_what_the_hooks_made_of_several_loops(loop_class, fails_at, tmp_path):
     action = Record(3, lambda outputs, **_: {name: len(values) for name, values in outputs.items()})
     fails = fail_at(fails_at, runs_last=True) if fails_at else None
@@ -324,19 +313,6 @@ def test_metrics_of_the_call_after_a_failure_are_complete():
         loop(STATE, broken())
     _, outputs = loop(loop.rescued_state, BATCHES, 3)
     assert float(outputs["average"][0].count) == 3
-
-
-def test_outputs_that_appear_in_the_middle_of_joined_loops_are_returned():
-    class Reporting(type(STEP)):
-        def run(self, state, batch):
-            state, outputs = super().run(state, batch)
-            return state, outputs if batch["x"].shape[0] == 8 else {**outputs, "other": outputs["loss"]}
-
-    step = Reporting(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-    sizes = [8] * 15 + [4] * 15
-    data = [{name: leaf[:size] for name, leaf in batch.items()} for batch, size in zip(BATCHES, sizes, strict=False)]
-    _, outputs = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=last())(STATE, data, 30, 10)
-    assert (len(outputs["loss"]), len(outputs["other"])) == (10, 10)
 
 
 def test_statistics_of_a_loop_begin_where_the_last_one_ended(set_clock):
@@ -424,8 +400,15 @@ class StopsAtItsEnd(jaxloop.TrainLoop):
         return state, {**outputs, jaxloop.STOP_LOOP: self.step_num == 20}
 
 
-@pytest.mark.parametrize("save", [1, every(steps=5), every(steps=5) | last()], ids=repr)
-@pytest.mark.parametrize(("by", "at"), [("an action", 15), ("an action", 20), ("the hook", 20)])
+@pytest.mark.parametrize(
+    ("by", "at", "save"),
+    [
+        ("an action", 15, every(steps=5)),
+        ("an action", 15, every(steps=5) | last()),
+        ("an action", 20, 1),
+        ("the hook", 20, 1),
+    ],
+)
 def test_restarting_a_stopped_run_keeps_all_rows(by, at, save, tmp_path):
     def run():
         loop_class = StopsAtItsEnd if by == "the hook" else jaxloop.TrainLoop
@@ -437,18 +420,6 @@ def test_restarting_a_stopped_run_keeps_all_rows(by, at, save, tmp_path):
     first = run()
     assert first[0] == at and [step for step, logs in first[1] if "eval" in logs] == [at]
     assert run() == first
-
-
-class Wrapping(jaxloop.TrainLoop):
-    def begin(self, state, dataset):
-        state, iterator = super().begin(state, dataset)
-        return state, map(lambda batch: batch, iterator)
-
-
-def test_a_stopped_run_keeps_its_position_in_wrapped_data(tmp_path):
-    stops = stop_at(15, every(steps=5))
-    experiment(tmp_path, stops, save=last(), loop_class=Wrapping)(STATE, DATA, 100, 10, AT_THE_END)
-    assert checkpoint.Checkpoint.at(tmp_path, 15).run()["parts"]["data"]["positions"][0]["data"]["count"] == 15
 
 
 class NeverStops(type(STEP)):
@@ -488,59 +459,6 @@ def test_a_stop_ends_the_run_whatever_end_returns(at):
 
 
 # Guarantees at the ends of loops and at resumes -----------------------------------------------------------------
-
-
-def interrupted_data(number, num_batches=None):
-    """Returns data that simulate Ctrl-C when a batch is read for the `number`-th time, counting from 0."""
-    reads = itertools.count()
-
-    def batch(index):
-        if next(reads) == number:
-            signal.raise_signal(signal.SIGINT)
-        return BATCHES[index % 100]
-
-    return jaxloop.from_index(batch, num_batches=num_batches)
-
-
-class ManySums(type(STEP)):
-    """Reports metrics whose sums depend on the order of the additions."""
-
-    def run(self, state, batch):
-        state, outputs = super().run(state, batch)
-        average = lambda factor: clu.metrics.Average.from_model_output(batch["x"].mean() / factor)
-        return state, {**outputs, **{f"average_{factor}": average(factor) for factor in (3, 7, 11, 13, 17, 19)}}
-
-
-MANY_SUMS = ManySums(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-
-
-def sums_of(directory, data, intervals, saves, **length):
-    """Returns the sums that actions receive in a run that saves checkpoints: `(action, step, sums)`."""
-
-    def totals(step_num, outputs, **_):
-        return step_num, [float(outputs[name][0].total) for name in outputs if name.startswith("average")]
-
-    actions = [Record(interval, totals) for interval in intervals]
-    save = jaxloop.CheckpointAction(directory, saves, keep=None)
-    train_loop = jaxloop.TrainLoop(MANY_SUMS, end_actions=[*actions, save], stat_names=[])
-    outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(directory), log_interval=never())
-    outer_loop(STATE, data, **length)
-    return sorted((number, *seen) for number, action in enumerate(actions) for seen in action.seen)
-
-
-@pytest.mark.parametrize("length", [{"train_loop_steps": 8, "train_total_steps": 24}, {"train_epochs": 3}], ids=str)
-@pytest.mark.parametrize(
-    ("stop", "intervals"),
-    [
-        (5, [every(steps=20), 2, every(steps=4)]),
-        (15, [every(steps=20), 2, every(steps=4)]),  # After step 16, where a loop may end.
-        (17, [every(steps=24), every(steps=3), every(steps=10)]),
-    ],
-)
-def test_sums_are_bit_identical_after_a_signal(stop, intervals, length, tmp_path):
-    size = 8 if "train_epochs" in length else None
-    run = lambda name, stop: sums_of(tmp_path / name, interrupted_data(stop, size), intervals, never(), **length)
-    assert sorted(run("broken", stop) + run("broken", None)) == run("whole", None)
 
 
 @pytest.mark.parametrize("loop_steps", [5, 10])
@@ -591,29 +509,6 @@ def test_actions_prevented_by_an_exception_receive_what_end_returned_after_a_res
     assert (each.seen, second.seen) == ([(4, 4, 4), (8, 8, 4), (12, 12, 4)], [(8, 8, 8)])
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}], ids=str)
-@pytest.mark.parametrize("fails_at", [None, 2, 5, 14])
-def test_ends_of_loops_at_which_nothing_is_due_count(fails_at, options, tmp_path):
-    intervals, calls = [every(loops=3), at(loops=2), 4, every(loops=5) | last()], []
-    for number in [fails_at, None] if fails_at else [None]:
-        actions = [Seen(interval) for interval in intervals]
-        save = jaxloop.CheckpointAction(tmp_path, never())
-        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*actions, save], stat_names=[], **options)
-        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
-        with pytest.raises(Broken) if number else contextlib.nullcontext():
-            outer_loop(STATE, batches("the data raise", number), 24, 2)
-        if number:
-            assert train_loop.loop_count == train_loop.elapsed.loops == number // 2
-        calls.append([[(step, loops, len(losses)) for step, loops, _, losses, _ in each.calls] for each in actions])
-    assert [list(itertools.chain(*each)) for each in zip(*calls, strict=True)] == [
-        [(6, 3, 6), (12, 6, 6), (18, 9, 6), (24, 12, 6)],
-        [(4, 2, 4)],
-        [(8, 4, 8), (16, 8, 8), (24, 12, 8)],
-        [(10, 5, 10), (20, 10, 10), (24, 12, 4)],
-    ]
-    assert train_loop.loop_count == train_loop.elapsed.loops == 12
-
-
 @pytest.mark.parametrize("loop_class", [jaxloop.TrainLoop, OneByOne])
 def test_the_progress_before_the_last_step_counts_the_loops_until_then(loop_class):
     what = lambda elapsed, **_: (elapsed.steps, elapsed.loops, elapsed.previous.steps, elapsed.previous.loops)
@@ -635,23 +530,12 @@ def test_what_is_due_at_one_step_is_called_in_order(tmp_path):
             note("save")
             super().__call__(*args, **kwargs)
 
-    def batch(number):
-        if number == 1:
-            jaxloop.tell(tmp_path, "log_every=1", wait_secs=0)
-        return BATCHES[number]
-
     each = every(steps=1)
     noted = lambda name: lambda **_: note(name)
     actions = [Save(tmp_path, each), Do(noted("after"), each, runs_last=True), Do(noted("action"), each)]
     train_loop = jaxloop.TrainLoop(STEP, end_actions=actions)
     eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[Do(noted("evaluation"))])
-    outer_loop = jaxloop.OuterLoop(
-        train_loop, [eval_loop], jaxloop.CheckpointSpec(tmp_path), workdir=tmp_path, log_interval=each
-    )
-    outer_loop(STATE, jaxloop.from_index(batch), 8, eval_specs=[jaxloop.EvalSpec(BATCHES[:1], interval=each)])
+    outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], log_interval=each)
+    outer_loop(STATE, BATCHES, 8, eval_specs=[jaxloop.EvalSpec(BATCHES[:1], interval=each)])
     order = [("action", 1, 0), ("evaluation", 1, 1), ("after", 1, 1), ("save", 1, 1)]
-    expected = [(name, trained + n, evaluated + n) for n in range(8) for name, trained, evaluated in order]
-    assert seen == expected
-    rows = [next(iter(row.logs)) for row in outer_loop.history]
-    place = rows.index("command")
-    assert 0 < place < len(rows) - 1 and rows[:place] == ["train", "eval"] * (place // 2)
+    assert seen == [(name, trained + n, evaluated + n) for n in range(8) for name, trained, evaluated in order]
