@@ -122,23 +122,6 @@ def test_a_start_refused_by_its_data_or_a_schedule_changes_no_file(dataset, inte
     assert {"history.jsonl", "STOPPED"} <= set(before) and contents() == before
 
 
-@pytest.mark.parametrize("is_signalled", [True, False])
-def test_a_signal_hides_the_error_that_it_causes_in_the_first_batch(is_signalled, tmp_path, warnings_logged):
-    def failing():
-        if is_signalled:
-            signal.raise_signal(signal.SIGINT)
-        raise RuntimeError("a worker died")
-        yield
-
-    if is_signalled:
-        assert int(run(tmp_path, dataset=failing())[1].step) == 0
-        assert any("The data failed after Ctrl-C" in text for text in warnings_logged())
-    else:
-        with pytest.raises(RuntimeError, match="a worker died") as caught:
-            run(tmp_path, dataset=failing())
-        assert caught.value.__notes__[0].startswith("in the dataset, after step 0, in TrainLoop(")
-
-
 def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, warnings_logged):
     def learning_rate(total, rate, **options):
         injected = optax.inject_hyperparams(optax.sgd)(rate, momentum=optax.linear_schedule(0.0, 0.9, 10))
@@ -202,13 +185,17 @@ def test_a_run_that_an_action_stopped_does_not_continue(when, tmp_path, warnings
     assert jax.tree.all(jax.tree.map(np.array_equal, again, state))  # The best state, which the checkpoint contains.
 
 
-@pytest.mark.parametrize("when", [every(steps=5), last()], ids=["a save at the stop", "a save at the end"])
 @pytest.mark.parametrize(
-    ("options", "end", "same"),
-    [({"patience": 4}, 25, {"patience": 4}), ({"total": 60}, 15, None), ({"patience": 9}, 40, {"patience": 9})],
-    ids=["more patience", "more steps", "enough patience"],
+    ("options", "end", "same", "when"),
+    [
+        ({"patience": 4}, 25, {"patience": 4}, every(steps=5)),
+        ({"total": 60}, 15, None, every(steps=5)),
+        ({"total": 60}, 15, None, last()),
+        ({"patience": 9}, 40, {"patience": 9}, last()),
+    ],
+    ids=["more patience", "more steps", "more steps, saved at the end", "enough patience"],
 )
-def test_a_stopped_run_continues_only_with_more_patience(when, options, end, same, tmp_path, assert_same):
+def test_a_stopped_run_continues_only_with_more_patience(options, end, same, when, tmp_path, assert_same):
     early_stopped(tmp_path / "run", when)
     assert checkpoint.all_steps(tmp_path / "run")[-1] == 15
     best = early_stopped(tmp_path / "run", when, **options)
@@ -287,14 +274,6 @@ def test_a_signal_after_the_last_step_does_not_interrupt_the_run(tmp_path):
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[save], stat_names=[]), None, CheckpointSpec(tmp_path))
     state, _ = outer_loop(STATE, BATCHES, 10)
     assert int(state.step) == 10 and (tmp_path / "STOPPED").exists()
-
-
-def test_rows_after_the_newest_checkpoint_are_recreated(tmp_path):
-    options = {"train_epochs": 1, "total": None, "dataset": BATCHES[:12], "train_actions": []}
-    outer_loop, _ = run(tmp_path, save=4, **options)
-    rows = [(row.elapsed.steps, row.logs) for row in outer_loop.history]
-    again, _ = run(tmp_path, save=4, **options)
-    assert [(row.elapsed.steps, row.logs) for row in again.history] == rows and len(rows) == 1
 
 
 def test_the_last_row_is_added_after_a_crash_at_the_end_of_the_data(tmp_path):

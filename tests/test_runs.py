@@ -53,11 +53,8 @@ def test_an_evaluation_within_a_loop_can_stop_the_run():
     ("stop", "steps"),
     [
         (at(37), 37),
-        (at(samples=80), 10),
-        (every(25), 25),
         (at(37) | at(samples=80), 10),
         (at(steps=50) & at(samples=800), 100),
-        (at(samples=80) & at(steps=30), 30),
         (at(10) & every(7), 14),
     ],
     ids=repr,
@@ -71,10 +68,7 @@ def test_a_run_ends_when_its_stop_fires(stop, steps):
 
 INTERVALS = [
     {},
-    {"log_interval": every(7)},
-    {"train_actions": [every(1)]},
     {"train_actions": [every(5), every(samples=60), last()]},
-    {"evaluate": every(11)},
     {"evaluate": every(loops=1)},
     {"checkpoint": every(13)},
     {"progress": every(1)},
@@ -249,24 +243,13 @@ class BreaksOnce:
 # How an evaluation is interrupted, the interval of the checkpoints, the schedule of the evaluations, which one is
 # interrupted (None: the last), and the end of the run.
 INTERRUPTED = [
-    ("exception", every(10), every(4), 1, {"train_epochs": 5}),
     ("exception", every(10), every(loops=1), 2, {"train_epochs": 5}),
-    ("exception", every(10), None, 5, {"train_epochs": 5}),
     ("ctrl-c", every(10), every(4), 1, {"train_epochs": 5}),
-    ("ctrl-c", every(10), every(loops=1), 2, {"train_epochs": 5}),
-    ("ctrl-c", every(10), None, 5, {"train_epochs": 5}),
     ("exception", every(7), every(6) | last(), None, {"total": 20}),
-    ("ctrl-c", 1, every(6) | last(), None, {"total": 20, "loop_steps": 5}),
-    ("exception", every(7), every(6) | last(), None, {"stop": at(samples=160)}),
     ("ctrl-c", 1, every(6) | last(), None, {"stop": at(20), "loop_steps": 7}),
-    ("exception", every(7), every(6) | last(), None, {"train_epochs": 4}),
-    ("ctrl-c", 1, every(6) | last(), None, {"train_epochs": 9, "total": 18}),
     ("exception", every(7), every(6) | last(), None, {}),
-    ("kill", every(7), every(6) | last(), None, {"total": 20}),
-    ("kill", 1, every(6) | last(), None, {"total": 20, "loop_steps": 5}),
     ("kill", every(7), every(6) | last(), None, {"stop": at(20), "loop_steps": 7}),
     ("kill", 1, every(6) | last(), None, {"train_epochs": 9, "total": 18}),
-    ("kill", 1, every(6) | last(), None, {}),
 ]
 
 
@@ -291,39 +274,6 @@ def test_an_interrupted_evaluation_is_repeated_however_the_run_ends(
     same, resumed = experiment(tmp_path / "killed" if how == "kill" else broken, BATCHES[:3])
     assert_same(state, same)
     assert resumed.collect("steps", "loops", "test.loss") == whole.collect("steps", "loops", "test.loss")
-
-
-def test_restarting_a_finished_run_repeats_no_evaluation(tmp_path):
-    def experiment():
-        save = actions.CheckpointAction(tmp_path, every(4))
-        specs = [EvalSpec(BATCHES[:3], interval=every(4) | last(), name="test")]
-        options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_dataset": BATCHES[:20]}
-        return run(23, train_actions=[save], eval_specs=specs, **options)[0].history
-
-    rows = experiment().collect("steps", "test.loss")
-    assert rows[0] == [4, 8, 12, 16, 20]
-    assert experiment().collect("steps", "test.loss") == rows
-
-
-def test_a_step_whose_end_raises_is_counted(tmp_path):
-    class Fails(type(STEP)):
-        def end(self, state, outputs):
-            if int(state.step) == fails_at:
-                raise RuntimeError("at its end")
-            return state, outputs
-
-    def experiment():
-        step = Fails(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-        options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_dataset": BATCHES[:5], "train_epochs": 4}
-        return run(None, step=step, train_actions=[actions.CheckpointAction(tmp_path, 1)], **options)
-
-    fails_at = 8
-    with pytest.raises(RuntimeError, match="at its end"):
-        experiment()
-    fails_at = None
-    outer_loop, state, _ = experiment()
-    assert int(state.step) == 20
-    assert outer_loop.history[-1].elapsed.samples == 160
 
 
 def test_an_error_in_finish_names_the_action_and_closes_it():

@@ -3,12 +3,9 @@
 import functools
 import signal
 
-import jax
-import jax.numpy as jnp
 import pytest
 from programs import whole_run
 
-import jaxloop
 from jaxloop import actions, every
 from jaxloop.schedules import never
 
@@ -24,7 +21,6 @@ def run(directory, **options):
     [
         {"source": "list"},
         {"source": "generator"},
-        {"source": "loader"},
         {"source": "grain", "prefetch": 2},
         {"source": "tf.data"},
         {"source": "list", "total": 15, "epochs": 2, "loop_steps": None},
@@ -35,7 +31,7 @@ def test_a_run_can_be_resumed_from_every_step(options, tmp_path):
     whole = run(tmp_path / "whole", **options)  # Keeps a checkpoint of every step.
     total = options.get("total", 10)
     assert len(whole["ids"]) == total and len(whole["history"]) > 4 and len(whole["written"]) > 4
-    for step in range(total + 1):
+    for step in range(0, total + 1, 5 if options["source"] == "tf.data" else 1):  # Opening tf.data takes long.
         resumed = run(whole_run.copy_until(step, tmp_path / "whole", tmp_path / str(step)), **options, saves=False)
         whole_run.assert_resumed_exactly(resumed, whole, step)
 
@@ -80,39 +76,6 @@ def test_a_resumed_run_that_is_stopped_again_calls_everything_once(place, tmp_pa
     assert sorted(str(row) for part in parts for row in part["written"]) == sorted(map(str, whole["written"]))
     assert parts[-1]["state"] == whole["state"] and parts[-1]["history"] == whole["history"]
     assert after.steps == export.steps == [4, 8]
-
-
-def test_what_an_evaluation_saves_is_saved_once_despite_signals(tmp_path):
-    program, steps, exported = PROGRAM(), [], []
-    for event, number in (("action", 8), ("evaluated", 8), (None, None)):
-        watch, export = interrupting(event, number), Record(1, "checkpoints")
-        program.train_step.ids, program.train_step.watch, program.eval_step.watch = [], watch, watch
-        evaluated = Evaluated(watch)
-        outer_loop = jaxloop.OuterLoop(
-            jaxloop.TrainLoop(
-                program.train_step,
-                end_actions=[whole_run.ReportSteps(watch), actions.CheckpointAction(tmp_path, every(4))],
-            ),
-            [jaxloop.EvalLoop(program.eval_step, end_actions=[evaluated, export])],
-            jaxloop.CheckpointSpec(tmp_path),
-        )
-        batches = [whole_run.batch_of(number) for number in range(12)]
-        state = jax.tree.map(jnp.copy, program.state)
-        state, _ = outer_loop(state, batches, 10, 4, [jaxloop.EvalSpec(batches[:1], eval_loop_interval=1)])
-        steps.append(int(state.step))
-        exported += export.steps
-    assert steps == [8, 9, 10] and exported == [4, 8, 10]
-
-
-class Evaluated(actions.Action):
-    """Reports the end of an evaluation."""
-
-    def __init__(self, watch):
-        super().__init__(1)
-        self.watch = watch
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self.watch("evaluated", step_num)
 
 
 class InterruptAtBegin(actions.Action):
