@@ -126,8 +126,11 @@ def test_an_exception_propagates_with_a_note_about_sigterm():
     ]
 
 
-@pytest.mark.parametrize("handler", [lambda *_: None, signal.SIG_IGN], ids=["handled", "ignored"])
-@pytest.mark.parametrize(("own", "ours"), [SIGNALS, SIGNALS[::-1]], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("own", "ours", "handler"),
+    [(*SIGNALS, lambda *_: None), (*SIGNALS[::-1], signal.SIG_IGN)],
+    ids=["SIGINT", "SIGTERM"],
+)
 def test_only_signals_that_the_program_handles_itself_are_left_alone(own, ours, handler, handle):
     handle(own, handler)
     before = handlers()
@@ -266,11 +269,9 @@ def test_a_worker_that_the_signal_has_ended_does_not_raise_in_the_main_thread():
         ("at once", [signal.SIGINT], 0, "working asked saved returned closed"),
         # The second signal ends the process without cleanup, which could delay it.
         ("slowly", [signal.SIGTERM, signal.SIGTERM], 143, "working asked"),
-        ("slowly", [signal.SIGINT, signal.SIGTERM], 143, "working asked"),
-        ("slowly", [signal.SIGTERM, signal.SIGINT], 130, "working asked"),
         ("slowly", [signal.SIGINT, signal.SIGINT], 130, "working asked"),
     ],
-    ids=["SIGTERM", "Ctrl-C", "SIGTERM twice", "Ctrl-C and SIGTERM", "SIGTERM and Ctrl-C", "Ctrl-C twice"],
+    ids=["SIGTERM", "Ctrl-C", "SIGTERM twice", "Ctrl-C twice"],
 )
 def test_exit_code_and_output_of_an_interrupted_process(how, signals, code, words, start):
     returncode, said, errors = start(how, *signals)
@@ -306,34 +307,6 @@ def test_a_worker_forked_during_a_run_can_be_terminated():
     assert run.stdout == "-15 False\n", run.stderr
 
 
-WRITE = """
-import threading
-
-reader, writer = os.pipe()
-os.dup2(writer, 2)
-main = threading.get_ident()
-
-def press_ctrl_c_while_the_pipe_is_full():
-    time.sleep(0.2)
-    signal.pthread_kill(main, signal.SIGINT)
-    time.sleep(0.1)
-    while os.read(reader, 2**20):
-        pass
-
-threading.Thread(target=press_ctrl_c_while_the_pipe_is_full, daemon=True).start()
-with module.Interruptible() as interrupt:
-    sys.stderr.write("x" * 2**20)
-    say(interrupt.requested)
-"""
-
-
-def test_a_signal_during_a_write_to_stderr_does_not_break_it_off(monkeypatch):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    command = [sys.executable, "-c", LOAD + WRITE, jaxloop.processes.interrupt.__file__]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=25)
-    assert run.stdout == "True\n"
-
-
 def test_a_signal_confirmed_by_other_processes_counts_once():
     with Interruptible(defers=True) as interrupt:
         interrupt.confirm(signal.SIGINT)
@@ -343,12 +316,11 @@ def test_a_signal_confirmed_by_other_processes_counts_once():
 
 @pytest.mark.skipif(not pathlib.Path("/proc").exists(), reason="looks for workers in /proc")
 def test_the_second_signal_ends_a_stuck_run(tmp_path):
-    """The main thread is stuck in a writer, in data that swallows `KeyboardInterrupt`, or in native code."""
-    kinds = [kind for kind in stubborn.KINDS if kind != "workers" or importlib.util.find_spec("grain")]
+    """The main thread is stuck in native code, or in data with worker processes. `chaos.py` has more such runs."""
+    kinds = ["native", "workers"] if importlib.util.find_spec("grain") else ["native"]
     runs = [stubborn.Stubborn(tmp_path / kind, kind) for kind in kinds]
     problems = {}
     with concurrent.futures.ThreadPoolExecutor() as threads:
         for run in runs:
-            signum = signal.SIGINT if run.kind in ("writer", "iterator") else signal.SIGTERM
-            problems[run.kind] = threads.submit(run.problems, [signum] * 2)
+            problems[run.kind] = threads.submit(run.problems, [signal.SIGTERM] * 2)
     assert {kind: found.result() for kind, found in problems.items()} == {kind: [] for kind in kinds}
