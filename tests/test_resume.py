@@ -13,14 +13,12 @@ from programs.acts import Do, lengths
 from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
 
 from jaxloop import (
-    STOP_LOOP,
     CheckpointAction,
     CheckpointSpec,
     EarlyStoppingAction,
     EvalLoop,
     EvalSpec,
     OuterLoop,
-    Schedule,
     SummaryAction,
     TrainLoop,
     at,
@@ -82,6 +80,7 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
         ),
         (lambda: OuterLoop(loop, None, CheckpointSpec(tmp_path)), (STATE, BY_INDEX, 20), "of the kind 'sequence'"),
         (lambda: OuterLoop(other_loop, None, CheckpointSpec(tmp_path)), (other_state, BATCHES, 20), "does not fit"),
+        (lambda: OuterLoop(TrainLoop(STEP), None, None, workdir=tmp_path), (STATE, [], 20), "yielded no batches"),
         (
             lambda: OuterLoop(None, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path),
             (other_state, None, None, None, specs),
@@ -91,35 +90,6 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
         with pytest.raises(ValueError, match=message):
             make()(*jax.tree.map(lambda leaf: jax.numpy.copy(leaf) if isinstance(leaf, jax.Array) else leaf, args))
         assert [path.read_bytes() for path in written] == before
-
-
-class Stuck(Schedule):
-    def fires(self, before, now):
-        return False
-
-    def next_step(self, now):
-        return now.steps
-
-
-@pytest.mark.parametrize(
-    ("dataset", "interval", "message"),
-    [
-        (lambda: [], every(5), "yielded no batches"),
-        (lambda: (batch for batch in ()), every(5), "yielded no batches"),
-        (lambda: BATCHES, Stuck(), "Return a later step"),
-    ],
-    ids=["an empty list", "an empty generator", "a stuck schedule"],
-)
-def test_a_start_refused_by_its_data_or_a_schedule_changes_no_file(dataset, interval, message, tmp_path):
-    run(tmp_path, 12, train_loop_steps=2)
-    for step in checkpoint.all_steps(tmp_path):  # So that the next run starts from scratch.
-        shutil.rmtree(tmp_path / str(step))
-    others = ("goodput.jsonl", ".trainer.lock")
-    contents = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in others}
-    before = contents()
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, 20, dataset(), train_actions=[EarlyStoppingAction("loss", 9, interval=interval)])
-    assert {"history.jsonl", "STOPPED"} <= set(before) and contents() == before
 
 
 def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, warnings_logged):
@@ -336,30 +306,6 @@ def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
         resume()
     assert resume().collect("steps", "eval.loss")[0] == [5, 10, 15]
     assert called == [5, 10, 10, 15] and len(evaluated) == 3
-
-
-@pytest.mark.parametrize("when", [last(), every(steps=7)])
-def test_a_stop_within_a_loop_ends_the_loop_even_if_a_signal_comes_at_that_step(when, tmp_path):
-    def stop(outputs, **_):
-        outputs[STOP_LOOP] = True
-        if directory.name == "broken":
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    note = lambda step_num, outputs, **_: called.append((directory.name, step_num, len(outputs["loss"])))
-
-    def train():
-        train_loop = TrainLoop(STEP, end_actions=[Do(stop, every(steps=7)), Do(note)])
-        outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], workdir=directory)
-        outer_loop(STATE, BATCHES, 15, 5, [EvalSpec(BATCHES[:2], interval=when)])
-        return [(row.elapsed.steps, row.elapsed.loops, row.logs) for row in outer_loop.history.rows]
-
-    called, directory = [], tmp_path / "whole"
-    whole = train()
-    directory = tmp_path / "broken"
-    with pytest.raises(SystemExit):
-        train()
-    assert train() == whole and [step for step, *_ in whole] == [5, 7, 7]
-    assert [each for each in called if each[0] == "broken"] == [("broken", 5, 5), ("broken", 7, 2)]
 
 
 def test_what_a_checkpoint_does_not_contain_begins_at_its_step(tmp_path):
