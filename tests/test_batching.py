@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import at, data, every
+from jaxloop import at, data
 
 ROWS = 100
 X = np.random.default_rng(0).normal(size=[ROWS, 3]).astype(np.float32)
@@ -307,28 +307,6 @@ def test_format_decides_whether_a_hugging_face_dataset_is_accepted(monkeypatch):
 
 
 # Batches from the state -------------------------------------------------------------------------------------
-
-
-class FromState(Regression):
-    """Makes each batch from the state, in `begin`."""
-
-    def begin(self, state, batch):
-        assert batch is None
-        rows = (np.arange(4) + int(state.step) + int(abs(state.params["kernel"][0, 0]) * 1000)) % ROWS
-        return state, {name: leaf[rows] for name, leaf in DATASET.items()}
-
-
-def test_a_step_without_data_makes_each_batch_from_the_newest_state(assert_same):
-    step = FromState()
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=every(steps=1))
-    state, _ = outer_loop(step.initialize_model([1, 3]), train_total_steps=6)
-    rows = outer_loop.history.collect("train.rows")
-    by_hand = step.initialize_model([1, 3])
-    for number in range(6):
-        by_hand, outputs = step(by_hand, None)
-        assert float(outputs["rows"]) == rows[number]
-    assert_same(state.params, by_hand.params)
-    assert len(set(rows)) > 1
 
 
 @pytest.mark.parametrize("kind", ["tf.data", "grain"])
