@@ -54,13 +54,6 @@ def test_other_leaves_are_unchanged():
     assert all(converted[name] is value for name, value in batch.items())
 
 
-class WithCall(list):
-    """Iterable and callable: it must be treated as a dataset, not as a function."""
-
-    def __call__(self):
-        raise AssertionError
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -70,23 +63,11 @@ class WithCall(list):
         lambda: (batch for batch in BATCHES),
         lambda: lambda: BATCHES,
         lambda: lambda: (batch for batch in BATCHES),
-        lambda: WithCall(BATCHES),
     ],
-    ids=["list", "tuple", "iterator", "generator", "function", "generator function", "callable list"],
+    ids=["list", "tuple", "iterator", "generator", "function", "generator function"],
 )
 def test_batches_accepts_any_iterable(make):
     assert list(data.batches(make())) == BATCHES
-
-
-def test_function_that_returns_a_function_raises():
-    with pytest.raises(TypeError, match="an iterable of batches, got function. .*write jaxloop.skippable"):
-        data.batches(lambda: lambda: BATCHES)
-
-
-def test_data_loader_yields_numpy_arrays():
-    for _ in range(2):
-        found = list(data.batches(DataLoader()))
-        assert_equal(found, [[batch["x"], batch["y"]] for batch in BATCHES])
 
 
 def test_batches_accepts_tensorflow_datasets():
@@ -112,14 +93,10 @@ def test_batches_accepts_tensorflow_datasets():
             r"got dict\. .*write \[batch\].* For whole arrays, write jaxloop\.data\.batched\(arrays, 64, seed=0\)",
         ),
         (np.ones([8, 3]), r"got float64\[8, 3\].*write \[batch\]"),
-        (jnp.ones(3), r"got float32\[3\].*write \[batch\]"),
         (Tensor(np.ones(3)), r"write \[batch\]"),
-        ((np.ones([8, 3]), np.ones(8)), r"got tuple.*write \[batch\]"),
         (Pair(np.ones(2), Tensor(np.ones(2))), "got Pair"),
         ("/data/train", "got str. For a single batch"),
         (None, "got NoneType. For a single batch"),
-        (3, "got int. For a single batch"),
-        (lambda: None, "got NoneType. For a single batch"),
         (lambda: BATCHES[0], r"got dict.*write \[batch\]"),
     ],
 )
@@ -133,10 +110,8 @@ def test_non_dataset_raises(given, message):
     [
         (BATCHES, False),
         (iter(BATCHES), True),
-        (map(id, BATCHES), True),
         (lambda: iter(BATCHES), False),
         (DataLoader(), False),
-        (data.batches(BATCHES), True),
     ],
 )
 def test_is_one_pass(source, expected):
