@@ -120,12 +120,6 @@ def test_jf_loop_needs_no_data(tmp_path):
     assert [row.elapsed.steps for row in history.rows] == [*range(1, 8)]
 
 
-def test_jf_loop_accepts_steps_without_data(uninterrupted):
-    step = new_step()
-    state, *_ = jf.loop(step.initialize_model(), None, {jaxloop.every(1): step}, stop=12)
-    assert_same(state, uninterrupted[0])
-
-
 @pytest.mark.parametrize(
     ("run", "match"),
     [
