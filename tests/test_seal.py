@@ -28,14 +28,6 @@ def test_an_unchanged_directory_has_no_problems(directory):
     assert seal.problems(directory) == []
 
 
-def test_a_missing_seal_is_distinguished_from_a_damaged_one(directory):
-    (directory / seal.NAME).write_text("")
-    assert (directory / seal.NAME).exists() and seal.problems(directory)
-    (directory / seal.NAME).unlink()
-    assert not (directory / seal.NAME).exists()
-    assert seal.problems(directory) == ["SEAL, the file with the checksums, is missing"]
-
-
 def flip_a_bit(path, bit=None):
     data = bytearray(path.read_bytes())
     bit = len(data) * 4 if bit is None else bit
@@ -61,6 +53,12 @@ def flip_a_bit(path, bit=None):
             lambda path: path.rename(path.parent / "a") and path.symlink_to("a"),
             "can't be read: .*link",
         ),
+        (seal.NAME, lambda path: path.unlink(), "SEAL, the file with the checksums, is missing"),
+        (
+            seal.NAME,
+            lambda path: path.write_text("crc32 00000000\n" + "[" * 1_000_000),
+            "does not match its own checksum",
+        ),
         (seal.NAME, lambda path: path.write_bytes(b""), "SEAL, the file with the checksums, has changed"),
         (seal.NAME, lambda path: path.write_text(path.read_text().replace("1000", "1001")), "SEAL.* has changed"),
         (seal.NAME, lambda path: path.write_text(path.read_text().replace("2.5", "2.4")), "SEAL.* has changed"),
@@ -73,18 +71,6 @@ def test_each_damage_is_one_problem_that_names_the_file(directory, name, damage,
     assert re.search(problem, found)
 
 
-def test_each_flipped_bit_of_a_seal_is_detected(tmp_path):
-    (tmp_path / "file").write_text("content")
-    seal.write(tmp_path, ABOUT)
-    path = tmp_path / seal.NAME
-    text = path.read_bytes()
-    for bit in range(len(text) * 8):
-        flip_a_bit(path, bit)
-        assert len(seal.problems(tmp_path, "nothing")) == 1, bit
-        path.write_bytes(text)
-    assert seal.problems(tmp_path, "file") == []
-
-
 def test_problems_can_be_limited_to_a_path(directory):
     flip_a_bit(directory / "0/deeper/file0")
     flip_a_bit(directory / "2/deeper/file2")
@@ -94,9 +80,3 @@ def test_problems_can_be_limited_to_a_path(directory):
     assert seal.problems(directory, "1") == seal.problems(directory, "time.json") == []
     (directory / seal.NAME).unlink()
     assert len(seal.problems(directory, "1")) == 1  # The seal is always checked.
-
-
-def test_a_deeply_nested_seal_is_reported_as_damaged(tmp_path):
-    (tmp_path / seal.NAME).write_text("crc32 00000000\n" + "[" * 1_000_000)
-    (problem,) = seal.problems(tmp_path)
-    assert "does not match its own checksum" in problem
