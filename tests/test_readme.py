@@ -1,7 +1,5 @@
-import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -84,34 +82,6 @@ def test_the_readme_is_short():
     (program,) = blocks("python")
     assert len([line for line in program.splitlines() if line.strip()]) <= 15
     assert len(README.split()) < 600
-
-
-def test_ci_first_runs_the_documented_test_command_in_a_bare_environment(tmp_path):
-    """Runs `.ci/run` with substitutes for `make` and `pyenv` that record their arguments and environment."""
-    script = ROOT / ".ci" / "run"
-    if not script.exists():
-        pytest.skip("The tests of the wheel run without .ci.")
-    (tmp_path / "clone" / ".ci").mkdir(parents=True)
-    shutil.copy(script, tmp_path / "clone" / ".ci" / "run")
-    programs = {
-        "make": f'echo "$*|$PYENV_VERSION|$VIRTUAL_ENV|$PYTHON|$VENV" >> {tmp_path}/calls',
-        "pyenv": "echo 3.1.4",
-    }
-    for name, text in programs.items():
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/sh\n{text}\n")
-        program.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "CI": "true"}
-    for name in ("VENV", "PYTHON", "TESTS"):
-        environment.pop(name, None)
-    environment.update(PYENV_VERSION="3.13", VIRTUAL_ENV="/an/environment")
-    subprocess.run(["bash", ".ci/run"], cwd=tmp_path / "clone", env=environment, check=True)
-    first, *others = (tmp_path / "calls").read_text().splitlines()
-    documented = re.findall(r"^\| `make (test)` \|", README, flags=re.MULTILINE)
-    assert [first] == [f"{command}||||" for command in documented]
-    targets = [call.partition("|")[0] for call in others]
-    assert {"lint", "test", "test-slow"} <= set(targets) and any("test-oldest" in target for target in targets)
 
 
 def test_no_text_says_to_install_the_unrelated_package_of_the_same_name():
