@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 from programs.acts import Do
-from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
+from programs.tiny import BATCHES, STATE, STEP
 
 import jaxloop
 from jaxloop import at, checkpoint, every, examples
@@ -72,14 +72,6 @@ def test_the_end_is_told_with_the_error_after_the_checkpoint(tmp_path):
     with pytest.raises(OSError, match="gone") as raised:
         outer_loop(state, broken(batches))
     assert seen == [(7, "error: OSError: gone", raised.value, [7])]
-
-
-def test_an_action_that_stops_the_run_is_named(tmp_path):
-    watching = Watching()
-    stopping = jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=1e9, interval=every(steps=5))
-    outer_loop, state, batches = make(None, watching, end_actions=[stopping])
-    outer_loop(state, batches)
-    assert watching.calls[-1] == ("end", 10, "stopped by EarlyStoppingAction", None)
 
 
 def test_a_resumed_run_restores_the_states(tmp_path):
@@ -157,15 +149,6 @@ def test_what_is_no_extension_and_two_of_a_name_are_refused():
         make(None, Watching(), Watching())
 
 
-@pytest.mark.parametrize("name", ["data", "history", "extensions"])
-def test_an_evaluation_may_have_the_name_of_a_part_of_checkpoints(tmp_path, name):
-    for total in (10, 20):
-        outer_loop, state, batches = make(tmp_path)
-        outer_loop = jaxloop.OuterLoop(outer_loop.train_loop, [jaxloop.EvalLoop(EVAL_STEP)], workdir=tmp_path)
-        state, _ = outer_loop(state, batches, total, 5, [jaxloop.EvalSpec(batches[:2], name=name)])
-    assert int(state.step) == 20 and outer_loop.history.collect("steps", f"{name}.loss")[0] == [5, 10, 15, 20]
-
-
 class Numbers(jaxloop.Extension):
     """Records the number of each step's batch, and drops those that a resumed run repeats."""
 
@@ -225,36 +208,3 @@ class Turns(jaxloop.Action):
 
     def end_run(self, status):
         self.ended = [*self.ended, status]
-
-
-def test_a_run_that_cannot_turn_back_ends_as_failed():
-    action = Turns(every(steps=10))
-    with pytest.raises(RuntimeError, match="must return to a checkpoint"):
-        jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[action]))(STATE, BATCHES, 40)
-    assert action.ended == ["failed"]
-
-
-def test_all_extensions_end_although_one_is_interrupted():
-    ended = []
-
-    class Ends(jaxloop.Extension):
-        def __init__(self, name):
-            self.name = name
-
-        def end(self, now, reason, error):
-            ended.append(self.name)
-            if self.name == "second":
-                raise KeyboardInterrupt
-
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), extensions=[Ends("first"), Ends("second"), Ends("third")])
-    with pytest.raises(KeyboardInterrupt):
-        outer_loop(STATE, BATCHES)
-    assert ended == ["third", "second", "first"]
-
-
-def test_an_extension_without_a_state_yet_can_be_resumed_with_one(tmp_path):
-    save = jaxloop.CheckpointAction(tmp_path, every(steps=10))
-    train_loop = jaxloop.TrainLoop(STEP, end_actions=[save])
-    jaxloop.OuterLoop(train_loop, checkpoint_spec=None)(STATE, BATCHES, 10)
-    resumed = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(tmp_path))
-    assert int(resumed(STATE, BATCHES, 20)[0].step) == 20

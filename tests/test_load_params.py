@@ -14,7 +14,6 @@ from flax import nnx
 
 import jaxloop
 from jaxloop import checkpoint
-from jaxloop.base import path_patterns
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -102,7 +101,7 @@ def test_params_loaded_without_a_tree_are_dicts_that_the_model_accepts(saved):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
 
 
-def test_a_step_without_an_optimizer_restores_all_variables(saved):
+def test_a_step_without_an_optimizer_restores_all_variables_without_a_warning(saved, warnings_logged):
     directory, states = saved
     model = NNX if isinstance(states[2].params, nnx.State) else Linen()
     options = {"nnx_model_args": ()} if model is NNX else {}
@@ -110,6 +109,7 @@ def test_a_step_without_an_optimizer_restores_all_variables(saved):
     restored = step.restore_model(step.initialize_model([1, 4]), directory)
     for name in ("params", "batch_stats", "collections"):
         assert_equal(getattr(restored, name), getattr(states[2], name))
+    assert not warnings_logged()
 
 
 def test_patterns_load_some_params_under_other_names(saved):
@@ -142,11 +142,6 @@ def test_a_leaf_without_a_value_needs_a_pattern(linen_directory):
     into = {"encoder": {"kernel": jnp.zeros([4, 8])}, "head": jax.ShapeDtypeStruct([3], jnp.float32)}
     with pytest.raises(ValueError, match="to head, for which `into` has only a shape"):
         checkpoint.load_params(linen_directory, into=into, paths={"body/kernel": "encoder/kernel"})
-
-
-def test_a_tree_of_a_different_model_raises_and_lists_its_leaves(linen_directory):
-    with pytest.raises(ValueError, match=r"kernel: \(none\) -> float32\[9\]"):
-        checkpoint.load_params(linen_directory, into={"kernel": jnp.zeros(9)})
 
 
 def test_a_checkpoint_without_parameters_raises_an_error(tmp_path):
@@ -208,33 +203,7 @@ def test_a_state_with_a_different_optimizer_keeps_its_opt_state_with_a_warning(l
         assert "opt_state/0/mu/head/kernel: float32[8, 2] -> (none)" in logs.text
 
 
-def test_a_step_without_an_optimizer_restores_the_model_without_a_warning(linen_directory, logs):
-    step = jaxloop.LossStep(jax.random.key(1), Linen(), loss=loss)
-    restored = step.restore_model(step.initialize_model([1, 4]), linen_directory)
-    expected = make_step().restore_model(make_step().initialize_model([1, 4]), linen_directory)
-    assert_equal(restored.variables, expected.variables)
-    assert not [record for record in logs.records if record.levelname == "WARNING"]
-
-
-def test_a_different_model_or_a_resume_with_a_different_optimizer_raises(linen_directory):
+def test_a_different_model_raises(linen_directory):
     other = make_step(nn.Dense(3), optax.sgd(0.1))
     with pytest.raises(ValueError, match="does not fit this state"):
         other.restore_model(other.initialize_model([1, 4]), linen_directory)
-    step = make_step(optimizer=optax.sgd(0.1))
-    spec = jaxloop.CheckpointSpec(linen_directory)
-    with pytest.raises(ValueError, match="opt_state"):
-        jaxloop.OuterLoop(jaxloop.TrainLoop(step), checkpoint_spec=spec)(
-            step.initialize_model([1, 4]), [np.ones([8, 4], np.float32)] * 3
-        )
-
-
-def test_a_pattern_matches_whole_paths():
-    assert path_patterns.matches("a/*/c", "a/b/c")
-    assert not path_patterns.matches("a/*/c", "a/b/b/c")
-    assert path_patterns.matches("a/**", "a/b/c")
-    assert not path_patterns.matches("a/**", "a")
-    assert not path_patterns.matches("a.b", "axb")
-    assert path_patterns.renamed(["a/1/k", "b/2/k"], {"*/1/k": "x/*/k", "**": "y/**"}) == {
-        "a/1/k": "x/a/k",
-        "b/2/k": "y/b/2/k",
-    }
