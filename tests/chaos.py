@@ -170,8 +170,18 @@ class Child:
         self.first_step = int(resumed.group(1)) if resumed else 0
         return code
 
+    def unless_it_failed(self, message: str) -> list[str]:
+        """Waits until the process ends; returns a problem unless it failed with this message."""
+        code = self.wait()
+        return [] if code == 1 and message in self.log.read_text() else [f"it ended with {code}: {self.tail}"]
+
     def at(self, place: str) -> list[int]:
         return [number for where, number in self.reports if where == place]
+
+    @property
+    def tail(self) -> str:
+        """The end of the log."""
+        return self.log.read_text()[-3000:]
 
     @property
     def last_completed(self) -> int:
@@ -522,7 +532,7 @@ class Arena:
         """
         child = self.server.start(directory, **options)
         if child.wait() != 0:
-            return [f"the last run failed: {child.log.read_text()[-3000:]}"]
+            return [f"the last run failed: {child.tail}"]
         children, reference, result, problems = [*children, child], self.reference(options), child.result(), []
         if result["state"] != reference.result["state"]:
             problems.append("the state differs")
@@ -579,7 +589,7 @@ def sigkill(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
             if code == 0:  # It ended before it could be killed.
                 break
             if code != -signal.SIGKILL:
-                problems.append(f"the run ended with {code}: {child.log.read_text()[-3000:]}")
+                problems.append(f"the run ended with {code}: {child.tail}")
                 break
             kills += 1
             problems += lost_too_much(child, options["save"], saves_under_way=1)
@@ -621,7 +631,7 @@ def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Res
         has_warned = any(re.search(pipelines.WARNING, child.log.read_text()) for child in children)
         problems, has_resumed = [], any(child.first_step for child in children)
         if code != 0:
-            problems.append(f"the last run failed: {last_child.log.read_text()[-3000:]}")
+            problems.append(f"the last run failed: {last_child.tail}")
         elif not pipelines.PIPELINES[name].warns:
             result = last_child.result()
             problems += [
@@ -699,7 +709,7 @@ def signals(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
 def signal_problems(child: Child, signum: int, code: int) -> list[str]:
     problems = []
     if code != (143 if signum == signal.SIGTERM else 0):
-        problems.append(f"after {signum!r} the exit code is {code}: {child.log.read_text()[-3000:]}")
+        problems.append(f"after {signum!r} the exit code is {code}: {child.tail}")
     begun = child.first_step + len(child.at("step"))
     if newest_step(child.directory) != begun or child.last_completed != begun:
         problems.append(
@@ -712,11 +722,7 @@ def signal_problems(child: Child, signum: int, code: int) -> list[str]:
 
 def damaged(arena: Arena, count: int, seed: int) -> Results:
     """Damages the newest checkpoint: deletes, empties or truncates a file, or flips one of its bits."""
-    child = arena.server.start(arena.new_directory("damage"), "damage", count=count, seed=seed)
-    if child.wait(TIMEOUT_SECS + count) != 0:
-        yield count, [child.log.read_text()[-3000:]]
-        return
-    problems = child.result()
+    problems = result_of(arena, "damage", TIMEOUT_SECS + count, count=count, seed=seed)
     yield count - len(problems), []
     for problem in problems:
         yield 1, [problem]
@@ -732,10 +738,7 @@ def disk_full(arena: Arena, count: int, seed: int) -> Results:
             room = rng.randrange(0, 500_000)
             fill(room)
             child = arena.server.start(directory, **options)
-            code, text = child.wait(), child.log.read_text()
-            problems = [] if code == 1 else [f"with {room} free bytes, the exit code is {code}: {text[-3000:]}"]
-            if code == 1 and "No space left" not in text:
-                problems.append(f"with {room} free bytes, a different error: {text[-3000:]}")
+            problems = [f"{room} free bytes: {each}" for each in child.unless_it_failed("No space left")]
             fill(None)
             yield 1, problems + arena.finish([child], directory, options, exact=False)
 
@@ -770,10 +773,8 @@ def lost_directories(arena: Arena, count: int, seed: int) -> Results:
             child = arena.server.start(directory, **options)
             child.wait_for("action")
             with directories.LOSSES[name](directory):
-                code, text = child.wait(), child.log.read_text()
-            problems = [] if code == 1 else [f"{name}: the exit code is {code}: {text[-3000:]}"]
-            if "CheckpointError: Saving the checkpoint of step" not in text:
-                problems.append(f"{name}: a different error: {text[-3000:]}")
+                failed = child.unless_it_failed("CheckpointError: Saving the checkpoint of step")
+            problems = [f"{name}: {problem}" for problem in failed]
             yield 1, problems + arena.finish([child], directory, options, exact=False)
 
 
@@ -789,10 +790,7 @@ def impostors(arena: Arena, count: int, seed: int) -> Results:
         place.parent.mkdir(parents=True)
         make(place)
         child = arena.server.start(directory, **options)
-        code, text = child.wait(), child.log.read_text()
-        problems = (
-            [] if code == 1 and "Expected a regular file" in text else [f"{name}: it ended with {code}: {text[-3000:]}"]
-        )
+        problems = [f"{name}: {problem}" for problem in child.unless_it_failed("Expected a regular file")]
         if [path.name for path in place.parent.iterdir()] != [place.name]:
             problems.append(f"{name}: the directory contains {list(place.parent.iterdir())}")
         directories.remove(place)
@@ -807,39 +805,31 @@ def two_trainers(arena: Arena, count: int, seed: int) -> Results:
         first = arena.server.start(directory, **options, at=["step", 5, "sleep"])
         first.wait_for("step")
         second = arena.server.start(directory, **options)
-        code, text = second.wait(), second.log.read_text()
-        problems = []
-        if code != 1 or f"is in use by process {first.pid} on" not in text or second.reports:
-            problems.append(f"the second trainer ended with {code}: {text[-3000:]}")
+        problems = second.unless_it_failed(f"is in use by process {first.pid} on")
+        if second.reports:
+            problems.append(f"the second trainer has begun: {second.reports}")
         if not is_alive(first.pid):
-            problems.append(f"the first trainer ended: {first.log.read_text()[-3000:]}")
+            problems.append(f"the first trainer ended: {first.tail}")
         first.send(signal.SIGKILL)
         first.wait()
         yield 1, problems + arena.finish([first], directory, options, exact=False)
 
 
-def ends(arena: Arena, count: int, seed: int) -> Results:
-    """Ends a run at each visit to each place. Ignores the count: the number of cases is fixed."""
-    yield from compare_in_one_process(arena, "end_everywhere", count)
-
-
-def resumes(arena: Arena, count: int, seed: int) -> Results:
-    """Resumes from every step, with each source and prefetch. Ignores the count: the number of cases is fixed."""
-    yield from compare_in_one_process(arena, "resume_everywhere", count)
-
-
-def copied(arena: Arena, count: int, seed: int) -> Results:
-    """Resumes from incomplete and foreign copies of checkpoints, and with damaged history files."""
-    yield from compare_in_one_process(arena, "copies", count, num_cases=count, seed=seed)
-
-
-def compare_in_one_process(arena: Arena, job: str, count: int, **options: Any) -> Results:
-    """Runs a job that breaks many runs in one process, and returns the differences found in each of them."""
+def result_of(arena: Arena, job: str, secs: float, **options: Any) -> Any:
+    """Runs a job in a process, without interruption; returns its result."""
     child = arena.server.start(arena.new_directory(job), job, **options)
-    if child.wait(5 * TIMEOUT_SECS) != 0:
-        yield count, [child.log.read_text()[-3000:]]
-        return
-    for where, differ in child.result().items():
+    if child.wait(secs) != 0:
+        raise ChaosError(child.tail)
+    return child.result()
+
+
+def compare_in_one_process(arena: Arena, count: int, seed: int, *, job: str) -> Results:
+    """Runs a job that breaks many runs in one process, and returns the differences found in each of them.
+
+    Only "copies" can have any number of cases.
+    """
+    options = {"num_cases": count, "seed": seed} if job == "copies" else {}
+    for where, differ in result_of(arena, job, 5 * TIMEOUT_SECS, **options).items():
         yield 1, [f"{where}, different or wrong: {', '.join(differ)}"] if differ else []
 
 
@@ -922,7 +912,7 @@ def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Results:
             if what == "two":
                 second = arena.server.start(directory, **options)
                 if second.wait() != 1 and not second.reports:
-                    problems.append(f"a second trainer was allowed to start: {second.log.read_text()[-3000:]}")
+                    problems.append(f"a second trainer was allowed to start: {second.tail}")
             if what != "raise":
                 child.send(getattr(signal, what) if what.startswith("SIG") else signal.SIGKILL)
             code = child.wait()
@@ -932,7 +922,7 @@ def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Results:
                 break
             expected = {"SIGTERM": 143, "SIGINT": 0, "raise": 1}.get(what, -signal.SIGKILL)
             if code != expected:
-                problems.append(f"after {what} {at} it ended with {code}: {child.log.read_text()[-3000:]}")
+                problems.append(f"after {what} {at} it ended with {code}: {child.tail}")
             is_orderly = what in ("SIGTERM", "SIGINT")
             problems += lost_too_much(child, options["save"], saves_under_way=0 if is_orderly else 1)
             checkpoints = directory / "checkpoints"
@@ -968,7 +958,7 @@ def goodput(arena: Arena, count: int, seed: int, max_stops: int = 4) -> Results:
                 break
             # SIGTERM may arrive before the run has set its handler.
             if code not in (-signal.SIGKILL, -signal.SIGTERM, 143):
-                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+                problems.append(f"it ended with {code}: {child.tail}")
                 break
             time.sleep(rng.uniform(0, 0.5))
         # The last process writes its result when the run ends. Its exit may take long after that on a busy machine.
@@ -1015,7 +1005,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
             code = child.wait()
             answers += commands.answers(directory)  # Without a checkpoint, a run restarts without its commands.
             if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
-                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+                problems.append(f"it ended with {code}: {child.tail}")
             if code == 0:
                 break
         found, first = child.result(), checkpoint.all_steps(directory / "checkpoints")[0]
@@ -1024,7 +1014,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
         again = whole_run.copy_until(newest, directory, arena.new_directory("told_again"))
         uninterrupted = arena.server.start(again, **options)
         if uninterrupted.wait() != 0:
-            problems.append(f"the uninterrupted run failed: {uninterrupted.log.read_text()[-3000:]}")
+            problems.append(f"the uninterrupted run failed: {uninterrupted.tail}")
         for what in ("state", "history"):
             if found[what] != uninterrupted.result()[what]:
                 problems.append(f"the {what} differs: {commands.answers(directory)}")
@@ -1050,7 +1040,7 @@ def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
                 child.send(signal.SIGKILL)
             code = child.wait()
             if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
-                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+                problems.append(f"it ended with {code}: {child.tail}")
             if code == 0:
                 break
         if not problems:
@@ -1060,7 +1050,7 @@ def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
             options |= {"left_out": found["left_out"], "rewinds": directory.name}
             other = arena.server.start(arena.new_directory("without_spikes"), "without_spikes", **options)
             if other.wait() != 0:
-                problems.append(f"the run without the batches failed: {other.log.read_text()[-3000:]}")
+                problems.append(f"the run without the batches failed: {other.tail}")
             else:
                 problems += other.result()["problems"]
                 problems += [
@@ -1080,11 +1070,7 @@ def hangs(arena: Arena, count: int, seed: int) -> Results:
 
 def long_run(arena: Arena, count: int, seed: int) -> Results:
     """Runs many steps, and checks that memory, compilations, threads and open files don't grow."""
-    child = arena.server.start(arena.new_directory("long"), "long", steps=count)
-    if child.wait(TIMEOUT_SECS + count) != 0:
-        yield count, [child.log.read_text()[-3000:]]
-        return
-    result, problems = child.result(), []
+    result, problems = result_of(arena, "long", TIMEOUT_SECS + count, steps=count), []
     (_, size, compiled), *_, (_, size_at_end, compiled_at_end) = result["sizes"]
     before, after = result["before"], result["after"]
     print(
@@ -1107,10 +1093,10 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "signals": (signals, 100),
     "sigkill": (sigkill, 100),
     "pipelines": (data_pipelines, 100),
-    "resumes": (resumes, 198),
-    "ends": (ends, 78),
+    "resumes": (functools.partial(compare_in_one_process, job="resume_everywhere"), 198),
+    "ends": (functools.partial(compare_in_one_process, job="end_everywhere"), 78),
     "damaged": (damaged, 500),
-    "copied": (copied, 100),
+    "copied": (functools.partial(compare_in_one_process, job="copies"), 100),
     "disk_full": (disk_full, 10),
     "lost_directories": (lost_directories, 9),
     "impostors": (impostors, 10),

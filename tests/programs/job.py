@@ -69,11 +69,14 @@ def fire(fault):
 
 
 class Faulty(jaxloop.Action):
-    """Fails in one process, after a step."""
+    """Fails in one process, or stops the run, after a step."""
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
         if step_num >= options.at:
             fire("action")
+            if is_faulty_process and options.fault == "stop_loop" and not fired.exists():
+                fired.touch()
+                outputs[jaxloop.STOP_LOOP] = True
 
 
 class Last(jaxloop.Action):
@@ -93,15 +96,6 @@ class Last(jaxloop.Action):
             time.sleep(0.3)
 
 
-class Stopper(jaxloop.Action):
-    """Stops the run in one process."""
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        if is_faulty_process and options.fault == "stop_loop" and step_num >= options.at and not fired.exists():
-            fired.touch()
-            outputs[jaxloop.STOP_LOOP] = True
-
-
 class Network(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
@@ -114,21 +108,8 @@ def loss(outputs, batch):
 
 
 def make_batch(index):
-    for fault in (
-        "kill",
-        "stop",
-        "exit",
-        "term",
-        "term_twice",
-        "interrupt",
-        "data",
-        "term_data",
-        "sys_exit",
-        "hang",
-        "hang_alone",
-    ):
-        if index == options.at:
-            fire(fault)
+    if index == options.at and options.fault not in ("action", "last_action", "last_term", "end", "stop_loop"):
+        fire(options.fault)
     x = np.random.default_rng(index).normal(size=[16, 8]).astype(np.float32)
     return {"x": x, "y": x.sum(-1, keepdims=True)}
 
@@ -152,7 +133,6 @@ train_loop = jaxloop.TrainLoop(
     step,
     end_actions=[
         Faulty(jaxloop.every(steps=1)),
-        Stopper(jaxloop.every(steps=1)),
         Last(jaxloop.every(steps=10)),
         jaxloop.SummaryAction(writer, jaxloop.every(steps=10)),
         jaxloop.CheckpointAction(options.directory / "checkpoints", jaxloop.every(steps=10), keep=None),
