@@ -1,5 +1,4 @@
 import contextlib
-import errno
 import json
 import math
 import os
@@ -8,7 +7,6 @@ import random
 import resource
 import shutil
 import tempfile
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +19,9 @@ from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
 from programs import tiny
 
-from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, examples, partition
+from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, examples
 from jaxloop.actions import CheckpointAction
-from jaxloop.base import checks, files
+from jaxloop.base import files
 from jaxloop.checkpoint import seal
 from jaxloop.history import History
 from jaxloop.processes.lock import locked
@@ -112,27 +110,6 @@ def test_restoring_a_different_model_lists_the_mismatched_leaves(tmp_path):
     assert jnp.isfinite(state.params["kernel"]).all()  # Still usable.
 
 
-def test_transforms_rename_optimizer_state_and_nnx_leaves(tmp_path, assert_same):
-    class Old(nnx.Module):
-        def __init__(self, *, rngs):
-            self.first, self.second = nnx.Linear(3, 2, rngs=rngs), nnx.Linear(2, 2, rngs=rngs)
-
-    class New(nnx.Module):
-        def __init__(self, *, rngs):
-            self.second, self.third = nnx.Linear(3, 2, rngs=rngs), nnx.Linear(2, 2, rngs=rngs)
-
-    make = lambda model, seed: Step(jax.random.key(seed), model, optax.adam(0.1), nnx_model_args=())
-    original, step = make(Old, 0).initialize_model(), make(New, 1)
-    original = original.replace(opt_state=jax.tree.map(lambda leaf: leaf + 5, original.opt_state))
-    save(tmp_path, (3, original))
-    template = step.initialize_model()
-    transforms = {"**/first/*": "**/second/*", "**/second/*": "**/third/*"}  # Applied at once, not one after the other.
-    restored = step.restore_model(template, tmp_path, transforms=transforms)
-    values = checks.leaves_by_path(original)
-    renamed = {path.replace("second", "third").replace("first", "second"): leaf for path, leaf in values.items()}
-    assert_same(checks.leaves_by_path(restored), renamed)
-
-
 class Named(nn.Module):
     names: tuple[str, ...]
 
@@ -152,7 +129,8 @@ class Named(nn.Module):
 def test_a_run_with_transforms_can_be_restarted(tmp_path, assert_same, old, new, transforms):
     def run(names, total_steps, transforms=None):
         loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
-        step = LossStep(jax.random.key(0), Named(names), optax.sgd(0.1), train=True, loss=loss)
+        optimizer = optax.sgd(0.1, momentum=0.9)  # Its state is renamed, too.
+        step = LossStep(jax.random.key(0), Named(names), optimizer, train=True, loss=loss)
         save, spec = CheckpointAction(tmp_path, every(steps=1)), CheckpointSpec(tmp_path, transforms=transforms)
         outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), checkpoint_spec=spec)
         return outer_loop(step.initialize_model([1, 3]), examples.tiny_regression()[2], total_steps)[0].params
@@ -170,15 +148,11 @@ def test_a_run_with_transforms_can_be_restarted(tmp_path, assert_same, old, new,
 def test_transforms_that_do_not_fit_the_state_raise(tmp_path):
     save(tmp_path, (1, tiny.STATE))
     for wrong, error, text in [
-        ({"**/gone/*": "**/kernel/*"}, ValueError, "matches no path"),
         ({"params/kernel": "params/weights"}, ValueError, r"params/kernel: \(none\) -> float32\[3, 1\]"),
-        ({"params/kernel": "params/bias"}, ValueError, "A leaf is renamed to 'params/bias', but .*keep them apart"),
         ({"(.*)old": orbax_checkpoint.Transform()}, TypeError, r"such as \{'\*\*/Dense/\*\*': '\*\*/output/\*\*'\}"),
     ]:
         with pytest.raises(error, match=text):
             checkpoint.restore_newest(tmp_path, tiny.STATE, transforms=wrong)
-        with pytest.raises(error, match=text):
-            checkpoint.Checkpoint.at(tmp_path, 1).check_fits(tiny.STATE, wrong)
     assert checkpoint.all_steps(tmp_path) == [1]
 
 
@@ -275,17 +249,6 @@ def test_train_metric_can_select_the_best(tmp_path):
     assert action.uses_outputs and not CheckpointAction(tmp_path).uses_outputs
 
 
-def test_best_step_reads_the_metrics_of_an_orbax_manager(tmp_path):
-    options = orbax_checkpoint.CheckpointManagerOptions(best_fn=lambda metrics: metrics["score"])
-    with orbax_checkpoint.CheckpointManager(tmp_path, options=options) as manager:
-        for step, score in [(1, 3.0), (2, 5.0), (3, 4.0)]:
-            manager.save(step, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}), metrics={"score": score})
-    assert checkpoint.best_step(tmp_path, ("score", "max")) == 2
-    assert checkpoint.best_step(tmp_path, ("score", "min")) == 1
-    assert checkpoint.best_step(tmp_path) is None
-    assert checkpoint.best_step(tmp_path / "nowhere") is None
-
-
 def test_best_metric_that_was_never_measured_warns(tmp_path, warnings_logged):
     action = CheckpointAction(tmp_path, best="test/accuracy", interval=every(steps=100))
     save_with(action, [math.nan, math.nan])
@@ -317,8 +280,6 @@ def test_values_that_are_too_large_to_be_read_again_raise(tmp_path, monkeypatch)
 
 
 # Runs and trees -----------------------------------------------------------------------------------------
-
-RUN = {"batches": 3, "names": ["a", None], "nested": {"x": [0.1, 1e300, True]}, "text": "long " * 300_000}
 
 
 def make_run(seed):
@@ -377,50 +338,24 @@ def test_run_round_trips_bit_for_bit(tmp_path):
     assert list(read) == ["best", "nothing"] and read["best"][0].mu["w"].dtype == jnp.bfloat16
 
 
-def test_large_run_round_trips_and_a_missing_one_is_empty(tmp_path):
-    writer = checkpoint.CheckpointWriter(tmp_path)
-    writer.save(0, STATE, run=RUN)
-    writer.save(1, STATE)
-    writer.close()
-    assert checkpoint.Checkpoint.at(tmp_path, 0).run() == RUN
-    assert checkpoint.Checkpoint.at(tmp_path, 1).run() == {} and checkpoint.Checkpoint.at(tmp_path, 1).metadata() == {}
-    assert checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"a": {}, "b": None}) == {"a": {}, "b": None}
-    with pytest.raises(ValueError, match=r"a/x: \(none\) -> int32\[\]"):
-        checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"a": {"x": jnp.int32(0)}})
-    with pytest.raises(FileNotFoundError, match="No checkpoint of step 2 in .*, which holds steps 0, 1"):
-        checkpoint.Checkpoint.at(tmp_path, 2).run()
-
-
 def test_saved_values_can_be_changed_and_donated_once_save_returns(tmp_path):
-    writer = checkpoint.CheckpointWriter(tmp_path)
-    state, trees = (
-        {"w": jnp.full([500_000], 1.0)},
-        {"a": {"mine": np.full([500_000], 2.0), "jax": jnp.full([500_000], 3.0)}},
-    )
-    run = {"list": [1]}
-    writer.save(1, state, run=run, trees=trees)
-    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)
-    overwrite((state, trees["a"].pop("jax")))
-    trees["a"]["mine"][:] = 0
+    writer, run = checkpoint.CheckpointWriter(tmp_path), {"list": [1]}
+    state, tree = {"w": jnp.full([500_000], 1.0)}, {"mine": np.full([500_000], 2.0)}
+    writer.save(1, state, run=run, trees={"a": tree})
+    jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0, state), donate_argnums=0)(state)
+    tree["mine"][:] = 0
     run["list"].append(2)
     assert state["w"].is_deleted()
     writer.close()
-    templates = {"a": {"mine": np.zeros([500_000]), "jax": jnp.zeros([500_000])}}
-    read = checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees(templates)["a"]
-    assert (read["mine"] == 2).all() and (read["jax"] == 3).all()
-    assert checkpoint.Checkpoint.at(tmp_path, 1).run() == {"list": [1]}
     assert (checkpoint.restore(tmp_path, 1, {"w": jnp.zeros([500_000])})["w"] == 1).all()
+    assert (checkpoint.Checkpoint.at(tmp_path, 1, "trees").trees({"a": tree})["a"]["mine"] == 2).all()
+    assert checkpoint.Checkpoint.at(tmp_path, 1).run() == {"list": [1]}
 
 
 def test_dtype_is_never_cast_silently(tmp_path):
     save(tmp_path, (1, {"old": jnp.ones([2], jnp.float32)}))
-    transforms = {"old": "new"}
-    assert checkpoint.restore(tmp_path, 1, {"new": jnp.zeros([2])}, transforms=transforms)["new"].dtype == jnp.float32
-    for wrong, text in [(jnp.zeros([2], jnp.bfloat16), r"bfloat16\[2\]"), (jnp.zeros([3]), r"float32\[3\]")]:
-        with pytest.raises(ValueError, match=rf"new: float32\[2\] -> {text}"):
-            checkpoint.restore(tmp_path, 1, {"new": wrong}, transforms=transforms)
-        with pytest.raises(ValueError, match=rf"old: float32\[2\] -> {text}"):
-            checkpoint.restore(tmp_path, 1, {"old": wrong})
+    with pytest.raises(ValueError, match=r"new: float32\[2\] -> bfloat16\[2\]"):
+        checkpoint.restore(tmp_path, 1, {"new": jnp.zeros([2], jnp.bfloat16)}, transforms={"old": "new"})
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -472,41 +407,6 @@ def flip_a_bit(path, rng):
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
-
-
-DAMAGES = {
-    "deleted": lambda path, rng: path.unlink(),
-    "emptied": lambda path, rng: path.write_bytes(b""),
-    "truncated": lambda path, rng: path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)]),
-    "with a bit flipped": flip_a_bit,
-}
-# Orbax writes these files, or parts of them, when it commits, after the seal. jaxloop doesn't read those parts.
-NOT_SEALED = ("_CHECKPOINT_METADATA", "commit_success.txt")
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_detected_and_an_older_checkpoint_restored(saved_runs, tmp_path, warnings_logged, damage):
-    rng = random.Random(0)
-    files = sorted(path.relative_to(saved_runs) for path in (saved_runs / "2").rglob("*") if path.is_file())
-    template = make_run(0)[0]
-    for case, file in enumerate(
-        [*rng.sample(files, 4), pathlib.Path("2/SEAL"), pathlib.Path("2/_CHECKPOINT_METADATA")]
-    ):
-        directory = pathlib.Path(shutil.copytree(saved_runs, tmp_path / str(case)))
-        before = (directory / file).read_bytes()
-        damage(directory / file, rng)
-        assert not (directory / file).exists() or (directory / file).read_bytes() != before  # The file was damaged.
-        state, step = checkpoint.restore_newest(directory, template)
-        assert_is_run(directory, step, state)
-        if step == 1:
-            (warning,) = warnings_logged()[-1:]
-            assert str(file.relative_to("2")) in warning and "Step 1 was restored instead" in warning
-            assert checkpoint.all_steps(directory) == [1] and [p.name for p in (directory / "damaged").iterdir()] == [
-                "2"
-            ]
-        else:
-            assert file.parts[1] in NOT_SEALED
-    assert len(warnings_logged()) >= 4
 
 
 def test_step_of_a_damaged_checkpoint_can_be_saved_again(runs):
@@ -613,19 +513,6 @@ def test_unreadable_unsealed_files_raise_from_the_orbax_error(tmp_path):
     assert checkpoint.restore_newest(tmp_path, STATE)[1] == 1
 
 
-def test_failure_with_intact_files_is_not_damage(tmp_path):
-    writer = checkpoint.CheckpointWriter(tmp_path)
-    writer.save(1, {"w": jnp.ones([64, 8])})  # Only one leaf: Orbax doesn't wait for others when one fails.
-    writer.save(2, {"w": jnp.ones([64, 8])})
-    writer.close()
-    mesh = partition.create_mesh(devices=jax.devices()[:3], data=3)
-    uneven = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    with pytest.raises(Exception) as caught:
-        checkpoint.restore_newest(tmp_path, {"w": jax.ShapeDtypeStruct([64, 8], jnp.float32, sharding=uneven)})
-    assert not isinstance(caught.value, checkpoint.CheckpointError)
-    assert checkpoint.all_steps(tmp_path) == [1, 2]
-
-
 # Failed saves -----------------------------------------------------------------------------------------
 
 
@@ -683,25 +570,6 @@ def test_failed_save_of_a_manager_names_the_step(tmp_path, asynchronous):
     writer.save(2, LARGE)
     writer.close()
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, SMALL)["w"], LARGE["w"])
-
-
-def test_save_to_an_unwritable_directory_fails_at_once_and_leaks_no_thread(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    writer = checkpoint.CheckpointWriter(tmp_path)
-    writer.save(1, STATE)
-    writer.wait()
-    threads = threading.active_count()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
-        with pytest.raises(checkpoint.CheckpointError, match="step 2 in .*No space left on device") as caught:
-            writer.save(2, STATE)
-        assert caught.value.steps == (2,)
-    assert threading.active_count() <= threads
-    writer.save(2, STATE)
-    writer.close()
-    assert checkpoint.all_steps(tmp_path) == [1, 2]
 
 
 def move(directory):
@@ -766,13 +634,6 @@ def test_the_next_save_removes_unfinished_ones(runs):
     assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "4"]
 
 
-def test_a_link_named_like_an_unfinished_save_is_not_followed(runs):
-    (runs / "3.orbax-checkpoint-tmp").symlink_to(runs / "2")
-    with contextlib.suppress(checkpoint.CheckpointError):
-        save_runs(runs, 3)
-    assert_is_run(runs, 2, checkpoint.restore(runs, 2, make_run(0)[0]))
-
-
 def test_a_writer_keeps_what_another_has_saved_in_its_directory(tmp_path, warnings_logged):
     one, two = (contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) for _ in range(2))
     with one as one, two as two:
@@ -798,19 +659,6 @@ def test_state_with_different_empty_subtrees_is_restored(tmp_path):
     other = {**state, "opt_state": (*state["opt_state"], optax.EmptyState())}
     for like in (state, other):
         np.testing.assert_array_equal(checkpoint.restore(tmp_path, 1, like)["params"]["w"], np.ones(3))
-
-
-def test_states_of_different_structures_are_saved_by_one_writer(tmp_path):
-    first, second = {"w": jnp.ones(2)}, {"w": jnp.ones(2), "v": {"x": jnp.zeros(3)}}
-    save(tmp_path, (1, first), (2, second), (3, first))
-    for step, state in ((1, first), (2, second), (3, first)):
-        np.testing.assert_array_equal(checkpoint.restore(tmp_path, step, state)["w"], np.ones(2))
-    with pytest.raises(ValueError, match=r"v/x: float32\[3\] -> \(none\)"):
-        checkpoint.restore(tmp_path, 2, first)
-    with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
-        writer.save(4, first)
-        with pytest.raises(ValueError, match=r"the state .* two leaves v/x and v\.x: one of them would be lost"):
-            writer.save(5, {"w": jnp.ones(2), "v": {"x": jnp.ones(1)}, "v.x": jnp.ones(1)})
 
 
 PARTS_OF_A_CHECKPOINT = ("SEAL", "_CHECKPOINT_METADATA", "default", "run")
