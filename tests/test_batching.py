@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-import threading
 import types
 
 import jax
@@ -116,26 +115,14 @@ def test_the_epochs_of_batched_follow_the_seed_alone_whatever_the_api(monkeypatc
         assert [number for number, _ in itertools.groupby(seen)] == [[7, 0, 0], [7, 0, 1], [7, 0, 2]]
 
 
-class Recorded(list):
-    """The examples, with the thread that read each one."""
-
-    threads = ()
-
-    def __getitem__(self, index):
-        self.threads = (*self.threads, threading.current_thread())
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("wrap", [lambda dataset: dataset, data.prefetch])
 def test_an_evaluation_of_endless_batches_is_one_pass(wrap):
-    step, rows = Regression(), Recorded({name: leaf[row] for name, leaf in DATASET.items()} for row in range(ROWS))
+    step = Regression()
     outer_loop = jaxloop.OuterLoop(eval_loops=[jaxloop.EvalLoop(step)])
-    state, spec = step.initialize_model([1, 3]), jaxloop.EvalSpec(wrap(data.batched(rows, 40)))
+    state, spec = step.initialize_model([1, 3]), jaxloop.EvalSpec(wrap(data.batched(DATASET, 40)))
     assert outer_loop.check(state, eval_specs=[spec]).plan["eval 'eval'"].endswith("; 3 batches")
-    rows.threads = ()
     _, outputs = outer_loop(state, eval_specs=[spec])
-    assert outputs.num_examples == [40, 40, 20] and len(rows.threads) == ROWS
-    assert (threading.main_thread() in rows.threads) == (wrap is not data.prefetch)
+    assert outputs.num_examples == [40, 40, 20]
 
 
 def test_an_iterator_goes_to_another_pass():
@@ -236,13 +223,6 @@ def grain_rows():
 def test_batched_accepts_many_kinds_of_examples(make):
     expected = list(itertools.islice(data.batched(DATASET, 6), 16))
     jax.tree.map(np.testing.assert_array_equal, list(itertools.islice(data.batched(make(), 6), 16)), expected)
-
-
-def test_infinite_grain_dataset_keeps_its_order():
-    rows = grain_rows().shuffle(seed=1).repeat()
-    assert rows_of(data.batched(rows, 30), 10) == [
-        [int(rows[row]["row"]) for row in range(begin, begin + 30)] for begin in range(0, 300, 30)
-    ]
 
 
 def test_each_process_reads_its_share_of_each_batch():

@@ -63,15 +63,6 @@ def test_nested_contexts_share_the_request():
             assert second.requested and second.signal_name == "Ctrl-C"
 
 
-def test_a_reentered_context_starts_without_a_request():
-    interrupt = Interruptible()
-    with interrupt:
-        press_ctrl_c()
-    assert interrupt.requested
-    with interrupt:
-        assert not interrupt.requested
-
-
 @pytest.mark.parametrize(("seconds", "raises"), [(1.9, True), (2.1, False)])
 def test_ctrl_c_soon_after_the_previous_run_took_one_raises(seconds, raises, monkeypatch):
     clock, interrupt = Clock(), Interruptible()
@@ -195,10 +186,6 @@ say = lambda *words: print(*words, flush=True)
 """
 
 RUN = """
-if sys.argv[2] == "own wakeup fd":
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
 try:
     with module.Interruptible() as outer:
         with module.Interruptible() as interrupt:
@@ -241,27 +228,6 @@ def start():
         process.wait()
 
 
-WITH_A_WORKER = """
-import subprocess
-
-def fail(*_):  # As PyTorch does if a worker has ended.
-    raise RuntimeError("a worker is killed by signal: Terminated")
-
-signal.signal(signal.SIGCHLD, fail)
-with module.Interruptible() as interrupt:
-    worker = subprocess.Popen(["sleep", "60"])
-    os.killpg(0, signal.SIGTERM)
-    worker.wait()
-    say("saved")
-"""
-
-
-def test_a_worker_that_the_signal_has_ended_does_not_raise_in_the_main_thread():
-    command = [sys.executable, "-c", LOAD + WITH_A_WORKER, jaxloop.processes.interrupt.__file__]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=20, start_new_session=True)
-    assert (run.returncode, run.stdout) == (143, "saved\n"), run.stderr
-
-
 @pytest.mark.parametrize(
     ("how", "signals", "code", "words"),
     [
@@ -276,35 +242,6 @@ def test_a_worker_that_the_signal_has_ended_does_not_raise_in_the_main_thread():
 def test_exit_code_and_output_of_an_interrupted_process(how, signals, code, words, start):
     returncode, said, errors = start(how, *signals)
     assert (returncode, said) == (code, words.split()), errors
-
-
-def test_without_a_watch_thread_the_second_ctrl_c_raises(start):
-    """The program uses the wakeup file descriptor itself."""
-    returncode, said, errors = start("own wakeup fd", signal.SIGINT, signal.SIGINT)
-    assert returncode == -2 and said == ["working", "asked", "saved", "closed"]
-    assert errors.endswith("KeyboardInterrupt\n")
-
-
-FORK = """
-with module.Interruptible() as interrupt:
-    reader, writer = os.pipe()
-    worker = os.fork()
-    if worker == 0:
-        os.write(writer, b"!")
-        time.sleep(20)
-        os._exit(0)
-    os.read(reader, 1)
-    os.kill(worker, signal.SIGINT)  # As a terminal does. The run still needs the worker.
-    time.sleep(0.1)
-    os.kill(worker, signal.SIGTERM)
-    say(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), interrupt.requested)
-"""
-
-
-def test_a_worker_forked_during_a_run_can_be_terminated():
-    command = [sys.executable, "-c", LOAD + FORK, jaxloop.processes.interrupt.__file__]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=25)
-    assert run.stdout == "-15 False\n", run.stderr
 
 
 def test_a_signal_confirmed_by_other_processes_counts_once():

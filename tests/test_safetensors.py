@@ -81,13 +81,9 @@ def test_a_damaged_file_raises_and_is_named(tmp_path, damage):
         checkpoint.load_params(path)
 
 
-def test_mismatches_raise(tmp_path):
+def test_wrong_paths_and_steps_raise(tmp_path):
     path = tmp_path / "weights.safetensors"
     checkpoint.save_params(PARAMS, path)
-    with pytest.raises(ValueError, match=r"encoder/kernel: float32\[8, 4\] -> float32\[8, 5\]"):
-        checkpoint.load_params(path, into={"encoder": {**PARAMS["encoder"], "kernel": jnp.zeros([8, 5])}})
-    with pytest.raises(ValueError, match="The pattern 'decoder/\\*\\*' matches no path"):
-        checkpoint.load_params(path, into=PARAMS, paths={"decoder/**": "encoder/**"})
     with pytest.raises(ValueError, match="has neither steps nor an average"):
         checkpoint.load_params(path, 100)
     with pytest.raises(FileNotFoundError):
