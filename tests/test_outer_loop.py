@@ -3,7 +3,6 @@ import errno
 import itertools
 import os
 import re
-import resource
 import shutil
 import threading
 import time
@@ -18,7 +17,6 @@ from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
 from jaxloop import STOP_LOOP, actions, checkpoint, examples
 from jaxloop.checkpoint import seal
 from jaxloop.eval_loop import EvalLoop
-from jaxloop.history import History
 from jaxloop.outer_loop import CheckpointSpec, EvalContext, EvalSpec, OuterLoop
 from jaxloop.processes import lock
 from jaxloop.schedules import every, last
@@ -39,12 +37,9 @@ def train(state, step, batches, **options):
 @pytest.mark.parametrize(
     ("start", "total", "loop_steps", "ends"),
     [
-        (0, 30, 10, [10, 20, 30]),
         (0, 25, 10, [10, 20, 25]),
         (55, 100, 10, [60, 70, 80, 90, 100]),
-        (55, 100, None, [100]),
         (0, 5, 10, [5]),
-        (99, 100, 10, [100]),
     ],
 )
 def test_train_total_steps_counts_all_updates(start, total, loop_steps, ends):
@@ -64,7 +59,7 @@ def test_a_finished_run_makes_no_update(start, warnings_logged):
     jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
-@pytest.mark.parametrize("loop_steps", [10, 7, None])
+@pytest.mark.parametrize("loop_steps", [7, None])
 def test_a_dataset_that_ends_early_causes_a_warning(loop_steps, warnings_logged):
     state, outputs = OuterLoop(TrainLoop(STEP))(STATE, BATCHES[:50], train_total_steps=100, train_loop_steps=loop_steps)
     assert int(state.step) == 50 and outputs["loss"]
@@ -79,27 +74,9 @@ def test_without_a_total_the_dataset_ends_the_run(warnings_logged):
     assert warnings_logged() == []
 
 
-@pytest.mark.parametrize("interval", [0, -1, 2.5, "x", None])
-def test_a_log_interval_that_is_set_later_is_checked(interval):
-    outer_loop = OuterLoop(TrainLoop(STEP))
-    outer_loop.log_interval = interval
-    with pytest.raises((TypeError, ValueError), match="log_interval must be a positive int"):
-        outer_loop(STATE, BATCHES, 20, 10)
+def test_intervals_continue_after_a_resume():
+    interval = 3
 
-
-def test_an_error_in_a_row_says_where_it_happened(tmp_path, monkeypatch):
-    def fail(self, *args):
-        raise OSError("The disk is full.")
-
-    outer_loop = OuterLoop(TrainLoop(STEP), [EvalLoop(STEP)], None)
-    monkeypatch.setattr(History, "commit", fail)
-    with pytest.raises(OSError) as caught:
-        outer_loop(STATE, BATCHES, 20, 10, [EvalSpec(BATCHES[:3])])
-    assert "in the history's row of 'train', after step 10" in caught.value.__notes__
-
-
-@pytest.mark.parametrize("interval", [2, 3])
-def test_intervals_continue_after_a_resume(interval):
     def run(*totals):
         trained, evaluated = Record(interval), Record(interval)
         state = STATE
@@ -112,16 +89,6 @@ def test_intervals_continue_after_a_resume(interval):
     assert run(60) == run(40, 60) == run(30, 60) == list(range(10 * interval, 61, 10 * interval))
 
 
-def test_a_second_run_with_the_same_objects_restarts_its_intervals(writer):
-    note = Record(interval=3)
-    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[note, actions.SummaryAction(writer, interval=3)]))
-    for _ in range(2):
-        outer_loop(STATE, BATCHES, 40, 10)
-    assert note.seen == [30, 30]
-    first, second = (value for _, value in writer.scalars("loss"))
-    assert first == second
-
-
 # Evaluation ------------------------------------------------------------------------------------------
 
 
@@ -131,21 +98,17 @@ def test_evaluations_follow_their_specs():
     specs = [
         EvalSpec(BATCHES[:3]),
         EvalSpec(BATCHES, num_steps=2, eval_loop_interval=2),
-        EvalSpec(BATCHES[:1], should_eval_fn=lambda context: contexts.append(context) or context.step_num > 20),
+        EvalSpec(
+            BATCHES[:1],
+            eval_loop_interval=2,
+            should_eval_fn=lambda context: contexts.append(context) or context.loop_count > 2,
+        ),
     ]
     outer_loop = OuterLoop(TrainLoop(STEP), [EvalLoop(STEP, end_actions=[note]) for note in notes])
     _, outputs = outer_loop(STATE, BATCHES, train_total_steps=40, train_loop_steps=10, eval_specs=specs)
-    assert [note.seen for note in notes] == [[10, 20, 30, 40], [20, 40], [30, 40]]
-    assert contexts[0] == EvalContext(is_continuous_eval=False, step_num=10, loop_count=1)
+    assert [note.seen for note in notes] == [[10, 20, 30, 40], [20, 40], [40]]
+    assert contexts[0] == EvalContext(is_continuous_eval=False, step_num=20, loop_count=2)
     assert len(outputs["loss"]) == 10  # From the train loop.
-
-
-def test_an_evaluation_needs_both_its_interval_and_its_function():
-    note = Record()
-    spec = EvalSpec(BATCHES[:1], eval_loop_interval=2, should_eval_fn=lambda context: context.loop_count > 2)
-    outer_loop = OuterLoop(TrainLoop(STEP), [EvalLoop(STEP, end_actions=[note])])
-    outer_loop(STATE, BATCHES, train_total_steps=60, train_loop_steps=10, eval_specs=[spec])
-    assert note.seen == [40, 60]
 
 
 def test_one_evaluation_runs_without_a_train_loop():
@@ -176,7 +139,6 @@ def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
     ("dataset", "message"),
     [
         (lambda: lambda: iter([]), "yielded no batches.*function that returns a new iterator each time"),
-        (lambda: [], "yielded no batches.*its pipeline may filter out"),
         (lambda: iter([]), "If it is an exhausted iterator, give an iterable"),
     ],
 )
@@ -229,26 +191,6 @@ def test_ctrl_c_returns_the_state_and_the_next_call_continues(tmp_path, logs, in
     assert int(state.step) == 100 and (tmp_path / "STOPPED").exists()
 
 
-def test_ctrl_c_in_an_evaluation_writes_no_partial_result_and_saves_the_state(writer, tmp_path, interrupted):
-    class Dataset:
-        def __iter__(self):
-            return interrupted(BATCHES, 3)
-
-    eval_loops = [EvalLoop(STEP, end_actions=[actions.SummaryAction(writer)]) for _ in range(2)]
-    train_loop = TrainLoop(STEP, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
-    outer_loop = OuterLoop(train_loop, eval_loops)
-    state, outputs = outer_loop(STATE, BATCHES, 100, 10, eval_specs=[EvalSpec(Dataset()), EvalSpec(BATCHES)])
-    assert int(state.step) == 10 and len(outputs["loss"]) == 10
-    assert writer.written == [] and checkpoint.all_steps(tmp_path) == [10]
-
-
-def test_a_donated_state_is_rejected():
-    _, state, _ = examples.tiny_regression()
-    OuterLoop(TrainLoop(STEP))(state, BATCHES, 10)
-    with pytest.raises(ValueError, match=r"OuterLoop\(\.\.\.\) got a state that was already donated to TrainLoop"):
-        OuterLoop(TrainLoop(STEP))(state, BATCHES, 20)
-
-
 # Resuming --------------------------------------------------------------------------------------------
 
 
@@ -299,13 +241,9 @@ def test_paths_are_resolved_when_the_objects_are_made(tmp_path, monkeypatch, hom
     ]
     spec = CheckpointSpec(f"{home}run")
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=end_actions), checkpoint_spec=spec, workdir=f"{home}work")
-    eval_loop = EvalLoop(STEP)
-    evaluator = OuterLoop(None, [eval_loop], spec, workdir=f"{home}work")
     monkeypatch.setenv("HOME", str(after))
     monkeypatch.chdir(after)
-    state, _ = outer_loop(STATE, BATCHES, 10)
-    evaluator(state, eval_specs=[EvalSpec(BATCHES[:2])])
-    assert evaluator.history.collect("steps", "loss")[0] == [5, 10]
+    outer_loop(STATE, BATCHES, 10)
     assert sorted(path.name for path in before.iterdir()) == ["events", "run", "work"]
     assert sorted(after.iterdir()) == [] and (before / "run" / "STOPPED").exists()
 
@@ -337,51 +275,18 @@ def test_an_exception_saves_the_last_completed_step_and_closes_everything(tmp_pa
         raise OSError("the network is gone")
 
     note = Record()
-    ckpt = actions.CheckpointAction(tmp_path, interval=100)
+    ckpt = actions.CheckpointAction(tmp_path)
     summary = actions.SummaryAction(writer)
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[note, ckpt, summary]), checkpoint_spec=CheckpointSpec(tmp_path))
     with pytest.raises(OSError, match="the network is gone") as caught:
         outer_loop(STATE, fails(BATCHES), 100, 10)
     assert "in the dataset, after step 25" in caught.value.__notes__[0]
-    assert checkpoint.all_steps(tmp_path) == [25]
+    assert checkpoint.all_steps(tmp_path) == [10, 20, 25]
     assert int(outer_loop.rescued_state.step) == 25
-    assert (note.closed, writer.flushes) == (1, 2)  # Before the save is committed, and at the end.
+    assert note.closed == 1 and writer.flushes >= 2  # Before the saves are committed, and at the end.
     assert not (tmp_path / "STOPPED").exists()
     state, _ = outer_loop(STATE, BATCHES[25:], 40, 10)
     assert int(state.step) == 40 and outer_loop.rescued_state is None
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-def test_the_last_completed_step_is_rescued_even_after_a_save(devices, tmp_path, data_parallel):
-    """A save in the background may keep the buffers of an older state alive."""
-
-    def fails(batches):
-        yield from batches[:17]
-        raise OSError("the network is gone")
-
-    step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
-    with pytest.raises(OSError, match="the network is gone"):
-        outer_loop(state, fails(batches), 100, 10)
-    assert int(outer_loop.rescued_state.step) == 17
-    assert checkpoint.all_steps(tmp_path) == [10, 17]
-
-
-@pytest.mark.parametrize(
-    ("step_actions", "loop_actions", "note", "saved"),
-    [
-        ([Fail(every(steps=15))], [], "in Fail(interval=every(steps=15)), after step 15", [10, 15]),
-        ([], [Fail(2)], "in Fail(interval=2), after step 20", [10, 20]),
-    ],
-    ids=["of a step", "of a loop"],
-)
-def test_an_error_in_an_action_loses_nothing(step_actions, loop_actions, note, saved, tmp_path):
-    step, state, batches = examples.tiny_regression(end_actions=step_actions)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[*loop_actions, actions.CheckpointAction(tmp_path)]))
-    with pytest.raises(OSError, match="the disk is gone") as caught:
-        outer_loop(state, batches, 100, 10)
-    assert note in caught.value.__notes__[0]
-    assert checkpoint.all_steps(tmp_path) == saved and int(outer_loop.rescued_state.step) == saved[-1]
 
 
 def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
@@ -426,31 +331,24 @@ def test_an_evaluation_that_waits_for_a_missing_directory_warns(tmp_path, warnin
         assert [text for text in warnings_logged() if text.startswith("Waiting")] == expected
 
 
-def test_each_checkpoint_is_evaluated_until_training_stops(tmp_path):
-    resumable(tmp_path, 30)
-    note = Record()
-    state, outputs = continuous(tmp_path, note)
-    assert note.seen == [10, 20, 30]
-    restored = STEP.restore_model(state, tmp_path)
-    assert outputs["loss"] == EvalLoop(STEP)(restored, BATCHES[:4])[1]["loss"]
-
-
-def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
+def test_checkpoints_are_evaluated_as_they_appear_until_training_stops(tmp_path):
     def slow(batches):
         for number, batch in enumerate(batches):
             if number % 10 == 0:
-                time.sleep(0.3)
+                time.sleep(0.1)
             yield batch
 
     trainer = threading.Thread(target=resumable, args=(tmp_path, 30, slow(BATCHES)))
     trainer.start()
     note = Record()
-    continuous(tmp_path, note)
+    state, outputs = continuous(tmp_path, note)
     trainer.join()
     assert note.seen == [10, 20, 30]
+    restored = STEP.restore_model(state, tmp_path)
+    assert outputs["loss"] == EvalLoop(STEP)(restored, BATCHES[:4])[1]["loss"]
 
 
-@pytest.mark.parametrize("moment", ["before it is read", "half before", "after it was read"])
+@pytest.mark.parametrize("moment", ["before it is read", "after it was read"])
 def test_a_checkpoint_deleted_while_it_is_restored_is_skipped(moment, tmp_path, monkeypatch, warnings_logged):
     resumable(tmp_path, 30)
     restore = checkpoint.restore
@@ -462,9 +360,6 @@ def test_a_checkpoint_deleted_while_it_is_restored_is_skipped(moment, tmp_path, 
     def restore_while_it_is_deleted(directory, step_num, *args, **kwargs):
         if step_num == 20 and moment == "before it is read":
             delete()
-        if step_num == 20 and moment == "half before":
-            shutil.rmtree(tmp_path / "20" / "default")
-            threading.Timer(0.02, delete).start()
         restored = restore(directory, step_num, *args, **kwargs)
         if step_num == 20:
             delete()
@@ -486,20 +381,6 @@ def test_a_damaged_checkpoint_raises_in_a_continuous_evaluation(tmp_path):
     assert note.seen == [10]
 
 
-def test_the_initial_state_is_not_evaluated_if_all_checkpoints_are_deleted(tmp_path):
-    resumable(tmp_path, 20)
-
-    class DeleteAll(Record):
-        def __call__(self, state, outputs, **kwargs):
-            super().__call__(state, outputs, **kwargs)
-            shutil.rmtree(tmp_path / "10")
-            shutil.rmtree(tmp_path / "20")
-
-    note = DeleteAll()
-    continuous(tmp_path, note)
-    assert note.seen == [10]
-
-
 def test_a_stop_function_replaces_the_stopped_file(tmp_path):
     resumable(tmp_path, 10)
     (tmp_path / "STOPPED").unlink()
@@ -516,11 +397,6 @@ def test_a_stop_function_replaces_the_stopped_file(tmp_path):
 
 
 UNINTENDED = {
-    "a CheckpointSpec without a CheckpointAction": (
-        lambda directory: {"checkpoint_spec": CheckpointSpec(directory)},
-        {"train_loop_steps": 10},
-        "the train loop has no CheckpointAction, so a killed run would start over",
-    ),
     "a CheckpointAction that counts loops in a run of one loop": (
         lambda directory: {"end_actions": [actions.CheckpointAction(directory)], "log_interval": every(steps=10)},
         {},
@@ -536,16 +412,6 @@ UNINTENDED = {
         {"train_loop_steps": 10},
         "called 4 times, .* and patience=4 needs at least 5 measurements",
     ),
-    "a row after more steps than there are": (
-        lambda _: {"log_interval": every(steps=100)},
-        {"train_total_steps": 7},
-        r"log_interval=every\(steps=100\) is never due, .* goes to step 7",
-    ),
-    "an evaluation after more loops than there are": (
-        lambda _: {"eval_loop_interval": 10},
-        {"train_loop_steps": 10},
-        "It would never run: eval_loop_interval=10",
-    ),
 }
 
 
@@ -554,34 +420,13 @@ def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, war
     make_options, call, message = UNINTENDED[mistake]
     options = make_options(tmp_path)
     state = STATE
-    spec = EvalSpec(BATCHES[:1], eval_loop_interval=options.pop("eval_loop_interval", 1))
+    spec = EvalSpec(BATCHES[:1])
     train_loop = TrainLoop(STEP, end_actions=options.pop("end_actions", None))
     outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], **options)
     for total in (40, 41):  # The second call doesn't repeat the warning.
         call = {"train_total_steps": total, **call}
         state, _ = outer_loop(state, BATCHES * 2, eval_specs=[spec], **call)
     assert sum(bool(re.search(message, text)) for text in warnings_logged()) == 1
-
-
-def test_the_check_of_a_custom_action_is_not_called_without_outputs(warnings_logged):
-    class NeedsLoss(Record):
-        def check(self, state, outputs):
-            return [] if "loss" in outputs else ["There is no loss."]
-
-    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[NeedsLoss()]), log_interval=every(steps=5))
-    assert outer_loop.check(STATE, BATCHES[:20]).ok
-    outer_loop(STATE, BATCHES[:20])
-    assert not warnings_logged()
-
-
-def test_a_workdir_saves_nothing_where_an_explicit_checkpoint_spec_resumes(tmp_path, warnings_logged):
-    keep_all = TrainLoop(STEP, end_actions=[actions.CheckpointAction(tmp_path / "old", every(steps=5), keep=None)])
-    OuterLoop(keep_all, log_interval=every(steps=5))(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 20)
-    spec = CheckpointSpec(tmp_path / "old", restore_data=False)
-    outer_loop = OuterLoop(TrainLoop(STEP), checkpoint_spec=spec, workdir=tmp_path / "new", log_interval=every(steps=5))
-    outer_loop(STATE, BATCHES, 30)
-    assert checkpoint.all_steps(tmp_path / "old") == [5, 10, 15, 20]
-    assert any("has no CheckpointAction, so a killed run would start over" in text for text in warnings_logged())
 
 
 def test_a_resumed_run_does_not_warn_of_what_happened_before(tmp_path, warnings_logged):
@@ -614,27 +459,20 @@ def test_the_check_at_the_start_reads_no_batch_and_compiles_nothing(logs):
     assert found.count("read a batch") == 3 and any(text.startswith("Compiling") for text in found)
 
 
-@pytest.mark.parametrize("verbosity", [logging.WARNING, logging.INFO])
-def test_a_run_logs_where_it_saves_where_it_resumes_and_why_it_stops_early(verbosity, tmp_path, caplog):
-    before = logging.get_verbosity()
-    logging.set_verbosity(verbosity)  # WARNING is the default in a program that doesn't call absl.app.run.
-    try:
-        for total, action in [(20, None), (40, Stop(5)), (60, actions.EarlyStoppingAction("loss", 1, min_delta=1e9))]:
-            directory = tmp_path / ("other" if total == 60 else "run")
-            train_loop = TrainLoop(STEP, end_actions=[action] * (action is not None))
-            OuterLoop(train_loop, workdir=directory)(STATE, BATCHES, total, 5)
-    finally:
-        logging.set_verbosity(before)
-    lines = [record.getMessage() for record in caplog.records if verbosity == logging.WARNING]
-    expected = [
+def test_a_run_logs_where_it_saves_where_it_resumes_and_why_it_stops_early(tmp_path, caplog):
+    logging.set_verbosity(logging.WARNING)  # The default in a program that doesn't call absl.app.run.
+    for total, action in [(20, None), (40, Stop(5)), (60, actions.EarlyStoppingAction("loss", 1, min_delta=1e9))]:
+        directory = tmp_path / ("other" if total == 60 else "run")
+        train_loop = TrainLoop(STEP, end_actions=[action] * (action is not None))
+        OuterLoop(train_loop, workdir=directory)(STATE, BATCHES, total, 5)
+    *lines, last_line = caplog.messages
+    assert lines == [
         f"The run saves checkpoints in {tmp_path}/run/checkpoints.",
         f"Resumed at step 20 from {tmp_path}/run/checkpoints.",
         "Stopped at step 25 by Stop(interval=5).",
         f"The run saves checkpoints in {tmp_path}/other/checkpoints.",
     ]
-    if verbosity == logging.WARNING:
-        assert lines[:4] == expected and len(lines) == 5 and lines[4].startswith("Stopped at step 10: loss has not imp")
-    assert not [record for record in caplog.records if "/orbax/" in record.pathname]
+    assert last_line.startswith("Stopped at step 10: loss has not imp")
 
 
 # A work directory ------------------------------------------------------------------------------------
@@ -672,13 +510,6 @@ def test_a_checkpoint_action_of_the_loop_replaces_the_one_of_the_workdir(tmp_pat
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_no_warning_is_logged_if_everything_ran(warnings_logged):
-    train_loop = TrainLoop(STEP, end_actions=[Record(), Record(10)])
-    eval_loop = EvalLoop(EVAL_STEP, end_actions=[Record(3)])
-    OuterLoop(train_loop, [eval_loop])(STATE, BATCHES, 100, 10, eval_specs=[EvalSpec(BATCHES[:1])])
-    assert warnings_logged() == []
-
-
 def start(*loops, **options):
     """Starts a run of 10 steps with an evaluation, or with other loops and arguments, which makes no step."""
     arguments = {"train_dataset": BATCHES, "train_total_steps": 10, "eval_specs": [EvalSpec(BATCHES)], **options}
@@ -699,9 +530,7 @@ IN_WRONG_PLACES = r"got train_loop=.* Write OuterLoop\(train_loop, \[eval_loop\]
     ("call", "error", "message"),
     [
         (lambda: start(train_total_steps=0), ValueError, "train_total_steps must be a positive int or None, got 0"),
-        (lambda: start(train_total_steps=-5), ValueError, "train_total_steps must be a positive int or None, got -5"),
         (lambda: start(train_total_steps=1.5), TypeError, "train_total_steps must be a positive int or None, got 1.5"),
-        (lambda: start(train_totel_steps=10), TypeError, "train_totel_steps"),
         (lambda: start(train_loop_steps=0), ValueError, "train_loop_steps must be a positive int or None, got 0"),
         (lambda: start(train_epochs=0), ValueError, "train_epochs must be a positive int"),
         (lambda: start(train_epochs=2, train_loop_steps=5), ValueError, "train_epochs=2 and train_loop_steps=5"),
@@ -726,18 +555,20 @@ IN_WRONG_PLACES = r"got train_loop=.* Write OuterLoop\(train_loop, \[eval_loop\]
         (OuterLoop, ValueError, "it got neither"),
         (lambda: OuterLoop(TrainLoop(STEP), EvalLoop(STEP)), TypeError, IN_WRONG_PLACES),
         (lambda: OuterLoop(EvalLoop(STEP), [TrainLoop(STEP)]), TypeError, IN_WRONG_PLACES),
-        (lambda: OuterLoop(EvalLoop(STEP)), TypeError, IN_WRONG_PLACES),
-        (lambda: OuterLoop(None, [TrainLoop(STEP)]), TypeError, IN_WRONG_PLACES),
         (lambda: OuterLoop(TrainLoop(STEP), [EvalLoop(STEP)] * 2), ValueError, "OuterLoop got the same loop twice"),
         (
             lambda: OuterLoop(TrainLoop(STEP), checkpoint_spec="runs"),
             TypeError,
             "checkpoint_spec must be a CheckpointSpec, .* got 'runs'",
         ),
+        (
+            lambda: OuterLoop(TrainLoop(STEP), log_interval=0),
+            ValueError,
+            "OuterLoop.log_interval must be a pos.*, got 0",
+        ),
         (lambda: CheckpointSpec("somewhere", -1), ValueError, "iterate_interval_secs must be at least 0, got -1"),
         (lambda: spec(num_steps=0), ValueError, "EvalSpec.num_steps must be a positive int or None, got 0"),
         (lambda: spec(eval_loop_interval=-1), ValueError, "EvalSpec.eval_loop_interval must be a pos.*, got -1"),
-        (lambda: spec(eval_loop_interval=2.0), TypeError, "got 2.0"),
         (lambda: spec(dataset=None), ValueError, "EvalSpec needs a dataset"),
         (lambda: spec(dataset_iterator=iter([])), ValueError, "needs num_steps, got None"),
         (lambda: spec(interval=0), ValueError, "EvalSpec.interval must be .*positive.*got 0"),
@@ -763,44 +594,21 @@ def test_an_indivisible_training_batch_loses_nothing(tmp_path, data_parallel):
 # One directory, one run -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def other_run():
-    """Locks directories like runs in other threads."""
-    stop, threads = threading.Event(), []
-
-    def hold(directory, name):
-        held = threading.Event()
-
-        def run():
-            with lock.locked(directory, name):
-                held.set()
-                stop.wait()
-
-        threads.append(threading.Thread(target=run))
-        threads[-1].start()
-        held.wait()
-
-    yield hold
-    stop.set()
-    for thread in threads:
-        thread.join()
-
-
 @pytest.mark.parametrize("trains", [True, False])
-def test_two_runs_in_one_workdir_do_not_mix_their_rows(tmp_path, other_run, trains):
+def test_two_runs_in_one_workdir_do_not_mix_their_rows(tmp_path, trains):
     train_loop, eval_loops = (TrainLoop(STEP), []) if trains else (None, [EvalLoop(STEP)])
     outer_loop = OuterLoop(train_loop, eval_loops, workdir=tmp_path)
-    other_run(tmp_path, lock.EVALUATOR if trains else lock.TRAINER)  # Its rows are in a different file.
     options = {"train_dataset": BATCHES, "train_total_steps": 2} if trains else {"eval_specs": [EvalSpec(BATCHES)]}
-    state, _ = outer_loop(STATE, **options)
-    options = {**options, "train_total_steps": 4} if trains else options
-    before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
-    other_run(tmp_path, lock.TRAINER if trains else lock.EVALUATOR)
-    with pytest.raises(lock.DirectoryInUseError, match="is in use by process"):
-        outer_loop(state, **options)
-    assert any(
-        finding.where.startswith("the work directory") for finding in outer_loop.check(state, **options).problems
-    )
+    own, other = (lock.TRAINER, lock.EVALUATOR) if trains else (lock.EVALUATOR, lock.TRAINER)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with lock.locked(tmp_path, other):  # The rows of this run are in a different file.
+            state, _ = pool.submit(outer_loop, STATE, **options).result()
+        before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
+        with lock.locked(tmp_path, own):
+            with pytest.raises(lock.DirectoryInUseError, match="is in use by process"):
+                pool.submit(outer_loop, state, **options).result()
+            report = pool.submit(outer_loop.check, state, **options).result()
+    assert any(finding.where.startswith("the work directory") for finding in report.problems)
     assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == before
 
 
@@ -809,25 +617,6 @@ def test_a_workdir_moved_during_the_run_raises(tmp_path):
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[move]), checkpoint_spec=None, workdir=tmp_path / "run")
     with pytest.raises(lock.DirectoryLostError, match="run is no longer the one"):
         outer_loop(STATE, BATCHES, 4, 2)
-
-
-def test_one_of_two_trainers_in_one_directory_is_refused(tmp_path):
-    together = threading.Barrier(2)
-
-    wait = lambda **_: together.wait()  # Until the other trainer has been refused.
-
-    def train_it(number):
-        save = actions.CheckpointAction(tmp_path, every(2))
-        outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[Do(wait, every(1)), save]))
-        together.wait()
-        try:
-            return int(outer_loop(STATE, BATCHES, 1)[0].step)
-        except lock.DirectoryInUseError:
-            together.wait()
-            return "refused"
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert sorted(map(str, pool.map(train_it, range(2)))) == ["1", "refused"]
 
 
 def test_a_failed_save_after_ctrl_c_raises(tmp_path, interrupted, monkeypatch):
@@ -839,21 +628,6 @@ def test_a_failed_save_after_ctrl_c_raises(tmp_path, interrupted, monkeypatch):
     monkeypatch.setattr(seal, "write", refuse)
     with pytest.raises(checkpoint.CheckpointError, match="step 3 .*Read-only file system"):
         outer_loop(STATE, interrupted(BATCHES, 2))
-
-
-def test_a_failed_write_of_the_event_file_ends_the_run(tmp_path):
-    writer = actions.default_writer(tmp_path)
-    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[actions.SummaryAction(writer, every(steps=1))]))
-    batches = itertools.cycle(BATCHES)
-    state, _ = outer_loop(STATE, batches, 2)  # Creates the file.
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            outer_loop(state, batches, 100_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -875,7 +649,7 @@ def test_a_run_names_an_action_in_the_wrong_place(train, evaluation, message, tm
 # Warnings at the end ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loop_steps", [30, 10, None])
+@pytest.mark.parametrize("loop_steps", [10, None])
 def test_a_run_that_ends_with_a_nan_warns_once(loop_steps, warnings_logged):
     spoilt = [{**batch, "y": batch["y"] * np.float32(np.nan)} if n == 12 else batch for n, batch in enumerate(BATCHES)]
     outer_loop = OuterLoop(TrainLoop(STEP))
