@@ -7,10 +7,10 @@ import re
 import jax
 import pytest
 from programs.launching import launch
+from test_recipes import PROGRAMS as RECIPES
 from test_recipes import are_close, shape_and_numbers
 
 import jaxloop
-from jaxloop import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(jaxloop.__file__).parent
@@ -85,19 +85,6 @@ def test_a_page_of_the_tutorial_prints_what_it_shows(page, in_a_new_directory, c
         exec(text, names)
 
 
-def test_a_stopped_run_of_the_tutorial_ends_like_an_uninterrupted_one(in_a_new_directory, capsys):
-    text = (DOCS / "tutorial" / "digits_3.py").read_text()
-    whole, stopped = {}, {}
-    exec(text, whole)
-    whole_line = capsys.readouterr().out
-    text = text.replace('"runs/digits"', '"runs/stopped"')
-    exec(text.replace("train_total_steps=2000", "train_total_steps=620"), stopped)
-    assert max(checkpoint.all_steps("runs/stopped/checkpoints")) == 620
-    exec(text, stopped)
-    assert capsys.readouterr().out.splitlines()[-1] == whole_line.strip()
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), whole["state"].params, stopped["state"].params))
-
-
 @each_tutorial
 def test_a_page_of_the_tutorial_is_short_and_has_a_picture(page):
     assert len(page.read_text().split()) < 900
@@ -112,13 +99,14 @@ def test_a_how_to_prints_what_its_page_shows(program, in_a_new_directory, capsys
     assert_prints(capsys.readouterr().out, shown)
 
 
-@each_howto
-def test_a_how_to_is_short_and_included_in_its_page(program):
+@pytest.mark.parametrize("program", [*HOWTO, *RECIPES], ids=lambda program: program.stem)
+def test_a_program_is_short_and_included_in_its_page(program):
     source, page = program.read_text(), program.with_suffix(".md").read_text()
-    assert len(source.splitlines()) < 60
+    assert len(source.splitlines()) < (60 if program in HOWTO else 100)
     assert ast.get_docstring(ast.parse(source))
     assert f"```{{literalinclude}} {program.name}\n" in page
-    assert f"[{page.splitlines()[0].removeprefix('# ')}]({program.stem}.md)" in (DOCS / "howto/index.md").read_text()
+    index = (program.parent / "index.md").read_text()
+    assert f"[{page.splitlines()[0].removeprefix('# ')}]({program.stem}.md)" in index
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(DOCS).with_suffix("")))
@@ -131,12 +119,6 @@ def test_files_and_flags_that_a_page_names_are_there(page):
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for link in re.findall(r"\]\(([\w./]+\.(?:md|py|ipynb|svg|png))[#)]", text):
         assert (page.parent / link).exists(), link
-
-
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(DOCS).with_suffix("")))
-def test_tables_have_at_most_four_columns(page):
-    for line in re.findall(r"^\|(?: ?:?-+:? ?\|)+$", page.read_text(), flags=re.MULTILINE):
-        assert line.count("|") <= 5, line
 
 
 def test_quoted_code_is_in_the_package():

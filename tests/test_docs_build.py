@@ -1,7 +1,5 @@
 """The documentation builds without a warning, and describes every public name."""
 
-import ast
-import importlib
 import inspect
 import pathlib
 import subprocess
@@ -52,19 +50,7 @@ def test_the_site_needs_no_network(site):
 
 
 def public_names(module):
-    """Those of `__all__`; without one, what the module defines, and what it imports for others as itself."""
-    if hasattr(module, "__all__"):
-        return set(module.__all__)
-    names = set()
-    for node in ast.parse(pathlib.Path(module.__file__).read_text()).body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                names.add(name)
-            case ast.Assign(targets=targets):
-                names |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
-            case ast.ImportFrom(names=aliases):
-                names |= {each.name for each in aliases if each.asname == each.name}
-    return {name for name in names if not name.startswith("_")}
+    return {name for name in getattr(module, "__all__", dir(module)) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(
@@ -83,20 +69,6 @@ def test_each_fixed_name_is_described_where_experiments_import_it(described, mod
 
 
 def test_each_name_of_the_loop_language_is_described(described):
-    names = {name for kind in described.values() for name in kind}
-    objects = [_find(name) for name in names]
-    missing = [
-        name
-        for name in public_names(functional)
-        if not any(each is getattr(functional, name) for each in objects) and f"jaxloop.functional.{name}" not in names
-    ]
-    assert not missing
-
-
-def _find(name):
-    """What a full name stands for; None where it is an attribute of an object."""
-    module, _, last = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), last, None)
-    except ModuleNotFoundError:  # A class and its method.
-        return None
+    names = {name.rpartition(".")[2] for kind in described.values() for name in kind}
+    aliases = {each: getattr(getattr(functional, each), "__name__", each) for each in public_names(functional)}
+    assert not [each for each, name in aliases.items() if not names & {each, name}]

@@ -65,22 +65,5 @@ def test_a_recipe_prints_the_output_shown_on_its_page(program, tmp_path):
     assert not different, result.stdout
 
 
-@each_program
-def test_a_recipe_is_short_and_included_in_its_page(program):
-    source, page = program.read_text(), program.with_suffix(".md").read_text()
-    assert len(source.splitlines()) < 100
-    assert ast.get_docstring(ast.parse(source))
-    assert f"```{{literalinclude}} {program.name}\n" in page
-    assert f"[{page.splitlines()[0].removeprefix('# ')}]({program.stem}.md)" in (RECIPES / "index.md").read_text()
-
-
 def test_each_page_has_a_program():
     assert {path.stem for path in RECIPES.glob("*.md")} == {path.stem for path in PROGRAMS} | {"index"}
-
-
-def test_numbers_are_compared_with_a_tolerance_and_text_is_not():
-    assert shape_and_numbers('step 1,200:  loss 0.51 "abc"\n') == ('step <number>: loss <number> ""', ["1,200", "0.51"])
-    assert are_close("0.51", "0.52") and are_close("1.00e-3", "1.02e-3")
-    assert are_close("0.01", "0.02") and are_close("91.0%", "88.0%")
-    assert not are_close("0.51", "0.61") and not are_close("100", "101") and not are_close("1.00e-3", "1.2e-3")
-    assert not are_close("91%", "80%") and not are_close("91%", "91.0")
