@@ -128,8 +128,7 @@ def test_an_invalid_skip_raises(tmp_path, skip, error):
 # Spikes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [1e3, np.nan, np.inf])
-@pytest.mark.parametrize("fused", [1, 4])
+@pytest.mark.parametrize(("value", "fused"), [(1e3, 4), (np.nan, 1), (np.inf, 4)])
 def test_spike_guard_skips_the_batches_of_a_spike(tmp_path, value, fused):
     guarded = Experiment(tmp_path / "a", jaxloop.SpikeGuard("loss", window=16), fused=fused)
     state = guarded(data(spikes=[38, 71], value=value))
@@ -146,11 +145,11 @@ def test_spike_guard_skips_the_batches_of_a_spike(tmp_path, value, fused):
 
 
 def test_a_killed_run_repeats_its_detours(tmp_path):
-    """The second process resumes before, within and after the steps that a detour repeats."""
+    """The second process resumes within and after the steps that a detour repeats."""
     make = lambda directory, save: Experiment(tmp_path / directory, jaxloop.SpikeGuard("loss", window=16), save=save)
     whole = make("whole", every(steps=10))
     state = whole(data(spikes=[38]), 60)
-    for end in (30, 36, 40, 45):
+    for end in (36, 40):
         directory = f"to {end}"
         make(directory, every(steps=10))(data(spikes=[38]), end)
         resumed = make(directory, every(steps=10))
@@ -175,17 +174,6 @@ def test_too_many_spikes_raise_and_keep_an_earlier_checkpoint(tmp_path):
         assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 30 and run.outer_loop.rescued_state is None
 
 
-def test_a_spike_before_the_first_checkpoint_raises(tmp_path):
-    step = make_step()
-    actions = [jaxloop.SpikeGuard("loss"), jaxloop.CheckpointAction(tmp_path, every(steps=50))]
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, end_actions=actions), checkpoint_spec=jaxloop.CheckpointSpec(tmp_path)
-    )
-    with pytest.raises(RuntimeError, match="must return to a checkpoint before step 7, and there is none"):
-        outer_loop(step.initialize_model([1, 4]), data(spikes=[7], value=np.nan), 100)
-    assert not checkpoint.all_steps(tmp_path)
-
-
 def test_spike_guard_requires_checkpoints_and_one_value_per_step(tmp_path):
     step = make_step()
     state = step.initialize_model([1, 4])
@@ -203,18 +191,6 @@ def test_a_detour_raises_if_the_iterator_cannot_go_back(tmp_path):
     run = Experiment(tmp_path, jaxloop.SpikeGuard("loss", window=16))
     with pytest.raises(ValueError, match="can't be restored|can't go back"):
         run(iter(batch_of(number, 1e3 if number == 38 else 1.0) for number in range(1, 200)))
-
-
-def test_any_action_can_take_a_detour(tmp_path):
-    class Once(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, history, **kwargs):
-            if not history.paths() or "detour.step" not in history.paths():
-                raise jaxloop.TurnBack(step_num - 2, step_num - 1, "I say so.")
-
-    run = Experiment(tmp_path / "a", Once(at(45)))
-    state = run(data())
-    assert run.left_out() == [43, 44]
-    assert_same(state, Experiment(tmp_path / "b")(data(left_out=[43, 44])))
 
 
 # Rewinding ------------------------------------------------------------------------------------------------
@@ -250,7 +226,7 @@ def test_rewind_reproduces_any_step_bit_for_bit(tmp_path, fused):
     plain(dataset(), 89, **options)
     batches = list(itertools.islice(shuffled_epochs(), 90))
     fresh = Experiment(tmp_path / "b", skip=[44], fused=fused, keep=30)
-    for step_num in random.Random(fused).sample(range(1, 90), 50):
+    for step_num in random.Random(fused).sample(range(1, 90), 12):
         before = jaxloop.rewind(tmp_path / "b", fresh.outer_loop, step_num, train_dataset=dataset(), **options)
         assert_same(jax.device_get(before.state), again.states[step_num - 1])
         np.testing.assert_array_equal(before.batch["id"], batches[numbers[step_num - 1] - 1]["id"])
