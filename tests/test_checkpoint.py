@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import random
 import resource
 import shutil
 import tempfile
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from programs import tiny
 
 from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, examples
 from jaxloop.actions import CheckpointAction
-from jaxloop.base import files
+from jaxloop.base import checks, files
 from jaxloop.checkpoint import seal
 from jaxloop.history import History
 from jaxloop.processes.lock import locked
@@ -108,6 +110,23 @@ def test_restoring_a_different_model_lists_the_mismatched_leaves(tmp_path):
     assert "  params/kernel: float32[3, 2] -> bfloat16[3, 4]" in lines
     assert "  opt_state/0/trace/kernel: float32[3, 2] -> (none)" in lines
     assert jnp.isfinite(state.params["kernel"]).all()  # Still usable.
+
+
+def test_transforms_rename_optimizer_state_and_nnx_leaves(tmp_path, assert_same):
+    class Model(nnx.Module):
+        def __init__(self, *names, rngs):
+            for name in names:
+                setattr(self, name, nnx.Linear(2, 2, rngs=rngs))
+
+    make = lambda seed, *names: Step(jax.random.key(seed), Model, optax.adam(0.1), nnx_model_args=names)
+    original, step = make(0, "first", "second").initialize_model(), make(1, "second", "third")
+    original = original.replace(opt_state=jax.tree.map(lambda leaf: leaf + 5, original.opt_state))
+    save(tmp_path, (3, original))
+    transforms = {"**/first/*": "**/second/*", "**/second/*": "**/third/*"}  # Applied at once, not one after the other.
+    restored = step.restore_model(step.initialize_model(), tmp_path, transforms=transforms)
+    values = checks.leaves_by_path(original)
+    renamed = {path.replace("second", "third").replace("first", "second"): leaf for path, leaf in values.items()}
+    assert_same(checks.leaves_by_path(restored), renamed)
 
 
 class Named(nn.Module):
@@ -247,6 +266,17 @@ def test_train_metric_can_select_the_best(tmp_path):
     action.close()
     assert checkpoint.all_steps(tmp_path) == [2, 3]
     assert action.uses_outputs and not CheckpointAction(tmp_path).uses_outputs
+
+
+def test_best_step_reads_the_metrics_of_an_orbax_manager(tmp_path):
+    options = orbax_checkpoint.CheckpointManagerOptions(best_fn=lambda metrics: metrics["score"])
+    with orbax_checkpoint.CheckpointManager(tmp_path, options=options) as manager:
+        for step, score in [(1, 3.0), (2, 5.0), (3, 4.0)]:
+            manager.save(step, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}), metrics={"score": score})
+    assert checkpoint.best_step(tmp_path, ("score", "max")) == 2
+    assert checkpoint.best_step(tmp_path, ("score", "min")) == 1
+    assert checkpoint.best_step(tmp_path) is None
+    assert checkpoint.best_step(tmp_path / "nowhere") is None
 
 
 def test_best_metric_that_was_never_measured_warns(tmp_path, warnings_logged):
@@ -572,6 +602,26 @@ def test_failed_save_of_a_manager_names_the_step(tmp_path, asynchronous):
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, SMALL)["w"], LARGE["w"])
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_save_to_an_unwritable_directory_fails_at_once_and_leaks_no_thread(tmp_path, monkeypatch, code):
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    writer.save(1, STATE)
+    writer.wait()
+    threads = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(checkpoint.CheckpointError, match=f"step 2 in .*{os.strerror(code)}") as caught:
+            writer.save(2, STATE)
+        assert caught.value.steps == (2,)
+    assert threading.active_count() <= threads
+    writer.save(2, STATE)
+    writer.close()
+    assert checkpoint.all_steps(tmp_path) == [1, 2]
+
+
 def move(directory):
     directory.rename(directory.parent / "moved")
 
@@ -634,6 +684,13 @@ def test_the_next_save_removes_unfinished_ones(runs):
     assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "4"]
 
 
+def test_a_link_named_like_an_unfinished_save_is_not_followed(runs):
+    (runs / "3.orbax-checkpoint-tmp").symlink_to(runs / "2")
+    with contextlib.suppress(checkpoint.CheckpointError):
+        save_runs(runs, 3)
+    assert_is_run(runs, 2, checkpoint.restore(runs, 2, make_run(0)[0]))
+
+
 def test_a_writer_keeps_what_another_has_saved_in_its_directory(tmp_path, warnings_logged):
     one, two = (contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) for _ in range(2))
     with one as one, two as two:
@@ -649,6 +706,19 @@ def test_a_writer_keeps_what_another_has_saved_in_its_directory(tmp_path, warnin
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, {"w": jnp.zeros(2)})["w"], np.ones(2))
 
 
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_write_probe_of_a_killed_process_is_removed_by_the_next(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(type(files.absolute(tmp_path)), "unlink", interrupt)
+        files.prepare_directory(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    files.prepare_directory(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_state_with_different_empty_subtrees_is_restored(tmp_path):
     """For example, the optimizer may have an additional transformation without a state."""
     params = {"w": jnp.ones(3)}
@@ -659,6 +729,19 @@ def test_state_with_different_empty_subtrees_is_restored(tmp_path):
     other = {**state, "opt_state": (*state["opt_state"], optax.EmptyState())}
     for like in (state, other):
         np.testing.assert_array_equal(checkpoint.restore(tmp_path, 1, like)["params"]["w"], np.ones(3))
+
+
+def test_states_of_different_structures_are_saved_by_one_writer(tmp_path):
+    first, second = {"w": jnp.ones(2)}, {"w": jnp.ones(2), "v": {"x": jnp.zeros(3)}}
+    save(tmp_path, (1, first), (2, second), (3, first))
+    for step, state in ((1, first), (2, second), (3, first)):
+        np.testing.assert_array_equal(checkpoint.restore(tmp_path, step, state)["w"], np.ones(2))
+    with pytest.raises(ValueError, match=r"v/x: float32\[3\] -> \(none\)"):
+        checkpoint.restore(tmp_path, 2, first)
+    with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
+        writer.save(4, first)
+        with pytest.raises(ValueError, match=r"the state .* two leaves v/x and v\.x: one of them would be lost"):
+            writer.save(5, {"w": jnp.ones(2), "v": {"x": jnp.ones(1)}, "v.x": jnp.ones(1)})
 
 
 PARTS_OF_A_CHECKPOINT = ("SEAL", "_CHECKPOINT_METADATA", "default", "run")

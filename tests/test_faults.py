@@ -1,17 +1,24 @@
 """Tests that a run resumes exactly after any fault. `make chaos` runs the same faults at length."""
 
 import contextlib
+import dataclasses
 import functools
 import signal
 import sys
 
 import chaos
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from programs import whole_run
 from programs.whole_run import assert_resumed_exactly, copy_until
 
+import jaxloop
 from jaxloop import checkpoint
 from jaxloop.checkpoint import seal
+from jaxloop.experiment import data as training_data
+from jaxloop.experiment import whole_run as wholes
 
 PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
 
@@ -94,6 +101,83 @@ def test_finished_run_makes_no_update_and_returns_the_same_state(uninterrupted, 
     assert (tmp_path / "checkpoints" / "STOPPED").exists()
 
 
+def test_run_resumes_on_a_different_number_of_devices(tmp_path):
+    programs = [whole_run.make_program(devices=devices) for devices in (4, 2)]
+    expected = run(tmp_path / "whole", program=programs[0], save=5)
+    resumed = run(copy_until(5, tmp_path / "whole", tmp_path / "resumed"), program=programs[1], save=5)
+    assert resumed["ids"] == expected["ids"][5:]
+    states = [
+        checkpoint.restore(tmp_path / name / "checkpoints", 10, programs[0].state) for name in ("whole", "resumed")
+    ]
+    for one, two in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
+    losses = [[row[1]["test"]["loss"] for row in each["history"] if "test" in row[1]] for each in (expected, resumed)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+# Tampering, to show that these tests can fail ----------------------------------------------------------
+
+
+def without_position(monkeypatch):
+    open_data = training_data.TrainingData.open
+    monkeypatch.setattr(
+        training_data.TrainingData, "open", lambda *args, **kw: open_data(*args, **kw | {"restores": False})
+    )
+
+
+def with_other_keys(monkeypatch):
+    monkeypatch.setattr(wholes, "check_keys", lambda *args: None)
+    other = dataclasses.replace(whole_run.make_program(seed=4), state=PROGRAM().state)
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", lambda: other)
+
+
+def with_state_changed_by(change):
+    def tamper(monkeypatch):
+        restore = checkpoint.Checkpoint.restore
+        changed = lambda self, state, **options: change(restore(self, state, **options))
+        monkeypatch.setattr(checkpoint.Checkpoint, "restore", changed)
+
+    return tamper
+
+
+def without_sums(monkeypatch):
+    load = checkpoint.Checkpoint.run
+
+    def without(self):
+        loaded = load(self)
+        nothing = jaxloop.metrics.LoopOutputs().encode()[0]
+        outputs = loaded["parts"]["train"]["outputs"]
+        outputs |= {"sums": nothing, "segments": [[first, nothing] for first, _ in outputs["segments"]]}
+        return loaded
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "run", without)
+
+
+TAMPERINGS = {
+    "data position": without_position,
+    "keys": with_other_keys,
+    "step counter": with_state_changed_by(lambda state: state.replace(step=state.step - 1)),
+    "optimizer state": with_state_changed_by(
+        lambda state: state.replace(opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))
+    ),
+    "metric sums": without_sums,
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERINGS.values(), ids=TAMPERINGS)
+def test_missing_part_of_a_checkpoint_is_detected(uninterrupted, tmp_path, monkeypatch, tamper):
+    directory, expected = uninterrupted
+    copied = copy_until(5, directory, tmp_path / "run")
+    tamper(monkeypatch)
+    if tamper is TAMPERINGS["step counter"]:
+        with pytest.raises(ValueError, match="No run can resume from checkpoint 5 in .* its state.step is 4"):
+            run(copied, saves=False)
+        return
+    resumed = run(copied, saves=False)
+    with pytest.raises(AssertionError):
+        assert_resumed_exactly(resumed, expected, 5)
+
+
 # Ends of a run ----------------------------------------------------------------------------------------
 
 
@@ -163,6 +247,36 @@ def test_metric_sums_are_bit_identical_after_two_interruptions(steps, tmp_path):
 
 def test_metric_sums_do_not_depend_on_the_checkpoint_interval(uninterrupted, tmp_path):
     assert run(tmp_path, save=7)["history"] == uninterrupted[1]["history"]
+
+
+class BadWriter(whole_run.Writer):
+    """Raises once, for a row of a step that is not one of the first `spared`."""
+
+    def __init__(self, step, spared):
+        super().__init__()
+        self.step, self.spared, self.calls = step, spared, 0
+
+    def write_scalars(self, step, scalars):
+        if step == self.step:
+            self.spared -= 1
+            if self.spared < 0:
+                self.calls += 1
+                fail()
+        super().write_scalars(step, scalars)
+
+
+@pytest.mark.parametrize(
+    ("step", "spared"),
+    [(6, 0), (8, 0), (8, 1)],
+    ids=["inside", "at the end", "of an evaluation"],
+)
+def test_writer_error_ends_the_run_without_lost_or_repeated_rows(uninterrupted, tmp_path, step, spared):
+    writer = BadWriter(step, spared)
+    with pytest.raises(BrokenError) as caught:
+        run(tmp_path, writer=writer, save=3)
+    assert writer.calls == 1 and f"after step {step}" in caught.value.__notes__[0]
+    saved = newest_step_after_writer_error(tmp_path / "checkpoints", step)
+    assert_ends_like(uninterrupted[1], run(tmp_path, save=3), saved, writer.written)
 
 
 # Writers ----------------------------------------------------------------------------------------------
