@@ -74,6 +74,13 @@ def test_without_a_total_the_dataset_ends_the_run(warnings_logged):
     assert warnings_logged() == []
 
 
+def test_a_log_interval_that_is_set_later_is_checked():
+    outer_loop = OuterLoop(TrainLoop(STEP))
+    outer_loop.log_interval = 2.5
+    with pytest.raises(TypeError, match="log_interval must be a positive int"):
+        outer_loop(STATE, BATCHES, 20, 10)
+
+
 def test_intervals_continue_after_a_resume():
     interval = 3
 
@@ -289,6 +296,38 @@ def test_an_exception_saves_the_last_completed_step_and_closes_everything(tmp_pa
     assert int(state.step) == 40 and outer_loop.rescued_state is None
 
 
+def test_the_last_completed_step_is_rescued_even_after_a_save(tmp_path, data_parallel):
+    """A save in the background may keep the buffers of an older state alive."""
+
+    def fails(batches):
+        yield from batches[:17]
+        raise OSError("the network is gone")
+
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(8))
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
+    with pytest.raises(OSError, match="the network is gone"):
+        outer_loop(state, fails(batches), 100, 10)
+    assert int(outer_loop.rescued_state.step) == 17
+    assert checkpoint.all_steps(tmp_path) == [10, 17]
+
+
+@pytest.mark.parametrize(
+    ("step_actions", "loop_actions", "note", "saved"),
+    [
+        ([Fail(every(steps=15))], [], "in Fail(interval=every(steps=15)), after step 15", [10, 15]),
+        ([], [Fail(2)], "in Fail(interval=2), after step 20", [10, 20]),
+    ],
+    ids=["of a step", "of a loop"],
+)
+def test_an_error_in_an_action_loses_nothing(step_actions, loop_actions, note, saved, tmp_path):
+    step, state, batches = examples.tiny_regression(end_actions=step_actions)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[*loop_actions, actions.CheckpointAction(tmp_path)]))
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        outer_loop(state, batches, 100, 10)
+    assert note in caught.value.__notes__[0]
+    assert checkpoint.all_steps(tmp_path) == saved and int(outer_loop.rescued_state.step) == saved[-1]
+
+
 def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
     train_loop = TrainLoop(STEP, end_actions=[actions.CheckpointAction(tmp_path, interval=2)])
     outer_loop = OuterLoop(train_loop, checkpoint_spec=CheckpointSpec(tmp_path))
@@ -381,6 +420,19 @@ def test_a_damaged_checkpoint_raises_in_a_continuous_evaluation(tmp_path):
     assert note.seen == [10]
 
 
+def test_the_initial_state_is_not_evaluated_if_all_checkpoints_are_deleted(tmp_path):
+    resumable(tmp_path, 20)
+
+    def delete_all(step_num, **_):
+        seen.append(step_num)
+        shutil.rmtree(tmp_path / "10")
+        shutil.rmtree(tmp_path / "20")
+
+    seen = []
+    continuous(tmp_path, Do(delete_all))
+    assert seen == [10]
+
+
 def test_a_stop_function_replaces_the_stopped_file(tmp_path):
     resumable(tmp_path, 10)
     (tmp_path / "STOPPED").unlink()
@@ -427,6 +479,14 @@ def test_a_run_warns_at_its_start_of_what_will_not_happen(mistake, tmp_path, war
         call = {"train_total_steps": total, **call}
         state, _ = outer_loop(state, BATCHES * 2, eval_specs=[spec], **call)
     assert sum(bool(re.search(message, text)) for text in warnings_logged()) == 1
+
+
+def test_a_workdir_saves_nothing_where_an_explicit_checkpoint_spec_resumes(tmp_path, warnings_logged):
+    resumable(tmp_path / "old", 20)
+    spec = CheckpointSpec(tmp_path / "old", restore_data=False)
+    OuterLoop(TrainLoop(STEP), checkpoint_spec=spec, workdir=tmp_path / "new")(STATE, BATCHES, 30)
+    assert checkpoint.all_steps(tmp_path / "old") == [10, 20]
+    assert any("has no CheckpointAction, so a killed run would start over" in text for text in warnings_logged())
 
 
 def test_a_resumed_run_does_not_warn_of_what_happened_before(tmp_path, warnings_logged):
@@ -617,6 +677,19 @@ def test_a_workdir_moved_during_the_run_raises(tmp_path):
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[move]), checkpoint_spec=None, workdir=tmp_path / "run")
     with pytest.raises(lock.DirectoryLostError, match="run is no longer the one"):
         outer_loop(STATE, BATCHES, 4, 2)
+
+
+def test_one_of_two_trainers_in_one_directory_is_refused(tmp_path):
+    def train(*others):
+        save = actions.CheckpointAction(tmp_path, every(2))
+        return OuterLoop(TrainLoop(STEP, end_actions=[*others, save]))(STATE, BATCHES, 1)[0]
+
+    def train_at_the_same_time(**_):
+        with pytest.raises(lock.DirectoryInUseError):
+            pool.submit(train).result()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert int(train(Do(train_at_the_same_time)).step) == 1
 
 
 def test_a_failed_save_after_ctrl_c_raises(tmp_path, interrupted, monkeypatch):

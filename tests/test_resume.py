@@ -13,12 +13,14 @@ from programs.acts import Do, lengths
 from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
 
 from jaxloop import (
+    STOP_LOOP,
     CheckpointAction,
     CheckpointSpec,
     EarlyStoppingAction,
     EvalLoop,
     EvalSpec,
     OuterLoop,
+    Schedule,
     SummaryAction,
     TrainLoop,
     at,
@@ -64,6 +66,14 @@ def test_resuming_with_different_data_raises_unless_restore_data_is_false(tmp_pa
     assert int(run(tmp_path, 20, BY_INDEX, restore_data=False)[1].step) == 20
 
 
+class Stuck(Schedule):
+    def fires(self, before, now):
+        return False
+
+    def next_step(self, now):
+        return now.steps
+
+
 def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_path):
     outer_loop, _ = run(tmp_path, 12, save=5, train_loop_steps=2)
     loop, other_loop = outer_loop.train_loop, TrainLoop(type(STEP)(jax.random.key(7), nn.Dense(2), train=True))
@@ -72,6 +82,7 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
     written = [tmp_path / name for name in ("history.jsonl", "eval_history.jsonl", "STOPPED")]
     before = [path.read_bytes() for path in written]
     other_state = other_loop.step.initialize_model([1, 3])
+    new_run = lambda *actions: OuterLoop(TrainLoop(STEP, end_actions=actions), None, None, workdir=tmp_path)
     for make, args, message in [
         (
             lambda: OuterLoop(loop, None, None, workdir=tmp_path),
@@ -80,7 +91,9 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
         ),
         (lambda: OuterLoop(loop, None, CheckpointSpec(tmp_path)), (STATE, BY_INDEX, 20), "of the kind 'sequence'"),
         (lambda: OuterLoop(other_loop, None, CheckpointSpec(tmp_path)), (other_state, BATCHES, 20), "does not fit"),
-        (lambda: OuterLoop(TrainLoop(STEP), None, None, workdir=tmp_path), (STATE, [], 20), "yielded no batches"),
+        (new_run, (STATE, [], 20), "yielded no batches"),
+        (new_run, (STATE, (batch for batch in ()), 20), "yielded no batches"),
+        (lambda: new_run(Do(print, Stuck())), (STATE, BATCHES, 20), "Return a later step"),
         (
             lambda: OuterLoop(None, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path),
             (other_state, None, None, None, specs),
@@ -88,8 +101,22 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            make()(*jax.tree.map(lambda leaf: jax.numpy.copy(leaf) if isinstance(leaf, jax.Array) else leaf, args))
+            make()(jax.tree.map(jax.numpy.copy, args[0]), *args[1:])
         assert [path.read_bytes() for path in written] == before
+
+
+def test_a_signal_hides_the_error_that_it_causes_in_the_first_batch(tmp_path, warnings_logged):
+    def failing(is_signalled):
+        if is_signalled:
+            signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("a worker died")
+        yield
+
+    with pytest.raises(RuntimeError, match="a worker died") as caught:
+        run(tmp_path, dataset=failing(is_signalled=False))
+    assert caught.value.__notes__[0].startswith("in the dataset, after step 0, in TrainLoop(")
+    assert int(run(tmp_path, dataset=failing(is_signalled=True))[1].step) == 0
+    assert any("The data failed after Ctrl-C" in text for text in warnings_logged())
 
 
 def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, warnings_logged):
@@ -306,6 +333,30 @@ def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
         resume()
     assert resume().collect("steps", "eval.loss")[0] == [5, 10, 15]
     assert called == [5, 10, 10, 15] and len(evaluated) == 3
+
+
+@pytest.mark.parametrize("when", [last(), every(steps=7)])
+def test_a_stop_within_a_loop_ends_the_loop_even_if_a_signal_comes_at_that_step(when, tmp_path):
+    def stop(outputs, **_):
+        outputs[STOP_LOOP] = True
+        if directory.name == "broken":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    note = lambda step_num, outputs, **_: called.append((directory.name, step_num, len(outputs["loss"])))
+
+    def train():
+        train_loop = TrainLoop(STEP, end_actions=[Do(stop, every(steps=7)), Do(note)])
+        outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], workdir=directory)
+        outer_loop(STATE, BATCHES, 15, 5, [EvalSpec(BATCHES[:2], interval=when)])
+        return [(row.elapsed.steps, row.elapsed.loops, row.logs) for row in outer_loop.history.rows]
+
+    called, directory = [], tmp_path / "whole"
+    whole = train()
+    directory = tmp_path / "broken"
+    with pytest.raises(SystemExit):
+        train()
+    assert train() == whole and [step for step, *_ in whole] == [5, 7, 7]
+    assert [each for each in called if each[0] == "broken"] == [("broken", 5, 5), ("broken", 7, 2)]
 
 
 def test_what_a_checkpoint_does_not_contain_begins_at_its_step(tmp_path):

@@ -264,6 +264,18 @@ def test_an_interrupted_evaluation_is_repeated_however_the_run_ends(
     assert resumed.collect("steps", "loops", "test.loss") == whole.collect("steps", "loops", "test.loss")
 
 
+def test_restarting_a_finished_run_repeats_no_evaluation(tmp_path):
+    def experiment():
+        save = actions.CheckpointAction(tmp_path, every(4))
+        specs = [EvalSpec(BATCHES[:3], interval=every(4) | last(), name="test")]
+        options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_dataset": BATCHES[:20]}
+        return run(23, train_actions=[save], eval_specs=specs, **options)[0].history
+
+    rows = experiment().collect("steps", "test.loss")
+    assert rows[0] == [4, 8, 12, 16, 20]
+    assert experiment().collect("steps", "test.loss") == rows
+
+
 def test_an_error_in_finish_names_the_action_and_closes_it():
     class Fails(Record):
         def finish(self, state):

@@ -276,6 +276,19 @@ def test_metrics_of_the_call_after_a_failure_are_complete():
     assert float(outputs["average"][0].count) == 3
 
 
+def test_outputs_that_appear_in_the_middle_of_joined_loops_are_returned():
+    class Reporting(type(STEP)):
+        def run(self, state, batch):
+            state, outputs = super().run(state, batch)
+            return state, outputs if batch["x"].shape[0] == 8 else {**outputs, "other": outputs["loss"]}
+
+    step = Reporting(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+    sizes = [8] * 15 + [4] * 15
+    data = [{name: leaf[:size] for name, leaf in batch.items()} for batch, size in zip(BATCHES, sizes, strict=False)]
+    _, outputs = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=last())(STATE, data, 30, 10)
+    assert (len(outputs["loss"]), len(outputs["other"])) == (10, 10)
+
+
 def test_statistics_of_a_loop_begin_where_the_last_one_ended(set_clock):
     set_clock(map(float, itertools.count()).__next__)
     names = [jaxloop.stat_loop.STAT_LOOP_TIME_SECS]
@@ -310,6 +323,23 @@ def test_loop_count_is_current_when_batches_are_read():
 
     jaxloop.OuterLoop(Curriculum(STEP), log_interval=never())(STATE, itertools.cycle(BATCHES), 8, 2)
     assert seen == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_should_eval_fn_is_not_called_again_after_a_resume(tmp_path):
+    asked = []
+
+    def run(fails):
+        save = jaxloop.CheckpointAction(tmp_path, 1)
+        failing = [Fail(2, Broken(), runs_last=True)] if fails else []
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*failing, save])
+        spec = jaxloop.EvalSpec(BATCHES[:2], should_eval_fn=lambda context: asked.append(context.step_num) or True)
+        outer_loop = jaxloop.OuterLoop(train_loop, [jaxloop.EvalLoop(EVAL_STEP)], jaxloop.CheckpointSpec(tmp_path))
+        outer_loop(STATE, jaxloop.from_index(lambda number: BATCHES[number]), 8, 2, eval_specs=[spec])
+
+    with pytest.raises(Broken):
+        run(fails=True)
+    run(fails=False)
+    assert asked == [2, 4, 6, 8]
 
 
 def test_evaluations_check_no_schedules_between_steps(set_clock):
@@ -366,6 +396,18 @@ def test_restarting_a_stopped_run_keeps_all_rows(by, at, save, tmp_path):
     assert run() == first
 
 
+class Wrapping(jaxloop.TrainLoop):
+    def begin(self, state, dataset):
+        state, iterator = super().begin(state, dataset)
+        return state, map(lambda batch: batch, iterator)
+
+
+def test_a_stopped_run_keeps_its_position_in_wrapped_data(tmp_path):
+    stops = stop_at(15, every(steps=5))
+    experiment(tmp_path, stops, save=last(), loop_class=Wrapping)(STATE, DATA, 100, 10, AT_THE_END)
+    assert checkpoint.Checkpoint.at(tmp_path, 15).run()["parts"]["data"]["positions"][0]["data"]["count"] == 15
+
+
 class NeverStops(type(STEP)):
     def run(self, state, batch):
         state, outputs = super().run(state, batch)
@@ -402,6 +444,23 @@ def test_a_stop_ends_the_run_whatever_end_returns(at):
     assert int(state.step) == at
 
 
+def test_a_failed_evaluation_leaves_no_outputs_to_the_next_one():
+    def data():
+        yield from BATCHES[:2]
+        if fails:
+            raise Broken
+        yield from BATCHES[2:4]
+
+    fails, spec = True, jaxloop.EvalSpec(data)
+    outer_loop, other = (jaxloop.OuterLoop(None, [jaxloop.EvalLoop(EVAL_STEP, stat_names=[])]) for _ in range(2))
+    with pytest.raises(Broken):
+        outer_loop(STATE, eval_specs=[spec])
+    fails = False
+    outputs = [each(STATE, eval_specs=[spec])[1] for each in (outer_loop, other)]
+    assert [len(each["loss"]) for each in outputs] == [4, 4]
+    assert outer_loop.history.collect("eval.loss") == other.history.collect("eval.loss")
+
+
 # Guarantees at the ends of loops and at resumes -----------------------------------------------------------------
 
 
@@ -417,6 +476,28 @@ def test_actions_prevented_by_an_exception_receive_what_end_returned_after_a_res
         Fail(2, Broken(), uses_outputs=True), tmp_path, each, second, length=(12, 4), loop_class=Counted, log_interval=1
     )
     assert (each.seen, second.seen) == ([(4, 4, 4), (8, 8, 4), (12, 12, 4)], [(8, 8, 8)])
+
+
+@pytest.mark.parametrize(("fails_at", "options"), [(None, {}), (5, {}), (14, {"steps_per_dispatch": 4})])
+def test_ends_of_loops_at_which_nothing_is_due_count(fails_at, options, tmp_path):
+    intervals, calls = [every(loops=3), at(loops=2), 4, every(loops=5) | last()], []
+    for number in [fails_at, None] if fails_at else [None]:
+        actions = [Seen(interval) for interval in intervals]
+        save = jaxloop.CheckpointAction(tmp_path, never())
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*actions, save], stat_names=[], **options)
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
+        with pytest.raises(Broken) if number else contextlib.nullcontext():
+            outer_loop(STATE, batches("the data raise", number), 24, 2)
+        if number:
+            assert train_loop.loop_count == train_loop.elapsed.loops == number // 2
+        calls.append([[(step, loops, len(losses)) for step, loops, _, losses, _ in each.calls] for each in actions])
+    assert [list(itertools.chain(*each)) for each in zip(*calls, strict=True)] == [
+        [(6, 3, 6), (12, 6, 6), (18, 9, 6), (24, 12, 6)],
+        [(4, 2, 4)],
+        [(8, 4, 8), (16, 8, 8), (24, 12, 8)],
+        [(10, 5, 10), (20, 10, 10), (24, 12, 4)],
+    ]
+    assert train_loop.loop_count == train_loop.elapsed.loops == 12
 
 
 @pytest.mark.parametrize("loop_class", [jaxloop.TrainLoop, OneByOne])

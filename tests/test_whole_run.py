@@ -3,9 +3,13 @@
 import functools
 import signal
 
+import jax
+import jax.numpy as jnp
 import pytest
 from programs import whole_run
+from programs.acts import Do
 
+import jaxloop
 from jaxloop import actions, every
 from jaxloop.schedules import never
 
@@ -76,6 +80,28 @@ def test_a_resumed_run_that_is_stopped_again_calls_everything_once(place, tmp_pa
     assert sorted(str(row) for part in parts for row in part["written"]) == sorted(map(str, whole["written"]))
     assert parts[-1]["state"] == whole["state"] and parts[-1]["history"] == whole["history"]
     assert after.steps == export.steps == [4, 8]
+
+
+def test_what_an_evaluation_saves_is_saved_once_despite_signals(tmp_path):
+    program, steps, exported = PROGRAM(), [], []
+    for event, number in (("action", 8), ("evaluated", 8), (None, None)):
+        watch, export = interrupting(event, number), Record(1, "checkpoints")
+        program.train_step.ids, program.train_step.watch, program.eval_step.watch = [], watch, watch
+        evaluated = Do(lambda step_num, watch=watch, **_: watch("evaluated", step_num))
+        outer_loop = jaxloop.OuterLoop(
+            jaxloop.TrainLoop(
+                program.train_step,
+                end_actions=[whole_run.ReportSteps(watch), actions.CheckpointAction(tmp_path, every(4))],
+            ),
+            [jaxloop.EvalLoop(program.eval_step, end_actions=[evaluated, export])],
+            jaxloop.CheckpointSpec(tmp_path),
+        )
+        batches = [whole_run.batch_of(number) for number in range(12)]
+        state = jax.tree.map(jnp.copy, program.state)
+        state, _ = outer_loop(state, batches, 10, 4, [jaxloop.EvalSpec(batches[:1], eval_loop_interval=1)])
+        steps.append(int(state.step))
+        exported += export.steps
+    assert steps == [8, 9, 10] and exported == [4, 8, 10]
 
 
 class InterruptAtBegin(actions.Action):
