@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from programs.acts import Fail, Record
 from programs.fakes import Tensor
 from programs.tiny import BATCHES, STATE, STEP
 
@@ -385,6 +386,32 @@ def test_changed_data_raise_after_an_epoch_too(tmp_path):
         numbers(tmp_path, Numbered(1000, 5), train_epochs=3, on_changed_data="raise")
     found = numbers(tmp_path, Numbered(0, 5), train_epochs=3, on_changed_data="raise")
     assert found == [*range(5)] * 3
+
+
+def test_changed_data_raise_after_a_failed_action_too(tmp_path):
+    def run(first, *actions):
+        train_loop = TrainLoop(STEP, end_actions=[*actions, CheckpointAction(tmp_path, every(steps=2))])
+        spec = CheckpointSpec(tmp_path, on_changed_data="raise")
+        return OuterLoop(train_loop, checkpoint_spec=spec)(STATE, BATCHES[first:], 9)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        run(0, Fail(jaxloop.at(steps=5), uses_outputs=True))
+    with pytest.raises(ValueError, match=r"(?s)number 6, .*batch\['x'\]: float32\[8, 3\], checksum"):
+        run(1)
+    assert int(run(0)[0].step) == 9
+
+
+def test_an_epoch_that_cannot_begin_ends_the_run_after_the_actions_of_the_one_before(tmp_path):
+    def read():
+        if next(passes) > 0:
+            raise OSError("The disk is gone.")
+        yield from BATCHES[:2]
+
+    passes, seen = itertools.count(), Record()
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[seen, CheckpointAction(tmp_path, interval=1)]))
+    with pytest.raises(OSError, match="The disk is gone"):
+        outer_loop(STATE, data.skippable(read), train_epochs=2)
+    assert seen.seen == outer_loop.history.collect("steps") == jaxloop.checkpoint.all_steps(tmp_path) == [2]
 
 
 def test_a_run_whose_evaluation_reads_a_generator_resumes_with_a_warning(tmp_path, warnings_logged):

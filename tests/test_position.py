@@ -198,6 +198,15 @@ def test_peek_does_not_change_the_position():
             assert values(again) == everything[count:]
 
 
+def test_two_wrappers_of_an_iterator_share_one_position():
+    first = data.batches(BATCHES)
+    second = PositionedIterator(first)
+    next(first), next(second)
+    assert first.count == second.count == 2 and values(second, 1) == [BATCHES[2]["x"].tolist()]
+    with pytest.raises(ValueError, match="prefetch=2 needs data from which no batch was read"):
+        PositionedIterator(first, prefetch=2)
+
+
 @pytest.mark.parametrize("make", [lambda: iter(BATCHES), lambda: iter(data.from_index(BATCHES.__getitem__, LENGTH))])
 def test_an_iterator_from_which_batches_were_read_can_be_resumed_twice(make):
     used = make()
@@ -224,6 +233,37 @@ def test_an_iterator_is_read_without_starting_over(prefetch):
     iterator = StartsOver()
     next(iterator), next(iterator)
     assert values(PositionedIterator(iterator, prefetch=prefetch)) == values(BATCHES)[2:]
+
+
+def test_an_error_of_a_batch_that_is_read_ahead_is_raised_in_its_place():
+    def read():
+        number = next(numbers)
+        if number == 1:
+            raise KeyError("broken")
+        return np.full(3, number)
+
+    numbers = itertools.count()
+    iterator = PositionedIterator(type("Reader", (), {"__next__": lambda self: read()})())
+    assert next(iterator).tolist() == [0, 0, 0]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="broken"):
+            iterator.peek()
+    with pytest.raises(KeyError, match="broken"):
+        next(iterator)
+    assert [next(iterator).tolist() for _ in range(2)] == [[2, 2, 2], [3, 3, 3]]
+
+
+def test_an_error_of_a_generator_that_is_peeked_at_is_not_lost():
+    def failing():
+        yield from BATCHES[:2]
+        raise KeyError("broken")
+
+    iterator = PositionedIterator(skippable(failing))
+    values(iterator, 2)
+    for read in (iterator.peek, iterator.__next__):
+        with pytest.raises(KeyError, match="broken"):
+            read()
+    assert iterator.count == 2 and values(iterator) == []
 
 
 def test_the_state_of_tf_data_is_stored_outside_the_json():
