@@ -296,6 +296,24 @@ def test_device_rows_of_one_function_match_rows_of_plain_numbers(tmp_path):
     assert all(row.elapsed.previous is None for row in history)
 
 
+def test_a_donated_value_of_an_earlier_row_does_not_affect_later_rows():
+    step = jax.jit(lambda x: {"loss": x})
+    history, values = History(), [step(jnp.float32(number)) for number in range(64)]
+    for number, logs in enumerate(values):
+        history.commit(Elapsed(number + 1), logs)
+    values[5]["loss"].delete()
+    for row in (Elapsed(65), {"eval": 1.0}), (Elapsed(66), step(jnp.float32(7))):
+        try:
+            history.commit(*row)
+        except ValueError as error:
+            assert "loss at step 6" in str(error)
+    try:
+        history.flush()
+    except ValueError as error:
+        assert "loss at step 6" in str(error)
+    assert len(history.rows) == 66 and history.collect("eval") == [1.0] and history.collect("loss")[-1] == 7.0
+
+
 def test_counts_of_other_libraries_are_stored_as_python_numbers(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.commit(Elapsed(np.int64(3), np.int32(24), np.float32(1.5)), {"loss": 0.5})
@@ -404,6 +422,26 @@ def test_save_and_load_round_trip(tmp_path_factory, rows):
     assert [set(json.loads(line)) for line in path.read_text().splitlines()] == [{"elapsed", "logs"}] * len(rows)
 
 
+@few_times
+@given(st.lists(st.integers(0, 9), max_size=8).map(sorted), st.integers(0, 10), st.floats(0, 1))
+def test_a_truncated_file_can_be_resumed_from_any_step(tmp_path_factory, all_steps, resumed_at, share):
+    path = tmp_path_factory.getbasetemp() / "cut.jsonl"
+    path.unlink(missing_ok=True)
+    written = history_of(*((steps, {"row": i, "x": math.nan}) for i, steps in enumerate(all_steps)), path=path)
+    content = path.read_bytes() if all_steps else b""
+    cut = round(share * len(content))
+    path.write_bytes(content[:cut])
+    complete = content[:cut].count(b"\n")
+
+    history = History(path)
+    history.resume(resumed_at)
+    kept = [row for row in written.rows[:complete] if row.elapsed.steps <= resumed_at]
+    assert repr(history.rows) == repr(kept)
+    history.commit(Elapsed(resumed_at + 1), {"row": "new"})
+    assert repr(History.load(path).rows) == repr(history.rows)
+    assert history.collect("row") == [*(row.logs["row"] for row in kept), "new"]
+
+
 def test_two_runs_cannot_share_a_file(tmp_path):
     path = tmp_path / "history.jsonl"
     history_of((1, {"loss": 1.0}), path=path)
@@ -491,6 +529,24 @@ def test_a_malformed_line_elsewhere_raises_with_its_number(line, read, tmp_path)
     with pytest.raises(ValueError, match="history.jsonl, line 2: expected a row, .* Correct the line or delete it"):
         read(path)
     assert path.read_bytes() == content
+
+
+def test_a_failed_save_leaves_the_file_unchanged(tmp_path, monkeypatch):
+    path = tmp_path / "history.jsonl"
+    history = history_of((1, {"loss": 1.0}), (2, {"loss": 2.0}))
+    history.save(path)
+    assert os.listdir(tmp_path) == ["history.jsonl"]
+    before, dumps = path.read_bytes(), json.dumps
+
+    def fail_at_the_second(line, **options):
+        if line["elapsed"]["steps"] == 2:
+            raise OSError("no space left on device")
+        return dumps(line, **options)
+
+    monkeypatch.setattr(json, "dumps", fail_at_the_second)
+    with pytest.raises(OSError, match="no space left"):
+        history.save(path)
+    assert path.read_bytes() == before
 
 
 # Plotting ----------------------------------------------------------------------------------------
@@ -608,6 +664,22 @@ def test_rows_after_the_checkpoint_are_dropped_without_a_warning(tmp_path, warni
     assert [steps for steps, _ in rows_of(tmp_path / "broken")] == expected
     assert path.read_bytes().startswith(content)
     assert not [text for text in warnings_logged() if "history" in text]
+
+
+def test_the_checksum_always_matches_the_file(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history = History(path)
+    of_file = lambda: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    for step in range(5):
+        history.commit(Elapsed(step), {"loss": jnp.float32(step)})
+        history.commit(Elapsed(step), {"on_host": step})
+        assert history.checksum() == of_file()
+    history.resume(3)
+    assert history.checksum() == of_file()
+    history.commit(Elapsed(4), {"loss": 1.0})
+    history.save(path)
+    assert history.checksum() == of_file()
+    assert History().checksum() is None and History(path, writes=False).checksum() is None
 
 
 @pytest.mark.parametrize("change", ["deleted", "truncated", "extended"])
