@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -79,6 +81,12 @@ def printed(workdir, command):
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         assert command_line.main([command, os.fspath(workdir)]) == 0
     return stream.getvalue()
+
+
+def test_output_into_a_closed_pipe_ends_the_command_silently(tmp_path):
+    train(tmp_path, total=5)
+    command = f"{sys.executable} -m jaxloop status {tmp_path} | true"
+    assert subprocess.run(command, shell=True, capture_output=True, text=True).stderr == ""
 
 
 def test_log_every_adds_a_row_at_once_and_then_every_n_steps(tmp_path):

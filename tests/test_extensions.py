@@ -208,3 +208,36 @@ class Turns(jaxloop.Action):
 
     def end_run(self, status):
         self.ended = [*self.ended, status]
+
+
+def test_a_run_that_cannot_turn_back_ends_as_failed():
+    action = Turns(every(steps=10))
+    with pytest.raises(RuntimeError, match="must return to a checkpoint"):
+        jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[action]))(STATE, BATCHES, 40)
+    assert action.ended == ["failed"]
+
+
+def test_all_extensions_end_although_one_is_interrupted():
+    ended = []
+
+    class Ends(jaxloop.Extension):
+        def __init__(self, name):
+            self.name = name
+
+        def end(self, now, reason, error):
+            ended.append(self.name)
+            if self.name == "second":
+                raise KeyboardInterrupt
+
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), extensions=[Ends("first"), Ends("second"), Ends("third")])
+    with pytest.raises(KeyboardInterrupt):
+        outer_loop(STATE, BATCHES)
+    assert ended == ["third", "second", "first"]
+
+
+def test_an_extension_without_a_state_yet_can_be_resumed_with_one(tmp_path):
+    save = jaxloop.CheckpointAction(tmp_path, every(steps=10))
+    train_loop = jaxloop.TrainLoop(STEP, end_actions=[save])
+    jaxloop.OuterLoop(train_loop, checkpoint_spec=None)(STATE, BATCHES, 10)
+    resumed = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(tmp_path))
+    assert int(resumed(STATE, BATCHES, 20)[0].step) == 20

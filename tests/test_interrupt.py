@@ -228,6 +228,27 @@ def start():
         process.wait()
 
 
+WITH_A_WORKER = """
+import subprocess
+
+def fail(*_):  # As PyTorch does if a worker has ended.
+    raise RuntimeError("a worker is killed by signal: Terminated")
+
+signal.signal(signal.SIGCHLD, fail)
+with module.Interruptible() as interrupt:
+    worker = subprocess.Popen(["sleep", "60"])
+    os.killpg(0, signal.SIGTERM)
+    worker.wait()
+    say("saved")
+"""
+
+
+def test_a_worker_that_the_signal_has_ended_does_not_raise_in_the_main_thread():
+    command = [sys.executable, "-c", LOAD + WITH_A_WORKER, jaxloop.processes.interrupt.__file__]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=20, start_new_session=True)
+    assert (run.returncode, run.stdout) == (143, "saved\n"), run.stderr
+
+
 @pytest.mark.parametrize(
     ("how", "signals", "code", "words"),
     [
@@ -242,6 +263,28 @@ def start():
 def test_exit_code_and_output_of_an_interrupted_process(how, signals, code, words, start):
     returncode, said, errors = start(how, *signals)
     assert (returncode, said) == (code, words.split()), errors
+
+
+FORK = """
+with module.Interruptible() as interrupt:
+    reader, writer = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        os.write(writer, b"!")
+        time.sleep(20)
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(worker, signal.SIGINT)  # As a terminal does. The run still needs the worker.
+    time.sleep(0.1)
+    os.kill(worker, signal.SIGTERM)
+    say(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), interrupt.requested)
+"""
+
+
+def test_a_worker_forked_during_a_run_can_be_terminated():
+    command = [sys.executable, "-c", LOAD + FORK, jaxloop.processes.interrupt.__file__]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=25)
+    assert run.stdout == "-15 False\n", run.stderr
 
 
 def test_a_signal_confirmed_by_other_processes_counts_once():

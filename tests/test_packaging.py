@@ -145,6 +145,24 @@ def test_type_checkers_know_the_type_of_each_public_name(installed, tmp_path):
     assert printed.splitlines()[-1].startswith("0 errors, 0 warnings"), printed
 
 
+@with_sources
+def test_no_public_name_lacks_an_annotation(installed, tmp_path):
+    """Other types unknown to pyright come from packages without `py.typed`, such as Optax."""
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
+    command += ["--verifytypes", "jaxloop", "--ignoreexternal"]
+    variables = {**os.environ, "PYTHONPATH": str(installed)}
+    report = json.loads(subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True).stdout)
+    symbols = [symbol for symbol in report["typeCompleteness"]["symbols"] if symbol["isExported"]]
+    assert len(symbols) > 1000
+    lacking = {
+        f"{symbol['name']}: {diagnostic['message']}"
+        for symbol in symbols
+        for diagnostic in symbol["diagnostics"]
+        if "missing" in diagnostic["message"] and not symbol["name"].startswith("jaxloop.examples.")
+    }
+    assert not lacking, "\n".join(sorted(lacking))
+
+
 def test_the_oldest_tested_versions_are_the_lowest_allowed_ones():
     lines = [line for line in (ROOT / "requirements" / "oldest.txt").read_text().splitlines() if line[0] != "#"]
     tested = {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in map(Requirement, lines)}

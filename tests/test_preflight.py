@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from programs.acts import Record
 
 import jaxloop
@@ -438,6 +439,10 @@ def test_check_finds_each_mistake(mistake, plan, tmp_path):
     assert str(report).startswith("1 error. " if is_error else "1 warning. ")
 
 
+def test_at_least_forty_mistakes_are_covered():
+    assert len(MISTAKES) >= 40
+
+
 def test_check_reports_several_mistakes_at_once(plan, tmp_path):
     report = plan(
         **on_four_devices(data=data_of(rows=30, w=np.ones(30))),
@@ -666,6 +671,14 @@ def test_check_supports_evaluation_only(plan, saved, tmp_path):
     assert "Dense_0/kernel" in report.errors[0].text
 
 
+class Dropping(nnx.Module):
+    def __init__(self, *, rngs):
+        self.dense, self.dropout = nnx.Linear(3, 1, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.dense(x))
+
+
 # No false alarms in correct experiments -----------------------------------------------------------------
 
 
@@ -719,6 +732,15 @@ def test_correct_experiments_cause_no_false_alarm(experiment, plan):
     outer_loop, arguments, options = plan(**SOUND[experiment]).make()
     for _ in range(2):
         report = outer_loop.check(*arguments, **options)
+        assert report.ok, str(report)
+
+
+def test_nnx_models_with_dropout_cause_no_false_alarm():
+    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
+    step = jaxloop.LossStep(jax.random.key(0), Dropping, optax.sgd(0.1), train=True, nnx_model_args=(), loss=loss)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
+    for state in (step.initialize_model(None), step.abstract_state(None)):
+        report = outer_loop.check(state, LIST, 20, 10)
         assert report.ok, str(report)
 
 

@@ -174,6 +174,17 @@ def test_too_many_spikes_raise_and_keep_an_earlier_checkpoint(tmp_path):
         assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 30 and run.outer_loop.rescued_state is None
 
 
+def test_a_spike_before_the_first_checkpoint_raises(tmp_path):
+    step = make_step()
+    actions = [jaxloop.SpikeGuard("loss"), jaxloop.CheckpointAction(tmp_path, every(steps=50))]
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=actions), checkpoint_spec=jaxloop.CheckpointSpec(tmp_path)
+    )
+    with pytest.raises(RuntimeError, match="must return to a checkpoint before step 7, and there is none"):
+        outer_loop(step.initialize_model([1, 4]), data(spikes=[7], value=np.nan), 100)
+    assert not checkpoint.all_steps(tmp_path)
+
+
 def test_spike_guard_requires_checkpoints_and_one_value_per_step(tmp_path):
     step = make_step()
     state = step.initialize_model([1, 4])
