@@ -253,19 +253,6 @@ def test_an_error_of_a_batch_that_is_read_ahead_is_raised_in_its_place():
     assert [next(iterator).tolist() for _ in range(2)] == [[2, 2, 2], [3, 3, 3]]
 
 
-def test_an_error_of_a_generator_that_is_peeked_at_is_not_lost():
-    def failing():
-        yield from BATCHES[:2]
-        raise KeyError("broken")
-
-    iterator = PositionedIterator(skippable(failing))
-    values(iterator, 2)
-    for read in (iterator.peek, iterator.__next__):
-        with pytest.raises(KeyError, match="broken"):
-            read()
-    assert iterator.count == 2 and values(iterator) == []
-
-
 def test_the_state_of_tf_data_is_stored_outside_the_json():
     iterator = PositionedIterator(tf_data())
     values(iterator, 2)
