@@ -233,11 +233,3 @@ def test_all_extensions_end_although_one_is_interrupted():
     with pytest.raises(KeyboardInterrupt):
         outer_loop(STATE, BATCHES)
     assert ended == ["third", "second", "first"]
-
-
-def test_an_extension_without_a_state_yet_can_be_resumed_with_one(tmp_path):
-    save = jaxloop.CheckpointAction(tmp_path, every(steps=10))
-    train_loop = jaxloop.TrainLoop(STEP, end_actions=[save])
-    jaxloop.OuterLoop(train_loop, checkpoint_spec=None)(STATE, BATCHES, 10)
-    resumed = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(tmp_path))
-    assert int(resumed(STATE, BATCHES, 20)[0].step) == 20
