@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from programs.acts import Record, lengths
+from programs import tiny
+from programs.acts import Do, Record, lengths
 from programs.clock import Clock
 from programs.tiny import BATCHES, STATE, STEP
 
@@ -51,24 +52,12 @@ def test_setting_loop_count_resumes_intervals():
         loop.loop_count = -1
 
 
-def test_empty_loop_is_not_counted():
-    note = lengths()
-    loop = ActionLoop(STEP, end_actions=[note])
-    loop(STATE, [])
-    assert (note.seen, loop.loop_count) == ([], 0)
-
-
 @pytest.mark.parametrize(
     ("interval", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)]
 )
 def test_interval_must_be_a_positive_int(interval, error):
     with pytest.raises(error, match="Record.interval must be a positive int, or a schedule"):
         Record(interval)
-
-
-def test_non_action_raises():
-    with pytest.raises(TypeError, match="An action must be a jaxloop.Action, got <function"):
-        ActionLoop(STEP, end_actions=[lambda state, outputs: None])
 
 
 # Inside the loop -----------------------------------------------------------------------------------
@@ -132,15 +121,9 @@ def test_action_that_does_not_need_all_outputs_gets_the_newest_ready_values(nan_
 
 
 def test_action_is_called_at_most_once_per_step():
-    seen = calls(every(steps=5) | every(loops=1))
+    seen = calls(every(steps=5) | every(loops=1) | last())
     TrainLoop(STEP, end_actions=[seen])(STATE, BATCHES[:10])  # The end of the data is known only after step 10.
     assert [step_num for step_num, *_ in seen.seen] == [5, 10]
-
-
-def test_last_fires_at_the_end_of_a_standalone_loop():
-    seen = calls(every(steps=4) | last())
-    TrainLoop(STEP, end_actions=[seen])(STATE, BATCHES, num_steps=10)
-    assert [step_num for step_num, *_ in seen.seen] == [4, 8, 10]
 
 
 def test_statistics_cover_the_time_since_the_last_call(set_clock):
@@ -178,31 +161,25 @@ def test_begin_action_schedule_is_checked_when_a_loop_begins():
 
 def test_step_action_schedule_counts_training_steps():
     begin = lengths(every(steps=4))
-    tiny, state, batches = examples.tiny_regression()
-    loop = TrainLoop(type(tiny)(tiny.base_prng, tiny.model, tiny.optimizer, train=True, begin_actions=[begin]))
+    loop, state = TrainLoop(tiny.make_step(begin_actions=[begin])), STATE
     for _ in range(3):
-        state, _ = loop(state, batches, num_steps=3)
+        state, _ = loop(state, BATCHES, num_steps=3)
     assert [step_num for step_num, _ in begin.seen] == [3, 7]  # Before updates 4 and 8.
 
     count = Record(every(samples=24), lambda elapsed, **_: (elapsed.steps, elapsed.samples))
-    step = type(tiny)(tiny.base_prng, tiny.model, tiny.optimizer, train=True, end_actions=[count])
-    TrainLoop(step)(tiny.initialize_model([1, 3]), batches, num_steps=7)
+    TrainLoop(tiny.make_step(end_actions=[count]))(STATE, BATCHES, num_steps=7)
     assert count.seen == [(3, 24), (6, 48)]
 
 
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_memory_per_call_does_not_grow_with_the_loop(is_resumed, tmp_path):
+def test_memory_per_call_does_not_grow_with_a_loop_that_a_resume_continues(tmp_path):
     step, state, batches = examples.tiny_regression()
     allocated, current = [], 0
 
-    class Measure(actions.Action):
-        uses_outputs = False
-
-        def __call__(self, state, outputs, **kwargs):
-            nonlocal current
-            allocated.append(tracemalloc.get_traced_memory()[1] - current)
-            current = tracemalloc.get_traced_memory()[0]
-            tracemalloc.reset_peak()
+    def measure(**_):
+        nonlocal current
+        allocated.append(tracemalloc.get_traced_memory()[1] - current)
+        current = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
 
     def run(failing_batch, *more_actions):
         def get(index):
@@ -210,31 +187,16 @@ def test_memory_per_call_does_not_grow_with_the_loop(is_resumed, tmp_path):
                 raise OSError("gone")
             return batches[index % len(batches)]
 
-        save = actions.CheckpointAction(tmp_path, at(5))
-        outer_loop = OuterLoop(
-            TrainLoop(step, end_actions=[save, *more_actions]),
-            checkpoint_spec=CheckpointSpec(tmp_path),
-            log_interval=every(steps=50),
-        )
+        train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, at(5)), *more_actions])
+        outer_loop = OuterLoop(train_loop, checkpoint_spec=CheckpointSpec(tmp_path), log_interval=every(steps=50))
         outer_loop(jax.tree.map(jnp.copy, state), from_index(get), 4_000)
 
-    if is_resumed:  # In the middle of a loop.
-        with pytest.raises(OSError, match="gone"):
-            run(7)
+    with pytest.raises(OSError, match="gone"):
+        run(7)
     tracemalloc.start()
     try:
-        run(None, Measure(every(steps=50)))
+        run(None, Do(measure, every(steps=50), uses_outputs=False))
     finally:
         tracemalloc.stop()
     early, late = statistics.median(allocated[5:25]), statistics.median(allocated[-20:])
     assert late - early < 10_000  # Bytes. A list with one number per step takes 32,000.
-
-
-def test_returned_outputs_do_not_change_while_an_action_accumulates_loops():
-    step, state, batches = examples.tiny_regression()
-    loop = ActionLoop(step, end_actions=[calls(interval=4)])
-    returned = []
-    for _ in range(4):
-        state, outputs = loop(state, batches, num_steps=3)
-        returned.append(outputs)
-    assert [(len(each["loss"]), each.num_examples) for each in returned] == [(3, [8, 8, 8])] * 4

@@ -10,6 +10,24 @@ EVAL_STEP, _, _ = examples.tiny_regression(train=False)
 STATE = jax.tree.map(np.array, _state)  # In the memory of the host, so that no step donates it.
 
 
+Regression = type(STEP)
+
+
+def make_step(kind=Regression, **options):
+    """Returns a step like `STEP`, of the class or a subclass of it."""
+    return kind(STEP.base_prng, STEP.model, STEP.optimizer, **{"train": True, **options})
+
+
+class Traced(Regression):
+    """Counts how often `run` is traced."""
+
+    traces = 0
+
+    def run(self, state, batch):
+        self.traces += 1
+        return super().run(state, batch)
+
+
 def odd_batches(x, y):
     """Returns variants of a batch, of which only the first is like the others of a dataset."""
     return {
