@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from programs.tiny import BATCHES
 
 import jaxloop
-from jaxloop import examples, partition
+from jaxloop import partition
 from jaxloop.models.loss_step import LossStep
 
 KEY = jax.random.key(0)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 RULES = [("Dense_0/kernel", P(None, "model")), ("Dense_0/bias", P("model")), ("Dense_1/kernel", P("model", "data"))]
 
 
@@ -80,11 +81,8 @@ def on_one_device():
     [
         ("data parallel", (8, 1)),
         ("FSDP", (8, 1)),
-        ("FSDP", (4, 2)),
         ("FSDP over the other axis", (4, 2)),
-        ("FSDP over the other axis", (1, 8)),
         ("rules", (4, 2)),
-        ("rules", (1, 8)),
     ],
 )
 def test_training_is_the_same_in_every_layout(kind, shape, on_one_device):
@@ -170,7 +168,6 @@ def test_unused_rules_cause_warnings(warnings_logged):
     ("spec", "message"),
     [
         (P("data"), r"params/w, float32\[6, 64\]: it has too few axes, or one that can't be divided evenly"),
-        (P(None, ("data", "model")), None),
         (P(("data", "model")), "among the devices of {'data': 4, 'model': 2}"),
         (P(None, None, "data"), "too few axes"),
     ],
@@ -178,20 +175,8 @@ def test_unused_rules_cause_warnings(warnings_logged):
 )
 def test_a_rule_that_cannot_be_applied_raises(spec, message):
     partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", spec)])
-    state = {"params": {"w": np.zeros([6, 64], np.float32)}}
-    if message is None:
-        assert partitioner.place_state(state)["params"]["w"].sharding.spec == spec
-        return
     with pytest.raises(ValueError, match=message):
-        partitioner.place_state(state)
-
-
-def test_factored_optimizer_state_may_have_fewer_axes_than_the_rule():
-    partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("kernel", P(None, "model"))])
-    step = LossStep(KEY, Network(), optax.adafactor(1e-2, min_dim_size_to_factor=8), partitioner, train=True, loss=loss)
-    state = step.initialize_model([1, 24])
-    state, outputs = step(state, batches(1)[0])
-    assert state.params["Dense_0"]["kernel"].sharding.spec == P(None, "model") and np.isfinite(outputs["loss"])
+        partitioner.place_state({"params": {"w": np.zeros([6, 64], np.float32)}})
 
 
 def test_a_rule_with_an_unknown_mesh_axis_raises():
@@ -231,12 +216,11 @@ def logical_step(kind, rules, shape=(4, 2)):
     return LossStep(KEY, model, optax.adam(1e-2), partitioner, train=True, loss=squares, **options)
 
 
-@pytest.mark.parametrize("kind", ["Linen", "NNX"])
 @pytest.mark.parametrize(
-    ("rules", "spec"),
+    ("kind", "rules", "spec"),
     [
-        ([("embed", None), ("hidden", "model")], P(None, "model")),
-        ([("embed", None), ("hidden", ("data", "model"))], P(None, ("data", "model"))),
+        ("Linen", [("embed", None), ("hidden", "model")], P(None, "model")),
+        ("NNX", [("embed", None), ("hidden", ("data", "model"))], P(None, ("data", "model"))),
     ],
 )
 def test_logical_axes_follow_the_rules(kind, rules, spec):
@@ -264,38 +248,6 @@ def test_a_logical_axis_without_a_rule_raises(rules):
         logical_step("NNX", rules).initialize_model([1, 3])
 
 
-def test_logical_names_are_mapped_individually():
-    rules = [("a", "data"), ("b", "model"), ("c", ("data", "model")), ("c", "model"), ("d", None)]
-    partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data", logical_axis_rules=rules)
-    annotated = {
-        "both": (("a", "b"), "d"),
-        "first that is free": ("a", "c"),
-        "none left": ("c", "a"),
-        "of the mesh": ("model", None),
-    }
-    init = lambda: {key: nn.LogicallyPartitioned(jnp.zeros([8, 8]), names) for key, names in annotated.items()}
-    state = partitioner.shard_init_fn(init)()
-    specs = {key: leaf.sharding.spec for key, leaf in state.items()}
-    sharding = lambda spec: jax.sharding.NamedSharding(partitioner.mesh, spec)
-    expected = [P(("data", "model")), P("data", "model"), P(("data", "model")), P("model")]
-    for key, spec in zip(annotated, expected, strict=True):
-        assert sharding(specs[key]).is_equivalent_to(sharding(spec), 2), (key, specs[key])
-
-
-def test_logical_axis_rules_of_an_enclosing_context_apply():
-    partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data")
-    state = partitioner.shard_init_fn(lambda: jnp.zeros(8))()
-    constrained = lambda state, batch: (state, nn.with_logical_constraint(batch, ("hidden", None)))
-    with nn.logical_axis_rules([("hidden", "model")]):
-        _, out = partitioner.partition(constrained)(state, np.zeros([8, 8], np.float32))
-    assert "model" in str(out.sharding.spec)
-
-
-def test_a_logical_axis_rule_with_an_unknown_mesh_axis_raises():
-    with pytest.raises(ValueError, match="axis: tensor of .* is not found in mesh"):
-        logical_step("Linen", [("hidden", "tensor")])
-
-
 # Meshes ----------------------------------------------------------------------------------------------
 
 
@@ -315,19 +267,14 @@ def test_create_mesh_uses_all_devices(axes, shape):
         ({"data": 4}, r"To use some of them, give devices=jax.devices\(\)"),
         ({"data": -1, "model": -1}, "one may be -1"),
         ({"data": 0}, "the sizes must be positive"),
-        ({"data": -2, "model": -4}, "the sizes must be positive"),
         ({"data": 16}, "does not fit 8 devices"),
+        ({}, "sizes by the names of axes, such as data=-1, model=2"),
+        ({"data": "all"}, "sizes by the names of axes"),
     ],
 )
-def test_create_mesh_rejects_sizes_that_do_not_fit(axes, message):
-    with pytest.raises(ValueError, match=message):
+def test_create_mesh_rejects_invalid_sizes(axes, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         partition.create_mesh(**axes)
-
-
-def test_create_mesh_requires_axis_sizes():
-    for axes in ({}, {"data": "all"}):
-        with pytest.raises(TypeError, match="sizes by the names of axes, such as data=-1, model=2"):
-            partition.create_mesh(**axes)
 
 
 # Reports ---------------------------------------------------------------------------------------------
@@ -346,18 +293,6 @@ def test_report_is_a_table_of_leaf_layouts():
     ]
 
 
-def test_summary_is_the_same_for_abstract_and_real_states():
-    step, state, batches = examples.tiny_regression()
-    assert step.summary(step.abstract_state([1, 3]), batches[0]) == step.summary(state, batches[0])
-    assert f"a step: {step.compute_num_flops(state, batches[0]):.3g} FLOPs" in step.summary(state, batches[0])
-
-
-def test_report_shows_the_future_layout_of_an_unplaced_state():
-    state = {"params": {"w": jnp.zeros([64, 128])}, "step": 0}
-    layout = partition.FSDPPartitioner(partition.create_mesh(data=8)).report(state)
-    assert [(leaf.path, leaf.spec) for leaf in layout.leaves] == [("params/w", "P(None, 'data')"), ("step", "P()")]
-
-
 def test_place_state_rejects_a_different_state():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=8)
     partitioner.place_state({"w": np.zeros([64, 8])})
@@ -365,17 +300,6 @@ def test_place_state_rejects_a_different_state():
     for other in ({"v": np.zeros([64, 8])}, {"w": np.zeros([8, 64])}):
         with pytest.raises(ValueError, match="already holds the layout of another state"):
             partitioner.place_state(other)
-
-
-@pytest.mark.parametrize("kind", [*MAKE, "one device"])
-def test_report_is_the_same_for_abstract_and_real_states(kind):
-    partitioner = partition.SingleDevicePartitioner() if kind == "one device" else MAKE[kind](mesh_of((4, 2)))
-    step = new_step(partitioner)
-    abstract = jax.eval_shape(lambda: new_step(partition.SingleDevicePartitioner()).initialize_model([1, 24]))
-    before = partitioner.report(abstract)
-    state = step.initialize_model([1, 24])
-    after = partitioner.report(state)
-    assert str(before) == str(after) and before.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def test_fit_can_use_all_devices():
