@@ -3,7 +3,6 @@ import subprocess
 import sys
 import threading
 import unittest.mock
-from typing import ClassVar
 
 import flax
 import numpy as np
@@ -11,11 +10,10 @@ import pytest
 from clu import metrics as clu_metrics
 from conftest import RecordingWriter
 from orbax import checkpoint as orbax_checkpoint
-from programs.tiny import BATCHES, STATE, STEP
+from programs.tiny import STATE
 
 import jaxloop
 from jaxloop import actions, checkpoint, every, examples
-from jaxloop import functional as jf
 from jaxloop.checkpoint import seal
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.metrics import LoopOutputs
@@ -98,11 +96,6 @@ def test_unwritable_outputs_warn_once(writer, warnings_logged):
     assert [text.split(":")[0] for text in summary.check(None, outputs)] == problems
 
 
-def test_non_writer_raises():
-    with pytest.raises(TypeError, match=r"SummaryAction .*got 'runs'. jaxloop.default_writer\(workdir\) makes one"):
-        actions.SummaryAction("runs")
-
-
 def test_standalone_loop_commits_its_checkpoints(tmp_path):
     program = (
         "import sys, jaxloop; from jaxloop import examples; step, state, batches = examples.tiny_regression()\n"
@@ -140,38 +133,6 @@ def test_a_manager_stays_open_for_the_next_run(tmp_path):
             assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == step_num
 
 
-class SlowManager(orbax_checkpoint.CheckpointManager):
-    """Advances a fake clock by 0.25 s for each copy, and by the next of `secs` for each write."""
-
-    def __init__(self, directory, secs):
-        super().__init__(directory)
-        self.now, self.secs, self.is_writing = 0.0, secs, False
-
-    def save(self, *args, **kwargs):
-        self.now += 0.25
-        has_begun = super().save(*args, **kwargs)
-        self.is_writing = True
-        return has_begun
-
-    def wait_until_finished(self):
-        self.now += self.secs.pop(0) if self.is_writing else 0.0
-        self.is_writing = False
-        super().wait_until_finished()
-
-
-def test_save_reports_its_stall(tmp_path, set_clock):
-    manager = SlowManager(tmp_path, secs=[3.0, 0.5, 1.5, 4.0])
-    set_clock(lambda: manager.now)
-    action = actions.CheckpointAction(manager, every(steps=100))
-    assert action.last_stall_secs is None
-    stalls = []
-    for step_num in range(100, 500, 100):
-        action(STATE, None, step_num=step_num)
-        stalls.append(action.last_stall_secs)
-    assert stalls == [0.25 + wait for wait in (0.0, 3.0, 0.5, 1.5)]  # A save waits for the previous one.
-    action.close()
-
-
 def test_save_waits_for_the_previous_save_to_finish(tmp_path, monkeypatch):
     events, gate, write = [], threading.Event(), seal.write
 
@@ -200,43 +161,6 @@ def test_unwritable_directory_raises_at_once(tmp_path):
         actions.CheckpointAction("/proc/nowhere")
 
 
-@pytest.fixture
-def without_tensorflow(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorflow", None)
-
-
-def test_default_writer_writes_event_files_without_tensorflow(without_tensorflow, tmp_path, logs):
-    writer = actions.default_writer(tmp_path)
-    assert isinstance(writer, actions.TensorBoardWriter)
-    images, text = np.random.default_rng(0).random([2, 8, 8, 1]), {"note": "hello"}
-    writer.write_scalars(3, {"loss": np.float32(0.25)})
-    writer.write_images(3, {"image": images})
-    writer.write_texts(3, text)
-    writer.write_histograms(3, {"weights": np.arange(10.0)}, num_buckets={"weights": 5})
-    writer.write_hparams({"learning_rate": 0.1})
-    writer.close()
-    assert "[3] loss=0.25" in logs.text
-    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1  # tests/test_event_files.py reads such files.
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_async_writers_are_supported():
-    pytest.importorskip("tensorflow")
-    from clu import metric_writers
-
-    class Writer(metric_writers.LoggingWriter):
-        steps: ClassVar = []
-
-        def write_scalars(self, step, scalars):
-            self.steps.append(step)
-
-    summary = actions.SummaryAction(metric_writers.AsyncWriter(Writer()))  # pyright: ignore[reportArgumentType]
-    for step_num in range(3):
-        summary(None, {"loss": 1.0}, step_num=step_num)
-    summary.close()
-    assert Writer.steps == [0, 1, 2]
-
-
 # Several runs with the same action --------------------------------------------------------------------------
 
 
@@ -248,7 +172,7 @@ def batches_until(number, target):
         yield {"x": np.ones([4, 3], np.float32), "y": np.full([4, 1], target * index, np.float32)}
 
 
-def in_an_outer_loop(action, target, fail_at, directory):
+def run(action, target, fail_at, directory):
     step, state, _ = examples.tiny_regression(1)
     tests, spec = EvalLoop(examples.tiny_regression(1, train=False)[0]), jaxloop.CheckpointSpec(directory)
     *_, far = batches_until(None, 2 * target)
@@ -258,30 +182,17 @@ def in_an_outer_loop(action, target, fail_at, directory):
     return int(state.step), outer_loop.history.collect("test.loss"), getattr(action, "best_step", None)
 
 
-def in_a_loop_of_functions(action, target, fail_at, directory):
-    test = lambda state: jf.logs().add("test", "loss", abs(target - state))
-    train = lambda state: (None, None, state + 0.1 * (target - state))
-    tasks = {every(1): train, every(10): [test, action]}
-    state, history, _ = jf.loop(0.0, batches_until(fail_at, target), tasks)
-    return float(state), history.collect("steps", "test.loss")
-
-
 @pytest.mark.parametrize(
-    ("run", "make"),
+    "make",
     [
-        (in_an_outer_loop, lambda _: actions.EarlyStoppingAction("test/loss", 2, interval=every(steps=10))),
-        (
-            in_an_outer_loop,
-            lambda _: actions.EarlyStoppingAction("test/loss", 2, restore_best=True, interval=every(steps=10)),
-        ),
-        (in_an_outer_loop, lambda path: actions.CheckpointAction(path, every(steps=10), best="test/loss")),
-        (in_an_outer_loop, lambda _: actions.SpikeGuard("loss", window=4, interval=every(steps=5))),
-        (in_an_outer_loop, lambda _: actions.SummaryAction(RecordingWriter(), every(steps=10))),
-        (in_a_loop_of_functions, lambda _: jf.early_stopping("test/loss", patience=2)),
-        (in_a_loop_of_functions, lambda _: jf.early_stopping("test/loss", patience=2, restore_best=True)),
+        lambda _: actions.EarlyStoppingAction("test/loss", 2, interval=every(steps=10)),
+        lambda path: actions.CheckpointAction(path, every(steps=10), best="test/loss"),
+        lambda _: actions.SpikeGuard("loss", window=4, interval=every(steps=5)),
+        lambda _: actions.SummaryAction(RecordingWriter(), every(steps=10)),
     ],
+    ids=["early stopping", "checkpoints", "spikes", "summaries"],
 )
-def test_an_action_forgets_a_failed_run_when_the_next_run_begins_earlier(run, make, tmp_path, warnings_logged):
+def test_an_action_forgets_a_failed_run_when_the_next_run_begins_earlier(make, tmp_path, warnings_logged):
     used = make(tmp_path / "used")
     with pytest.raises(OSError, match="server is gone"):
         run(used, 1.0, 18, tmp_path / "used")
@@ -318,22 +229,3 @@ def test_an_action_without_further_keywords_fails_in_its_constructor():
     message = r"Narrow.__call__ can't be called as \(state, outputs, step_num, .*'elapsed'.*step_num, \*\*kwargs\)"
     with pytest.raises(TypeError, match=message):
         Narrow(every(steps=10))
-
-
-def test_saves_come_last_whatever_their_category_in_the_time_report(tmp_path):
-    calls = []
-
-    class Save(jaxloop.CheckpointAction):
-        time_category = "actions"
-
-        def __call__(self, state, outputs, **kwargs):
-            calls.append("save")
-
-    class Last(jaxloop.Action):
-        runs_last, time_category = True, "checkpoints"
-
-        def __call__(self, state, outputs, **kwargs):
-            calls.append("last")
-
-    jaxloop.TrainLoop(STEP, end_actions=[Save(tmp_path), Last()])(STATE, BATCHES, 3)
-    assert calls == ["last", "save"]

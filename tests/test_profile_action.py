@@ -39,12 +39,9 @@ def test_writes_a_trace_of_the_given_steps(tmp_path, logs):
     assert not ProfileAction.uses_outputs
 
 
-@pytest.mark.parametrize("ends_well", [True, False])
-def test_a_run_that_ends_during_the_profile_writes_a_trace(tmp_path, logs, ends_well):
+def test_a_run_that_ends_during_the_profile_writes_a_trace(tmp_path, logs):
     action = ProfileAction(tmp_path, first_step=3, num_steps=20)
-    _, state = run(action, 8)
-    if ends_well:
-        assert action.finish(state) is state
+    run(action, 8)
     action.close()
     assert len(traces(tmp_path)) == 1
     assert logs.messages[0].startswith("The profile of the steps from 3 on is in")
@@ -52,29 +49,11 @@ def test_a_run_that_ends_during_the_profile_writes_a_trace(tmp_path, logs, ends_
     jax.profiler.stop_trace()
 
 
-def test_warns_if_another_trace_is_running(tmp_path, warnings_logged):
-    jax.profiler.start_trace(str(tmp_path))
-    run(ProfileAction(tmp_path, first_step=3, num_steps=2), 10)
-    jax.profiler.stop_trace()
-    (warning,) = warnings_logged()
-    assert "could not profile step 3: Profile has already been started" in warning
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"first_step": 1}, "first_step must be at least 2, because step 1 compiles, got 1"),
-        ({"num_steps": 0}, "num_steps must be a positive int, got 0"),
-    ],
-)
-def test_invalid_options_raise(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        ProfileAction(tmp_path, **options)
-
-
-def test_an_unwritable_directory_raises_immediately():
-    with pytest.raises(OSError, match="Can't write to the directory /proc/nowhere"):
-        ProfileAction("/proc/nowhere")
+def test_invalid_options_raise(tmp_path):
+    with pytest.raises(ValueError, match="first_step must be at least 2, because step 1 compiles, got 1"):
+        ProfileAction(tmp_path, first_step=1)
+    with pytest.raises(ValueError, match="num_steps must be a positive int, got 0"):
+        ProfileAction(tmp_path, num_steps=0)
 
 
 READ = """
@@ -92,12 +71,11 @@ print(json.dumps([names, numbers]))
 """
 
 
-@pytest.mark.parametrize(("steps_per_dispatch", "marked"), [(1, [11, 12, 13, 14]), (2, [12, 14])])
-def test_traces_mark_steps_and_name_phases(tmp_path, monkeypatch, steps_per_dispatch, marked):
+def test_traces_mark_steps_and_name_phases(tmp_path, monkeypatch):
     step, state, batches = examples.tiny_regression()
     monkeypatch.setattr(type(step), "preprocess_batch", lambda self, batch: batch)
     profile = ProfileAction(tmp_path, first_step=11, num_steps=4)
-    loop = jaxloop.TrainLoop(step, end_actions=[profile], steps_per_dispatch=steps_per_dispatch)
+    loop = jaxloop.TrainLoop(step, end_actions=[profile], steps_per_dispatch=2)
     eval_step, _, _ = examples.tiny_regression(train=False)
     outer_loop = jaxloop.OuterLoop(loop, [jaxloop.EvalLoop(eval_step)])
     outer_loop(state, batches, 20, eval_specs=[jaxloop.EvalSpec(batches[:2], interval=jaxloop.every(steps=12))])
@@ -105,6 +83,6 @@ def test_traces_mark_steps_and_name_phases(tmp_path, monkeypatch, steps_per_disp
     # In a separate process, because JAX's reader may abort.
     read = subprocess.run([sys.executable, "-c", READ, file], capture_output=True, text=True, check=True)
     names, numbers = json.loads(read.stdout)
-    assert numbers == marked
+    assert numbers == [12, 14]
     assert names.count("eval") == 2 and "jaxloop: in evaluations" in names
     assert "jaxloop: waiting for data" in names and "jaxloop: preprocess_batch" in names

@@ -148,12 +148,17 @@ def test_wandb_writer_calls(wandb, tmp_path):
     calls, _ = wandb
     writer = actions.WandbWriter(tmp_path, "digits", tags=["a"])
     write_all(writer)
+    writer.write_status("failed")  # Reopens the run.
+    writer.close()
     run = writer.position()["run"]
     own = {"id": run, "resume": "allow", "dir": str(tmp_path), "reinit": "create_new"}
-    assert calls == [
+    opened = [
         ("init", {**own, "project": "digits", "tags": ["a"]}),
         ("define_metric", "jaxloop/step"),
         ("define_metric", "*", {"step_metric": "jaxloop/step"}),
+    ]
+    assert calls == [
+        *opened,
         ("config.update", {"seed": 3, "lr": 0.1}, {"allow_val_change": True}),
         ("log", {"loss": 0.5, "jaxloop/step": 5}),
         ("log", {"text": ("Html", "<pre>1 &lt; 2</pre>", {}), "jaxloop/step": 5}),
@@ -162,6 +167,8 @@ def test_wandb_writer_calls(wandb, tmp_path):
             {"image/0": ("Image", (4, 4, 3), {}), "image/1": ("Image", (4, 4, 3), {}), "jaxloop/step": 5},
         ),
         ("finish", {"exit_code": 0}),
+        *opened,
+        ("finish", {"exit_code": 1}),
     ]
 
 
@@ -201,32 +208,11 @@ def test_repeated_steps_are_written_once(mlflow, tmp_path, save):
     """The second run repeats steps from a checkpoint, or from the start if none was saved yet."""
     run(tmp_path, 15, save=save)
     before = mlflow.losses
+    if save == 10:
+        (tmp_path / "tracked_run_mlflow").unlink()  # The checkpoint also identifies the tracked run.
     run(tmp_path, 30, save=save)
     assert [step for step, _ in mlflow.losses] == list(range(1, 31)) and mlflow.losses[:15] == before
     assert len(mlflow.runs) == 1
-
-
-def test_a_checkpoint_identifies_its_tracked_run_without_the_file(mlflow, tmp_path):
-    run(tmp_path, 15)
-    (tmp_path / "tracked_run_mlflow").unlink()
-    run(tmp_path, 20)
-    assert len(mlflow.runs) == 1 and len(mlflow.losses) == 20
-
-
-def test_each_run_without_checkpoints_is_a_new_tracked_run(mlflow, tmp_path):
-    for _ in range(2):
-        run(tmp_path, 5, checkpoints=False)
-    assert len(mlflow.runs) == 2 and len(mlflow.losses) == 10
-
-
-def test_notes_are_written(mlflow, tmp_path):
-    run(tmp_path, 5, notes={"seed": 3})
-    assert mlflow.tags["seed"] == "3"
-
-
-def test_two_names_that_are_the_same_in_the_tracker_raise(mlflow, tmp_path):
-    with pytest.raises(ValueError, match="Two of these names are the same in the tracker: a@b, a#b. Rename one"):
-        actions.MlflowWriter(tmp_path).write_scalars(1, {"a@b": 0.5, "a#b": 0.25})
 
 
 def test_an_error_names_its_source_and_no_point_is_lost_or_duplicated(mlflow, tmp_path):
@@ -242,27 +228,6 @@ def test_an_error_names_its_source_and_no_point_is_lost_or_duplicated(mlflow, tm
     assert len({(each.key, each.step) for each in mlflow.metrics}) == len(mlflow.metrics)
 
 
-@pytest.mark.filterwarnings("ignore")  # From the packages.
-@pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
-def test_an_unwritable_database_raises(tracker, tmp_path, monkeypatch):
-    package, path = pytest.importorskip(tracker), tmp_path / "file"
-    path.touch()
-    if tracker == "mlflow":
-        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        writer = actions.MlflowWriter(tmp_path, "http://127.0.0.1:9")  # No server listens there.
-    else:
-        monkeypatch.setattr(package.sqlite_storage, "TRACKIO_DIR", path)
-        writer = actions.TrackioWriter(tmp_path, "digits")
-    action = actions.SummaryAction(writer)
-    action(None, {"loss": 0.5}, step_num=7)
-    action.state_dict()  # Waits, so that step 7 has failed.
-    with pytest.raises(Exception) as caught:
-        action(None, {"loss": 0.5}, step_num=8)
-    notes = "\n".join(caught.value.__notes__)
-    assert f"in {type(writer).__name__}, whose tracked run is" in notes
-    assert "in SummaryAction(interval=1), after step 7: write_scalars of loss" in notes
-
-
 # How a run ended ----------------------------------------------------------------------------------------------------
 
 
@@ -276,14 +241,14 @@ def end_by(how):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("api", ["objects", "functions"])
 @pytest.mark.parametrize(
-    ("how", "error", "status"),
+    ("api", "how", "error", "status"),
     [
-        ("end", None, "FINISHED"),
-        ("error", OSError, "FAILED"),
-        ("SIGTERM", SystemExit, "KILLED"),
-        ("Ctrl-C", None, "KILLED"),
+        ("objects", "end", None, "FINISHED"),
+        ("objects", "error", OSError, "FAILED"),
+        ("functions", "error", OSError, "FAILED"),
+        ("objects", "SIGTERM", SystemExit, "KILLED"),
+        ("functions", "Ctrl-C", None, "KILLED"),
     ],
 )
 def test_a_tracked_run_shows_how_the_run_ended(api, how, error, status, mlflow, tmp_path):
@@ -315,50 +280,17 @@ def test_a_tracked_run_shows_how_the_run_ended(api, how, error, status, mlflow, 
     assert mlflow.statuses == ["FINISHED"] and [step for step, _ in mlflow.losses] == list(range(1, 11))
 
 
-def test_a_later_write_reopens_a_tracked_run(mlflow, tmp_path):
-    writer = actions.MlflowWriter(tmp_path)
-    for status in ("failed", "finished"):
-        writer.write_scalars(1, {status: 0.5})
-        assert mlflow.statuses == ["RUNNING"]
-        writer.write_status(status)
-        assert mlflow.statuses == [status.upper()]
-
-
-def test_wandb_gets_the_exit_code_of_a_run_that_failed_after_its_last_checkpoint(wandb, tmp_path):
-    calls, _ = wandb
-    writer = actions.WandbWriter(tmp_path)
-    writer.write_scalars(5, {"loss": 0.5})
-    writer.flush()
-    writer.write_status("failed")
-    writer.close()
-    assert [call for call in calls if call[0] == "finish"] == [("finish", {"exit_code": code}) for code in (0, 1)]
-
-
-@pytest.mark.filterwarnings("ignore")  # From the package.
-def test_trackio_shows_how_the_run_ended_in_the_config(tmp_path, monkeypatch):
-    storage = pytest.importorskip("trackio").sqlite_storage
-    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
-    writer = actions.TrackioWriter(tmp_path, "digits", run_name="run")
-    writer.write_hparams({"lr": 0.1})
-    config = lambda: storage.SQLiteStorage.get_run_config("digits", "run", run_id=writer.position()["run"])
-    for status in ("killed", "finished"):
-        writer.write_scalars(1, {status: 0.5})
-        assert config()["jaxloop/status"] == "running" and config()["lr"] == 0.1
-        writer.write_status(status)
-        assert config()["jaxloop/status"] == status and config()["lr"] == 0.1
-
-
 # Invalid input ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", "5"])
+@pytest.mark.parametrize("content", ["", "{}"])
 def test_a_damaged_identity_file_raises(content, mlflow, tmp_path):
     (tmp_path / "tracked_run_mlflow").write_text(content)
     with pytest.raises(ValueError, match=r"Delete .*tracked_run_mlflow to begin a new one"):
         actions.MlflowWriter(tmp_path).resume(0, None)
 
 
-@pytest.mark.parametrize("run", ["../other", "*", "' OR '", 5, "A" * 100])
+@pytest.mark.parametrize("run", ["../other", "' OR '", 5])
 def test_an_invalid_identity_raises(run, mlflow, tmp_path):
     with pytest.raises(ValueError, match="is not a tracked run of MlflowWriter"):
         actions.MlflowWriter(tmp_path).resume(0, {"run": run})

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 
-import jax
 import numpy as np
 import pytest
 from programs.tiny import BATCHES, STATE, STEP
@@ -12,7 +11,6 @@ from programs.tiny import BATCHES, STATE, STEP
 from jaxloop import actions, every
 from jaxloop.actions import writer_queue
 from jaxloop.train_loop import TrainLoop
-from jaxloop.types import MetricType, MetricWithMetadata
 
 
 class GatedWriter:
@@ -88,27 +86,6 @@ def test_the_number_of_pending_rows_is_limited():
     assert [row[0] for row in writer.rows] == list(range(writer_queue.MOST_PENDING + 10))
 
 
-def test_actions_that_share_a_writer_share_a_thread_and_keep_their_order():
-    writer = GatedWriter(is_open=False)
-    summaries = [actions.SummaryAction(writer, prefix=f"{name}/") for name in "abc"]
-    for step, summary in itertools.product(range(5), summaries):
-        call(summary, [step])
-    writer.gate.set()
-    summaries[0].flush()
-    assert len(writer.threads) == 1
-    assert writer.rows == [(step, f"{name}/loss") for step in range(5) for name in "abc"]
-
-
-def test_arrays_can_be_modified_after_a_call():
-    writer, images, weights = GatedWriter(is_open=False), np.zeros([1, 1, 2, 1]), np.zeros([2])
-    summaries = actions.SummaryAction(writer)
-    call(summaries, [1], images=images, weights=MetricWithMetadata(weights, MetricType.HISTOGRAM))
-    images[:] = weights[:] = -1
-    writer.gate.set()
-    summaries.flush()
-    assert writer.rows == [(1, {"images": [[[[0.0], [0.0]]]]}), (1, {"weights": [0.0, 0.0]})]
-
-
 # Errors -----------------------------------------------------------------------------------------------
 
 
@@ -127,28 +104,15 @@ def test_an_error_is_raised_at_the_next_call_and_no_row_is_lost():
     assert [row[0] for row in writer.rows] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("end", ["flush", "close"])
-def test_an_error_is_raised_once_at_the_end_and_written_rows_are_flushed(end):
+def test_an_error_is_raised_once_at_the_end_and_written_rows_are_flushed():
     writer = GatedWriter(fails=[2])
     summaries, another = (actions.SummaryAction(writer) for _ in range(2))
     call(summaries, [1, 2])
     with pytest.raises(OSError, match="the disk is full") as caught:
-        getattr(summaries, end)()
+        summaries.close()
     assert "after step 2" in caught.value.__notes__[0] and writer.flushes == 1
     another.close()
     assert writer.flushes == 2 and [row[0] for row in writer.rows] == [1]
-
-
-def test_an_error_is_raised_by_a_call_that_waits_for_space():
-    writer = GatedWriter(is_open=False, fails=[0])
-    summaries = actions.SummaryAction(writer)
-    call(summaries, range(writer_queue.MOST_PENDING))
-    threading.Timer(0.05, writer.gate.set).start()
-    with pytest.raises(OSError, match="the disk is full"):
-        call(summaries, [writer_queue.MOST_PENDING])
-    call(summaries, [writer_queue.MOST_PENDING])
-    summaries.close()
-    assert [row[0] for row in writer.rows] == list(range(writer_queue.MOST_PENDING + 1))
 
 
 def test_unwritten_rows_are_saved_and_written_first_after_a_resume():
@@ -158,7 +122,9 @@ def test_unwritten_rows_are_saved_and_written_first_after_a_resume():
     one.flush()
     broken.gate.clear()
     call(one, [2])
-    call(two, [3], loss=1.0, array=[np.arange(2.0)])
+    array = np.arange(2.0)
+    call(two, [3], loss=1.0, array=[array])
+    array[:] = -1  # It was copied.
     call(one, [4])
     broken.gate.set()
     kept = [each.state_dict() for each in (one, two)]
@@ -206,40 +172,21 @@ def test_a_run_hides_rows_of_earlier_processes_only():
     assert other.rows == [(1, "loss")]
 
 
-def test_only_the_first_process_writes(monkeypatch):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    writer = GatedWriter()
-    action = actions.SummaryAction(writer)
-    action.begin_run(0, can_resume=True)
-    call(action, [1])
-    assert action.state_dict() == {}
-    action.flush()
-    assert writer.rows == []
-
-
-@pytest.mark.parametrize("again", ["the same", "another"])
-def test_rows_saved_in_a_checkpoint_are_not_written_twice_by_the_same_process(again):
+def test_rows_saved_in_a_checkpoint_are_not_written_twice_by_the_same_process():
     writer = GatedWriter(fails=[1])
     before = actions.SummaryAction(writer)
     call(before, [1])
     kept = before.state_dict()
     with pytest.raises(OSError):
         before.close()
-    after = before if again == "the same" else actions.SummaryAction(writer)
+    after = actions.SummaryAction(writer)
     after.load_state_dict(kept)
     call(after, [2])
     after.close()
     assert writer.rows == [(1, "loss"), (2, "loss")]
 
 
-def test_the_state_of_a_different_action_raises():
-    action = actions.SummaryAction(GatedWriter())
-    with pytest.raises(ValueError, match=r"in its state_dict, got \['best'\]\. Was it saved by a different action\?"):
-        action.load_state_dict({"best": 1.0})
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_each_row_is_written_once_and_in_order_whenever_a_writer_fails(seed):
     """Calls, saves and restores actions at random, with a writer that fails at random."""
     rng, steps, written = random.Random(seed), list(range(1, 30)), []
@@ -269,6 +216,7 @@ def test_each_row_is_written_once_and_in_order_whenever_a_writer_fails(seed):
             break
         except OSError:
             call(pair[0], [0])  # Retries the remaining rows.
+    assert len(writer.threads) == 1  # The two actions share it.
     written = [row for row in [*written, *writer.rows] if row[0]]
     assert written == [(step, f"{name}/loss") for step in steps for name in "ab"]
 
@@ -301,12 +249,11 @@ for step in range(20):
 @pytest.mark.parametrize(
     ("end", "code", "fails", "left", "message"),
     [
-        ("", 0, [], 20, ""),
         ("", 0, [5], 5, "Summaries could not be written"),
-        ("del summaries\nraise KeyError('x')", 1, [], 20, "KeyError: 'x'"),
-        ("import os, sys\nif os.fork() == 0:\n    sys.exit()\nos.wait()", 0, [], 20, ""),  # The child writes nothing.
+        # The child writes nothing.
+        ("import os, sys\nif os.fork() == 0:\n    sys.exit()\nraise KeyError('x')", 1, [], 20, "KeyError: 'x'"),
     ],
-    ids=["normally", "after an error", "an exception", "a fork"],
+    ids=["after an error", "an exception after a fork"],
 )
 def test_pending_rows_are_written_when_a_program_ends(end, code, fails, left, message):
     program = PROGRAM.format(end=end, fails=fails)

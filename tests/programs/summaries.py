@@ -37,12 +37,15 @@ class Kill(actions.Action):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Pictures(actions.Action):
-    """Writes images and histograms."""
+class Summarize(actions.Action):
+    """Writes what a function makes for the number of a step."""
 
-    def __init__(self, writer):
-        super().__init__(every(steps=5))
-        self._summaries = actions.SummaryAction(writer, prefix="more/")
+    def __init__(self, writer, interval, make):
+        super().__init__(interval)
+        self._summaries, self._make = actions.SummaryAction(writer, prefix="more/"), make
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self._summaries(state, self._make(step_num), step_num=step_num)
 
     def state_dict(self):
         return self._summaries.state_dict()
@@ -56,9 +59,9 @@ class Pictures(actions.Action):
     def flush(self):
         self._summaries.flush()
 
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        image = np.full([1, 2, 2, 1], step_num / 100)
-        self._summaries(state, {"image": image, "histogram": np.arange(3.0)}, step_num=step_num)
+
+def pictures(step_num):
+    return {"image": np.full([1, 2, 2, 1], step_num / 100), "histogram": np.arange(3.0)}
 
 
 def run(directory, make_writer=jaxloop.default_writer, *, api="objects", kill="never"):
@@ -74,7 +77,7 @@ def run(directory, make_writer=jaxloop.default_writer, *, api="objects", kill="n
         functional.loop(state, data, tasks, stop=NUM_STEPS)
     else:
         # Step 20 ends a loop. There, these write after the checkpoint is saved.
-        ends = [actions.SummaryAction(writer, prefix="loop/"), Pictures(writer), *ends]
+        ends = [actions.SummaryAction(writer, prefix="loop/"), Summarize(writer, every(steps=5), pictures), *ends]
         train_loop = jaxloop.TrainLoop(
             step, end_actions=[actions.CheckpointAction(checkpoints, every(steps=10)), *ends]
         )

@@ -11,6 +11,11 @@ import sys
 import time
 import traceback
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # Where the other programs are.
+
+from programs.acts import Do
+from programs.summaries import Summarize
+
 import jaxloop
 from jaxloop import actions, every, examples
 
@@ -18,34 +23,10 @@ from jaxloop import actions, every, examples
 NUM_STEPS, SAVE, EVAL, PACE_SECS = 40, 7, 14, 0.02
 
 
-class Pace(actions.Action):
-    def __call__(self, state, outputs, **kwargs):
-        time.sleep(PACE_SECS)
-
-
-class Media(actions.Action):
-    """Writes texts and images."""
-
-    def __init__(self, writer):
-        super().__init__(every(steps=10))
-        self._summaries = actions.SummaryAction(writer, prefix="more/")
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        text = jaxloop.MetricWithMetadata(f"step {step_num}", jaxloop.MetricType.TEXT)
-        image = jaxloop.MetricWithMetadata([[[[step_num / 100]] * 2] * 2], jaxloop.MetricType.IMAGE)
-        self._summaries(state, {"text": text, "image": image}, step_num=step_num)
-
-    def state_dict(self):
-        return self._summaries.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self._summaries.load_state_dict(state_dict)
-
-    def begin_run(self, step_num, *, can_resume):
-        self._summaries.begin_run(step_num, can_resume=can_resume)
-
-    def flush(self):
-        self._summaries.flush()
+def media(step_num):
+    text = jaxloop.MetricWithMetadata(f"step {step_num}", jaxloop.MetricType.TEXT)
+    image = jaxloop.MetricWithMetadata([[[[step_num / 100]] * 2] * 2], jaxloop.MetricType.IMAGE)
+    return {"text": text, "image": image}
 
 
 def run(directory, tracker):
@@ -55,7 +36,9 @@ def run(directory, tracker):
     writer.write_hparams({"lr": 0.1})
     each = actions.SummaryAction(writer, every(steps=1), prefix="train/")
     saving = actions.CheckpointAction(directory / "checkpoints", every(steps=SAVE), keep=2)
-    train_loop = jaxloop.TrainLoop(step, end_actions=[each, Media(writer), Pace(every(steps=1)), saving])
+    pause = Do(lambda **_: time.sleep(PACE_SECS), every(steps=1))
+    summarize = Summarize(writer, every(steps=10), media)
+    train_loop = jaxloop.TrainLoop(step, end_actions=[each, summarize, pause, saving])
     eval_loop = jaxloop.EvalLoop(
         examples.tiny_regression(train=False)[0], end_actions=[actions.SummaryAction(writer, prefix="eval/")]
     )
