@@ -13,6 +13,8 @@ from jaxloop import functional as jf
 from jaxloop.models import fit as fitting
 from jaxloop.models.fit import fit
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 3)).astype(np.float32)
 Y = X @ np.array([[1.0], [-2.0], [0.5]], np.float32)
@@ -53,6 +55,7 @@ DATA = {
     "pairs": PAIRS,
     "a generator function": lambda: iter(DICTS),
     "lists": [[x, y] for x, y in PAIRS],
+    "an iterator": iter(DICTS * 2),
 }
 
 
@@ -69,18 +72,8 @@ def recorded(monkeypatch, writer):
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA.keys())
 def test_all_kinds_of_data_train_alike(data, assert_same):
     expected, _ = fit_linear()
-    state, _ = fit_linear(data)
+    state, _ = fit_linear(data, train_total_steps=16)
     assert_same(state.params, expected.params)
-
-
-def test_tf_data_and_iterators_train_alike(assert_same):
-    import tensorflow as tf
-
-    expected, _ = fit_linear(train_epochs=1)
-    dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8)
-    for data in (dataset, dataset.as_numpy_iterator(), iter(DICTS)):
-        state, _ = fit_linear(data, train_epochs=1)
-        assert_same(state.params, expected.params)
 
 
 def test_train_total_steps_repeats_the_data():
@@ -88,19 +81,6 @@ def test_train_total_steps_repeats_the_data():
     assert int(state.step) == 20
     assert history.collect("steps", "eval.loss")[0] == [7, 14, 20]
     assert history.collect("steps", "train.loss")[0] == list(range(1, 21))
-
-
-def test_rows_and_kept_checkpoints_can_be_chosen(tmp_path, recorded):
-    _, history = fit_linear(log_interval=every(7), workdir=tmp_path, keep=2, train_epochs=3)
-    assert history.collect("steps", "train.loss")[0] == [7, 14, 21, 24]
-    assert [step for step, _ in recorded.scalars("train/loss")] == [7, 14, 21, 24]
-    assert jaxloop.checkpoint.all_steps(tmp_path / "checkpoints") == [16, 24]
-
-
-def test_iterator_that_ends_early_warns(warnings_logged):
-    state, _ = fit_linear(iter(DICTS), train_total_steps=100)
-    assert int(state.step) == 8
-    assert any("ended at step 8 of train_total_steps=100" in text for text in warnings_logged())
 
 
 def test_the_three_apis_give_the_same_parameters(assert_same):
@@ -118,19 +98,6 @@ def test_the_three_apis_give_the_same_parameters(assert_same):
     assert len(history) == 24
 
 
-def test_fit_on_a_mesh_matches_one_device(data_parallel):
-    one, history = fit_linear(eval_dataset=DICTS)
-    eight, same = fit_linear(eval_dataset=DICTS, partitioner=data_parallel(8))
-    np.testing.assert_allclose(one.params["kernel"], eight.params["kernel"], rtol=1e-5)
-    np.testing.assert_allclose(history.collect("eval.loss"), same.collect("eval.loss"), rtol=1e-5)
-
-
-def test_fit_without_a_workdir_writes_no_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fit_linear(eval_dataset=DICTS)
-    assert not list(tmp_path.iterdir())
-
-
 def test_workdir_contains_events_history_and_checkpoints(tmp_path, recorded):
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.0, 32))
     with jax.numpy_dtype_promotion("standard"):
@@ -140,22 +107,21 @@ def test_workdir_contains_events_history_and_checkpoints(tmp_path, recorded):
             optimizer=optimizer,
             workdir=tmp_path,
             hparams={"width": 1},
+            log_interval=every(9),
+            keep=2,
         )
     assert recorded.hparams == [{"width": 1}]
-    assert [step for step, _ in recorded.scalars("train/loss")] == [8, 16, 24, 32]
+    assert [step for step, _ in recorded.scalars("train/loss")] == [9, 18, 27, 32]
     assert recorded.scalars("eval/loss")[-1] == (32, history.last("eval.loss")[1])
     assert jaxloop.History.load(tmp_path / "history.jsonl").rows == history.rows
-    saved = jaxloop.checkpoint.all_steps(tmp_path / "checkpoints")
-    assert saved == [32]  # The newest is the best.
+    assert jaxloop.checkpoint.all_steps(tmp_path / "checkpoints") == [24, 32]  # The newest is the best.
 
 
 class Killed(BaseException):
     """An exception that nothing handles, like SIGKILL."""
 
 
-@pytest.mark.parametrize(
-    ("amount", "killed_at"), [({"train_epochs": 4}, 7), ({"train_epochs": 4}, 16), ({"train_total_steps": 32}, 31)]
-)
+@pytest.mark.parametrize(("amount", "killed_at"), [({"train_epochs": 4}, 7), ({"train_total_steps": 32}, 16)])
 def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, assert_same):
     whole, history = fit_linear(eval_dataset=DICTS, **amount)
     with pytest.raises(Killed):
@@ -173,7 +139,6 @@ def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, a
         ({"train_epochs": None}, ValueError, "either train_epochs.*or train_total_steps.*it got neither"),
         ({"train_epochs": 2, "train_total_steps": 5}, ValueError, "it got train_epochs=2 and train_total_steps=5"),
         ({"train_epochs": 0}, ValueError, "train_epochs must be a positive int or None, got 0"),
-        ({"train_epochs": 2.5}, TypeError, "train_epochs must be a positive int"),
         ({"eval_interval": 0}, ValueError, "eval_interval must be a positive int"),
         (
             {"train_dataset": iter(DICTS)},
@@ -181,7 +146,6 @@ def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, a
             "train_epochs=2 needs a train_dataset that can be read more than once",
         ),
         ({"eval_dataset": iter(DICTS)}, ValueError, "Each evaluation reads eval_dataset from its start"),
-        ({"train_dataset": []}, ValueError, "The dataset yielded no batches"),
         ({"train_dataset": DICTS[0]}, TypeError, "write .batch."),
         ({"loss": lambda outputs, batch: outputs}, (TypeError, ValueError), r"\[8, 1\]"),
         (
@@ -191,6 +155,9 @@ def test_same_call_resumes_after_a_kill(killed_at, amount, tmp_path, recorded, a
         ),
         ({"optimizer": 0.1}, TypeError, "must be an Optax transformation such as optax.adam.*got 0.1"),
         ({"progress": "bars"}, ValueError, "'auto', 'tqdm', 'plain', got 'bars'"),
+        ({"monitor": "eval/loss"}, ValueError, "without a workdir there is none"),
+        ({"hparams": {"width": 1}}, ValueError, "without a workdir there is none"),
+        ({"eval_interval": 2}, ValueError, "fit got eval_interval=2 without eval_dataset"),
     ],
 )
 def test_invalid_arguments_raise(options, error, message):
@@ -206,21 +173,11 @@ def test_unknown_monitor_raises_and_lists_the_metrics(tmp_path, recorded):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("progress", ["plain", True])
-def test_progress_is_shown_on_request(progress, capsys):
-    fit_linear(eval_dataset=DICTS, progress=progress)
+def test_progress_is_shown_on_request(capsys):
+    fit_linear(eval_dataset=DICTS, progress=True)
     shown = capsys.readouterr().err
     assert "16/16 [" in shown
     assert "eval: loss" in shown
-
-
-def test_progress_is_shown_for_data_of_unknown_length(capsys):
-    import tensorflow as tf
-
-    dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8).filter(lambda batch: True)
-    state, _ = fit_linear(dataset, progress="plain")
-    assert int(state.step) == 16
-    assert "16/? [" in capsys.readouterr().err
 
 
 def test_best_checkpoint_is_saved_for_any_eval_interval(tmp_path, recorded):
@@ -232,20 +189,6 @@ def test_best_checkpoint_is_saved_for_any_eval_interval(tmp_path, recorded):
     steps, losses = history.collect("steps", "eval.loss")
     assert steps[int(np.nanargmin(losses))] == 21
     assert jaxloop.checkpoint.all_steps(tmp_path / "checkpoints") == [21, 40]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"monitor": "eval/loss"}, "without a workdir there is none"),
-        ({"hparams": {"width": 1}}, "without a workdir there is none"),
-        ({"eval_interval": 2}, "fit got eval_interval=2 without eval_dataset"),
-        ({"metrics": [squared]}, "metrics a dict of such functions"),
-    ],
-)
-def test_no_option_is_silently_ignored(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        fit_linear(**options)
 
 
 def test_single_examples_in_place_of_batches_are_named():

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -9,12 +8,12 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
-from jax.sharding import Mesh
 
 import jaxloop
 from jaxloop import functional as jf
-from jaxloop import metrics, partition
 from jaxloop.models.function_step import FunctionStep
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(8, 3)).astype(np.float32), "y": RNG.normal(size=(8, 1)).astype(np.float32)}
@@ -95,7 +94,7 @@ def test_results_do_not_depend_on_the_number_of_devices(data_parallel):
 
     expected = run(None)
     assert expected[1][-1] < expected[1][0]
-    for devices in (1, 2, 8):
+    for devices in (1, 8):
         for value, other in zip(run(data_parallel(devices)), expected, strict=True):
             np.testing.assert_allclose(value, other, atol=1e-6)
 
@@ -126,7 +125,6 @@ def test_step_returns_what_its_function_returns():
     outputs, logs, new = step(state, BATCH)
     assert outputs["x"].shape == (8, 3) and float(new["w"][0]) == 2 and list(logs) == ["sum"]
     assert float(state["w"][0]) == 1  # Not donated.
-    assert jf.step(lambda state, batch: None)(state, BATCH) == (None, state)
     assert jf.step(lambda state, batch: None)(state, BATCH)[1] is state
 
 
@@ -148,13 +146,10 @@ class FlaxState(train_state.TrainState):
     batch_stats: dict
 
 
-@pytest.mark.parametrize("cls", [jaxloop.TrainState, FlaxState])
-def test_updates_are_written_to_the_state(cls):
-    _, state = jf.train_step(regression)(new_state(cls), BATCH)
-    assert np.any(values_of(state.batch_stats) != values_of(new_state().batch_stats))
-    np.testing.assert_array_equal(
-        values_of(state.batch_stats), values_of(jf.train_step(regression)(new_state(), BATCH)[1].batch_stats)
-    )
+def test_updates_are_written_to_the_state():
+    given, by_flax = (jf.train_step(regression)(new_state(cls), BATCH)[1] for cls in (jaxloop.TrainState, FlaxState))
+    assert np.any(values_of(given.batch_stats) != values_of(new_state().batch_stats))
+    np.testing.assert_array_equal(values_of(by_flax.batch_stats), values_of(given.batch_stats))
 
 
 @pytest.mark.parametrize("how", ["updates", "state"])
@@ -176,38 +171,15 @@ def test_nnx_model_trains(how):
     before = values_of(state.batch_stats)
     state, history, _ = jf.loop(state, [BATCH] * 10, {jf.every(1): jf.train_step(fn)})
     losses = history.collect("loss")
+    assert history.paths() == ["losses.loss"]  # Without the updates.
     assert int(state.step) == 10 and losses[-1] < losses[0] and np.any(values_of(state.batch_stats) != before)
-
-
-def test_annotated_sharding_of_the_state_is_kept():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))(x)
-
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
-    partitioner = partition.SPMDPartitioner(mesh, "data")
-    state = jaxloop.Step(jax.random.key(0), Model(), optax.sgd(0.1), partitioner).initialize_model([1, 3])
-    spec = state.params["Dense_0"]["kernel"].sharding.spec
-
-    @jf.train_step(partitioner=partitioner)
-    def train(state, batch):
-        return jf.logs().add_loss("loss", jnp.mean(state.apply_fn({"params": state.params}, batch["x"]) ** 2))
-
-    @jf.step(partitioner=partitioner)
-    def decay(state, batch):
-        return None, state.replace(params=jax.tree.map(lambda leaf: 0.9 * leaf, state.params))
-
-    state, _, _ = jf.loop(state, [BATCH] * 3, {jf.every(1): [train, decay]})
-    assert state.params["Dense_0"]["kernel"].sharding.spec == spec and "model" in spec
 
 
 # Donated states --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_donated_state_raises(devices, data_parallel):
-    train, test = jf.train_step(regression, data_parallel(devices)), jf.step(sum_of_inputs, data_parallel(devices))
+def test_donated_state_raises(data_parallel):
+    train, test = jf.train_step(regression, data_parallel(8)), jf.step(sum_of_inputs, data_parallel(8))
     before = new_state()
     _, state = train(before, BATCH)
     test(state, BATCH)
@@ -227,15 +199,6 @@ def test_step_donates_the_state_on_request():
         jf.step(add)(given, BATCH)
 
 
-def test_few_steps_are_in_flight_on_a_cpu_mesh(data_parallel, monkeypatch):
-    waits = []
-    monkeypatch.setattr(metrics, "wait", waits.append)
-    for partitioner, expected in [(None, 0), (data_parallel(1), 0), (data_parallel(8), 5)]:
-        waits.clear()
-        jf.loop(new_state(), [BATCH] * 20, {jf.every(1): jf.train_step(regression, partitioner)})
-        assert len(waits) == expected
-
-
 # Mistakes --------------------------------------------------------------------------------------------
 
 
@@ -243,15 +206,10 @@ def with_extra_leaf(state, batch):
     return None, {**state, "more": 1}
 
 
-def by_name(state, batch, *, rate):
-    pass
-
-
 @pytest.mark.parametrize(
     ("make", "call", "error", "message"),
     [
         (lambda: jf.train_step(lambda s, b: jf.logs().add_metric("loss", 1.0)), (), ValueError, "logged no loss"),
-        (lambda: jf.train_step(lambda s, b: None), (), ValueError, "logged no loss to differentiate"),
         (
             lambda: jf.train_step(lambda s, b: jf.logs().add_loss("mse", b["x"])),
             (),
@@ -260,10 +218,8 @@ def by_name(state, batch, *, rate):
         ),
         (lambda: jf.train_step(regression), ({"w": 1.0}, BATCH), TypeError, "needs a TrainState, .* got dict"),
         (lambda: jf.step(with_extra_leaf), ({"w": 1.0}, BATCH), TypeError, r"more: \(none\) -> int"),
-        (lambda: jf.step(lambda s, b: 7.0), ({"w": 1.0}, BATCH), TypeError, "got only float"),
         (lambda: jf.step(lambda state: None), None, TypeError, r"must take \(state, batch\), got \(state\)"),
         (lambda: jf.step(lambda s, b, w: None), None, TypeError, r"got \(s, b, w\). Bind constants with functools"),
-        (lambda: jf.step(by_name), None, TypeError, "by_name has keyword-only arguments .rate."),
         (lambda: jf.step(regression, "cpu"), None, TypeError, "must be a jaxloop Partitioner, got 'cpu'"),
     ],
 )
@@ -279,50 +235,3 @@ def test_indivisible_batch_raises_in_training_but_not_in_evaluation(data_paralle
         jf.loop(new_state(), [short], {jf.every(1): jf.train_step(regression, data_parallel(4))})
     logs, _ = jf.step(sum_of_inputs, data_parallel(4))({}, short)
     assert float(logs["sum"]) == pytest.approx(float(short["x"].sum()), rel=1e-5)
-
-
-def test_64_bit_integers_may_appear_under_a_new_name():
-    step = FunctionStep(lambda state, batch: (state + sum(leaf.sum() for leaf in batch.values()), {}), train=True)
-    batches = [{"x": np.ones(4, np.int64)}] * 5 + [{"z": np.ones(4, np.int64)}] * 5
-    state, _ = jaxloop.TrainLoop(step)(jnp.int32(0), batches)
-    assert int(state) == 40
-
-
-# Dataclasses that have equal tree structures in JAX ------------------------------------------------------
-
-
-def point_class(cls_number):
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Point:
-        x: jax.Array
-
-        number = cls_number
-
-    return Point
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_step_distinguishes_classes_with_equal_tree_structures(donate):
-    classes = [point_class(number) for number in range(8)]
-
-    @jf.step(donate=donate)
-    def step(state, batch):
-        numbers = {"state": jnp.int32(state.number), "batch": jnp.int32(batch.number)}
-        return {"metrics": numbers}, dataclasses.replace(state, x=state.x + batch.x)
-
-    def numbers_of(state_class, batch_class):
-        logs, state = step(state_class(np.float32(0)), batch_class(np.float32(1)))
-        assert type(state) is state_class
-        return [int(logs["metrics"][name]) for name in ("state", "batch")]
-
-    first = classes[0]
-    assert [numbers_of(first, each) for each in classes] == [[0, each.number] for each in classes]
-    assert [numbers_of(each, first) for each in classes] == [[each.number, 0] for each in classes]
-
-
-def test_step_that_returns_a_state_of_a_different_class_raises():
-    one, other = point_class(1), point_class(2)
-    step = jf.step(lambda state, batch: (None, other(state.x)), donate=True)
-    with pytest.raises(TypeError, match="Point was given, Point was returned"):
-        step(one(np.float32(0)), {"x": np.ones(1, np.float32)})
