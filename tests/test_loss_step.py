@@ -14,6 +14,8 @@ from jaxloop import functional as jf
 from jaxloop.models.loss_step import LossStep
 from jaxloop.step import forward
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(3, 1)).astype(np.float32)
@@ -130,14 +132,6 @@ def test_the_loss_can_be_a_method_or_an_argument():
     assert found[0] == found[1]
 
 
-def test_a_scalar_loss_is_used_unchanged():
-    batches = [rows(8, seed) for seed in range(3)]
-    scalar, losses = train(linear_step(lambda p, b: jnp.mean(linear(p, b)), train=True), batches)
-    per_example, same_losses = train(linear_step(train=True), batches)
-    np.testing.assert_allclose(scalar.params["w"], per_example.params["w"], rtol=1e-6)
-    np.testing.assert_allclose(losses, same_losses, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [
@@ -149,7 +143,6 @@ def test_a_scalar_loss_is_used_unchanged():
         ),
         (lambda o, b: jnp.mean(o, keepdims=True), ValueError, r"float32\[1, 1\] for 8 examples.*without keepdims=True"),
         (lambda o, b: {"loss": o}, TypeError, r"an array \[batch\].*\(losses, metrics\), got dict"),
-        (lambda o, b: None, TypeError, "got NoneType"),
         (lambda o, b: o[:, 0] > 0, TypeError, r"floating-point losses .*, got bool\[8\]"),
         (
             lambda o, b: (squares(o, b), o),
@@ -158,7 +151,6 @@ def test_a_scalar_loss_is_used_unchanged():
         ),
         (lambda o, b: (squares(o, b), {"loss": o}), ValueError, "Two values are named 'loss'"),
         (lambda o, b: (squares(o, b), {"m": o}), ValueError, r"The metric 'm' is float32\[8, 1\] for 8 examples"),
-        (lambda o, b: (squares(o, b), {"m": "a"}), TypeError, "The metric 'm' must be an array .*got str"),
         (lambda o, b: (squares(o, b), {"mae": 0.0}), ValueError, "Two values are named 'mae'.*metrics= holds 'mae'"),
     ],
 )
@@ -168,16 +160,6 @@ def test_a_malformed_loss_is_rejected(loss, error, message):
         jax.eval_shape(step.run, jax.eval_shape(lambda: step.initialize_model([1, 3])), rows(8))
 
 
-def test_the_error_names_the_loss_method():
-    class Wrong(LossStep):
-        def loss(self, outputs, batch):
-            return outputs
-
-    step = Wrong(KEY, nn.Dense(1))
-    with pytest.raises(ValueError, match=r"Wrong.loss is float32\[8, 1\]"):
-        step.evaluate(step.initialize_model([1, 3]), rows(8))
-
-
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
@@ -185,7 +167,6 @@ def test_the_error_names_the_loss_method():
         (Regression, {"loss": squares}, TypeError, "Regression needs one loss: .* It got both"),
         (LossStep, {"loss": 1.0}, TypeError, "loss must be a function of .*got loss=1.0"),
         (Regression, {"metrics": {"m": 1.0}}, TypeError, "metrics a dict of such functions, got .*{'m': 1.0}"),
-        (Regression, {"metrics": [squares]}, TypeError, "metrics a dict of such functions"),
         (Regression, {"accumulate": 0}, ValueError, "accumulate must be a positive int, got 0"),
         (Regression, {"batch_size": 1.5}, TypeError, "batch_size must be a positive int or None, got 1.5"),
         (Regression, {"compute_dtype": jnp.int8}, ValueError, "compute_dtype must be a floating-point type"),
@@ -240,9 +221,13 @@ class NNXPair(nnx.Module):
         return self.dense(x * scale)
 
 
-@pytest.mark.parametrize("model", [LinenPair(), NNXPair])
 @pytest.mark.parametrize(
-    "inputs", [lambda batch: (batch["x"], batch["scale"]), lambda batch: {"scale": batch["scale"], "x": batch["x"]}]
+    ("model", "inputs"),
+    [
+        (LinenPair(), lambda batch: (batch["x"], batch["scale"])),
+        (NNXPair, lambda batch: {"scale": batch["scale"], "x": batch["x"]}),
+    ],
+    ids=["by position", "by name"],
 )
 def test_a_model_can_take_several_inputs_by_position_or_by_name(model, inputs):
     batches = [{"x": batch["x"], "scale": batch["x"] ** 2, "y": batch["y"]} for batch in [rows(4)] * 3]
@@ -381,7 +366,7 @@ def reference_update(batch, mask):
     return 0.1 * 2 * x.T @ y / max(len(x), 1), np.mean(y**2) if len(x) else 0.0
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 7, 8])
+@pytest.mark.parametrize("count", [1, 5, 8])
 def test_micro_batches_match_the_update_of_the_whole_batch(count):
     batch = rows(count, seed=count)
     step = linear_step(train=True, accumulate=4)
@@ -395,7 +380,7 @@ def test_micro_batches_match_the_update_of_the_whole_batch(count):
         assert step.num_examples(given) == mask.sum()
 
 
-@pytest.mark.parametrize(("devices", "count", "masked"), [(1, 7, False), (2, 10, True), (8, 8, False), (8, 40, True)])
+@pytest.mark.parametrize(("devices", "count", "masked"), [(2, 7, False), (8, 40, True)])
 def test_micro_batches_on_a_mesh_match_the_whole_batch(devices, count, masked, data_parallel):
     mask = np.arange(count) % 5 != 2 if masked else np.ones(count, bool)
     batch = {**rows(count), "mask": mask} if masked else rows(count)
@@ -439,12 +424,10 @@ def test_micro_batches_need_values_with_their_weights():
     with_metadata = lambda params, batch: jaxloop.MetricWithMetadata(total(params, batch))
     in_loss = lambda params, batch: (linear(params, batch), {"total": total(params, batch)})
     message = r"is a scalar, .* combines the values of 2 micro-batches.*Weighted\(mean, rows\)"
-    metric, loss = "The metric 'total'", "The loss"
     for name, options in (
-        (loss, {"loss": total}),
-        (metric, {"loss": in_loss}),
-        (metric, {"metrics": {"total": total}}),
-        (metric, {"metrics": {"total": with_metadata}}),
+        ("The loss", {"loss": total}),
+        ("The metric 'total'", {"loss": in_loss}),
+        ("The metric 'total'", {"metrics": {"total": with_metadata}}),
     ):
         step = linear_step(**options, train=True, accumulate=2)
         with pytest.raises(ValueError, match=f"{name} {message}"):
@@ -459,20 +442,6 @@ def test_micro_batches_with_batch_normalization_are_traced_once():
     assert len(traces) == 1
 
 
-def test_batch_normalization_never_sees_padding():
-    step = LossStep(KEY, Noisy(rate=0), optax.sgd(0.1), train=True, loss=squares, accumulate=2)
-    with pytest.raises(ValueError, match="fill up a batch of 5 rows to 6.*the model mixes the examples.*Drop the rem"):
-        step(step.initialize_model([1, 3]), rows(5))
-
-
-def test_images_come_from_the_first_micro_batch():
-    image = lambda params, batch: jaxloop.MetricWithMetadata(batch["image"], jaxloop.MetricType.IMAGE)
-    step = linear_step(train=True, accumulate=2, metrics={"image": image})
-    batch = {**rows(4), "image": np.arange(4, dtype=np.float32).reshape(4, 1, 1, 1)}
-    _, outputs = step(step.initialize_model(), batch)
-    assert outputs["image"].value.ravel().tolist() == [0, 2]
-
-
 # Evaluation -------------------------------------------------------------------------------------------------
 
 
@@ -480,7 +449,7 @@ def summary(loop, state, batches):
     return jaxloop.summarize(loop(state, batches)[1])
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("devices", [1, 8])
 def test_an_evaluation_is_exact_and_compiles_once(devices, data_parallel):
     traces = []
 
@@ -494,7 +463,7 @@ def test_an_evaluation_is_exact_and_compiles_once(devices, data_parallel):
     state = step.initialize_model([1, 3])
     kernel, bias = (np.asarray(state.params[name], np.float64) for name in ("kernel", "bias"))
     data = rows(24)
-    for count in (1, 5, 7, 8, 9, 16, 23, 24):
+    for count in (1, 7, 8, 9, 24):
         batches = [jax.tree.map(lambda leaf, i=i, n=count: leaf[i : min(i + 8, n)], data) for i in range(0, count, 8)]
         traces.clear()
         found = summary(loop, state, batches)
@@ -503,15 +472,6 @@ def test_an_evaluation_is_exact_and_compiles_once(devices, data_parallel):
             [found["loss"], found["mae"]], [np.mean(error**2), np.mean(np.abs(error))], rtol=1e-6
         )
         assert len(traces) == (count <= 8)
-
-
-def test_a_mask_is_padded_with_the_batch():
-    step, state = linear_step(), linear_step().initialize_model()
-    mask = np.array([1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1], np.float32)
-    data = {**rows(11), "mask": mask}
-    batches = [jax.tree.map(lambda leaf: leaf[:8], data), jax.tree.map(lambda leaf: leaf[8:], data)]
-    found = summary(jaxloop.EvalLoop(step, stat_names=[]), state, batches)
-    assert found == {"loss": pytest.approx(np.average(np.mean(data["y"] ** 2, axis=-1), weights=mask), rel=1e-6)}
 
 
 @pytest.mark.parametrize("kind", ["scalar", "scalar metric", "clu"])
@@ -534,48 +494,27 @@ def test_evaluations_that_cannot_be_masked_are_exact(kind):
     assert sizes == [8, 3]
 
 
-def test_each_evaluation_pads_to_its_first_batch():
-    sizes = []
-    step = linear_step(lambda params, batch: sizes.append(len(batch["x"])) or linear(params, batch))
-    loop, state = jaxloop.EvalLoop(step, stat_names=[]), step.initialize_model()
-    for first, second in [(8, 3), (4, 2), (2, 4)]:
-        loop(state, [rows(first), rows(second)])
-    assert sizes == [8, 4, 2]  # Each size is compiled once; the last loop reuses the program for 4 rows.
-
-
 # Short batches in training ------------------------------------------------------------------------------------
 
 
-def traced_sizes(batches, loss=linear, model=None, **options):
-    """Trains and returns the losses and the batch sizes for which `run` was traced."""
-    sizes = []
+def test_short_batches_are_padded_to_the_batch_size_unless_that_would_change_a_mean():
+    def trained(batches, loss=linear, model=None, **options):
+        """Returns the losses, and the batch sizes for which `run` was traced."""
+        sizes = []
+        model = {"w": np.zeros([3, 1], np.float32)} if model is None else model
+        traced = lambda outputs, batch: sizes.append(len(batch["y"])) or loss(outputs, batch)
+        step = LossStep(KEY, model, optax.sgd(0.1), train=True, loss=traced, **options)
+        return train(step, batches, spec=[1, 3])[1], sizes
 
-    def traced(outputs, batch):
-        sizes.append(len(batch["y"]))
-        return loss(outputs, batch)
-
-    model = {"w": np.zeros([3, 1], np.float32)} if model is None else model
-    step = LossStep(KEY, model, optax.sgd(0.1), train=True, loss=traced, **options)
-    return train(step, batches, spec=[1, 3])[1], sizes
-
-
-def test_short_batches_are_padded_to_the_batch_size():
     batches = [rows(3, 0), rows(8, 1), rows(5, 2)]
-    losses, sizes = traced_sizes(batches)
+    losses, sizes = trained(batches)
     assert sizes == [3, 8, 5]
-    same_losses, sizes = traced_sizes(batches, batch_size=8)
+    same_losses, sizes = trained(batches, batch_size=8)
     assert set(sizes) == {8}
     np.testing.assert_allclose(same_losses, losses, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"model": Noisy(rate=0), "loss": squares}, {"loss": lambda params, batch: linear(params, batch).mean()}],
-    ids=["batch statistics", "a scalar loss"],
-)
-def test_short_batches_are_not_padded_if_that_would_change_a_mean(options):
-    _, sizes = traced_sizes([rows(8), rows(3)], batch_size=8, **options)
-    assert sizes == [8, 3]
+    mean = lambda params, batch: linear(params, batch).mean()
+    for options in ({"model": Noisy(rate=0), "loss": squares}, {"loss": mean}):
+        assert trained(batches[1:], batch_size=8, **options)[1] == [8, 5]
 
 
 def test_a_step_does_not_depend_on_earlier_batches(assert_same):
@@ -602,9 +541,7 @@ def test_batches_on_a_mesh_are_padded_to_a_multiple_of_the_devices(data_parallel
 # Masked rows --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", ["x", "y"])
-@pytest.mark.parametrize("real", [0, 5])
+@pytest.mark.parametrize(("name", "real", "accumulate"), [("x", 0, 1), ("y", 5, 1), ("x", 5, 2), ("y", 0, 2)])
 def test_nan_in_masked_rows_does_not_change_the_update(name, real, accumulate):
     mask, kept = np.arange(8) < real, jax.tree.map(lambda leaf: leaf[:real], rows(8))
     batch = {**rows(8), "mask": mask}
@@ -646,22 +583,6 @@ def test_rows_that_the_devices_cannot_divide_raise(data_parallel):
         jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), batches)
 
 
-@pytest.mark.parametrize(
-    "loss", [linear, lambda params, batch: jaxloop.MetricWithMetadata(contrastive(params, {"x": batch["x"]}))]
-)
-def test_a_nan_metric_does_not_hide_or_repeat_the_check_for_masked_rows(loss):
-    sizes = []
-
-    def traced(params, batch):
-        jax.debug.callback(lambda size: sizes.append(int(size)), len(batch["x"]))
-        return loss(params, batch), {"log": jnp.full(len(batch["x"]), jnp.nan)}
-
-    step = LossStep(KEY, {"w": np.ones([3, 1], np.float32)}, loss=traced)
-    jaxloop.EvalLoop(step)(step.initialize_model(), [{**rows(8, seed), "mask": np.arange(8) < 5} for seed in range(4)])
-    jax.effects_barrier()
-    assert sizes == [8, 8, *([8] * 4 if loss is linear else [5] * 4)]
-
-
 def contrastive(params, batch):
     """An InfoNCE loss, in which the other examples of the batch are negatives."""
     z = batch["x"] @ params["w"]
@@ -685,31 +606,6 @@ def test_padding_never_becomes_a_negative_of_an_in_batch_loss(train):
         outputs = loop(step)(step.initialize_model(), given)[1]
         np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
         assert shapes == compiled
-
-
-class Distribution:
-    """An output that is no pytree."""
-
-    def __init__(self, mean):
-        self.mean = mean
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_metrics_receive_outputs_that_are_not_arrays(train):
-    model = (
-        lambda key, x: {"w": jnp.ones([3])},
-        lambda params, x: {"found": Distribution(x @ params["w"]), "kind": "x"},
-    )
-    step = LossStep(
-        KEY,
-        model,
-        optax.sgd(0.1),
-        train=train,
-        loss=lambda outputs, batch: outputs["found"].mean,
-        metrics={"mean": lambda outputs, batch: outputs["found"].mean},
-    )
-    _, values = step(step.initialize_model([1, 3]), {"x": np.ones([4, 3], np.float32)})
-    assert values["loss"] == values["mean"] == 3
 
 
 def test_padding_is_checked_again_after_a_batch_whose_loss_is_nan():
@@ -764,34 +660,12 @@ def test_a_loop_and_its_step_count_the_same_examples(as_batch):
     assert outputs.num_examples == [steps[0].num_examples(batch) for batch in batches]
 
 
-class Averaged(jaxloop.TrainState):
-    average: object = None
-
-
-class AveragingStep(LossStep):
-    def make_state(self, spec=None, **init_kwargs):
-        state = super().make_state(spec, **init_kwargs)
-        return Averaged(**vars(state), average=state.params)
-
-
-@pytest.mark.parametrize("model", [nn.Dense(1), {"kernel": jnp.ones([3, 1])}])
-def test_make_state_can_extend_the_initial_state(model, assert_same):
-    options = {"train": True, "loss": lambda outputs, batch: outputs[:, 0]}
-    step = AveragingStep(jax.random.key(0), model, optax.sgd(0.1), **options)
-    state = step.initialize_model([1, 3])
-    assert_same(state.average, state.params)
-    assert isinstance(step.abstract_state([1, 3]), Averaged)
-    step = LossStep(jax.random.key(0), model, optax.sgd(0.1), **options)
-    assert_same(step.initialize_model([1, 3]), step.make_state([1, 3]))
-
-
 # Complex parameters, sown losses, and optimizers that need the loss --------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_complex_parameters_move_towards_the_minimum(accumulate):
+def test_complex_parameters_move_towards_the_minimum():
     far = lambda params, batch: jnp.abs(params["w"] - (1 + 2j)) ** 2 * jnp.ones(len(batch))
-    options = {"train": True, "loss": far, "accumulate": accumulate}
+    options = {"train": True, "loss": far, "accumulate": 2}
     step = LossStep(KEY, {"w": np.complex64(0)}, optax.sgd(0.5), **options)
     state, _ = step(step.initialize_model(), np.ones([2, 1], np.float32))
     assert complex(state.params["w"]) == 1 + 2j
@@ -816,9 +690,14 @@ class NNXSows(nnx.Module):
         return x @ self.w[...]
 
 
-@pytest.mark.parametrize("model", [LinenSows(), NNXSows(rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
 @pytest.mark.parametrize(
-    "wrap", [lambda loss: loss, lambda loss: jaxloop.Weighted(loss, 1), jaxloop.MetricWithMetadata]
+    ("model", "wrap"),
+    [
+        (LinenSows(), lambda loss: jaxloop.Weighted(loss, 1)),
+        (NNXSows(rngs=nnx.Rngs(0)), lambda loss: loss),
+        (LinenSows(), jaxloop.MetricWithMetadata),
+    ],
+    ids=["linen, weighted", "nnx", "linen, with metadata"],
 )
 def test_sown_losses_are_added_to_the_loss(model, wrap):
     loss = lambda outputs, batch: wrap(squares(outputs, batch))
@@ -835,25 +714,6 @@ def test_sown_losses_are_added_to_the_loss(model, wrap):
     after = w - 0.1 * (2 * batch["x"].T @ error / 8 + 2 * w)
     expected = np.mean((batch["x"] @ after - batch["y"]) ** 2) + np.sum(after**2)
     np.testing.assert_allclose(number(outputs["loss"][1]), expected, rtol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
-def test_call_model_returns_sown_losses_that_the_state_does_not_store():
-    class OwnStep(jaxloop.Step):
-        def run(self, state, batch):
-            _, updates = self.call_model(state, state.params, batch["x"])
-            return state.update_variables(updates), {"sown": sum(forward.sown_losses(updates))}
-
-    called = NNXSows(rngs=nnx.Rngs(0))
-    called(jnp.ones([1, 3]))  # Outside of `nnx.capture`, this changes the instance.
-    for model in (LinenSows(), called):
-        model = model if model is not called else forward.adapt(model)
-        step = OwnStep(KEY, model, train=True, optimizer=optax.identity())
-        state = step.initialize_model([1, 3])
-        for _ in range(2):
-            state, outputs = step(state, rows(8))
-            assert float(outputs["sown"]) == 3
-        assert float(step.evaluate(state, rows(8))["sown"]) == 3
 
 
 @pytest.mark.parametrize(

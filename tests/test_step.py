@@ -11,12 +11,14 @@ from flax import linen as nn
 from flax import nnx
 from programs.acts import Record
 from programs.fakes import Tensor
-from programs.tiny import BATCHES, STATE, STEP
+from programs.tiny import BATCHES, STATE, STEP, Regression
 
 import jaxloop
-from jaxloop import examples, types
+from jaxloop import examples
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 KEY = jax.random.key(0)
 
@@ -24,7 +26,13 @@ KEY = jax.random.key(0)
 class Dropout(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool = True):
-        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))
+        return nn.Dropout(0.5, deterministic=not train)(x)
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
 
 
 class NNXNet(nnx.Module):
@@ -41,14 +49,24 @@ class NNXNet(nnx.Module):
         return self.dropout(self.norm(self.dense(x)))
 
 
-class NNXStep(Step):
+class Updating(Step):
+    keeps, copies = True, False
+
+    def forward(self, state, params, x):
+        return self.call_model(state, params, x)
+
     def run(self, state, batch):
         def loss_fn(params):
-            outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections)(batch["x"])
+            outputs, updates = self.forward(state, params, batch["x"])
             return jnp.mean(outputs**2), updates
 
         (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads).update_variables(updates), {"loss": loss}
+        if self.train:
+            state = state.apply_gradients(grads=grads)
+        if self.copies:
+            variables = jax.tree.map(jnp.copy, (state.batch_stats, state.collections))
+            state = state.replace(batch_stats=variables[0], collections=variables[1])
+        return state.update_variables(updates) if self.keeps else state, {"loss": loss}
 
 
 def make_step(run, **options):
@@ -64,39 +82,14 @@ BATCH = {"x": np.ones([8, 3], np.float32), "y": np.ones([8, 1], np.float32)}
 
 def test_hooks_run_in_order():
     calls = []
-
-    class Ordered(Step):
-        def preprocess_batch(self, batch):
-            calls.append(("preprocess_batch", batch))
-            return batch + 1
-
-        def begin(self, state, batch):
-            assert isinstance(batch, np.ndarray)
-            calls.append(("begin", int(batch[0])))
-            return state, batch + 1
-
-        def run(self, state, batch):
-            calls.append("trace")
-            return state.replace(step=state.step + 1), {"sum": batch.sum()}
-
-        def end(self, state, outputs):
-            calls.append(("end", int(outputs["sum"])))
-            return state, {**outputs, "more": 1}
-
-    step = Ordered(KEY, nn.Dense(1))
+    step = make_step(lambda self, state, batch: calls.append("trace") or advance(self, state, batch))
+    for name in ("preprocess_batch", "begin", "end"):
+        own = getattr(step, name)
+        setattr(step, name, lambda *args, own=own, name=name: calls.append(name) or own(*args))
     state = step.initialize_model([1, 3])
     for _ in range(2):
-        state, outputs = step(state, np.zeros(4, np.int32))
-    assert [call if isinstance(call, str) else call[0] for call in calls] == [
-        *["preprocess_batch", "begin", "trace", "end"],
-        *["preprocess_batch", "begin", "end"],
-    ]
-    assert calls[1] == ("begin", 1) and calls[3] == ("end", 8) and outputs["more"] == 1
-
-
-def test_a_step_is_callable_and_has_no_step_method():
-    state, outputs = STEP(STATE, BATCHES[0], per_loop_step_number=0, log_num_flops=False)
-    assert int(state.step) == 1 and set(outputs) == {"loss"} and not hasattr(STEP, "step")
+        state, _ = step(state, BATCH)
+    assert calls == ["preprocess_batch", "begin", "trace", "end", "preprocess_batch", "begin", "end"]
 
 
 @pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["typed", "old-style"])
@@ -170,35 +163,12 @@ def test_inputs_can_be_given_by_position_or_by_name(spec, init_kwargs, assert_sa
         ([1, 3], r"The model takes x, key, scale, and its inputs are float32\[1, 3\]"),
         ([[1, 3]] * 4, r"takes x, key, scale, and its inputs are list of 4\. Give a list .* in this order, or a dict"),
         ({"x": [1, 3], "rng": KEY}, "takes x, key, scale, and its inputs are dict of 2"),
+        ({"x": "image"}, r"A spec must be a shape.*got 'image' in it"),
     ],
 )
 def test_inputs_that_do_not_match_the_model_raise(spec, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Step(KEY, Noisy()).initialize_model(spec)
-
-
-def test_an_invalid_spec_raises_and_explains_specs():
-    with pytest.raises(ValueError, match=r"A spec must be a shape.*got 'image' in it"):
-        Step(KEY, nn.Dense(1)).initialize_model({"x": "image"})
-
-
-def test_all_linen_collections_are_kept():
-    class Counting(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            self.variable("counters", "seen", lambda: jnp.zeros((), jnp.int32))
-            self.variable("cache", "last", lambda: jnp.zeros(3))
-            return nn.BatchNorm(use_running_average=False)(x)
-
-    state = Step(KEY, Counting()).initialize_model([2, 3])
-    assert set(state.collections) == {"counters", "cache"}
-    assert set(state.batch_stats) == {"BatchNorm_0"}
-    assert isinstance(state, types.TrainState)
-
-
-def test_initialize_model_passes_keyword_arguments_to_the_model():
-    state = Step({"params": KEY, "dropout": KEY}, Dropout()).initialize_model([2, 3], train=False)
-    assert state.params["Dense_0"]["kernel"].shape == (3, 4)
 
 
 def test_an_nnx_instance_trains_like_its_class_and_is_not_modified(assert_same, data_parallel):
@@ -208,7 +178,7 @@ def test_an_nnx_instance_trains_like_its_class_and_is_not_modified(assert_same, 
     states = []
     for options in ({"model": NNXNet, "nnx_model_args": (4,), "rate": 0.1}, {"model": model}):
         for partitioner in (jaxloop.SingleDevicePartitioner(), data_parallel(2)):
-            step = NNXStep(KEY, optimizer=optax.sgd(0.1), train=True, partitioner=partitioner, **options)
+            step = Updating(KEY, optimizer=optax.sgd(0.1), train=True, partitioner=partitioner, **options)
             state = step.initialize_model(None)
             assert step.model is options["model"]
             assert jax.tree.map(jnp.shape, step.abstract_state(None).params) == jax.tree.map(jnp.shape, state.params)
@@ -219,20 +189,6 @@ def test_an_nnx_instance_trains_like_its_class_and_is_not_modified(assert_same, 
         assert_same(one, other)
     assert_same(nnx.to_pure_dict(nnx.state(model, nnx.Param)), before)
     assert_same(step.initialize_model(None).params, before)  # A second run starts from the same parameters.
-
-
-def test_an_nnx_model_can_be_called_in_train_or_eval_mode():
-    class Modes(NNXStep):
-        def run(self, state, batch):
-            apply = lambda train: state.apply_fn(state.params, state.batch_stats, state.collections, train=train)
-            return state, {"train": apply(True)(batch["x"])[0], "eval": apply(False)(batch["x"])[0]}
-
-    step = Modes(KEY, NNXNet, nnx_model_args=(4,))
-    state = step.initialize_model([1, 3])
-    outputs = step.evaluate(state, BATCH)
-    kernel = np.asarray(state.params["dense"]["kernel"][...])
-    np.testing.assert_allclose(outputs["eval"], BATCH["x"] @ kernel, rtol=1e-4)  # Fresh statistics change nothing.
-    assert np.sum(np.asarray(outputs["train"]) == 0) > 0  # Dropout.
 
 
 @pytest.mark.parametrize("model", [Dropout(), nnx.Dropout(0.5, rngs=nnx.Rngs(0))], ids=["Linen", "NNX"])
@@ -252,32 +208,6 @@ def test_call_model_uses_the_mode_of_the_step(model):
         assert not np.array_equal(outputs["train"], outputs["eval"])
 
 
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x, train: bool = True):
-        return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
-
-
-class Updating(Step):
-    keeps, copies = True, False
-
-    def forward(self, state, params, x):
-        return self.call_model(state, params, x)
-
-    def run(self, state, batch):
-        def loss_fn(params):
-            outputs, updates = self.forward(state, params, batch["x"])
-            return jnp.mean(outputs**2), updates
-
-        (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        if self.train:
-            state = state.apply_gradients(grads=grads)
-        if self.copies:
-            variables = jax.tree.map(jnp.copy, (state.batch_stats, state.collections))
-            state = state.replace(batch_stats=variables[0], collections=variables[1])
-        return state.update_variables(updates) if self.keeps else state, {"loss": loss}
-
-
 class Rematerializing(Updating):
     def forward(self, state, params, x):
         return jax.checkpoint(lambda params, x: self.call_model(state, params, x))(params, x)
@@ -286,8 +216,8 @@ class Rematerializing(Updating):
 @pytest.mark.parametrize(
     ("step_class", "model", "names"),
     [
-        (Updating, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
-        (Rematerializing, LinenNet(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
+        (Updating, Normalized(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
+        (Rematerializing, Normalized(), "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var"),
         (Updating, NNXNet(4, rngs=nnx.Rngs(0)), "batch_stats/norm/mean.*, collections/dropout/rngs/count"),
     ],
 )
@@ -304,16 +234,6 @@ def test_dropping_the_variables_that_a_forward_pass_changed_is_an_error(step_cla
         step(step.initialize_model([1, 3]), BATCH)
     copying = type("Copying", (type(dropping),), {"copies": True})(KEY, model, optax.sgd(0.1), train=True)
     copying(copying.initialize_model([1, 3]), BATCH)
-
-
-def test_two_initializations_of_an_nnx_model_share_one_compilation():
-    step = NNXStep(KEY, NNXNet, optax.sgd(0.1), nnx_model_args=(4,))
-    traces = []
-    original = step.run
-    step.run = lambda state, batch: traces.append(1) or original(state, batch)
-    for _ in range(2):
-        step(step.initialize_model([1, 3]), BATCH)
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize(
@@ -339,22 +259,16 @@ def test_a_key_that_is_none_raises_with_advice(key):
         Step(key, nn.Dense(1))
 
 
-def test_no_optimizer_can_be_written_as_none():
-    assert Step(KEY, nn.Dense(1), None).optimizer is Step(KEY, nn.Dense(1)).optimizer
-    step = jaxloop.LossStep(KEY, nn.Dense(1), None, loss=lambda outputs, _: outputs, trainable="bias")
-    assert step.optimizer is Step(KEY, nn.Dense(1)).optimizer
-
-
 def test_training_without_an_optimizer_warns(warnings_logged):
     Step(KEY, nn.Dense(1))
     Step(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
     assert warnings_logged() == []
-    Step(KEY, nn.Dense(1), train=True)
+    assert Step(KEY, nn.Dense(1), None, train=True).optimizer is Step(KEY, nn.Dense(1)).optimizer
     assert "Step has train=True and no optimizer" in warnings_logged()[0]
 
 
 def test_applying_an_nnx_model_like_a_linen_module_raises():
-    state = NNXStep(KEY, NNXNet, nnx_model_args=(4,)).initialize_model(None)
+    state = Updating(KEY, NNXNet, nnx_model_args=(4,)).initialize_model(None)
     with pytest.raises(TypeError, match="is for Linen models.*step.call_model"):
         _ = state.variables
 
@@ -367,17 +281,6 @@ def test_parameters_and_flops_are_counted(logs):
     state, _ = step(state, batches[0], log_num_flops=True)  # Counting did not donate the state.
     step.initialize_model([1, 3], log_num_params=True)
     assert "has 4 parameters" in logs.text
-
-
-def test_flops_are_counted_with_the_partitioner_of_the_step(data_parallel):
-    class Constrained(type(examples.tiny_regression()[0])):
-        def run(self, state, batch):
-            batch = {**batch, "x": jax.lax.with_sharding_constraint(batch["x"], jax.sharding.PartitionSpec("data"))}
-            return super().run(state, batch)
-
-    tiny, state, batches = examples.tiny_regression(partitioner=data_parallel(8))
-    step = Constrained(tiny.base_prng, tiny.model, tiny.optimizer, tiny.partitioner)
-    assert step.compute_num_flops(state, batches[0]) > 0
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -401,7 +304,9 @@ def test_an_array_that_appears_twice_in_a_state_is_copied(devices, data_parallel
         assert (float(state.params["bias"][0]), float(state.collections["bias"][0])) == (bias - steps, expected)
 
 
-def test_a_python_int_as_state_step_does_not_recompile():
+def test_state_step_can_be_any_integer_and_does_not_recompile():
+    for count in (np.int64(7), np.uint8(7), np.array(7, np.int16), jnp.uint32(7)):
+        assert int(STEP(STATE.replace(step=count), BATCHES[0])[0].step) == 8
     traces = []
     step = make_step(lambda self, state, batch: traces.append(1) or advance(self, state, batch))
     state = step.initialize_model([1, 3]).replace(step=55)
@@ -414,11 +319,8 @@ def test_a_python_int_as_state_step_does_not_recompile():
     ("count", "got"),
     [
         (True, "bool"),
-        (1.5, "float"),
         ("3", "str"),
         (np.float32(3), r"float32\[\]"),
-        (np.zeros(()), r"float64\[\]"),
-        (jnp.bfloat16(3), r"bfloat16\[\]"),
         (jnp.array(True), r"bool\[\]"),
     ],
     ids=repr,
@@ -433,39 +335,7 @@ def test_a_non_integer_state_step_raises(count, got):
         TrainLoop(STEP)(state, BATCHES[:2])
 
 
-@pytest.mark.parametrize("count", [np.int64(7), np.uint8(7), np.array(7, np.int16), jnp.uint32(7)], ids=repr)
-def test_state_step_can_have_any_integer_type(count):
-    state, _ = STEP(STATE.replace(step=count), BATCHES[0])
-    assert int(state.step) == 8
-
-
 @pytest.mark.parametrize("devices", [1, 8])
-def test_evaluate_does_not_donate_despite_donate_argnums(devices, data_parallel):
-    step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
-    step.compile(donate_argnums=(0,))
-    for _ in range(2):
-        step.evaluate(state, batches[0])
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-def test_a_new_state_with_donated_leaves_raises(devices, data_parallel):
-    class Restores(type(examples.tiny_regression()[0])):
-        kept = None
-
-        def begin(self, state, batch):
-            return (state if self.kept is None else state.replace(params=self.kept)), batch
-
-    tiny, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
-    step = Restores(tiny.base_prng, tiny.model, tiny.optimizer, tiny.partitioner)
-    first, _ = step(state, batches[0])
-    with pytest.raises(ValueError, match=r"its buffers \(params/bias, params/kernel\) were reused"):
-        step(first.replace(params=state.params), batches[0])
-    step.kept = state.params
-    with pytest.raises(ValueError, match=r"its buffers \(params/bias, params/kernel\) were reused"):
-        step(first, batches[0])
-
-
-@pytest.mark.parametrize("devices", [1, 2, 8])
 def test_a_donated_state_raises(devices, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
     first, _ = step(state, batches[0])
@@ -476,6 +346,8 @@ def test_a_donated_state_raises(devices, data_parallel):
         step(state, batches[0])
     with pytest.raises(ValueError, match="was already donated"):
         step.evaluate(state.replace(params=state.params), batches[0])
+    with pytest.raises(ValueError, match=r"its buffers \(params/bias, params/kernel\) were reused"):
+        step(first.replace(params=state.params), batches[0])
     second, _ = step(first, batches[0])
     with pytest.raises(ValueError, match="was already donated"):
         step(first, batches[0])
@@ -483,22 +355,10 @@ def test_a_donated_state_raises(devices, data_parallel):
 
 
 def test_should_shard_batch_false_leaves_batches_unchanged():
-    seen = []
-
-    class Placed(Step):
-        def begin(self, state, batch):
-            return state, jax.device_put(batch, jax.devices()[0])
-
-        def run(self, state, batch):
-            return advance(self, state, batch)
-
-        def shard_batch(self, batch):
-            seen.append(super().shard_batch(batch) is batch)
-            return batch
-
-    step = Placed(KEY, nn.Dense(1), should_shard_batch=False)
-    step(step.initialize_model([1, 3]), BATCH)
-    assert seen == [True]
+    step = make_step(advance, should_shard_batch=False)
+    assert step.shard_batch(BATCH) is BATCH
+    state, _ = step(step.initialize_model([1, 3]), jax.device_put(BATCH, jax.devices()[0]))
+    assert int(state.step) == 1
 
 
 def test_actions_of_a_step_count_the_steps_within_the_loop():
@@ -529,11 +389,25 @@ def test_invalid_results_of_run_raise(result, message):
 
 
 @pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("preprocess_batch", r"preprocess_batch returned None\. Return the batch"),
+        ("begin", r"begin must return \(state, batch\), a pair, got NoneType"),
+        ("end", r"end must return \(state, outputs\), a pair, got NoneType"),
+    ],
+)
+def test_invalid_results_of_hooks_raise(hook, message):
+    step, state, batches = examples.tiny_regression()
+    setattr(step, hook, lambda *args: None)
+    with pytest.raises(TypeError, match=message):
+        step(state, batches[0])
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda p: {**p, "bias": p["bias"].astype(jnp.bfloat16)}, r"params/bias: float32\[1\] -> bfloat16\[1\]"),
         (lambda p: {**p, "bias": p["bias"][None]}, r"params/bias: float32\[1\] -> float32\[1, 1\]"),
-        (lambda p: {"kernel": p["kernel"]}, r"params/bias: float32\[1\] -> \(none\)"),
         (lambda p: {**p, "scale": jnp.ones(2)}, r"params/scale: \(none\) -> float32\[2\]"),
     ],
 )
@@ -543,15 +417,14 @@ def test_a_changed_state_structure_raises_and_names_the_leaf(change, message):
         step(step.initialize_model([1, 3]), BATCH)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize(
-    ("leaf", "message"),
+    ("devices", "leaf", "message"),
     [
-        (np.array(["a"] * 8), r"batch\['id'\] is <U1\[8\], which JAX can't turn into an array"),
-        (np.array([object()] * 8), r"batch\['id'\] is object\[8\]"),
-        (np.ones(8, ">f4"), r"batch\['id'\] is >f4\[8\]"),
-        ("text", r"batch\['id'\] is str"),
-        ({1, 2}, r"batch\['id'\] is set"),
+        (1, np.array(["a"] * 8), r"batch\['id'\] is <U1\[8\], which JAX can't turn into an array"),
+        (8, np.array([object()] * 8), r"batch\['id'\] is object\[8\]"),
+        (1, np.ones(8, ">f4"), r"batch\['id'\] is >f4\[8\]"),
+        (8, "text", r"batch\['id'\] is str"),
+        (1, {1, 2}, r"batch\['id'\] is set"),
     ],
 )
 def test_unsupported_batch_leaves_raise_and_are_named(devices, leaf, message, data_parallel):
@@ -567,12 +440,10 @@ def test_unsupported_batch_leaves_raise_and_are_named(devices, leaf, message, da
     ("change", "words"),
     [
         (lambda x: None, "batch['x'] None, batch['y'] float32[8, 1]"),
-        (lambda x: 3.0, "batch['x'] float, batch['y'] float32[8, 1]"),
         (
             lambda x: [[x, x[:, :2]]],
             "batch['x'][0][0] float32[8, 3], batch['x'][0][1] float32[8, 2], batch['y'] float32[8, 1]",
         ),
-        (lambda x: x[:, :2], "batch['x'] float32[8, 2], batch['y'] float32[8, 1]"),
     ],
 )
 def test_an_error_in_run_describes_the_batch(change, words):
@@ -583,17 +454,7 @@ def test_an_error_in_run_describes_the_batch(change, words):
     step(state, batches[0])  # The state was not donated.
 
 
-def test_preprocess_batch_must_return_the_batch():
-    step, state, batches = examples.tiny_regression()
-    step.preprocess_batch = lambda batch: None
-    with pytest.raises(TypeError, match=r"preprocess_batch returned None\. Return the batch"):
-        step(state, batches[0])
-
-
 def test_tensors_from_other_libraries_raise_with_a_suggested_fix():
-    tf = pytest.importorskip("tensorflow")
-    with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of tensorflow, float32\[8, 3\].*Step.begin"):
-        STEP(STATE, jax.tree.map(tf.constant, BATCHES[0]))
     with pytest.raises(TypeError, match=r"batch\['x'\] is a tensor of torch, torch.float32\[8, 3\].*Step.begin"):
         STEP(STATE, {**BATCHES[0], "x": Tensor(BATCHES[0]["x"])})
 
@@ -659,28 +520,25 @@ def test_a_state_leaf_that_jax_cannot_hold_raises_and_is_named(leaf):
     assert any(re.search(message, problem.text) for problem in report.problems)
 
 
-@pytest.mark.parametrize("count", [3, 3.0, np.int64(3), np.float32(3), np.asarray(3.0), jnp.int32(3), jnp.asarray(3.0)])
-def test_num_examples_can_return_any_whole_number(count):
-    _, state, batches = examples.tiny_regression()
+def counting_loop(count):
     step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
     step.count = count
-    loop = TrainLoop(step)
+    return TrainLoop(step)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, np.float32(3), jnp.int32(3)])
+def test_num_examples_can_return_any_whole_number(count):
+    _, state, batches = examples.tiny_regression()
+    loop = counting_loop(count)
     loop(state, batches, num_steps=2)
     assert loop.num_examples == [3, 3] and all(type(number) is int for number in loop.num_examples)
 
 
-@pytest.mark.parametrize(
-    "count", [-1, 1.5, float("nan"), "3", None, True, np.asarray([3, 4]), np.float32(-2)], ids=repr
-)
+@pytest.mark.parametrize("count", [-1, 1.5, float("nan"), "3", None, True, np.asarray([3, 4])], ids=repr)
 def test_an_invalid_num_examples_raises_at_the_first_batch(count):
-    _, state, batches = examples.tiny_regression()
-    step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
-    step.count = count
-    message = re.escape(
-        f"Counted.num_examples must return the number of examples in the batch, a whole number, got {count!r}"
-    )
-    with pytest.raises(ValueError, match=message):
-        TrainLoop(step)(state, batches, num_steps=2)
+    message = f"num_examples must return the number of examples in the batch, a whole number, got {count!r}"
+    with pytest.raises(ValueError, match=re.escape(f"Counted.{message}")):
+        counting_loop(count)(STATE, BATCHES, num_steps=2)
 
 
 def test_leaves_without_a_common_axis_count_as_one_example_with_one_warning(warnings_logged):
@@ -707,13 +565,6 @@ HELPERS = """
 """.split()
 
 
-class Plain(Step):
-    def run(self, state, batch):
-        loss = lambda params: jnp.mean((self.call_model(state, params, batch["x"])[0] - batch["y"]) ** 2)
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return (state.apply_gradients(grads=grads) if self.train else state), {"loss": value}
-
-
 class WithLoss(jaxloop.LossStep):
     def loss(self, outputs, batch):
         return jnp.mean((outputs - batch["y"]) ** 2, axis=-1)
@@ -723,35 +574,32 @@ def forbidden(*args, **kwargs):
     raise AssertionError("The library used a helper of the step.")
 
 
-@pytest.mark.parametrize("base", [Plain, WithLoss, jaxloop.step.NumpyStep])
-def test_a_helper_of_a_step_may_have_any_name_that_is_not_documented(base, tmp_path):
-    run = {} if base is not jaxloop.step.NumpyStep else {"run": Plain.run}
-    helping = type("Helping", (base,), {**dict.fromkeys(HELPERS, forbidden), **run})
-    class_of_properties = type("Helping", (base,), {**dict.fromkeys(HELPERS, property(forbidden)), **run})
+@pytest.mark.parametrize(
+    ("base", "as_helper"),
+    [(Regression, lambda function: function), (WithLoss, property), (jaxloop.step.NumpyStep, property)],
+    ids=["methods", "properties of a LossStep", "properties of a NumpyStep"],
+)
+def test_a_helper_of_a_step_may_have_any_name_that_is_not_documented(base, as_helper, tmp_path, writer):
+    run = {} if base is not jaxloop.step.NumpyStep else {"run": Regression.run}
+    kind = type("Helping", (base,), {**dict.fromkeys(HELPERS, as_helper(forbidden)), **run})
     short = {name: leaf[:5] for name, leaf in BATCH.items()}
-    for kind in (helping, class_of_properties):
-        train_step, eval_step = (kind(KEY, nn.Dense(1), optax.sgd(0.1), train=train) for train in (True, False))
-        state = train_step.initialize_model([1, 3])
-        train_step.compile(state, BATCH)
-        assert "FLOPs" in train_step.summary(state, BATCH) and train_step.compute_num_flops(state, BATCH) > 0
-        state, _ = train_step(state, BATCH)
-        for steps_per_dispatch in (1, 2):
-            loop = TrainLoop(train_step, steps_per_dispatch=steps_per_dispatch, nan_policy="raise")
-            loop.compile(state, BATCH)
-            state, _ = loop(state, [BATCH] * 4)
-            jaxloop.EvalLoop(eval_step, steps_per_dispatch=steps_per_dispatch)(state, [BATCH, BATCH, short])
-        train_step = kind(KEY, nn.Dense(1), optax.sgd(0.1), train=True, end_actions=[jaxloop.SummaryAction(Writer())])
-        saving = jaxloop.CheckpointAction(tmp_path / kind.__name__ / str(kind is helping), 2)
-        outer_loop = jaxloop.OuterLoop(TrainLoop(train_step, end_actions=[saving]), [jaxloop.EvalLoop(eval_step)])
-        specs, state = [jaxloop.EvalSpec([BATCH, short])], train_step.initialize_model([1, 3])
-        assert outer_loop.check(state, [BATCH] * 8, 8, 4, eval_specs=specs).ok
-        state, _ = outer_loop(state, [BATCH] * 8, 8, 4, eval_specs=specs)
-        assert int(state.step) == 8
-
-
-class Writer:
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+    train_step, eval_step = (kind(KEY, nn.Dense(1), optax.sgd(0.1), train=train) for train in (True, False))
+    state = train_step.initialize_model([1, 3])
+    train_step.compile(state, BATCH)
+    assert "FLOPs" in train_step.summary(state, BATCH) and train_step.compute_num_flops(state, BATCH) > 0
+    state, _ = train_step(state, BATCH)
+    for steps_per_dispatch in (1, 2):
+        loop = TrainLoop(train_step, steps_per_dispatch=steps_per_dispatch, nan_policy="raise")
+        loop.compile(state, BATCH)
+        state, _ = loop(state, [BATCH] * 4)
+        jaxloop.EvalLoop(eval_step, steps_per_dispatch=steps_per_dispatch)(state, [BATCH, BATCH, short])
+    train_step = kind(KEY, nn.Dense(1), optax.sgd(0.1), train=True, end_actions=[jaxloop.SummaryAction(writer)])
+    saving = jaxloop.CheckpointAction(tmp_path, 2)
+    outer_loop = jaxloop.OuterLoop(TrainLoop(train_step, end_actions=[saving]), [jaxloop.EvalLoop(eval_step)])
+    specs, state = [jaxloop.EvalSpec([BATCH, short])], train_step.initialize_model([1, 3])
+    assert outer_loop.check(state, [BATCH] * 8, 8, 4, eval_specs=specs).ok
+    state, _ = outer_loop(state, [BATCH] * 8, 8, 4, eval_specs=specs)
+    assert int(state.step) == 8
 
 
 def test_every_public_name_of_a_step_is_documented():

@@ -10,11 +10,13 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxloop
-from jaxloop import check, partition
+from jaxloop import check
 from jaxloop.check import topology
 from jaxloop.check.costs import moved_to
 from jaxloop.partition import create_mesh
 from jaxloop.step import cost
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 BATCH = {"x": jax.ShapeDtypeStruct((16, 256), np.float32), "y": jax.ShapeDtypeStruct((16, 1), np.float32)}
@@ -78,20 +80,10 @@ def test_a_moved_partitioner_keeps_its_layout(name):
     assert moved.partitioner.shards == {"single": 1, "rules": 2}.get(name, 4)
     found = check.cost_analysis(moved, layout, BATCH)
     assert found.argument_bytes > 0
-    assert step.partitioner is partitioner and step.abstract_state([1, 256]).params.keys() == shapes.params.keys()
-
-
-def test_a_mesh_that_does_not_fit_the_devices_raises():
-    with pytest.raises(ValueError, match="does not fit 3 devices"):
-        PARTITIONERS["rules"]().moved_to(jax.devices()[:3])
-
-
-def test_a_custom_partitioner_without_moved_to_raises():
-    class Mine(jaxloop.SingleDevicePartitioner):
-        moved_to = partition.Partitioner.moved_to
-
-    with pytest.raises(NotImplementedError, match=r"Mine needs moved_to\(devices\)"):
-        Mine().moved_to(jax.devices())
+    assert step.partitioner is partitioner
+    if name == "rules":
+        with pytest.raises(ValueError, match="does not fit 3 devices"):
+            partitioner.moved_to(jax.devices()[:3])
 
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
@@ -102,15 +94,10 @@ def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     assert problem.is_error and "on this machine, run: pip install libtpu" in problem.text
 
 
-@pytest.mark.parametrize("name", ["v5e", "", 8])
+@pytest.mark.parametrize("name", ["v5e", 8])
 def test_an_invalid_topology_name_raises(name):
     with pytest.raises(ValueError, match='such as "v5e:16x16"'):
         topology.devices_of(name)
-
-
-def test_topology_requires_a_dry_run():
-    with pytest.raises(ValueError, match="Pass dry_run=True"):
-        jaxloop.fit(Network(), [], loss=loss, optimizer=optax.sgd(0.1), train_epochs=1, topology="v5e:2x4")
 
 
 def test_out_of_memory_errors_of_the_compiler_are_parsed():
@@ -132,12 +119,6 @@ def test_out_of_memory_errors_of_the_compiler_are_parsed():
 
 
 # With libtpu ----------------------------------------------------------------------------------------------
-
-
-@needs_libtpu
-def test_gpu_topologies_raise():
-    with pytest.raises(ValueError, match="no compiler for GPUs"):
-        topology.devices_of("h100:8")
 
 
 @needs_libtpu
@@ -199,9 +180,3 @@ def test_largest_batch_is_the_largest_that_fits():
         and "of 15.8 GiB per device" in problem.text
         and "jaxloop.check.largest_batch(step, state, batch, 'v5e:1x1')" in problem.text
     )
-
-
-def test_largest_batch_raises_if_the_memory_is_unknown():
-    step = new_step()
-    with pytest.raises(ValueError, match="The memory of cpu is unknown"):
-        check.largest_batch(step, step.abstract_state([1, 256]), BATCH)

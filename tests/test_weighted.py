@@ -1,7 +1,5 @@
 """Tests of weighted values, such as means over tokens, in every API."""
 
-import json
-
 import flax
 import jax
 import jax.numpy as jnp
@@ -15,6 +13,8 @@ from jaxloop import every
 from jaxloop import functional as jf
 from jaxloop.metrics import LoopOutputs, summarize
 from jaxloop.types import MetricType, MetricWithMetadata, Weighted
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 RNG = np.random.default_rng(0)
 # Batches of 32, 32 and 7 rows with 5 tokens each. Only some of the tokens count.
@@ -59,12 +59,9 @@ def token_step(kind=TokenStep, **options):
     [
         ([1.0, 2.0, 9.0], [1, 1, 0], 1.5, 2.0),
         ([[1.0, 5.0], [3.0, 7.0]], [[1.0], [0.5]], 11 / 3, 3.0),
-        ([1.0, 2.0], 1, 1.5, 2.0),
         (3.0, 7, 3.0, 7.0),
-        ([True, False, True, True], [1, 1, 1, 1], 0.75, 4.0),
         ([np.nan, 2.0], [0, 4], 2.0, 4.0),
         ([1.0, 2.0], [0, 0], 0.0, 0.0),
-        ([1.0, np.inf], [1, 1], np.inf, 2.0),
         ([1.0, 2.0], [np.nan, 1], np.nan, np.nan),
     ],
 )
@@ -91,17 +88,12 @@ def test_summarize_weights_the_value_of_each_step():
     assert np.isnan(summarize({"loss": [Weighted(1.0, 1.0), Weighted(1.0, np.nan)]})["loss"])
 
 
-def test_a_checkpoint_keeps_the_weights():
-    outputs = LoopOutputs({"loss": [Weighted(np.float32(0.1), np.float32(3)), Weighted(np.float32(4), 7)]}, [1, 1])
-    kept = LoopOutputs.decode(json.loads(json.dumps(outputs.encode()[0])))
-    assert summarize(kept) == summarize(outputs)
-
-
 # Steps ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [TokenStep, TokenLoss])
-@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 2}], ids=["one by one", "fused"])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(TokenStep, {"steps_per_dispatch": 2}), (TokenLoss, {})], ids=["fused", "one by one"]
+)
 def test_an_evaluation_is_the_mean_over_all_tokens(kind, options):
     step = token_step(kind)
     state = step.initialize_model([1, 4])
@@ -146,7 +138,7 @@ def losses_of(state, batch):
     return Weighted(state.apply_fn({"params": state.params}, batch["x"]) ** 2, batch["counts"])
 
 
-@pytest.mark.parametrize("wrap", [jf.step, lambda fn: fn, jax.jit], ids=["jf.step", "a function", "jax.jit"])
+@pytest.mark.parametrize("wrap", [jf.step, lambda fn: fn], ids=["jf.step", "a function"])
 def test_functional_loop_weights_means_by_tokens(wrap, writer):
     log = wrap(lambda state, batch: jf.logs().add_metric("loss", losses_of(state, batch)))
     state = token_step().initialize_model([1, 4])
@@ -195,11 +187,10 @@ class LargestStep(jaxloop.Step):
         return state, {"error": LargestError(jnp.abs(state.apply_fn({"params": state.params}, batch["x"])).max())}
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 3}], ids=["one by one", "fused"])
-def test_any_class_with_merge_and_compute_is_a_metric(options):
+def test_any_class_with_merge_and_compute_is_a_metric():
     step = token_step(LargestStep)
     state = step.initialize_model([1, 4])
-    _, outputs = jaxloop.EvalLoop(step, **options)(state, BATCHES)
+    _, outputs = jaxloop.EvalLoop(step, steps_per_dispatch=2)(state, BATCHES)
     largest = max(np.abs(NETWORK.apply({"params": state.params}, batch["x"])).max() for batch in BATCHES)
     np.testing.assert_allclose(summarize(outputs)["error/largest"], largest, rtol=1e-6)
     assert len(outputs["error"]) == 1  # The states are merged on the device.
@@ -208,7 +199,7 @@ def test_any_class_with_merge_and_compute_is_a_metric(options):
 # Micro-batches, skipped steps and spikes --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 4])
 def test_micro_batches_weight_each_metric_separately(accumulate):
     batch = {"x": np.float32([1, 2, 3, 4]), "counts": np.float32([0, 1, 0, 0])}
     step = jaxloop.LossStep(
@@ -233,16 +224,6 @@ def test_skipped_steps_have_no_weight_and_a_nan_loss_is_named():
     loop = jaxloop.TrainLoop(token_step(train=True), nan_policy="raise")
     with pytest.raises(FloatingPointError, match="outputs/loss/value"):
         loop(loop.step.initialize_model([1, 4]), [broken])
-
-
-def test_a_spike_guard_ignores_steps_without_weight(tmp_path):
-    guard = jaxloop.SpikeGuard("loss", sigmas=3, window=4, at_most=1)
-    values = [
-        Weighted.of(9.0 + 0.1 * (number % 3), 5.0) if number % 2 else Weighted.of(0.0, 0.0) for number in range(16)
-    ]
-    guard(None, {"loss": values}, step_num=16)
-    with pytest.raises(jaxloop.TurnBack, match="loss was 12 in steps 17 to 17, above the limit of 9"):
-        guard(None, {"loss": [Weighted.of(12.0, 5.0)]}, step_num=17)
 
 
 # Losses per example --------------------------------------------------------------------------------------------
@@ -286,11 +267,8 @@ def test_a_step_that_returns_a_loss_per_example_reports_the_mean(fused, tmp_path
 
 
 def test_per_example_losses_with_a_custom_num_examples_are_not_averaged():
-    class Padded(PerExampleStep):
-        def num_examples(self, batch):
-            return 5
-
-    step = Padded(jax.random.key(0), NETWORK, optax.sgd(1e-3), train=True)
+    step = PerExampleStep(jax.random.key(0), NETWORK, optax.sgd(1e-3), train=True)
+    step.num_examples = lambda batch: 5
     _, outputs = step(step.initialize_model([1, 4]), BATCHES[0])
     assert outputs["loss"].shape == (32,)
 
@@ -303,34 +281,16 @@ class TwoTasks(jaxloop.LossStep):
         return outputs[:, 0] ** 2, {"b_loss": Weighted(outputs[:, 0] ** 2, batch["is_b"])}
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 5}], ids=["one by one", "fused"])
-def test_a_metric_without_data_in_an_interval_is_not_measured_there(options, writer, warnings_logged):
+def test_a_metric_without_data_in_an_interval_is_not_measured_there(writer, warnings_logged):
     batches = [{"x": np.ones([8, 4], np.float32), "is_b": np.full([8], step // 10 % 2 == 1)} for step in range(60)]
     step = TwoTasks(jax.random.key(0), NETWORK, optax.sgd(0.01), train=True)
     when = every(steps=10)
     stopping = jaxloop.EarlyStoppingAction("b_loss", patience=5, interval=when)
     guard = jaxloop.EarlyStoppingAction("train/b_loss", patience=5, interval=when)
-    loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.SummaryAction(writer, when), stopping, guard], **options)
+    loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.SummaryAction(writer, when), stopping, guard])
     outer_loop = jaxloop.OuterLoop(loop, log_interval=when)
     state, _ = outer_loop(step.initialize_model([1, 4]), batches)
     steps, values = outer_loop.history.collect("steps", "train.b_loss")
     assert steps == [20, 40, 60] and np.isfinite(values).all() and sorted(values, reverse=True) == values
     assert writer.scalars("b_loss") == list(zip(steps, values, strict=True))
     assert int(state.step) == 60 and warnings_logged() == []
-
-
-def test_a_loop_of_functions_skips_values_without_data(warnings_logged):
-    def train(state, batch):
-        return jf.logs().add_metric("b_loss", Weighted(jnp.ones(3) * state, jnp.full(3, state % 2))), state + 1
-
-    stop = jf.early_stopping("b_loss", patience=3)
-    tasks = {every(1): [jf.step(train), stop]}
-    state, history, _ = jf.loop(jnp.float32(0), [{"x": np.ones(3, np.float32)}] * 100, tasks)
-    assert history.collect("steps", "b_loss") == ([2, 4, 6, 8], [1.0, 3.0, 5.0, 7.0])  # Every second step has weight 0.
-    assert [row["steps"] for row in history.to_records() if "metrics.b_loss" in row] == [2, 4, 6, 8]
-    assert float(state) == 8 and warnings_logged() == []
-    mean = jf.inner_loop(
-        "test", lambda state: jf.loop(state, [{"x": np.ones(3, np.float32)}], {every(1): jf.step(train)})
-    )
-    _, history, _ = jf.loop(jnp.float32(0), [{"x": np.ones(3, np.float32)}], {every(1): mean})
-    assert history.to_records()[0].keys() >= {"steps"} and "test.b_loss" not in history.to_records()[0]
