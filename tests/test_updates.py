@@ -1,6 +1,5 @@
 """Tests that each batch adds `updates_per_step` to `state.step`, and that this is checked."""
 
-import jax
 import numpy as np
 import pytest
 from programs import tiny
@@ -11,7 +10,7 @@ import jaxloop
 from jaxloop import CheckpointAction, CheckpointSpec, checkpoint, schedules
 
 
-class Repeated(type(tiny.STEP)):
+class Repeated(tiny.Regression):
     """Makes several updates per batch."""
 
     updates_per_step = 4
@@ -23,7 +22,7 @@ class Repeated(type(tiny.STEP)):
         return state, outputs
 
 
-class Uncounted(type(tiny.STEP)):
+class Uncounted(tiny.Regression):
     def run(self, state, batch):
         return state.replace(params=super().run(state, batch)[0].params), {}
 
@@ -36,11 +35,7 @@ class CountsLess(Repeated):
     makes = 3
 
 
-def make(kind=Repeated, **options):
-    return kind(tiny.STEP.base_prng, tiny.STEP.model, tiny.STEP.optimizer, train=True, **options)
-
-
-STEP = make()  # Compiled once for most tests.
+STEP = tiny.make_step(Repeated)  # Compiled once for most tests.
 
 
 def calls(interval):
@@ -58,44 +53,30 @@ def experiment(directory, step=STEP, *actions, **options):
     return jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(directory))
 
 
-WRONG = {
-    "none": (Uncounted, r"state.step is now 0, not \d+. Each run must add 1 to it"),
-    "two": (CountsDouble, r"state.step is now \d+, not \d+. .*or correct updates_per_step"),
-    "three of four": (
-        CountsLess,
-        r"state.step is now 3, not 4. Each run must add 4 to it, the value of CountsLess.updates_per_s",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_miscounting_run_raises_early_and_saves_nothing(kind, tmp_path):
-    cls, message = WRONG[kind]
+@pytest.mark.parametrize(
+    ("cls", "message", "adds"),
+    [
+        (
+            Uncounted,
+            r"state.step is now 0, not \d+. Each run must add 1 to it",
+            "returns state.step unchanged",
+        ),
+        (CountsDouble, r"state.step is now \d+, not \d+. .*or correct updates_per_step", "adds 2 to"),
+        (
+            CountsLess,
+            r"state.step is now 3, not 4. Each run must add 4 to it, the value of CountsLess.updates_per_s",
+            "adds 3 to",
+        ),
+    ],
+)
+def test_a_miscounting_run_raises_early_and_saves_nothing(cls, message, adds, tmp_path):
     seen, save = calls(schedules.always()), CheckpointAction(tmp_path, schedules.always())
-    loop = jaxloop.TrainLoop(make(cls), end_actions=[seen, save])
+    loop = jaxloop.TrainLoop(tiny.make_step(cls), end_actions=[seen, save])
     outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))
     with pytest.raises(ValueError, match=message):
         outer_loop(STATE, BATCHES, 40)
     assert checkpoint.all_steps(tmp_path) == [] and seen.seen == [] and outer_loop.rescued_state is None
-
-
-def test_a_miscounting_run_is_not_rescued(tmp_path):
-    def batches():
-        yield BATCHES[0]
-        yield BATCHES[1]
-        raise OSError("the data are gone")
-
-    loop = jaxloop.TrainLoop(make(CountsDouble), end_actions=[CheckpointAction(tmp_path, schedules.every(30))])
-    with pytest.raises(OSError, match="the data are gone"):
-        jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))(STATE, batches(), 40)
-    assert checkpoint.all_steps(tmp_path) == []
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_check_reports_a_miscounting_run(kind, tmp_path):
-    cls, _ = WRONG[kind]
-    (problem,) = experiment(tmp_path, make(cls)).check(STATE, BATCHES, 40).errors
-    adds = {"none": "returns state.step unchanged", "two": "adds 2 to", "three of four": "adds 3 to"}[kind]
+    (problem,) = outer_loop.check(STATE, BATCHES, 40).errors
     assert problem.where == "the train loop" and adds in problem.text and "Each run must add" in problem.text
 
 
@@ -114,7 +95,7 @@ def test_steps_are_updates_everywhere(options, tmp_path):
     assert "120 steps" in str(outer_loop.spent)
 
 
-@pytest.mark.parametrize("stop", [20, 28, 60])
+@pytest.mark.parametrize("stop", [20, 60])
 def test_a_run_interrupted_after_any_batch_resumes_bit_for_bit(stop, tmp_path, assert_same, interrupted):
     whole, _ = experiment(tmp_path / "whole")(STATE, BATCHES, 80, 40)
     data = lambda number: jaxloop.skippable(lambda: interrupted(BATCHES, number))
@@ -129,7 +110,7 @@ def test_a_loop_counts_updates():
     loop = jaxloop.TrainLoop(STEP, stat_names=[])
     state, outputs = loop(STATE, BATCHES, num_steps=12)
     assert int(state.step) == loop.step_num == 12 and len(outputs["loss"]) == 3
-    eval_loop = jaxloop.EvalLoop(Repeated(tiny.STEP.base_prng, tiny.STEP.model), stat_names=[])
+    eval_loop = jaxloop.EvalLoop(tiny.make_step(Repeated, train=False), stat_names=[])
     _, outputs = eval_loop(state, BATCHES, num_steps=3)
     assert len(outputs["loss"]) == 3  # An evaluation makes no updates: it counts batches.
 
@@ -149,20 +130,16 @@ def test_totals_must_be_multiples_of_updates_per_step(arguments, message, tmp_pa
     with pytest.raises(ValueError, match=message):
         outer_loop(STATE, *arguments)
     assert outer_loop.check(STATE, *arguments).errors[0].where == "the arguments"
-
-
-def test_num_steps_and_state_step_must_be_multiples_of_updates_per_step():
     with pytest.raises(ValueError, match="num_steps=6 is not a multiple of 4"):
         jaxloop.TrainLoop(STEP)(STATE, BATCHES, num_steps=6)
-    state = STATE.replace(step=jax.numpy.int32(2))
     with pytest.raises(ValueError, match="state.step=2 is not a multiple of 4"):
-        jaxloop.OuterLoop(jaxloop.TrainLoop(STEP))(state, BATCHES, 40)
+        outer_loop(STATE.replace(step=np.int32(2)), BATCHES, 40)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "4"])
+@pytest.mark.parametrize("value", [0, 1.5])
 def test_updates_per_step_must_be_a_positive_int(value):
     with pytest.raises((TypeError, ValueError), match="Repeated.*updates_per_step must be a positive int"):
-        make(type("Repeated", (Repeated,), {"updates_per_step": value}))
+        tiny.make_step(type("Repeated", (Repeated,), {"updates_per_step": value}))
 
 
 def test_a_checkpoint_whose_step_differs_from_its_name_raises(tmp_path):
@@ -177,18 +154,6 @@ def test_a_checkpoint_whose_step_differs_from_its_name_raises(tmp_path):
 
 
 def test_a_train_loop_requires_train_true():
-    step = Repeated(tiny.STEP.base_prng, tiny.STEP.model, tiny.STEP.optimizer)
-    with pytest.raises(
-        ValueError, match=r"TrainLoop got Repeated\(.*train=False.* Make it with Repeated\(..., train=True"
-    ):
-        jaxloop.TrainLoop(step)
-
-
-def test_a_failed_step_with_several_updates_can_be_replayed(tmp_path):
-    batches = [dict(batch) for batch in BATCHES[:5]]
-    batches[3] = {"x": np.full_like(batches[3]["x"], np.nan), "y": batches[3]["y"]}
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, nan_policy="raise"), workdir=tmp_path)
-    with pytest.raises(FloatingPointError, match="Step 16 is the first"):
-        outer_loop(STATE, batches, 20)
-    state, outputs = jaxloop.replay(tmp_path, STEP, state=STATE)
-    assert int(state.step) == 16 and np.isnan(outputs["loss"])
+    message = r"TrainLoop got Repeated\(.*train=False.* Make it with Repeated\(..., train=True"
+    with pytest.raises(ValueError, match=message):
+        jaxloop.TrainLoop(tiny.make_step(Repeated, train=False))
