@@ -173,8 +173,10 @@ def test_unknown_monitor_raises_and_lists_the_metrics(tmp_path, recorded):
     assert not (tmp_path / "new").exists()
 
 
-def test_progress_is_shown_on_request(capsys):
+def test_progress_is_shown_on_request_and_no_file_is_written_without_a_workdir(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     fit_linear(eval_dataset=DICTS, progress=True)
+    assert not list(tmp_path.iterdir())
     shown = capsys.readouterr().err
     assert "16/16 [" in shown
     assert "eval: loss" in shown

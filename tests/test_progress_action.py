@@ -192,6 +192,12 @@ def test_total_steps_overrides_the_total_of_the_run():
     assert Run().steps(2).close().lines[-1].startswith("2/?")
 
 
+def test_only_the_first_process_shows_progress(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert Run(total=10).steps(10).evaluation(test={"loss": 1.0}).close().text == ""
+
+
 # Several runs -----------------------------------------------------------------------------------------
 
 

@@ -122,9 +122,9 @@ def test_unwritten_rows_are_saved_and_written_first_after_a_resume():
     one.flush()
     broken.gate.clear()
     call(one, [2])
-    array = np.arange(2.0)
-    call(two, [3], loss=1.0, array=[array])
-    array[:] = -1  # It was copied.
+    image = np.arange(2.0).reshape([1, 1, 2, 1])
+    call(two, [3], loss=1.0, image=image)
+    image[:] = -1  # It was copied.
     call(one, [4])
     broken.gate.set()
     kept = [each.state_dict() for each in (one, two)]
@@ -144,7 +144,7 @@ def test_unwritten_rows_are_saved_and_written_first_after_a_resume():
         (4, "resume"),  # First, because it hides the rows before it.
         (2, "one/loss"),
         (3, "two/loss"),
-        (3, {"two/array": [0.0, 1.0]}),
+        (3, {"two/image": [[[[0.0], [1.0]]]]}),
         (4, "one/loss"),
         (5, "two/loss"),
     ]
