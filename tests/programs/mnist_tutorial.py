@@ -108,10 +108,8 @@ def offline_mnist(*args, **kwargs):
 if __name__ == "__main__":
     losses = {}
     with tfds.testing.mock_data(as_dataset_fn=offline_mnist):
-        meshes = {
-            f"Mesh of {n}": Mesh(mesh_utils.create_device_mesh((n,), jax.devices()[:n]), ("data",)) for n in (1, 4)
-        }
-        meshes["make_mesh of 8"] = jax.make_mesh((8,), ("data",))
+        one = Mesh(mesh_utils.create_device_mesh((1,), jax.devices()[:1]), ("data",))
+        meshes = {"Mesh of 1": one, "make_mesh of 8": jax.make_mesh((8,), ("data",))}
         for name, mesh in meshes.items():
             state, outputs = main(mesh, epath.Path(tempfile.mkdtemp(dir=sys.argv[1])))
             assert int(state.step) == 100
