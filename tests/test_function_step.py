@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -235,3 +236,40 @@ def test_indivisible_batch_raises_in_training_but_not_in_evaluation(data_paralle
         jf.loop(new_state(), [short], {jf.every(1): jf.train_step(regression, data_parallel(4))})
     logs, _ = jf.step(sum_of_inputs, data_parallel(4))({}, short)
     assert float(logs["sum"]) == pytest.approx(float(short["x"].sum()), rel=1e-5)
+
+
+# Dataclasses that have equal tree structures in JAX ------------------------------------------------------
+
+
+def point_class(cls_number):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Point:
+        x: jax.Array
+
+        number = cls_number
+
+    return Point
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_step_distinguishes_classes_with_equal_tree_structures(donate):
+    first, *others = classes = [point_class(number) for number in range(4)]
+
+    @jf.step(donate=donate)
+    def step(state, batch):
+        numbers = {"state": jnp.int32(state.number), "batch": jnp.int32(batch.number)}
+        return {"metrics": numbers}, dataclasses.replace(state, x=state.x + batch.x)
+
+    for state_class, batch_class in [*((first, each) for each in classes), *((each, first) for each in others)]:
+        logs, state = step(state_class(np.float32(0)), batch_class(np.float32(1)))
+        assert type(state) is state_class
+        assert logs["metrics"] == {"state": state_class.number, "batch": batch_class.number}
+
+
+
+def test_step_that_returns_a_state_of_a_different_class_raises():
+    one, other = point_class(1), point_class(2)
+    step = jf.step(lambda state, batch: (None, other(state.x)), donate=True)
+    with pytest.raises(TypeError, match="Point was given, Point was returned"):
+        step(one(np.float32(0)), {"x": np.ones(1, np.float32)})

@@ -621,6 +621,21 @@ def test_checkpoint_keeps_the_newest_and_the_best(tmp_path):
     assert checkpoints.all_steps(tmp_path) == [2, 4] and save.action.best_step == 2
 
 
+def test_a_loop_continued_by_hand_is_bit_identical(tmp_path, assert_same):
+    expected, whole, _ = jf.loop(tiny.STATE, tiny.BATCHES, {jf.every(1): regression}, stop=60)
+    save = jf.checkpoint(tmp_path / "model")
+    tasks = {jf.every(1): regression, jf.every(10): save}
+    assert save.restore(tiny.STATE) == (tiny.STATE, jf.Elapsed())
+    jf.loop(tiny.STATE, tiny.BATCHES, tasks, stop=35, history=jf.history(tmp_path / "history.jsonl"))
+    state, elapsed = save.restore(tiny.STATE)
+    assert (elapsed.steps, elapsed.samples) == (30, 240)
+    history = jf.history(tmp_path / "history.jsonl")
+    history.resume(elapsed.steps)
+    state, *_ = jf.loop(state, tiny.BATCHES[30:], tasks, stop=60, history=history, elapsed=elapsed)
+    assert_same((state, save.restore(tiny.STATE)[0]), (expected, expected))
+    assert history.collect("steps", "loss") == whole.collect("steps", "loss")
+
+
 @pytest.mark.parametrize("restore_best", [False, True])
 def test_a_resumed_loop_has_the_numpy_and_python_numbers_of_an_uninterrupted_one(tmp_path, restore_best):
     def count(state, batch, elapsed):
@@ -902,6 +917,18 @@ def test_restart_before_the_first_checkpoint_does_not_repeat_the_row_of_step_0(t
     assert [json.loads(line)["elapsed"]["steps"] for line in lines] == history.collect("steps", "test")[0] == [0, 3, 6]
 
 
+def test_a_run_resumes_with_the_rows_that_are_left_of_a_damaged_history(tmp_path):
+    def run(stop):
+        each = [jf.early_stopping("state", 100, "min"), jf.checkpoint(tmp_path, resume=True)]
+        return jf.loop(jnp.int32(0), BATCHES, {jf.every(1): [log_state, count], jf.every(4): each}, stop=stop)
+
+    run(12)
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    _, history, elapsed = run(16)
+    assert elapsed.steps == 16 and history.collect("steps") == [1, 2, 13, 14, 15, 16]
+
+
 class Stuck(jaxloop.Schedule):
     def fires(self, before, now):
         return False
@@ -948,6 +975,15 @@ def test_early_stopped_loop_continues_only_with_more_patience(options, end, tmp_
         return elapsed.steps, history.collect("steps")
 
     assert [run(), run(**options)] == [(steps, list(range(1, steps + 1))) for steps in (3, end)]
+
+
+@pytest.mark.parametrize("when", [jf.at(0) | jf.every(10), jf.on_start, jf.on_end])
+def test_a_loop_stopped_before_its_first_step_is_saved_if_due(when, tmp_path):
+    def stop(state, batch, elapsed, loop_state):
+        loop_state.stop_iteration = True
+
+    jf.loop(0.0, BATCHES, [(jf.on_start, stop), (when, jf.checkpoint(tmp_path))])
+    assert checkpoints.all_steps(tmp_path) == [0]
 
 
 def test_a_loop_warns_at_its_start_of_schedules_that_never_fire(tmp_path, warnings_logged):

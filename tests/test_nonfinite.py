@@ -121,6 +121,8 @@ def test_outputs_other_than_losses_may_be_nan():
     data[1]["divisor"][:] = 0
     _, outputs = jaxloop.TrainLoop(STEP, nan_policy="raise")(new_state(), data, num_steps=3)
     assert np.isnan(outputs["ratio"][1])
+    _, outputs = STEP(new_state(), data[0])
+    assert sorted(outputs or {}) == ["loss", "mean", "ratio"]  # Without the flags of the loop.
 
 
 def test_another_error_mentions_the_bad_state_and_does_not_save_it(tmp_path):
@@ -223,18 +225,18 @@ def test_one_bad_value_is_found_at_any_position(size, value, dtype):
     """The largest finite values are accepted; a bad value is found at the start, middle and end."""
 
     def add(state, batch):
-        return {"big": state["big"] + batch["x"], "step": state["step"] + 1}, None
+        return {**state, "big": state["big"] + batch["x"], "step": state["step"] + 1}, None
 
-    step = FunctionStep(add, train=True)
+    step, others = FunctionStep(add, train=True), {f"a{number}": np.zeros(2) for number in range(99)}
     loop = lambda *args: jaxloop.TrainLoop(step, nan_policy="raise")(*args)
     zeros, most = np.zeros(size, np.float32), np.full(size, float(jnp.finfo(dtype).max))
     zeros, most = zeros.astype(dtype), most.astype(dtype)
-    loop({"big": zeros, "step": 0}, [{"x": most}, {"x": (-2 * (most / 2)).astype(dtype)}, {"x": zeros}], 3)
+    loop({**others, "big": zeros, "step": 0}, [{"x": most}, {"x": (-2 * (most / 2)).astype(dtype)}, {"x": zeros}], 3)
     for position in {0, size // 2, size - 1}:
         x = zeros.copy()
         x[position] = value
         with pytest.raises(nonfinite.NonFiniteError) as raised:
-            loop({"big": zeros, "step": 0}, [{"x": zeros}, {"x": x}], 2)
+            loop({**others, "big": zeros, "step": 0}, [{"x": zeros}, {"x": x}], 2)
         assert (raised.value.step_num, raised.value.names) == (2, ("big",))
 
 

@@ -335,6 +335,13 @@ def test_a_non_integer_state_step_raises(count, got):
         TrainLoop(STEP)(state, BATCHES[:2])
 
 
+def test_evaluate_does_not_donate_despite_donate_argnums(data_parallel):
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(8))
+    step.compile(donate_argnums=(0,))
+    for _ in range(2):
+        step.evaluate(state, batches[0])
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_donated_state_raises(devices, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))

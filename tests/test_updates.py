@@ -80,6 +80,16 @@ def test_a_miscounting_run_raises_early_and_saves_nothing(cls, message, adds, tm
     assert problem.where == "the train loop" and adds in problem.text and "Each run must add" in problem.text
 
 
+def test_a_miscounting_run_is_not_rescued(tmp_path):
+    def batches():
+        yield from BATCHES[:2]
+        raise OSError("the data are gone")
+
+    with pytest.raises(OSError, match="the data are gone"):
+        experiment(tmp_path, tiny.make_step(CountsDouble))(STATE, batches(), 40)
+    assert checkpoint.all_steps(tmp_path) == []
+
+
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 5}], ids=["", "fused"])
 def test_steps_are_updates_everywhere(options, tmp_path):
     seen = calls(schedules.every(10))
@@ -157,3 +167,12 @@ def test_a_train_loop_requires_train_true():
     message = r"TrainLoop got Repeated\(.*train=False.* Make it with Repeated\(..., train=True"
     with pytest.raises(ValueError, match=message):
         jaxloop.TrainLoop(tiny.make_step(Repeated, train=False))
+
+
+def test_a_failed_step_with_several_updates_can_be_replayed(tmp_path):
+    bad = {**BATCHES[3], "x": np.full_like(BATCHES[3]["x"], np.nan)}
+    with pytest.raises(FloatingPointError, match="Step 16 is the first"):
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, nan_policy="raise"), workdir=tmp_path)
+        outer_loop(STATE, [*BATCHES[:3], bad, *BATCHES[4:]], 20)
+    state, outputs = jaxloop.replay(tmp_path, STEP, state=STATE)
+    assert int(state.step) == 16 and np.isnan(outputs["loss"])
