@@ -248,6 +248,23 @@ def test_a_logical_axis_without_a_rule_raises(rules):
         logical_step("NNX", rules).initialize_model([1, 3])
 
 
+@pytest.mark.parametrize(
+    ("names", "spec"),
+    [
+        ((("a", "b"), "d"), P(("data", "model"))),
+        (("a", "c"), P("data", "model")),
+        (("c", "a"), P(("data", "model"))),
+        (("model", None), P("model")),
+    ],
+    ids=["both", "first that is free", "none left", "of the mesh"],
+)
+def test_logical_names_are_mapped_individually(names, spec):
+    rules = [("a", "data"), ("b", "model"), ("c", ("data", "model")), ("c", "model"), ("d", None)]
+    partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data", logical_axis_rules=rules)
+    state = partitioner.shard_init_fn(lambda: nn.LogicallyPartitioned(jnp.zeros([8, 8]), names))()
+    assert state.sharding.is_equivalent_to(jax.sharding.NamedSharding(partitioner.mesh, spec), 2)
+
+
 # Meshes ----------------------------------------------------------------------------------------------
 
 

@@ -442,6 +442,13 @@ def test_micro_batches_with_batch_normalization_are_traced_once():
     assert len(traces) == 1
 
 
+def test_images_come_from_the_first_micro_batch():
+    image = lambda params, batch: jaxloop.MetricWithMetadata(batch["image"], jaxloop.MetricType.IMAGE)
+    step = linear_step(train=True, accumulate=2, metrics={"image": image})
+    _, outputs = step(step.initialize_model(), {**rows(4), "image": np.arange(4.0).reshape(4, 1, 1, 1)})
+    assert outputs["image"].value.ravel().tolist() == [0, 2]
+
+
 # Evaluation -------------------------------------------------------------------------------------------------
 
 
@@ -583,6 +590,24 @@ def test_rows_that_the_devices_cannot_divide_raise(data_parallel):
         jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), batches)
 
 
+@pytest.mark.parametrize(
+    ("loss", "checked"),
+    [(linear, 8), (lambda params, batch: jaxloop.MetricWithMetadata(contrastive(params, {"x": batch["x"]})), 5)],
+    ids=["per example", "in batch"],
+)
+def test_a_nan_metric_does_not_hide_or_repeat_the_check_for_masked_rows(loss, checked):
+    sizes = []
+
+    def traced(params, batch):
+        jax.debug.callback(lambda size: sizes.append(int(size)), len(batch["x"]))
+        return loss(params, batch), {"log": jnp.full(len(batch["x"]), jnp.nan)}
+
+    step = LossStep(KEY, {"w": np.ones([3, 1], np.float32)}, loss=traced)
+    jaxloop.EvalLoop(step)(step.initialize_model(), [{**rows(8, seed), "mask": np.arange(8) < 5} for seed in range(4)])
+    jax.effects_barrier()
+    assert sizes == [8, 8, *[checked] * 4]
+
+
 def contrastive(params, batch):
     """An InfoNCE loss, in which the other examples of the batch are negatives."""
     z = batch["x"] @ params["w"]
@@ -714,6 +739,23 @@ def test_sown_losses_are_added_to_the_loss(model, wrap):
     after = w - 0.1 * (2 * batch["x"].T @ error / 8 + 2 * w)
     expected = np.mean((batch["x"] @ after - batch["y"]) ** 2) + np.sum(after**2)
     np.testing.assert_allclose(number(outputs["loss"][1]), expected, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+@pytest.mark.parametrize("model", [LinenSows(), NNXSows(rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_call_model_returns_sown_losses_that_the_state_does_not_store(model):
+    class OwnStep(jaxloop.Step):
+        def run(self, state, batch):
+            _, updates = self.call_model(state, state.params, batch["x"])
+            return state.update_variables(updates), {"sown": sum(forward.sown_losses(updates))}
+
+    if isinstance(model, nnx.Module):
+        model(jnp.ones([1, 3]))  # Outside of `nnx.capture`, this changes the instance.
+    step = OwnStep(KEY, model, optax.identity(), train=True)
+    state = step.initialize_model([1, 3])
+    for _ in range(2):
+        state, outputs = step(state, rows(8))
+        assert outputs["sown"] == step.evaluate(state, rows(8))["sown"] == 3
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ def test_spmd_places_the_state_by_the_annotations_of_the_model(model):
     with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))):
         _, expected = loop.Loop(single_step)(single_step.initialize_model([1, 3]), BATCHES, num_steps=5)
     np.testing.assert_allclose(outputs["loss"], expected["loss"], rtol=1e-4)
+    with pytest.raises(ValueError, match="already holds the layout of another state"):
+        make_step(partitioner, nn.Dense(1)).initialize_model([1, 3])
 
 
 def test_a_sharding_constraint_needs_no_mesh_context():

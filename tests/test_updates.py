@@ -80,16 +80,6 @@ def test_a_miscounting_run_raises_early_and_saves_nothing(cls, message, adds, tm
     assert problem.where == "the train loop" and adds in problem.text and "Each run must add" in problem.text
 
 
-def test_a_miscounting_run_is_not_rescued(tmp_path):
-    def batches():
-        yield from BATCHES[:2]
-        raise OSError("the data are gone")
-
-    with pytest.raises(OSError, match="the data are gone"):
-        experiment(tmp_path, tiny.make_step(CountsDouble))(STATE, batches(), 40)
-    assert checkpoint.all_steps(tmp_path) == []
-
-
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 5}], ids=["", "fused"])
 def test_steps_are_updates_everywhere(options, tmp_path):
     seen = calls(schedules.every(10))
