@@ -10,7 +10,8 @@ import pytest
 from clu import metrics as clu_metrics
 from conftest import RecordingWriter
 from orbax import checkpoint as orbax_checkpoint
-from programs.tiny import STATE
+from programs.acts import Do
+from programs.tiny import BATCHES, STATE, STEP
 
 import jaxloop
 from jaxloop import actions, checkpoint, every, examples
@@ -229,3 +230,17 @@ def test_an_action_without_further_keywords_fails_in_its_constructor():
     message = r"Narrow.__call__ can't be called as \(state, outputs, step_num, .*'elapsed'.*step_num, \*\*kwargs\)"
     with pytest.raises(TypeError, match=message):
         Narrow(every(steps=10))
+
+
+def test_saves_come_last_whatever_their_category_in_the_time_report(tmp_path):
+    calls = []
+
+    class Save(jaxloop.CheckpointAction):
+        time_category = "actions"
+
+        def __call__(self, state, outputs, **kwargs):
+            calls.append("save")
+
+    other = Do(lambda **_: calls.append("last"), runs_last=True, time_category="checkpoints")
+    jaxloop.TrainLoop(STEP, end_actions=[Save(tmp_path), other])(STATE, BATCHES, 3)
+    assert calls == ["last", "save"]

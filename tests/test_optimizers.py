@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxloop
-from jaxloop import checkpoint, optimizers, partition
+from jaxloop import checkpoint, every, last, optimizers, partition
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -150,6 +150,14 @@ def test_the_first_matching_pattern_selects_the_optimizer():
     assert moved == {"body": {"bias": -1.0, "kernel": 0.0}, "head": {"bias": -1.0, "kernel": -0.1}}
 
 
+def test_patterns_with_the_same_transformation_share_its_norm():
+    grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0]), "c": jnp.array([100.0])}
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    optimizer = optimizers.by_path({"a": clipped, "b": clipped, "c": None})
+    updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+    np.testing.assert_allclose(jax.tree.leaves(updates), [[-0.6], [-0.8], [0.0]], rtol=1e-6)
+
+
 def saved(tmp_path, **options):
     state = train(make_step(**options))
     with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
@@ -257,3 +265,50 @@ def test_fit_evaluates_the_average_and_freezes_the_rest():
     assert bits(state.params["head"]) != bits(plain.params["head"])
     initial = make_step().initialize_model([1, 4])  # fit's seed is also 0.
     assert bits(state.params["body"]) == bits(initial.params["body"])
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = (nnx.LoRALinear(*sizes, lora_rank=2, rngs=rngs) for sizes in ((4, 8), (8, 2)))
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.body(x)))
+
+
+class LoRAStep(jaxloop.Step):
+    """Trains adapters of an NNX model, whose frozen parameters are passed to `run` with the batch."""
+
+    frozen = nnx.split_state(nnx.state(Adapted(nnx.Rngs(7)), nnx.Param), nnx.LoRAParam, ...)[1]
+
+    def make_state(self, spec=None, **init_kwargs):
+        state = super().make_state(spec, **init_kwargs)
+        adapters, _ = nnx.split_state(state.params, nnx.LoRAParam, ...)
+        return state.replace(params=adapters, opt_state=self.optimizer.init(adapters))
+
+    def shard_batch(self, batch):
+        return super().shard_batch(batch), self.frozen
+
+    def run(self, state, batch):
+        batch, frozen = batch
+
+        def loss_fn(adapters):
+            model = state.apply_fn(nnx.merge_state(frozen, adapters), state.batch_stats, state.collections)
+            return loss(model(batch["x"])[0], batch).mean()
+
+        value, grads = jax.value_and_grad(loss_fn)(state.params)
+        return (state.apply_gradients(grads=grads) if self.train else state), {"loss": value}
+
+
+def test_adapter_checkpoints_contain_only_adapters_and_resume_exactly(tmp_path):
+    def run(directory, total):
+        step = LoRAStep(jax.random.key(0), Adapted, optax.sgd(0.1, momentum=0.9), train=True, nnx_model_args=())
+        train_loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(directory, every(steps=2) | last())])
+        outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(directory))
+        return outer_loop(step.initialize_model(None), BATCHES * 3, total)[0]
+
+    whole = run(tmp_path / "whole", 9)
+    run(tmp_path / "resumed", 5)
+    assert bits(run(tmp_path / "resumed", 9)) == bits(whole)
+    saved_params = checkpoint.load_params(tmp_path / "resumed")
+    assert sorted(saved_params) == ["body", "head"]
+    assert all(list(layer) == ["lora"] for layer in saved_params.values())
