@@ -66,6 +66,15 @@ def test_flops_of_a_loop_body_are_counted_per_iteration(data_parallel):
     assert flops(lambda x: x.astype(int) + 1, SQUARE) == SQUARE.size  # Not 0, which would mean "not counted".
 
 
+def test_accumulation_keeps_the_flops():
+    def flops(accumulate):
+        step = make_step(jaxloop.SingleDevicePartitioner(), accumulate=accumulate)
+        batch = {"x": np.zeros([16, 128], np.float32), "y": np.zeros([16, 64], np.float32)}
+        return step.compute_num_flops(step.initialize_model([1, 128]), batch)
+
+    assert flops(4) == pytest.approx(flops(1), rel=0.2)  # Adding the gradients takes a few more.
+
+
 # Whole steps ------------------------------------------------------------------------------------------------
 
 

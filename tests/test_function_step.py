@@ -267,7 +267,6 @@ def test_step_distinguishes_classes_with_equal_tree_structures(donate):
         assert logs["metrics"] == {"state": state_class.number, "batch": batch_class.number}
 
 
-
 def test_step_that_returns_a_state_of_a_different_class_raises():
     one, other = point_class(1), point_class(2)
     step = jf.step(lambda state, batch: (None, other(state.x)), donate=True)

@@ -49,6 +49,14 @@ def test_a_run_that_ends_during_the_profile_writes_a_trace(tmp_path, logs):
     jax.profiler.stop_trace()
 
 
+def test_warns_if_another_trace_is_running(tmp_path, warnings_logged):
+    jax.profiler.start_trace(str(tmp_path))
+    run(ProfileAction(tmp_path, first_step=3, num_steps=2), 10)
+    jax.profiler.stop_trace()
+    (warning,) = warnings_logged()
+    assert "could not profile step 3: Profile has already been started" in warning
+
+
 def test_invalid_options_raise(tmp_path):
     with pytest.raises(ValueError, match="first_step must be at least 2, because step 1 compiles, got 1"):
         ProfileAction(tmp_path, first_step=1)

@@ -10,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+import tqdm
 from programs.clock import Clock
 
 from jaxloop.actions import ProgressAction
@@ -184,6 +185,19 @@ def test_shows_scalars_only():
     outputs = {"images": np.zeros([2, 3]), "lr": MetricWithMetadata(np.float32(0.5)), "mean": [1.0, 3.0], "no": [None]}
     assert Run(total=9).steps(1, outputs).close().lines[-1].endswith("lr=0.5000, mean=2.0000]")
     assert not ProgressAction.needs_all_outputs and ProgressAction.uses_outputs
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "plain"])
+def test_a_run_inside_another_bar_keeps_that_bar(bar):
+    stream = Terminal()
+    for _ in tqdm.tqdm(range(1), file=stream, desc="outer"):
+        run = Run(stream=stream if bar == "tqdm" else None, bar=bar, total=20, min_seconds=0).steps(10)
+        run.evaluation(test={"loss": 0.5}).steps(10).close()
+    before, _, after = run.text.partition("step 10  test: loss 0.5000\n")
+    if bar == "tqdm":
+        assert before.endswith("\r\x1b[A") and after.startswith("\router:")  # The line takes the outer bar's place.
+    else:
+        assert after and "\x1b" not in run.text
 
 
 def test_total_steps_overrides_the_total_of_the_run():

@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxloop
-from jaxloop import check
+from jaxloop import check, partition
 from jaxloop.check import topology
 from jaxloop.check.costs import moved_to
 from jaxloop.partition import create_mesh
@@ -86,6 +86,14 @@ def test_a_moved_partitioner_keeps_its_layout(name):
             partitioner.moved_to(jax.devices()[:3])
 
 
+def test_a_custom_partitioner_without_moved_to_raises():
+    class Mine(jaxloop.SingleDevicePartitioner):
+        moved_to = partition.Partitioner.moved_to
+
+    with pytest.raises(NotImplementedError, match=r"Mine needs moved_to\(devices\)"):
+        Mine().moved_to(jax.devices())
+
+
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     step, train = new_step(), [{"x": np.zeros([16, 256], np.float32), "y": np.zeros([16, 1], np.float32)}]
@@ -116,6 +124,12 @@ def test_out_of_memory_errors_of_the_compiler_are_parsed():
     lowered.text = "INTERNAL: something else"
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         cost.compiled(lowered)
+
+
+def test_largest_batch_raises_if_the_memory_is_unknown():
+    step = new_step()
+    with pytest.raises(ValueError, match="The memory of cpu is unknown"):
+        check.largest_batch(step, step.abstract_state([1, 256]), BATCH)
 
 
 # With libtpu ----------------------------------------------------------------------------------------------

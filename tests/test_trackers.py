@@ -215,6 +215,17 @@ def test_repeated_steps_are_written_once(mlflow, tmp_path, save):
     assert len(mlflow.runs) == 1
 
 
+def test_each_run_without_checkpoints_is_a_new_tracked_run(mlflow, tmp_path):
+    for _ in range(2):
+        run(tmp_path, 5, checkpoints=False, notes={"seed": 3})
+    assert len(mlflow.runs) == 2 and len(mlflow.losses) == 10 and mlflow.tags["seed"] == "3"
+
+
+def test_two_names_that_are_the_same_in_the_tracker_raise(mlflow, tmp_path):
+    with pytest.raises(ValueError, match="Two of these names are the same in the tracker: a@b, a#b. Rename one"):
+        actions.MlflowWriter(tmp_path).write_scalars(1, {"a@b": 0.5, "a#b": 0.25})
+
+
 def test_an_error_names_its_source_and_no_point_is_lost_or_duplicated(mlflow, tmp_path):
     mlflow.fails = 1
     with pytest.raises(ConnectionError) as caught:

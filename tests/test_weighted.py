@@ -226,6 +226,14 @@ def test_skipped_steps_have_no_weight_and_a_nan_loss_is_named():
         loop(loop.step.initialize_model([1, 4]), [broken])
 
 
+def test_a_spike_guard_ignores_steps_without_weight():
+    guard = jaxloop.SpikeGuard("loss", sigmas=3, window=4, at_most=1)
+    values = [Weighted.of(0.0, 0.0), *(Weighted.of(loss, 5.0) for loss in (9.0, 9.1, 9.2))] * 4
+    guard(None, {"loss": values}, step_num=16)
+    with pytest.raises(jaxloop.TurnBack, match="loss was 12 in steps 17 to 17, above the limit of 9"):
+        guard(None, {"loss": [Weighted.of(12.0, 5.0)]}, step_num=17)
+
+
 # Losses per example --------------------------------------------------------------------------------------------
 
 
@@ -294,3 +302,17 @@ def test_a_metric_without_data_in_an_interval_is_not_measured_there(writer, warn
     assert steps == [20, 40, 60] and np.isfinite(values).all() and sorted(values, reverse=True) == values
     assert writer.scalars("b_loss") == list(zip(steps, values, strict=True))
     assert int(state.step) == 60 and warnings_logged() == []
+
+
+def test_a_loop_of_functions_skips_values_without_data(warnings_logged):
+    @jf.step
+    def train(state, batch):
+        return jf.logs().add_metric("b_loss", Weighted(jnp.ones(3) * state, jnp.full(3, state % 2))), state + 1
+
+    batches, test = [BATCHES[0]] * 100, lambda state: jf.loop(state, BATCHES[:1], {every(1): train})
+    state, history, _ = jf.loop(jnp.float32(0), batches, {every(1): [train, jf.early_stopping("b_loss", patience=3)]})
+    assert history.collect("steps", "b_loss") == ([2, 4, 6, 8], [1.0, 3.0, 5.0, 7.0])  # Every second step has weight 0.
+    assert [row["steps"] for row in history.to_records() if "metrics.b_loss" in row] == [2, 4, 6, 8]
+    assert float(state) == 8 and warnings_logged() == []
+    _, history, _ = jf.loop(jnp.float32(0), BATCHES[:1], {every(1): jf.inner_loop("test", test)})
+    assert history.to_records()[0].keys() >= {"steps"} and "test.b_loss" not in history.to_records()[0]

@@ -251,7 +251,13 @@ for step in range(20):
     [
         ("", 0, [5], 5, "Summaries could not be written"),
         # The child writes nothing.
-        ("import os, sys\nif os.fork() == 0:\n    sys.exit()\ndel summaries\nraise KeyError('x')", 1, [], 20, "KeyError: 'x'"),
+        (
+            "import os, sys\nif os.fork() == 0:\n    sys.exit()\ndel summaries\nraise KeyError('x')",
+            1,
+            [],
+            20,
+            "KeyError: 'x'",
+        ),
     ],
     ids=["after an error", "an exception after a fork"],
 )
