@@ -8,9 +8,11 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxloop
 from jaxloop import checkpoint
 
 PROGRAM = pathlib.Path(__file__).parents[1] / "docs" / "examples" / "transformer.py"
@@ -72,6 +74,22 @@ def test_layouts_learn_alike_and_a_run_resumes_in_another_layout(tmp_path, capsy
         printed.count("small, on 8 devices:\n") == 3 and "6,704 parameters; state:" in printed and "bytes/s" in printed
     )
     assert printed.count(" steps:\ndef") == 3 and "--- generated after 6 steps:\ndef" in printed
+
+
+def test_bytes_attend_within_their_file_and_its_first_byte_has_no_loss():
+    tokens = jnp.array([[5, 6, 0, 7, 8]])
+    np.testing.assert_array_equal(
+        transformer.visible(tokens)[0],
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]],
+    )
+    state = transformer.make_step(SMALL, jaxloop.SingleDevicePartitioner(), 4, 1, 0, False).initialize_model()
+    predict = lambda tokens: state.apply_fn(state.params, state.batch_stats, state.collections, train=False)(tokens)[0]
+    # Up to rounding, which may differ in a longer array.
+    np.testing.assert_allclose(
+        predict(tokens[:, :2]), predict(jnp.array([[5, 6, 9, 9, 9]]))[:, :2], atol=1e-5, err_msg="It looks ahead."
+    )
+    logits = jnp.zeros([1, 4, 256]).at[0, 2, :].set(jnp.linspace(0, 9, 256))  # At the byte without a loss.
+    np.testing.assert_allclose(transformer.next_byte_loss(logits, {"tokens": tokens}), np.log(256), rtol=1e-6)
 
 
 def test_a_dry_run_compiles_for_missing_devices():
