@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -54,6 +55,13 @@ def test_failure_of_one_process_ends_all(tmp_path):
     assert "[1] Process 1 of 2 ends with an exception." in job.stdout
     assert re.search(r"\[1\] OSError: the disk is gone\n\[1\] in the dataset, after step 20", job.stdout)
     assert "[0] jaxloop.distributed.ProcessError: Process 1 of 2 has failed" in job.stdout
+
+
+def test_process_that_exits_ends_the_job_with_its_exit_code(tmp_path):
+    job, _ = launch(JOB, tmp_path, "--fault=sys_exit", "--at=13", processes=2)
+    ended = time.time() - (tmp_path / "fired").stat().st_mtime
+    assert (job.returncode, job.first) == (7, 1), job.stdout
+    assert ended < 15  # JAX itself waits longer before it gives up on a silent process.
 
 
 def test_functional_loop_rejects_several_processes(monkeypatch):
@@ -190,6 +198,18 @@ def test_votes_cover_many_fast_steps_or_few_slow_ones(before, step_secs, least, 
         pace, now = pace.at(sent), now + size * step_secs
         sizes.append(size)
     assert least <= min(sizes[10:]) and max(sizes[10:]) <= most and max(sizes) <= max(before, most)
+
+
+def test_initialize_uses_the_slurm_variables():
+    program = "from jaxloop import distributed; distributed.initialize(); import jax\n"
+    program += "print('process', jax.process_index(), 'of', jax.process_count())"
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "NPROC": "32"}
+    tasks = []
+    for place in "01":
+        env = {**os.environ, **job, "SLURM_PROCID": place, "SLURM_LOCALID": place}
+        tasks.append(subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True))
+    for place, task in enumerate(tasks):
+        assert f"process {place} of 2\n" in task.communicate(timeout=60)[0]
 
 
 @pytest.fixture(scope="module")
