@@ -200,6 +200,17 @@ def test_votes_cover_many_fast_steps_or_few_slow_ones(before, step_secs, least, 
     assert least <= min(sizes[10:]) and max(sizes[10:]) <= most and max(sizes) <= max(before, most)
 
 
+def test_initialize_reads_the_environment_only_without_arguments(monkeypatch):
+    given = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: given.append(args[:3]))
+    monkeypatch.setenv(distributed.COORDINATOR, "host:1")
+    monkeypatch.setenv(distributed.NUM_PROCESSES, "4")
+    monkeypatch.setenv(distributed.PROCESS_ID, "3")
+    for arguments in ((), (None, 2, 1), ("other:1", 2, 1)):
+        distributed.initialize(*arguments)
+    assert given == [("host:1", 4, 3), (None, 2, 1), ("other:1", 2, 1)]
+
+
 def test_initialize_uses_the_slurm_variables():
     program = "from jaxloop import distributed; distributed.initialize(); import jax\n"
     program += "print('process', jax.process_index(), 'of', jax.process_count())"
