@@ -165,7 +165,7 @@ class WriterQueue:
         first checkpoint.
 
         Args:
-          action: The action whose run begins.
+          action: The action that calls this method.
           step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
         state_dict, self._begins_from = self._begins_from, None

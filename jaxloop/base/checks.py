@@ -488,7 +488,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns one line for each leaf that differs between two pytrees, truncated with `first_lines`."""
+    """Returns a list with one line for each leaf that differs between two pytrees. `first_lines` shortens the list."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 

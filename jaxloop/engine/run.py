@@ -86,7 +86,7 @@ class Clock:
     def deadline(self, time: float) -> float:
         """Returns the clock reading at which the training time reaches `time`.
 
-        A nanosecond is subtracted, so that the reading isn't late because of rounding.
+        A nanosecond is subtracted, so that rounding can't make the reading too late.
         """
         return self.stopwatch.reading_at(time - self._offset - 1e-9)
 
@@ -103,8 +103,8 @@ class Run:
       clock: The training time.
       outputs: The outputs of the steps.
       agenda: The items.
-      now: The run's progress after the latest step. `now.previous` is the run's progress one batch earlier, except that
-        its time is the training time when items were last called.
+      now: The run's progress after the latest step. `now.previous` is the progress one batch earlier, but
+        `now.previous.time` is the training time at which items were last called.
       loops: The number of loops that this loop object has completed.
       batches: The number of batches in the current loop, including those before a resume.
       began_at: The run's progress when the begin actions were last checked.

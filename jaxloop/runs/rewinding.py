@@ -149,7 +149,7 @@ def _next_batch(loop: ActionLoop, data: TrainingData) -> types.Batch:
 def _restored(
     workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, run: WholeRun, data: TrainingData
 ) -> Any:
-    """Restores and returns the state of the newest checkpoint up to the step `before`.
+    """Restores the newest checkpoint at or before the step `before`, and returns its state.
 
     If there is no such checkpoint, returns the given state.
     """

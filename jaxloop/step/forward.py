@@ -33,7 +33,8 @@ def with_arguments(
     Args:
       model: A model of any supported kind, or None.
       nnx_model_args: The step's argument of the same name.
-      options: The keyword arguments that no constructor of the step's class declares.
+      options: The keyword arguments that neither the constructor of the step's class nor those of its base classes
+        declare.
       step_class: The class of the step.
 
     Raises:
