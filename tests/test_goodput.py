@@ -151,8 +151,10 @@ def test_status_distinguishes_running_killed_and_silent_runs(tmp_path, capsys):
     write(alive, start(now, pid=os.getpid(), total_steps=100), line("log", now, 0), line("log", now + 10, 50))
     write(dead, start(now), line("log", now, 0))
     write(elsewhere, start(now, host="another"), line("log", now, 0))
+    history(dead, 0.1, 0.5, 0.7)  # A row of step 20, written after the last line of the run log.
     found = json.loads(printed(capsys, "status", alive, dead, elsewhere, "--json"))
     assert [each["state"] for each in found] == ["running", "killed", "silent"]
+    assert [each["step"] for each in found] == [50, 20, 0]
     assert (found[0]["steps_per_sec"], found[0]["secs_left"]) == (5.0, 10.0)
 
 

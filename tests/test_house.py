@@ -78,7 +78,7 @@ BUDGET = {
     "outer_loop": 328,
     "partition": 491,
     "processes": 505,
-    "runs": 1050,
+    "runs": 1049,
     "schedules": 285,
     "stat_loop": 101,
     "step": 1251,

@@ -45,4 +45,4 @@ figure, axes = plt.subplots()
 for workdir, history in histories.items():
     axes.plot(*history.collect("steps", "test.accuracy"), label=workdir)
 axes.legend()
-figure.savefig("runs/accuracy.svg")
+figure.savefig("accuracy.svg")

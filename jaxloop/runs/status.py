@@ -23,8 +23,8 @@ class Status:
       state: The reason why the run ended, if it recorded one: "finished", "stopped", "stopped by EarlyStoppingAction",
         "SIGTERM" or "error: ...". Otherwise, "running" or "killed" or, if the run was started on a different host and
         its state is therefore unknown, "silent".
-      step: The number of completed updates at the last log line, or None if no progress has been logged since the run
-        was last started.
+      step: The number of completed updates according to the run log, the checkpoints and the history, or None if no
+        progress has been logged since the run was last started.
       total_steps: The planned number of updates, or None if only the data or a schedule determines when the run ends.
       steps_per_sec: The speed between the last two log points, or None if it is unknown.
       secs_left: The estimated time until the end of the run, in seconds, or None if it is unknown.
@@ -70,14 +70,14 @@ def status(workdir: epath.PathLike) -> Status:
     Raises:
       FileNotFoundError: If the directory has no run log.
     """
-    attempts = run_log.read(workdir)
-    newest = attempts[-1]
+    *earlier, newest = run_log.read(workdir)
     seen_at, step, _ = newest.points[-1] if newest.points else (newest.started, 0, {})
-    total = newest.described.get("total_steps")
     saved = [step for each in newest.described.get("checkpoints", ()) for step in checkpoint.all_steps(each)]
     history = run_log.read_history(workdir)
     measured = [(path, *last) for path in history.paths() if (last := history.last(path)) is not None]
-    speed, state = _speed(newest), newest.state
+    # The run log may lag behind by a second.
+    step = max([step, *saved, *(elapsed.steps for _, elapsed, _ in measured)])
+    speed, state, total = _speed(newest), newest.state, newest.described.get("total_steps")
     return Status(
         workdir=os.fspath(workdir),
         state=state,
@@ -87,7 +87,7 @@ def status(workdir: epath.PathLike) -> Status:
         secs_left=(total - step) / speed if state == "running" and total is not None and speed else None,
         metrics={path: (elapsed.steps, value) for path, elapsed, value in sorted(measured)},
         checkpoint=max(saved, default=None),
-        starts=len(attempts),
+        starts=len(earlier) + 1,
         quiet_secs=max(time.time() - seen_at, 0.0),
     )
 
