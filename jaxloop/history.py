@@ -661,13 +661,10 @@ class _File:
     def replace(self, rows: Iterable[Row]) -> None:
         """Atomically replaces the file with one that contains the given rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f"{self.path.name}.tmp")
+        content = b"".join(map(_to_line, rows))
         self.clear()
-        with files.open_file(unfinished, "wb") as file:
-            for line in map(_to_line, rows):
-                file.write(line)
-                self._add(line)
-        unfinished.replace(self.path)
+        files.write_atomically(self.path, content)
+        self._add(content)
 
     def move_aside(self, suffix: str) -> str:
         """Moves the file to `<path>.<suffix>`, unless a longer file exists there.

@@ -71,7 +71,7 @@ BUDGET = {
     "examples": 134,
     "experiment": 1119,
     "functional": 700,
-    "history": 360,
+    "history": 357,
     "loop": 74,
     "metrics": 282,
     "models": 943,
