@@ -5,7 +5,6 @@ import math
 import os
 import pathlib
 import random
-import resource
 import shutil
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from flax import nnx
 from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
 from programs import tiny
+from programs.acts import limit_file_size
 
 from jaxloop import CheckpointSpec, LossStep, OuterLoop, TrainLoop, checkpoint, examples
 from jaxloop.actions import CheckpointAction
@@ -544,17 +544,6 @@ def test_unreadable_unsealed_files_raise_from_the_orbax_error(tmp_path):
 
 
 # Failed saves -----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def limit_file_size(size):
-    """Limits the size of files, so that longer writes fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 LARGE = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(50_000), jnp.float32)}

@@ -5,6 +5,7 @@ import os
 import pathlib
 
 import pytest
+from programs.acts import limit_file_size
 from programs.tiny import BATCHES, STATE, STEP
 
 import jaxloop
@@ -87,3 +88,11 @@ def test_damaged_checkpoint_is_not_moved_through_a_symlink(tmp_path, caplog):
     assert checkpoint.restore_newest(directory, STATE)[1] == 5
     assert "could not be moved" in caplog.text and "symbolic link" in caplog.text
     assert not list(elsewhere.iterdir()) and (directory / "10").exists()
+
+
+def test_a_failed_write_leaves_the_file_unchanged(tmp_path):
+    path = tmp_path / "history.jsonl"
+    files.write_atomically(path, b"before")
+    with limit_file_size(1_000), pytest.raises(OSError, match="File too large"):
+        files.write_atomically(path, b"after" * 1_000)
+    assert path.read_bytes() == b"before"

@@ -1,4 +1,10 @@
-"""Actions that many tests share: they record their calls, call a function, stop the run or raise an error."""
+"""Actions and faults that many tests share.
+
+The actions record their calls, call a function, stop the run or raise an error.
+"""
+
+import contextlib
+import resource
 
 import jaxloop
 
@@ -53,3 +59,14 @@ class Fail(jaxloop.Action):
 
     def __call__(self, state, outputs, **context):
         raise self.error
+
+
+@contextlib.contextmanager
+def limit_file_size(size):
+    """Limits the size of files, so that longer writes fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
