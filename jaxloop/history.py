@@ -430,7 +430,7 @@ class History:
             self._rows[number] = row = tuple(map(_read, self._rows[number]))
             if _LOST in row:
                 lost += [f"{path} at step {row[0]}" for path, place in form.places.items() if row[place] is _LOST]
-        self._num_read = end + sum(1 for _ in itertools.takewhile(_is_plain, self._rows[end:]))
+        self._num_read = end + len([*itertools.takewhile(_is_plain, self._rows[end:])])
         if self._file is not None:
             self._file.append(self._row, self._num_read)
         if lost:

@@ -1,7 +1,6 @@
 """Functions that fetch, merge and summarize step outputs.
 
-`fetch` copies values from devices to the host, and `view` reads values that are already in host memory. `summarize`
-turns a loop's outputs into example-weighted means.
+`fetch` copies values from devices to the host, and `summarize` turns a loop's outputs into example-weighted means.
 """
 
 import dataclasses
@@ -24,22 +23,13 @@ def fetch(tree: Any) -> Any:
     """Copies a pytree to the host, blocking until it has been computed. Scalar arrays become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
     # Without arrays, JAX isn't initialized.
-    if any([isinstance(leaf, jax.Array) for leaf in leaves]) and jax.default_backend() != "cpu":
+    if any([isinstance(leaf, jax.Array) for leaf in leaves]) and not is_on_cpu():
         leaves = jax.device_get(leaves)  # This starts all copies before it waits for the first one.
-    return jax.tree.unflatten(structure, _viewed(leaves))
-
-
-def view(tree: Any) -> Any:
-    """Like `fetch`, but faster for values that are already in host memory."""
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _viewed(leaves))
-
-
-def _viewed(leaves: Sequence[Any]) -> list[Any]:
     read = {kind: _reader_of(kind) for kind in set(map(type, leaves))}
     # A view's `[()]` is fastest for scalars. For other arrays, it would keep more than the buffer alive.
     is_array = {kind: reader is _read for kind, reader in read.items()}
-    return [np.asarray(x)[()] if is_array[type(x)] and not x.shape else read[type(x)](x) for x in leaves]
+    values = [np.asarray(x)[()] if is_array[type(x)] and not x.shape else read[type(x)](x) for x in leaves]
+    return jax.tree.unflatten(structure, values)
 
 
 @functools.cache
@@ -346,7 +336,11 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
             if not all(map(_is_number, values)):
                 continue
         if any(weights):
-            scalars[name] = _weighted_mean(name, values, weights)
+            numbers, counts = np.array(values, np.float64), np.array(weights, np.float64)
+            if counts.min() < 0:
+                raise ValueError(f"The weights of {name!r} must not be negative, got {counts.min():g}.")
+            numbers, counts = numbers[counts != 0], counts[counts != 0]  # Even NaN doesn't count if its weight is 0.
+            scalars[name] = float((numbers * counts).sum() / counts.sum())  # `np.average` takes three times as long.
     return scalars
 
 
@@ -354,15 +348,6 @@ def _numbers_alike(values: Sequence[Any]) -> bool:
     """Returns True if all values are NumPy numbers of the same type. Faster than checking each value."""
     kinds = {*map(type, values)}
     return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
-
-
-def _weighted_mean(name: str, values: Sequence[Any], weights: Sequence[Any]) -> float:
-    """Returns the weighted mean, ignoring values with weight 0 (even NaN)."""
-    numbers, counts = np.array(values, np.float64), np.array(weights, np.float64)
-    if counts.min() < 0:
-        raise ValueError(f"The weights of {name!r} must not be negative, got {counts.min():g}.")
-    numbers, counts = numbers[counts != 0], counts[counts != 0]
-    return float((numbers * counts).sum() / counts.sum())  # `np.average` takes three times as long.
 
 
 def _is_number(value: Any) -> bool:
@@ -379,10 +364,6 @@ def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str
     from the last step only.
     """
     reduced = _reduced(outputs)
-    return _scalars(reduced, outputs), _media(reduced)
-
-
-def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
     found = {}
     for name, value in reduced.items():
         values = value if isinstance(value, list) else [value]
@@ -400,7 +381,7 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
         elif isinstance(last, np.ndarray):
             joined = np.concatenate([np.ravel(item) for item in values])
             found[name] = types.MetricWithMetadata(joined, types.MetricType.HISTOGRAM)
-    return found
+    return _scalars(reduced, outputs), found
 
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:

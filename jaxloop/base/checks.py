@@ -107,14 +107,10 @@ def only_one(who: str, **names: Any) -> Any:
 # Donated states ------------------------------------------------------------------------------------
 
 
-def _deleted_leaves(state: Any) -> list[str]:
+def deleted_leaves(state: Any) -> list[str]:
+    """Returns the paths of a state's leaves that have been donated."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-
-
-def is_alive(state: Any) -> bool:
-    """Returns True if no leaf of the state has been donated."""
-    return not _deleted_leaves(state)
 
 
 def mark_donated(state: Any, by: Any) -> None:
@@ -131,8 +127,8 @@ def mark_donated(state: Any, by: Any) -> None:
 def donated_leaf(state: Any) -> jax.Array | None:
     """Returns a state's first array, or None if it has none. Skips `state.step`, which is usually not donated."""
     step = getattr(state, "step", None)
-    leaves = jax.tree.leaves(state)
-    return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
+    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf is not step]
+    return leaves[0] if leaves else None
 
 
 def check_multiple(name: str, value: int | None, step: Any) -> None:
@@ -171,7 +167,7 @@ def check_alive(state: Any, caller: str) -> None:
 
     Without this check, using a donated state on multiple CPU devices would crash the process.
     """
-    deleted = _deleted_leaves(state)
+    deleted = deleted_leaves(state)
     if not deleted:
         return
     taken_by = getattr(donated_leaf(state), "_jaxloop_donated_to", "an earlier call")

@@ -435,7 +435,7 @@ class Engine:
         except Exception as other:
             logging.exception("The outputs of the last steps before an exception could not be read.")
             problem = str(other)
-        if not checks.is_alive(call.state):
+        if checks.deleted_leaves(call.state):
             return failure._replace(reason="it was donated to the step that failed")
         try:
             self._steps.check_count()

@@ -103,23 +103,17 @@ class Pending:
           The number of queue elements to take now.
         """
         newest = self.newest[-1]
-        values = newest.outputs if isinstance(newest, Block) else newest
+        values, axes = (newest.outputs, 1) if isinstance(newest, Block) else (newest, 0)
         self.in_flight.add(values, num_steps, state)
-        self._look_at(values or {}, 1 if isinstance(newest, Block) else 0)
-        if self.room > 0:
+        if self.names is None:
+            self.names, self.are_plain = {*(values or {})}, types.STOP_LOOP not in (values or {})
+        # Those of a scalar output are stacked along one axis if several steps were fused.
+        self.are_plain &= all([isinstance(x, jax.Array) and x.ndim == axes for x in (values or {}).values()])
+        if len(self._examples) < self.in_flight.chunk:
             return 0
         self.send()
         most = _MOST_KEPT if self.are_plain and not metrics.is_on_cpu() else 0
         return len(self._queue) - 1 if self.num_steps >= max(most, self.in_flight.limit) else 0
-
-    def _look_at(self, values: Mapping[str, Any], axes: int) -> None:
-        """Updates `are_plain` for the newest outputs.
-
-        A scalar output has `axes` dimensions: 1 if the outputs of several steps are stacked, otherwise 0.
-        """
-        if self.names is None:
-            self.names, self.are_plain = {*values}, types.STOP_LOOP not in values
-        self.are_plain &= all([isinstance(value, jax.Array) and value.ndim == axes for value in values.values()])
 
     def send(self) -> None:
         """Moves `newest` to the queue as a chunk."""
@@ -171,15 +165,14 @@ class Pending:
             self.send()
         taken = self._queue[:number]
         if taken:
-            read = metrics.fetch if number is None or not metrics.is_on_cpu() else metrics.view
             with self.in_flight.waiting():
-                values = read([each.groups if isinstance(each, Chunk) else each.sums for each in taken])
+                values = metrics.fetch([each.groups if isinstance(each, Chunk) else each.sums for each in taken])
             pairs = zip(taken, values, strict=True)
             taken = [each._replace(groups=found) if isinstance(each, Chunk) else Cut(found) for each, found in pairs]
             self.num_steps -= sum([len(each.examples) for each in taken if isinstance(each, Chunk)])
             del self._queue[:number]  # Only now, so an interrupted read loses nothing.
-        if not self._queue:
-            self.in_flight.clear()
+            if not self._queue:
+                self.in_flight.clear()
         return taken
 
     def sums(self) -> dict[str, Any]:

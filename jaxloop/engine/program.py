@@ -1,7 +1,6 @@
 """Programs, which run steps. This is the only module that loops over steps."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -64,7 +63,6 @@ class Program:
 
     Hooks:
       run: Runs steps.
-      runs_singly: Determines whether the engine counts each step before the next one begins.
       _run_one: Runs one step: `(carry, batch) -> (carry, outputs, num_examples)`.
 
     Args:
@@ -90,11 +88,6 @@ class Program:
         self._runner = step._runner
         self._own_hooks = [hook for hook in ("begin", "preprocess_batch", "num_examples") if self._runner.has_own(hook)]
         self._has_failed = False  # True if a dispatch of several steps failed.
-
-    @property
-    def runs_singly(self) -> bool:
-        """True if each step must be counted before the next one begins."""
-        return self.custom is not None
 
     def run(
         self,
@@ -222,7 +215,7 @@ class Program:
                 with jax.profiler.StepTraceAnnotation(self._marker, step_num=newest):
                     result = self.dispatch_fused(ran.state, batches)
             except BaseException as error:
-                is_final = isinstance(error, FusingError) or not checks.is_alive(ran.state)
+                is_final = isinstance(error, FusingError) or checks.deleted_leaves(ran.state)
                 if is_final or not isinstance(error, Exception):
                     feed.put_back(batches[1:])
                     raise
@@ -286,11 +279,12 @@ class InFlight:
     Attributes:
       limit: The number of steps by which the host may run ahead.
       chunk: The number of steps whose outputs are processed together.
+      waiting: A function that returns a context manager, which times a wait for the devices.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):
         self.set_limit(64)
-        self._stopwatch = stopwatch
+        self.waiting = functools.partial(stopwatch.counting, "device")
         self._markers: collections.deque[tuple[Any, int]] = collections.deque()
         self._num_steps = 0
 
@@ -307,17 +301,10 @@ class InFlight:
         while self._num_steps > self.limit - self.chunk and self._markers:
             marker, number = self._markers.popleft()
             self._num_steps -= number
-            before = self._stopwatch.switch("device")
-            try:
+            with self.waiting():
                 metrics.wait(state if marker is None else marker)
-            finally:
-                self._stopwatch.switch(before)
             if marker is None:  # That step's state has been donated since, so this waited for the latest one.
                 self.clear()
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that times a wait for the devices."""
-        return self._stopwatch.counting("device")
 
     def clear(self) -> None:
         """Forgets all dispatches."""

@@ -255,12 +255,6 @@ class Steps:
     def _next_goal(self) -> Goal:
         return self._run.agenda.goal(self._run.now, self._plan.stop) if self._call.updates else _ENDLESS
 
-    def _is_reached(self, goal: Goal) -> bool:
-        """Returns True if something may be due now."""
-        if self._run.now.steps >= goal.step or self._requests.pauses:
-            return self._call.updates > 0
-        return goal.time < math.inf and self._run.clock.time() >= goal.time
-
     def _call_what_is_due(self, goal: Goal, left: int) -> Goal | None:
         """Calls the items that are due after the latest steps. Returns the next goal, or None if the loop ends here.
 
@@ -278,7 +272,8 @@ class Steps:
             return None
         if left == 0:
             return None
-        is_reached = self._is_reached(goal)
+        is_reached = run.now.steps >= goal.step or requests.pauses
+        is_reached = call.updates > 0 if is_reached else goal.time < math.inf and run.clock.time() >= goal.time
         if ends_loop and (is_reached or not self._passes_end()):
             return None
         if not is_reached:
@@ -347,7 +342,7 @@ class Steps:
         step = program.step
         by_clock = goal.time < math.inf
         deadline = run.clock.deadline(goal.time) if by_clock and feed.joint is None else math.inf
-        room = 1 if program.runs_singly or (by_clock and feed.joint is not None) else room
+        room = 1 if program.custom is not None or (by_clock and feed.joint is not None) else room
         size = self._options.steps_per_dispatch
         if feed.joint is not None:
             self._data.source.mark(if_cheap=True)
