@@ -5,7 +5,8 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxloop.runs.accounts import goodput
 from jaxloop.runs.commands import tell
@@ -29,46 +30,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("workdirs", nargs="+", metavar="workdir", help="the work directory of an OuterLoop")
         if name == "compare":
             command.add_argument("--by", required=True, help="the metric's path in the history, such as test.accuracy")
-            command.add_argument(
-                "--mode", choices=("auto", "min", "max"), default="auto", help="which values are better"
-            )
+            command.add_argument("--mode", choices=("auto", "min", "max"), default="auto", help="which is better")
         command.add_argument("--json", action="store_true", help="print JSON")
     command = commands.add_parser("tell", help="give commands to a run", description="Gives commands to a run.")
     command.add_argument("workdirs", nargs=1, metavar="workdir", help="the work directory of an OuterLoop that trains")
-    known = "save, stop, log_every=10, summary.interval=100, ..."
-    command.add_argument("commands", nargs="+", metavar="command", help=known)
+    command.add_argument("commands", nargs="+", metavar="command", help="save, stop, log_every=10, ...")
     command.add_argument("--wait", type=float, default=30.0, help="seconds to wait for each answer (30)")
     options = parser.parse_args(arguments)
-    try:
-        match options.command:
-            case "status":
-                found = [status(each) for each in options.workdirs]
-            case "goodput":
-                found = [goodput(each) for each in options.workdirs]
-            case "compare":
-                found = [compare(options.workdirs, options.by, options.mode)]
-            case _:
-                return _tell(options.workdirs[0], options.commands, options.wait)
-    except (OSError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
+    if options.command == "tell":
+        return _tell(options.workdirs[0], options.commands, options.wait)
+    describe = goodput if options.command == "goodput" else status
+    found = {workdir: each for workdir in options.workdirs for each in _tried(describe, workdir)}
+    code = int(len(found) < len({*options.workdirs}))
+    if options.command == "compare" and found:
+        found = {"": each for each in _tried(compare, [*found], options.by, options.mode)}
+        code |= not found
     if options.json:
-        print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
-    else:
-        print("\n".join(map(str, found)))
-    return 0
+        print(json.dumps([dataclasses.asdict(each) for each in found.values()], indent=1))
+        return code
+    for workdir, each in found.items():
+        print(f"{workdir}:\n{each}" if options.command == "goodput" and len(found) > 1 else each)
+    return code
+
+
+def _tried(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Returns a list with the result or, after printing the error, an empty list."""
+    try:
+        return [function(*arguments)]
+    except (OSError, ValueError) as error:
+        print(f"python -m jaxloop: {error}", file=sys.stderr)
+        return []
 
 
 def _tell(workdir: str, given: Sequence[str], wait_secs: float) -> int:
     code = 0
     for command in given:
-        answer = tell(workdir, command, wait_secs)
-        if answer is None:
+        answers = _tried(tell, workdir, command, wait_secs)
+        if answers == [None]:
             text = f"{command}: no answer within {wait_secs:g} s. The run executes the command after its next step."
             print(text, file=sys.stderr)
-        else:
+        for answer in filter(None, answers):
             print(answer, file=sys.stdout if answer.error is None else sys.stderr)
-        code |= answer is None or answer.error is not None
+        code |= not any(answer and answer.error is None for answer in answers)
     return code
 
 

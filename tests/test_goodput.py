@@ -196,6 +196,17 @@ def test_compare_ranks_runs_by_best_value(tmp_path, capsys):
     assert "'test.score' doesn't say whether larger" in printed(capsys, "compare", *directories, "--by", "test.score")
 
 
+@pytest.mark.parametrize("command", ["status", "goodput", "compare"])
+def test_a_command_skips_a_directory_without_a_run_log(tmp_path, capsys, command):
+    train(tmp_path / "one")
+    train(tmp_path / "two")
+    options = ["--by", "train.loss"] if command == "compare" else []
+    code = command_line.main([command, str(tmp_path), str(tmp_path / "one"), str(tmp_path / "two"), *options])
+    shown = capsys.readouterr()
+    assert code == 1 and f"{tmp_path} has no run log" in shown.err
+    assert str(tmp_path / "one") in shown.out and str(tmp_path / "two") in shown.out
+
+
 def test_notes_are_stored_in_the_run_log(tmp_path, capsys):
     train(tmp_path)
     (found,) = json.loads(printed(capsys, "compare", tmp_path, "--by", "train.loss", "--json"))
