@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = {workdir: each for workdir in options.workdirs for each in _tried(describe, workdir)}
     code = int(len(found) < len({*options.workdirs}))
     if options.command == "compare" and found:
-        found = {"": each for each in _tried(compare, [*found], options.by, options.mode)}
+        found = dict(enumerate(_tried(compare, [*found], options.by, options.mode)))
         code |= not found
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found.values()], indent=1))

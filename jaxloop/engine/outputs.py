@@ -83,6 +83,11 @@ class Pending:
         self.in_flight.clear()
 
     @property
+    def may_stop(self) -> bool:
+        """True if any step has returned an output named `STOP_LOOP`."""
+        return types.STOP_LOOP in (self.names or ())
+
+    @property
     def room(self) -> int:
         """The number of steps whose outputs still fit into the current chunk."""
         return self.in_flight.chunk - len(self._examples)
@@ -262,21 +267,6 @@ class Outputs:
         """The current position: the number of steps so far."""
         return self._segments[-1].end + self.pending.num_steps
 
-    @property
-    def num_computed(self) -> int:
-        """The number of tracked dispatches that the devices have already completed. May be read from another thread."""
-        return self.pending.in_flight.num_computed
-
-    @property
-    def may_stop(self) -> bool:
-        """True if any step has returned an output named `STOP_LOOP`."""
-        return types.STOP_LOOP in (self.pending.names or ())
-
-    def push(self, num_steps: int, state: Any) -> None:
-        """Records dispatched steps, waits if the host is too far ahead, and then fetches the outputs that are due."""
-        if number := self.pending.push(num_steps, state):
-            self.fetch(number)
-
     def fetch(self, number: int | None = None) -> None:
         """Moves the first `number` elements of the queue (by default, all outputs) to the host, and waits for them."""
         for each in self.pending.take(number):
@@ -393,7 +383,7 @@ class Outputs:
         Also includes all outputs of the current loop if they may be read when the loop ends.
         """
         self.fetch()
-        wanted = [*cursors, self.loop_start] if self.hooks_read or self.may_stop else [*cursors]
+        wanted = [*cursors, self.loop_start] if self.hooks_read or self.pending.may_stop else [*cursors]
         least = min(wanted, default=self.position)
         *segments, newest = self._segments
         segments = [each for each in segments if each.end > least]
@@ -401,7 +391,7 @@ class Outputs:
         sums = {name: [state] for name, state in self.pending.sums().items()} if cursors else {}
         return {
             "loop_start": self.loop_start,
-            "may_stop": self.may_stop,
+            "may_stop": self.pending.may_stop,
             "segments": [[each.first, self.encode(each.outputs)] for each in segments],
             "sums": self.encode(LoopOutputs(sums)),
             "updated": self.encode(LoopOutputs(self._updated)),

@@ -313,7 +313,7 @@ class Steps:
         if not self.has_more(run.now) or self._requests.signum is not None:
             return False
         run.outputs.cut()
-        if run.outputs.may_stop and run.outputs.loop().asks_to_stop:
+        if run.outputs.pending.may_stop and run.outputs.loop().asks_to_stop:
             return False
         run.pass_ends(self._plan.loop_steps, self._call.updates, also_here=True)
         return True
@@ -371,7 +371,8 @@ class Steps:
             if run.agenda.owes_trim:
                 run.agenda.trim()
             call.place = step
-            run.outputs.push(number, ran.state)
+            if due := pending.push(number, ran.state):
+                run.outputs.fetch(due)
             if self._options.checks_count:
                 self.check_count()
         return number

@@ -38,7 +38,7 @@ class Comparison:
         rows = [
             [
                 run["workdir"],
-                _number(run["best"]),
+                "" if run["best"] is None else f"{run['best']:.4g}",
                 "" if run["step"] is None else f"{run['step']:,}",
                 duration(run["secs"]),
                 f"{run['productive']:.0%}",
@@ -99,7 +99,3 @@ def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the names of the notes whose values differ between runs."""
     names = dict.fromkeys(name for each in notes for name in each)
     return [name for name in names if len({str(each.get(name)) for each in notes}) > 1]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

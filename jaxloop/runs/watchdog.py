@@ -215,7 +215,8 @@ def _is_in(package: str, frame: FrameType) -> bool:
 
 def _counts(engine: Engine) -> tuple[int, int, int]:
     run, ran = engine.run, engine.call.ran
-    return run.loops, run.batches + (0 if ran is None else len(ran.examples)), run.outputs.num_computed
+    in_flight = run.outputs.pending.in_flight
+    return run.loops, run.batches + (0 if ran is None else len(ran.examples)), in_flight.num_computed
 
 
 def sentence(places: dict[int, str], count: int) -> str:
