@@ -186,11 +186,11 @@ class Program:
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
         """Passes a batch through the hooks that precede `run`, and counts the batch's examples."""
-        runner, num_examples = self._runner, self._runner.count_examples(batch)
+        runner = self._runner
+        if "begin" in self._own_hooks and (ready := runner.ready_batch(batch)) is not None:
+            return carry, *ready
+        num_examples = runner.count_examples(batch)
         if "begin" in self._own_hooks:
-            ready = runner.ready_batch(batch)
-            if ready is not None:
-                return carry, ready, num_examples
             state = self._compiled.leave(carry)
             with jax.profiler.TraceAnnotation("jaxloop: begin"):
                 new_state, batch = runner.before_run(state, batch)

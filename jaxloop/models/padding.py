@@ -60,15 +60,15 @@ class PaddingRunner(Runner):
 
     @functools.cached_property
     def _has_own_hooks(self) -> bool:
-        return any(checks.is_user_defined(self.step, name) for name in ("preprocess_batch", "begin"))
+        return any(checks.is_user_defined(self.step, name) for name in ("preprocess_batch", "begin", "num_examples"))
 
-    def ready_batch(self, batch: types.Batch) -> types.Batch | None:
+    def ready_batch(self, batch: types.Batch) -> tuple[types.Batch, int] | None:
         # `pad` reads the state only to pad a batch, or if rows are masked.
         if self._has_own_hooks or mask_of(batch) is not None:
             return None
         batch = self.preprocessed(batch)
         rows = checks.num_examples(batch)
-        return MaskedBatch(batch, _all_real(rows)) if rows and self._padded_size(rows) == rows else None
+        return (MaskedBatch(batch, _all_real(rows)), rows) if rows and self._padded_size(rows) == rows else None
 
     def filler(self) -> Callable[[int], None] | None:
         return self._fill_to if not self.step.train or self.step._batch_size else None

@@ -108,10 +108,13 @@ class Runner:
             )
         return count
 
-    def ready_batch(self, batch: types.Batch) -> types.Batch | None:
+    def ready_batch(self, batch: types.Batch) -> tuple[types.Batch, int] | None:
         """Passes a batch through the hooks that precede `run`. Returns None if these hooks need the state.
 
         If they don't, the state isn't assembled for each step, which saves a tenth of the time of a small step.
+
+        Returns:
+          The batch for `run` and the number of examples in it.
         """
         return None
 
