@@ -14,8 +14,8 @@ uninterrupted one.
 
 The package also includes `TrainState`, which extends Flax's `TrainState` to hold all of a model's variables,
 `SummaryAction(default_writer(workdir))` for TensorBoard, `CheckpointAction(directory)`, and `summarize(outputs)` for
-example-weighted means. See `Step` for how to write a step with a Linen module or an NNX class, and `OuterLoop` for how
-to run an experiment.
+example-weighted means. To write a step with a Linen module or an NNX class, see `Step`. To run an experiment, see
+`OuterLoop`.
 
 Steps and train loops donate the state that you pass them, so always continue with the state that they return. The only
 counter is `state.step`, which counts completed optimizer updates.

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tried(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Returns a list with the result or, after printing the error, an empty list."""
+    """Calls a function and returns a list with its result. If it fails, prints the error and returns an empty list."""
     try:
         return [function(*arguments)]
     except (OSError, ValueError) as error:

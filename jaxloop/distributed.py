@@ -40,7 +40,7 @@ def initialize(
     program continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. A process with an uncaught exception prints the
-    exception and its process index, and exits immediately. The other processes detect this within `heartbeat_secs` and
+    exception and the process index, and exits immediately. The other processes detect this within `heartbeat_secs` and
     also exit.
 
     >>> initialize()  # doctest: +SKIP
@@ -89,7 +89,7 @@ def is_first_process() -> bool:
     >>> is_first_process()
     True
     """
-    # Otherwise, asking JAX might start it.
+    # Without the first check, calling JAX might initialize it.
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 

@@ -49,7 +49,7 @@ class Action(abc.ABC):
     uses_outputs: bool = True
     """True if the action reads the outputs.
 
-    If False, the loop doesn't keep outputs for the action or wait for the devices.
+    If False, the loop neither keeps outputs for the action nor waits for the devices before it calls the action.
     """
 
     needs_all_outputs: bool = True
@@ -98,7 +98,7 @@ class Action(abc.ABC):
             versions may add more keywords.
 
         Raises:
-          TurnBack: To make the run return to the newest checkpoint before certain steps and skip their batches.
+          TurnBack: To make the run return to an earlier checkpoint and skip the batches that the exception specifies.
         """
 
     @property

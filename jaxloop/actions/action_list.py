@@ -21,7 +21,7 @@ class ActionList:
 
     @property
     def has_schedules(self) -> bool:
-        """True if any action has a schedule as its interval."""
+        """True if the interval of any action is a schedule."""
         return any(isinstance(action.interval, Schedule) for action in self.actions)
 
     def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
@@ -39,7 +39,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """Returns an action unchanged. Raises a `TypeError` if it isn't an `Action`."""
+    """Returns the given object unchanged, or raises a `TypeError` if it isn't an `Action`."""
     if not isinstance(action, Action):
         raise TypeError(f"An action must be a jaxloop.Action, got {action!r}. Write a subclass.")
     return action

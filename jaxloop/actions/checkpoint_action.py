@@ -56,7 +56,7 @@ class CheckpointAction(Action):
       ckpt_manager: Another name for `directory`.
 
     Attributes:
-      monitor: The `Monitor` for the metric `best`, or None.
+      monitor: The `Monitor` for the metric that `best` names, or None if `best` is None.
       keep: The number of recent checkpoints to keep. None if all are kept, or if an Orbax manager decides which to
         keep.
       keep_every: The argument of the same name.
@@ -204,7 +204,10 @@ class CheckpointAction(Action):
 
 
 def monitor_of(argument: str, best: str | tuple[str, str] | None) -> Monitor | None:
-    """Returns the `Monitor` for the metric `best`, a name or a pair `(name, mode)`. Returns None if `best` is None."""
+    """Returns the `Monitor` for a metric, given its name or a pair `(name, mode)`. Returns None if `best` is None.
+
+    `argument` is the name of the argument in error messages.
+    """
     if best is None or isinstance(best, str):
         return None if best is None else Monitor(best)
     if isinstance(best, tuple | list) and len(best) == 2:

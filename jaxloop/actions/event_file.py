@@ -88,6 +88,6 @@ class EventFile:
     __del__ = close  # Callers might not close the writer.
 
     def resume(self, first_hidden: int) -> None:
-        """Makes TensorBoard hide all existing points from step `first_hidden` on."""
+        """Makes TensorBoard hide all existing points at step `first_hidden` and later steps."""
         for _ in range(2):  # TensorBoard assumes that the first process wrote the first one.
             self.add_event(self._new_event(session_log={"status": "START"}), first_hidden)

@@ -72,7 +72,7 @@ class Monitor:
         return f"{printable(self.name)} ({'larger' if self.mode == 'max' else 'smaller'} is better)"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Returns True if a value is not NaN and, unless `best` is None, beats `best` by more than `min_delta`."""
+        """Returns True if `value` beats `best` by more than `min_delta`, or if `best` is None. False for NaN."""
         if best is None:
             return not math.isnan(value)
         return value > best + min_delta if self.mode == "max" else value < best - min_delta
@@ -82,10 +82,10 @@ class Monitor:
         return math.isnan(value) or value == (-math.inf if self.mode == "max" else math.inf)
 
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
-        """Returns the value of the metric at this step, or None if it was not measured.
+        """Returns the value of the metric at the step given by `elapsed`, or None if it was not measured at that step.
 
         The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`
-        if that row belongs to this step.
+        if that row belongs to the same step.
 
         If there has been an evaluation but no metric has this name, this method logs a warning once. It doesn't raise
         an error, because the metric may still appear at a later step. If the metric never appears, `check_was_measured`
@@ -113,7 +113,7 @@ class Monitor:
             raise ValueError(f"{self.missing_message(*self._missing)} Give the name of one of them.")
 
     def is_measured(self, scalars: Iterable[str], history: History | None) -> bool:
-        """Returns True if this metric is among a loop's scalars or in a run's history."""
+        """Returns True if this metric is among the given scalars (of a loop) or in the given history."""
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:

@@ -204,7 +204,7 @@ class _Results:
         self._history = History()
 
     def follow(self, history: History | None, step: int) -> None:
-        """Receives the latest history and step. The step is lower than in the last call if the run was rolled back."""
+        """Sets the history and the current step. After a rollback, the step is lower than in the previous call."""
         self._history = self._history if history is None else history
         self._step, self._shown_until = step, min(self._shown_until, step - 1)
 

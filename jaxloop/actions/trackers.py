@@ -22,10 +22,10 @@ from jaxloop.base import files
 class _TrackerWriter(abc.ABC):
     """The base class of all tracker writers. Stores the tracked run's ID and skips points that already exist.
 
-    A point is the value of a metric at a step. The ID is saved in a file in the work directory before the first point
-    is written, and in each checkpoint. After a resume or an error, the next write first reads back the points that the
-    tracker already has. These points are not written again. Writers are thread-safe. A subclass has a method for each
-    kind of value that its tracker can store.
+    A tracked run is the tracker's record of a run. A point is the value of a metric at a step. The ID is saved in a
+    file in the work directory before the first point is written, and in each checkpoint. After a resume or an error,
+    the next write first reads back the points that the tracker already has. These points are not written again. Writers
+    are thread-safe. A subclass has a method for each kind of value that its tracker can store.
     """
 
     def __init__(self, workdir: epath.PathLike, package: str):
@@ -41,7 +41,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Opens the tracked run `self._id`, or creates it if it doesn't exist."""
+        """Opens the tracked run with the ID `self._id`, or creates it if it doesn't exist."""
 
     @abc.abstractmethod
     def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
@@ -199,10 +199,10 @@ class MlflowWriter(_TrackerWriter):
     thread. MLflow can't delete points, so the writer looks up the existing points and doesn't write them again.
 
     Args:
-      workdir: The run's work directory, which stores the ID of the tracked run.
+      workdir: The run's work directory, which stores the ID of the MLflow run.
       tracking_uri: The URI of the tracking server or database, or None to use MLflow's default.
       experiment: The name of the experiment, which is created if it doesn't exist.
-      run_name: The name of a new tracked run, or None to use the name of the work directory.
+      run_name: The name of a new MLflow run, or None to use the name of the work directory.
 
     Raises:
       ModuleNotFoundError: If MLflow is not installed.
@@ -282,9 +282,9 @@ class TrackioWriter(_MediaWriter):
     copies the project to a Hugging Face Space.
 
     Args:
-      workdir: The run's work directory, which stores the ID of the tracked run.
+      workdir: The run's work directory, which stores the ID of the trackio run.
       project: The name of the project.
-      run_name: The name of the tracked run, or None to use the name of the work directory.
+      run_name: The name of the trackio run, or None to use the name of the work directory.
 
     Raises:
       ModuleNotFoundError: If trackio is not installed.
@@ -359,7 +359,7 @@ class WandbWriter(_MediaWriter):
     wandb/offline-run-*`.
 
     Args:
-      workdir: The run's work directory, which stores the ID of the tracked run.
+      workdir: The run's work directory, which stores the ID of the W&B run.
       project: The name of the project.
       **options: Further arguments for `wandb.init`, except for `id`, `resume`, `dir` and `reinit`.
 

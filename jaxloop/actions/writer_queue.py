@@ -40,7 +40,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, writer: Any) -> None:
-        """Calls the writer's method. Adds the action, the step and the names of the values to any error, as a note."""
+        """Calls the writer's method. To any error, adds a note with the action, the step and the names of the values."""
         try:
             if self.method == "resume":
                 writer.resume(self.step, self.options["position"])
@@ -95,11 +95,11 @@ class WriterQueue:
         self._begins_from: Mapping[str, Any] | None = {"position": None}
 
     @functools.cached_property
-    def _writes(self) -> bool:  # Read only after a run has begun, because JAX starts then.
+    def _writes(self) -> bool:  # Read only after a run has begun, when the process index is known.
         return distributed.is_first_process()
 
     def put(self, *calls: Call) -> None:
-        """Appends all calls or none. If there isn't enough room, first waits until the queue is empty.
+        """Appends all calls, or none if an error is raised. If the queue is too full, first waits until it is empty.
 
         Args:
           calls: The calls to append. Their values are copied.
@@ -133,7 +133,7 @@ class WriterQueue:
             self._flush_writer()
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """Flushes everything. Returns the failed calls and the writer's position, to be stored in a checkpoint.
+        """Flushes the queue and the writer. Returns the failed calls and the writer's position for a checkpoint.
 
         The errors of failed calls are raised later, so that the checkpoint can be saved.
         """

@@ -101,12 +101,12 @@ class TensorBoardWriter:
         self._file.close()
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Makes TensorBoard hide the points that a killed run wrote after the checkpoint that this run resumes from.
+        """Makes TensorBoard hide all points after the given step. A killed run may have written them.
 
         Args:
           step: The step at which the run starts or resumes.
-          position: The writer's position from the checkpoint, or None if there is no checkpoint. If it is None and the
-            run starts at step 0, all existing points are hidden.
+          position: The writer's position from the checkpoint, or None if there is no checkpoint. If it is None and
+            `step` is 0, all existing points are hidden, including those of step 0.
         """
         self._file.resume(0 if step == 0 and position is None else step + 1)
 

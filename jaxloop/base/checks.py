@@ -95,7 +95,12 @@ def check_positive(name: str, value: Any, *, optional: bool = False, instead: st
 
 
 def only_one(who: str, **names: Any) -> Any:
-    """Returns the value of an argument that has two names. The caller must use exactly one of them."""
+    """Returns the value of an argument that has two names. Raises a `TypeError` unless exactly one name was used.
+
+    Args:
+      who: The name of the function or class, for the error message.
+      **names: The value passed under each name, or None.
+    """
     given, (name, other) = {each: value for each, value in names.items() if value is not None}, names
     value = next(iter(given.values()), None)
     is_other_argument = isinstance(value, int | float) or hasattr(type(value), "next_step")  # A number or a schedule.
@@ -484,7 +489,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns a list with one line for each leaf that differs between two pytrees. `first_lines` shortens the list."""
+    """Returns one line for each leaf that differs between two dicts of leaves, truncated with `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 

@@ -66,7 +66,7 @@ def opener(directory: epath.PathLike) -> Callable[..., IO[Any]]:
 
 
 def write_atomically(path: epath.PathLike, content: bytes | bytearray) -> None:
-    """Writes a file under a temporary name and then renames it, so that no reader finds an incomplete file."""
+    """Writes a file under a temporary name and then renames it, so that readers never see an incomplete file."""
     unfinished = epath.Path(f"{os.fspath(path)}.new")
     with open_file(unfinished, "wb") as file:
         file.write(content)

@@ -39,7 +39,7 @@ class PerStructure:
     """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: A function that returns a new jitted function at each call. It is called once for each structure.
+      compile: A function that returns a new jitted function each time it is called. Called once for each structure.
 
     >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])

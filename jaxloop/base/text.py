@@ -80,7 +80,7 @@ def table(rows: Iterable[Iterable[object]], *, right: Container[int] = ()) -> st
 
 
 def announce(text: str, *args: object) -> None:
-    """Logs a line at level INFO. In the first process of a job, the line is shown whenever warnings are shown.
+    """Logs a line at level INFO. In the first process of a job, the line is shown even if the verbosity is WARNING.
 
     This also works in programs that don't call `absl.app.run`.
     """

@@ -125,7 +125,9 @@ class Stopwatch:
         self.training: float = 0.0
         """The value of `spent().training` as of the last call to `switch`."""
         self.first_step: Any = None
-        """`state.step` after the first dispatch of the latest program. Once it is computed, the program has run.
+        """`state.step` after the first dispatch of the most recently compiled program.
+
+        Once this value has been computed, the program has run.
         """
 
     def switch(self, kind: str | None) -> str | None:

@@ -25,7 +25,7 @@ from jaxloop.schedules import Elapsed, Schedule
 
 
 def check_checkpoints(checked: Checked, course: Course, state: State, data: TrainData, found: Findings) -> Course:
-    """Checks the directories and the checkpoint to resume from.
+    """Checks the checkpoint directories and the checkpoint to resume from.
 
     Returns the predicted course of the run from the step at which it would start or resume.
     """
@@ -65,7 +65,7 @@ def _check_directories(checked: Checked, found: Findings) -> None:
 def _course_from(given: Any, course: Course, checked: Checked) -> Course:
     """Returns the predicted course of a run that starts from a given state rather than from a checkpoint.
 
-    If the train loop's last run ended at the step of the given state, the new run continues it.
+    If the train loop's last run ended at the step of the given state, the new run continues that one.
     """
     experiment = checked.experiment
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps

@@ -98,8 +98,8 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
     """Returns a 1-tuple with the batch that the hooks would pass to `run`, or None if that batch is unknown.
 
-    The batch is unknown if other methods that are called before `run` are overridden, if `begin` needs values but only
-    the state's shapes are known, or if `begin` returns a different state.
+    The batch is unknown if methods other than the hooks that are called before `run` are overridden, if `begin` needs
+    values but only the state's shapes are known, or if `begin` returns a different state.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}

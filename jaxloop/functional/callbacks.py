@@ -1,4 +1,4 @@
-"""Items that call a loop's callbacks, and `LoopState`, which the callbacks can read and change."""
+"""Agenda items that call a loop's callbacks, and `LoopState`, which the callbacks can read and change."""
 
 import dataclasses
 import functools
@@ -124,7 +124,7 @@ class FunctionTask(Item):
     Attributes:
       of: The callback.
       is_compiled: True if the callback is a compiled function, which doesn't receive the `LoopState`.
-      keys: A list that contains the callback's key in the tasks. It is emptied if a `TaskProgram` calls the callback.
+      keys: A list with the callback's key in the tasks. Empty if a `TaskProgram` calls the callback at every step.
       name, time_category: See `Item`.
     """
 
@@ -178,7 +178,7 @@ class FunctionTask(Item):
             raise
 
     def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
-        """Checks the callback's first logs and outputs, and determines whether they share arrays with a state."""
+        """Checks the callback's first logs and outputs, and determines whether they share arrays with the state."""
         if logs:  # Raises an error here, where the callback is known.
             History().commit(self._loop_state.elapsed, logs)
         # A later step may donate the leaves of a state.
@@ -231,7 +231,7 @@ class ActionTask(ActionItem):
 
     Attributes:
       of: The callback.
-      keys: The callback's keys in the tasks. The action is due when any of these schedules fires.
+      keys: The callback's keys in the tasks. The action is due when any schedule among them fires.
     """
 
     def __init__(self, of: Callback, action: Action, loop_state: LoopState):

@@ -66,7 +66,10 @@ def as_stop(stop: Any) -> Schedule | None:
 
 
 def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[types.Batch], int]:
-    """Returns the function that counts the examples in a batch for a given `num_examples` argument."""
+    """Returns a function that counts the examples in a batch: `num_examples`, with its result checked, or a default.
+
+    The default function returns the length of the leading axis, or 1 if the batch has none.
+    """
     if num_examples is None:
         return lambda batch: checks.num_examples(batch) or 1
     if not callable(num_examples):

@@ -102,7 +102,7 @@ jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten)
 
 
 def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values in logs, keyed by path, such as `metrics.loss`."""
+    """Returns a dict of the values in logs, keyed by path, such as `metrics.loss`."""
     return traverse_util.flatten_dict(logs, sep=".")
 
 
@@ -123,15 +123,19 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
-    """Returns the number of examples in the step that a row describes.
+    """Returns the number of examples in the step at which a row was logged.
 
     If the previous row is more than one step earlier, returns the mean number of examples per step since that row.
+
+    Args:
+      elapsed: The progress of the run when the row was logged.
+      before: The progress of the run when the previous row was logged.
     """
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
 
 def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
-    """Returns the mean of each entry over rows, which must be on the host and in chronological order.
+    """Returns the mean of each entry over the given rows, which must be on the host and in chronological order.
 
     Values are weighted by the number of examples or, if they were logged with weights, by those weights. For each entry
     with logged weights, the result also contains the sum of the weights.

@@ -73,8 +73,8 @@ def loop(
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (including NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
     It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
-    and `load_state_dict(state_dict)`. A callback that is called at the step of the checkpoint, for example because its
-    schedule is `last()` and that was the last step, receives None as its batch.
+    and `load_state_dict(state_dict)`. When the loop resumes, it may call callbacks at the step of the checkpoint:
+    for example, if their schedule is `last()` and that was the last step. They receive None as the batch.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -235,7 +235,7 @@ class TaskLoop(Loop):
         withdraw_stop(self.engine.run.agenda, [task.action for task in self._actions])
         loop_state.stop_iteration = self.engine.run.agenda.wants_stop
         for task in self._actions:
-            if isinstance(task.action, CheckpointAction):  # Its directory tells whether it saved this step.
+            if isinstance(task.action, CheckpointAction):  # Its directory shows if it saved this step.
                 task.called_at = opened.step if opened.step in checkpoints.all_steps(task.action.directory) else None
         announce("Resumed at step %d from %s.", opened.step, opened.path.parent)
         return True
@@ -256,7 +256,7 @@ class TaskLoop(Loop):
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: JSON values, and the train states that actions keep."""
+        """Returns two dicts: JSON values, and the train states that actions keep. For `in_moment`, see `Saveable`."""
         saved, kept = self.engine.state_dict(in_moment=in_moment)
         leaves = checks.leaves_by_path(self.loop_state.state)
         on_host = {path: kind for path, leaf in leaves.items() if (kind := kind_on_host(leaf)) is not None}
@@ -308,7 +308,7 @@ class TaskProgram(Program):
     def __init__(self, loop: TaskLoop):
         super().__init__(loop.step)
         self._loop, self._run, self._plan = loop, loop.engine.run, loop.engine.plan
-        # Compiled functions can't look at the history between steps. Adding these rows together is faster.
+        # Compiled functions can't read the history between steps. Adding these rows together is faster.
         self._ended_rows: list[Any] | None = [] if all(task.is_compiled for task in loop.of_each_step) else None
 
     def run(self, ran: Ran, feed: Feed, room: int, requests: Interruptible, deadline: float = math.inf) -> None:

@@ -30,7 +30,7 @@ class Tool:
     """A callback that wraps an action, for use in a `loop` or in a hand-written loop.
 
     Hooks:
-      __call__: Called by a hand-written loop at a step. Runs the action.
+      __call__: Called by a hand-written loop at a step. Calls the action.
 
     Attributes:
       action: The action.
@@ -52,7 +52,7 @@ class Tool:
         return outputs.asks_to_stop
 
     def finish(self, state: Any) -> Any:
-        """Returns the final state of a run, which may differ from the given one.
+        """Returns the state that a run should return, which may differ from the given one: for example, the best state.
 
         `loop` calls both this method and `close` automatically.
         """

@@ -87,29 +87,29 @@ class LossStep(NumpyStep):
     NaN: they are replaced by copies of another row before the step. A mask of any other shape is ignored, so the loss
     must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics either.
 
-    A short batch is padded with masked copies of its last row if that doesn't change any value. This requires that the
-    loss and all metrics are per example and that, in training, the model doesn't mix examples (as batch normalization
-    does). The first time that a row is masked, the step is run twice without an update, with different contents in
-    that row, to make sure that no value depends on its contents (as the values of a contrastive loss do). In an
+    A short batch is padded with masked copies of its last row if that doesn't change any value (the loss or a metric).
+    This requires that the loss and all metrics are per example and that, in training, the model doesn't mix examples
+    (as batch normalization does). The first time that a row is masked, the step is run twice without an update, with
+    different contents in that row, to verify that no value depends on its contents, as a contrastive loss would. In an
     evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only once. In
-    training, they are padded to `batch_size` or, if it is None, to a multiple of `accumulate` times the number of
-    devices that share a batch. If masked rows would change a value, a batch stays short, and its masked rows are
+    training, they are padded to `batch_size` or, if it is None, to the next multiple of `accumulate` times the number
+    of devices that share a batch. If masked rows would change a value, a batch stays short, and its masked rows are
     removed. The values are then still exact, but the step has to be compiled again for each number of rows, and
     training raises an error if the rows can't be divided evenly among the devices or the micro-batches.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by the number of examples or, for a `Weighted` loss, by its weight.
-    The update is the same as for the whole batch, but needs a quarter of the memory. However, batch normalization and
-    losses that compare examples use only one micro-batch at a time. The loss and the metrics must not be scalars, which
-    could be means or sums; return `Weighted(mean, rows)` instead. If masked rows don't change any value, the batch size
-    doesn't have to be a multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for
-    convolutions inside the loop over micro-batches.
+    The update is the same as for the whole batch, but needs only a quarter of the memory for activations. However,
+    batch normalization and losses that compare examples use only one micro-batch at a time. The loss and the metrics
+    must not be scalars, which could be means or sums; return `Weighted(mean, rows)` instead. If masked rows don't
+    change any value, the batch size doesn't have to be a multiple of four. On a mesh, each row stays on its device. On
+    CPUs, XLA generates slow code for convolutions inside the loop over micro-batches.
 
     **Sown losses and optimizers that need the loss.** Losses that a Linen or NNX model sows, as in `self.sow("losses",
-    "name", value)`, are added to the loss in both training and evaluation. Each must be a scalar (a mean) or an array
-    of shape `[batch]`. An optimizer that accepts extra arguments receives `value` (the loss), `grad` (the gradients)
-    and `value_fn` (a function that computes the loss from parameters). Therefore, `optax.contrib.reduce_on_plateau` and
-    `optax.lbfgs` work.
+    "name", value)`, are added to the loss in both training and evaluation. Each sown loss must be a scalar (a mean) or
+    an array of shape `[batch]`. An optimizer that accepts extra arguments receives `value` (the loss), `grad` (the
+    gradients) and `value_fn` (a function that computes the loss from parameters). Therefore,
+    `optax.contrib.reduce_on_plateau` and `optax.lbfgs` work.
 
     Args:
       base_prng: See `Step`, which also describes the arguments that are not listed here.
@@ -135,7 +135,7 @@ class LossStep(NumpyStep):
       use_ema: Whether to use the average of the parameters in evaluation, `predict` and `jaxloop.export`. This requires
         a state from a step with `ema`. Batch statistics are not averaged.
       params_to_evaluate: A function of the state that returns the parameters to use in evaluation, `predict` and
-        `jaxloop.export`. If neither this nor `use_ema` is given, `Step.params_to_evaluate` describes the default.
+        `jaxloop.export`. For the default, used if neither this nor `use_ema` is given, see `Step.params_to_evaluate`.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
@@ -344,7 +344,7 @@ class LossStep(NumpyStep):
         return _cast_floating(outputs, jnp.float32), updates
 
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Returns the mean loss's gradients, a dict of the loss and the metrics, and the state with updated variables.
+        """Returns gradients of the mean loss, a dict of the loss and the metrics, and the state with updated variables.
 
         For complex parameters, the gradients point in the direction of steepest ascent. They are the conjugates of the
         gradients that JAX returns.
@@ -352,7 +352,7 @@ class LossStep(NumpyStep):
         with_gradients = jax.value_and_grad(self._mean_loss, has_aux=True)
         (_, (values, updates)), grads = with_gradients(state.params, state, batch, mask, keys)
         weight, has_rows = means.weight_of(values["loss"], mask), True if mask is None else mask.any()
-        # JAX returns the conjugate of the direction. For a batch without examples, it may be NaN.
+        # JAX returns the conjugate of the direction of ascent. For a batch without examples, it may be NaN.
         grads = jax.tree.map(lambda grad: jnp.where(weight > 0, jnp.conj(grad), 0), grads)
         return grads, values, means.with_variables(state, state.update_variables(updates), has_rows)
 

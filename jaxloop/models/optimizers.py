@@ -118,7 +118,7 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
     Args:
       transformations: A dict that maps patterns (see `jaxloop.base.path_patterns.matches`) to Optax transformations or
         None. Patterns mapped to the same transformation object share its state. Different objects are independent: an
-        `optax.clip_by_global_norm` in one of them computes the norm of that object's gradients only. To clip by the
+        `optax.clip_by_global_norm` in one of them computes the norm of just the gradients it receives. To clip by the
         norm of all gradients, write `optax.chain(optax.clip_by_global_norm(1.0), by_path(...))`.
 
     Raises:

@@ -161,7 +161,7 @@ class PaddingRunner(Runner):
     def _names_that_depend_on_masked_rows(self, state: Any, filled: MaskedBatch) -> Sequence[str] | None:
         """Returns the names of the values that change if the contents of masked rows change.
 
-        To find them, runs the step twice, with different contents. Returns None if the result is inconclusive, because
+        To find them, runs the step twice, with different contents. Returns None if the result is inconclusive because
         the loss is NaN.
         """
         batch, mask = filled

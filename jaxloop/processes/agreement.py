@@ -109,7 +109,7 @@ _VOTES = "asks whether the run continues"
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells the other processes that this process failed. Their next call to `any_stops` raises an error."""
+    """Notifies the other processes that this process failed. Their next call to `any_stops` raises an error."""
     with contextlib.suppress(Exception):  # The caller raises `error`.
         _send_message(_VOTES, status=FAILED).read()
         known_to_all_processes(error)
@@ -144,6 +144,8 @@ _SAME_PROGRAM = (
 
 def check_same(what: str, lines: Sequence[str], remedy: str = _SAME_PROGRAM) -> None:
     """Raises an error in every process unless all processes pass the same lines.
+
+    In the error message, `what` names the thing that the lines describe, and `remedy` explains what to do.
 
     >>> check_same("A loop", ["batch size 8"])
 
@@ -245,6 +247,8 @@ class Job:
 @final
 class Pace(NamedTuple):
     """The number of batches per vote, chosen so that a vote covers about 50 ms and signals take effect quickly.
+
+    For votes, see `JointReader`.
 
     >>> Pace(size=4, secs=7.0).at(7.02), Pace(size=4, secs=7.0).at(8.0)
     (Pace(size=8, secs=7.02), Pace(size=2, secs=8.0))
@@ -372,7 +376,7 @@ class OwnBatches:
 
 @final
 class JointReader:
-    """Reads the same number of batches in all processes and adds up their examples.
+    """Reads the same number of batches in all processes and adds up their numbers of examples.
 
     The processes vote on the next few batches, which each process has read ahead of time. If one process reaches the
     end of its data, raises an error, or receives Ctrl-C or SIGTERM, all processes are notified at the same batch.
@@ -408,7 +412,7 @@ class JointReader:
         self._sent, self._left = None, limit
 
     def __call__(self) -> tuple[types.Batch, int]:
-        """Returns the next batch of this process, and the number of examples in the batches of all processes."""
+        """Returns the next batch of this process, and the total number of examples in the batches of all processes."""
         while not self._agreed:
             sent, size = self._sent or self._send(0)
             # One vote ahead, so that the replies have arrived when they are needed.
@@ -421,7 +425,7 @@ class JointReader:
         return self._own.take(), examples
 
     def _send(self, start: int) -> tuple[_Messages, int]:
-        """Sends a vote on the upcoming batches, except for the first `start`.
+        """Sends a vote on the next batches, excluding the first `start` of those that this process has read ahead.
 
         Returns the vote and the number of batches that it covers.
         """

@@ -271,7 +271,7 @@ def _exit_now(signum: int) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"jaxloop: the run did not end after Ctrl-C or SIGTERM. The process exits now.\n")
     with contextlib.suppress(Exception):  # There are no workers if this module was never imported.
-        for worker in sys.modules["multiprocessing"].active_children():  # They may ignore signals and outlive this one.
+        for worker in sys.modules["multiprocessing"].active_children():  # They may ignore other signals.
             worker.kill()
     os._exit(128 + signum)
 

@@ -243,7 +243,7 @@ class Commands(Item):
         self._experiment.history.commit(now, {"command": command})
 
     def _change(self, name: str, number: int | None) -> Item:
-        """Changes the interval of an item and returns the item, which is then called now."""
+        """Changes the interval of an item and returns the item, so that the caller can request a call to it."""
         items = self._items()
         if name not in items or number is None:
             known = ["save", "stop", *(f"{each}=N" for each in items)]
@@ -268,7 +268,7 @@ class Commands(Item):
         return self._experiment.loops[0].engine.run.agenda
 
     def _items(self) -> dict[str, Item]:
-        """Returns the items whose intervals can be changed, by the names of the commands that change them."""
+        """Returns the items whose intervals can be changed, keyed by the names of the commands that change them."""
         names = {id(action): f"{name}.interval" for name, action in self._actions.items()}
         own = lambda item: "log_every" if item.rank == Rank.ROW else names.get(id(getattr(item, "action", None)))
         named = {own(item): item for item in self._agenda.called_here}

@@ -221,7 +221,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields `(begin, end)`, a pair of steps, and the train metrics for each row that has train metrics."""
+    """For each row with train metrics, yields its range of steps as a pair `(begin, end)`, and its train metrics."""
     before = 0
     for row in rows:
         if "train" in row.logs:

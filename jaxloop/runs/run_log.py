@@ -36,8 +36,9 @@ _has_claimed_start = False  # True once a run has counted the time since this pr
 class RunLog(Extension):
     """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
-    A line is appended when the run starts, when the step at which it starts or resumes is known, at most once per
-    second while it runs, and when it ends. If a run is killed, the last line shows the run's last known progress.
+    A line is appended when the run starts, when the step at which training starts or resumes is known, at most once
+    per second during the run, and when the run ends. If a run is killed, the last line shows the run's last known
+    progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
@@ -180,7 +181,7 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 
 def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
-    """Adds the content of a log line to the attempts. A malformed line can cause various exceptions."""
+    """Adds the content of a log line to the attempts. Parsing a malformed line can raise various exceptions."""
     event, when = line["event"], float(line["time"])
     if event == "start":
         if not isinstance(line.get("notes", {}), dict) or not isinstance(line.get("checkpoints", []), list):

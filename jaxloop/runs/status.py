@@ -21,8 +21,8 @@ class Status:
     Attributes:
       workdir: The work directory.
       state: The reason why the run ended, if it recorded one: "finished", "stopped", "stopped by EarlyStoppingAction",
-        "SIGTERM" or "error: ...". Otherwise, "running" or "killed" or, if the run was started on a different host and
-        its state is therefore unknown, "silent".
+        "SIGTERM" or "error: ...". Otherwise, "running", "killed", or "silent" (if the run was started on another host,
+        so that its state is unknown).
       step: The number of completed updates according to the run log, the checkpoints and the history, or None if no
         progress has been logged since the run was last started.
       total_steps: The planned number of updates, or None if only the data or a schedule determines when the run ends.

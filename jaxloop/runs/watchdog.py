@@ -61,7 +61,7 @@ class Watchdog(Extension):
       startup_secs: The maximum time, in seconds, before the first step of an `OuterLoop` call. It is also the maximum
         time for compiling a step and running it for the first time, including any wait for processes that are still
         compiling.
-      eval_secs: The maximum time, in seconds, without a new batch in an evaluation, including compilation.
+      eval_secs: The maximum time, in seconds, without a new batch in an evaluation. This includes compilation.
       checkpoint_secs: The maximum time, in seconds, for which saving or restoring a checkpoint may block the run.
     """
 
@@ -168,7 +168,7 @@ class _Watching(threading.Thread):
         kind = self._engines[0].run.stopwatch.kind
         place = f"{timing.NAMES[kind] if kind else 'between two loops'} after step {step:,}"
         others = [frame.f_code.co_filename for top in threads.values() for frame, _ in traceback.walk_stack(top)]
-        if kind == "checkpoints" and any("multihost" in name for name in others):  # At a barrier of Orbax.
+        if kind == "checkpoints" and any("multihost" in name for name in others):  # At an Orbax barrier.
             return f"{place}, waiting for the other processes"
         called = list(itertools.takewhile(lambda frame: not _is_in("jaxloop", frame), frames))
         if not called or _is_in("jax", called[-1]) or _is_in("orbax", called[-1]):
@@ -176,7 +176,7 @@ class _Watching(threading.Thread):
         return f"{place}, in {called[-1].f_code.co_qualname.rpartition('<locals>.')[2]}"
 
     def _tell_extensions(self, step: int, reason: str) -> None:
-        """Tells the other extensions that the run has ended. Uses a thread, because one of them may also hang."""
+        """Notifies the other extensions that the run has ended. Uses a thread, because one of them may also hang."""
         now = dataclasses.replace(self._engines[0].run.now, steps=step)
         end = functools.partial(self._experiment.extensions.end, now, reason, None, but=self._limits)
         thread = threading.Thread(target=end, daemon=True)
