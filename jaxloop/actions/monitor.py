@@ -39,7 +39,7 @@ class Monitor:
     2.0
 
     Args:
-      name: The name of the metric: "loss" or "train/loss" for an output of the loop that calls the action, or
+      name: The name of the metric: "loss" or "train/loss" for an output of the loop whose action uses the monitor, or
         "test/accuracy" for the `accuracy` of the evaluation named `test`. "accuracy" alone refers to the loop's own
         output with that name or, if there is none, to the output of any evaluation.
       mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name, if that part determines

@@ -277,9 +277,9 @@ class TrackioWriter(_MediaWriter):
     ...     return jaxloop.SummaryAction(jaxloop.actions.TrackioWriter(workdir, "digits"), jaxloop.every(steps=100))
 
     Hyperparameters and notes become the config of the trackio run. The config entry `jaxloop/status` contains the run's
-    status: "running", "finished", "failed" or "killed". Each row is written in one transaction. The writer doesn't use
-    trackio's own thread, because that thread drops rows that can't be written. `trackio.sync(project, space_id=...)`
-    copies the project to a Hugging Face Space.
+    status: "running", "finished", "failed" or "killed". Values that are written together are stored in one transaction.
+    The writer doesn't use trackio's own thread, because that thread drops values that can't be written.
+    `trackio.sync(project, space_id=...)` copies the project to a Hugging Face Space.
 
     Args:
       workdir: The run's work directory, which stores the ID of the trackio run.

@@ -40,7 +40,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, writer: Any) -> None:
-        """Calls the writer's method. To any error, adds a note with the action, the step and the names of the values."""
+        """Calls the writer's method. Adds a note with the action, the step and the names of the values to any error."""
         try:
             if self.method == "resume":
                 writer.resume(self.step, self.options["position"])
