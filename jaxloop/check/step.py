@@ -45,7 +45,7 @@ def check_state(given: Any, here: Findings) -> State:
 
 
 def _state_for_begin(state: State, step: Step) -> Any:
-    """Returns the state for `step.begin`: the values if they are known and `begin` is user-defined, else the shapes."""
+    """Returns the state for `step.begin`: the shapes, or the values if they are known and `begin` is user-defined."""
     return state.shapes if state.values is None or not checks.is_user_defined(step, "begin") else state.values
 
 

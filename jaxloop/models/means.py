@@ -13,7 +13,7 @@ from jaxloop.step import forward
 
 
 def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, bool]:
-    """Returns `(mean, True)` for a per-example value, averaged over the unmasked rows; `(value, False)` for any other.
+    """Returns `(mean over the unmasked rows, True)` for a per-example value, and `(value, False)` for any other value.
 
     Args:
       what: A description of the value, for error messages.

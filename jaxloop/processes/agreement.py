@@ -51,7 +51,7 @@ def is_shared(mesh: Mesh | None) -> bool:
 
 
 class _Messages:
-    """The messages that all processes sent at the same point in the program. They are read only when needed."""
+    """The messages that all processes sent at the same point in the program. They are not read until needed."""
 
     def __init__(self, about: str, sent: jax.Array):
         self._about, self._sent = about, sent

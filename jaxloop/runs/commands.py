@@ -181,7 +181,7 @@ class Commands(Item):
             self._thread.start()
 
     def poll(self) -> None:
-        """Asks the run to pause if commands are pending."""
+        """Requests a pause of the run if commands are pending."""
         if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 
