@@ -203,7 +203,7 @@ class History:
     def flush(self) -> None:
         """Waits for all pending values and writes all rows to the file, if there is one.
 
-        A run calls this method before saving a checkpoint, because a checkpoint covers the rows up to its step. The
+        A run calls this method before saving a checkpoint, because a checkpoint stores the checksum of the file. The
         file isn't kept open between writes, so a history doesn't have to be closed.
         """
         self._write(len(self._rows))
@@ -502,7 +502,7 @@ _is_mapping = functools.cache(lambda kind: issubclass(kind, Mapping))  # Faster 
 
 
 def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[str, ...], list[Any]]) -> None:
-    """Splits the (nested) logs of several rows into columns, and adds these to `columns`, keyed by tuples of keys.
+    """Adds the (nested) logs of several rows to `columns`, which maps tuples of keys to lists of values.
 
     Raises:
       TypeError: If the first row is not a dict, or a value is not a scalar.

@@ -131,9 +131,9 @@ class Loop:
         """Runs at most `num_steps` steps. Stops early if the dataset ends.
 
         On Ctrl-C, the loop ends after the current step, and `outputs[STOP_LOOP]` is True. A second Ctrl-C ends the
-        process immediately (or raises `KeyboardInterrupt` in an interactive session). If Ctrl-C ended a loop less than
-        two seconds ago, another Ctrl-C raises `KeyboardInterrupt`. If the dataset has no batches, the outputs are
-        empty, and `end` is not called.
+        process immediately (or raises `KeyboardInterrupt` in an interactive session). If an earlier loop was ended by
+        Ctrl-C less than two seconds ago, even the first Ctrl-C raises `KeyboardInterrupt`. If the dataset has no
+        batches, the outputs are empty, and `end` is not called.
 
         Args:
           state: The train state. It is donated, unless `return_state_from_step` is False.

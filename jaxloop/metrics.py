@@ -64,7 +64,7 @@ def wait(tree: Any) -> Any:
 def is_ready(array: Any) -> bool:
     """Returns True if a value has been computed. Anything that isn't a device array counts as computed.
 
-    Returns False for donated arrays, and for typed PRNG keys, because JAX can't check whether they have been computed.
+    Returns False for donated arrays. Also returns False for typed PRNG keys, for which JAX provides no such check.
     """
     if not isinstance(array, jax.Array):
         return True

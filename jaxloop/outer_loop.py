@@ -221,8 +221,8 @@ class OuterLoop:
             give `train_total_steps` or `stop` to end the run. In that case, `run` receives None as its batch, which
             counts as one example.
           train_total_steps: The total number of optimizer updates, including those made before the run was resumed. If
-            None, training continues until the dataset ends. Both this and `train_loop_steps` must be multiples of
-            `Step.updates_per_step`.
+            None, training continues until the dataset ends. `train_total_steps` and `train_loop_steps` must be
+            multiples of `Step.updates_per_step`.
           train_loop_steps: The number of updates per loop. Loops end at multiples of this number. If None, a single
             loop covers the whole dataset.
           eval_specs: One spec for each eval loop.
@@ -476,7 +476,7 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
     """Warns about actions and evaluations that were never called in a run.
 
-    `check` can't predict them if the length of the run is unknown.
+    If the length of the run is unknown, `check` can't detect them before the run.
     """
     skipped = [each for each in evaluations if not each.was_measured and not is_never(each.interval)]
     unused = [f"{each.name} ({each.spec.when})" for each in skipped]
@@ -498,7 +498,7 @@ def _finish_actions(experiment: Experiment, state: Any) -> Any:
 
 
 def _close_actions(experiment: Experiment, status: str | None, raise_errors: bool) -> None:
-    """Closes the actions. `status` describes how the run ended, or is None if the run returns to a checkpoint."""
+    """Closes the actions. `status` describes how the run ended, or is None if the run will return to a checkpoint."""
 
     def close(action: Action) -> None:
         with experiment.loops[0].engine.run.stopwatch.counting(action.time_category):

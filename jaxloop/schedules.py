@@ -168,7 +168,7 @@ class Schedule(abc.ABC):
     def next_loop(self, now: Elapsed) -> int | None:
         """Returns the number of the next loop after which the schedule can fire, or None.
 
-        Points that `next_step` or `next_time` already returns don't count. `last()` returns None, because it fires only
+        Points that `next_step` or `next_time` already covers are ignored. `last()` returns None, because it fires only
         at the end of the run.
         """
         return now.loops + 1
@@ -367,7 +367,7 @@ def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
     """Returns the first step at which a schedule fires although its `next_step` skipped that step, or None.
 
     Raises:
-      ValueError: If `next_step` doesn't return a later step.
+      ValueError: If `next_step` returns a step that isn't later than the given one.
     """
     before = Elapsed()
     goal = goal_of([schedule], before)
@@ -387,7 +387,7 @@ def earliest(found: Iterable[Any]) -> Any:
 
 
 def planned_steps(stop: Any, start: Elapsed) -> int | None:
-    """Returns the step at which a run from `start` will end, or None if its `stop` doesn't determine that step.
+    """Returns the step at which a run that begins at `start` ends, or None if `stop` doesn't determine that step.
 
     >>> planned_steps(at(steps=50), Elapsed()), planned_steps(at(time=60), Elapsed())
     (50, None)

@@ -75,7 +75,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent(), updates
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the functions to call with each batch. There are none unless a batch is needed to count the FLOPs."""
+        """Returns the functions to call with each batch. Empty unless a batch is needed to count the FLOPs."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 

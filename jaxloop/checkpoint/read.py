@@ -93,7 +93,7 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
 
 def metrics(path: epath.Path) -> dict[str, Any]:
-    """Returns the metrics that were saved with a checkpoint to find the best one, or `{}` if none were saved."""
+    """Returns the metrics saved with a checkpoint, which determine the best one, or `{}` if none were saved."""
     return _read_json(Checkpoint.open(path, _METRICS_FILE).path, _METRICS_FILE)
 
 
@@ -244,8 +244,8 @@ class Checkpoint:
       path: The directory of the checkpoint, whose name is the step.
       is_sealed: True if the checkpoint has a seal and its files match the seal. Checkpoints saved by an Orbax manager
         have no seal.
-      custom_metadata: The metadata saved by the caller and by this package. If the checkpoint has a seal, this metadata
-        is stored in the seal.
+      custom_metadata: The metadata passed when the checkpoint was saved, and the metadata added by this package. If the
+        checkpoint has a seal, both are stored in the seal.
     """
 
     path: epath.Path
@@ -303,7 +303,7 @@ class Checkpoint:
             return elapsed_of(self.custom_metadata, self.step)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the metadata that the caller saved."""
+        """Returns the metadata that was passed when the checkpoint was saved."""
         return {key: value for key, value in self.custom_metadata.items() if not key.startswith(_OWN_PREFIX)}
 
     def run(self) -> dict[str, Any]:
@@ -475,7 +475,7 @@ def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
 def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
     """Returns a context manager that converts errors raised while reading an item to a `CheckpointError`.
 
-    If the checkpoint has a seal, its files are known to be intact, so the error is raised unchanged, with a note. A
+    If the checkpoint has a seal, its files are known to be intact, so the original error is raised, with a note. A
     `PermissionError` is also raised unchanged, because it doesn't mean that the file is damaged.
     """
     try:

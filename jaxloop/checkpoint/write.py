@@ -199,7 +199,7 @@ class CheckpointWriter:
             raise agreement.known_to_all_processes(RuntimeError(problem))
 
     def _quarantine_unreadable(self) -> None:
-        """Renames the checkpoints whose metrics Orbax could not read, if the next save opens a manager."""
+        """Quarantines checkpoints whose metrics are needed but can't be read. Does nothing if a manager is open."""
         if self._manager is not None or self._policy is None or not self._policy.has_metrics:
             return
         for path in all_paths([self.directory]):

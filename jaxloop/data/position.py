@@ -457,8 +457,8 @@ def prove(data: Any) -> str | None:
 
     The check reads two batches, saves the position, moves a second iterator to that position, and compares the next
     batch from each iterator. The message explains the differences and what to do. A message is also returned if reading
-    the second batch overwrites the first one. Returns None if no problem is found, or if the dataset is an iterator or
-    its position can't be saved.
+    the second batch overwrites the first one. Returns None if no problem is found, if the
+    dataset is an iterator, or if its position can't be saved.
 
     >>> prove([1, 2, 3, 4]) is None
     True

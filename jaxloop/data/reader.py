@@ -98,7 +98,7 @@ def _raise(error: Exception) -> types.Batch:
 
 
 def _marked(source: Source, marks: deque[tuple[int, Any]], batch: types.Batch, count: int) -> types.Batch:
-    """Stores the state after a batch as a mark if reading it is cheap. Returns the batch. Runs in the thread."""
+    """Stores the source's state after a batch as a mark, if reading the state is cheap. Returns the batch."""
     if source.is_cheap and (state := source.read()) is not None:
         marks.append((count, state))
     return batch

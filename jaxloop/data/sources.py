@@ -230,7 +230,7 @@ class _Torch(Source):
 
     Args:
       loader: The loader.
-      start: The result of `random_state(loader)`, called before the iterator was created.
+      start: The result that `random_state(loader)` returned before the iterator was created.
     """
 
     def __init__(self, loader: Any, start: Any):
@@ -312,7 +312,7 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
     Args:
       dataset: The dataset.
       iterator: The iterator that was created from the dataset.
-      start: The result of `random_state(dataset)`, called before the iterator was created.
+      start: The result that `random_state(dataset)` returned before the iterator was created.
     """
     tensorflow = sys.modules.get("tensorflow")
     if isinstance(iterator, _SEQUENCE_ITERATORS):

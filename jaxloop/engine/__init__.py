@@ -1,7 +1,8 @@
 """The engine that runs loops. Read its modules in this order:
 
-run                `Run` holds everything that is kept between calls: the run's progress, outputs and items. A `Plan`
-                   describes the items and limits that an experiment adds to a loop. `Steps` runs the steps.
+run                `Run` holds everything that is kept between calls to the engine: the run's progress, outputs and
+                   items. A `Plan` describes the items and limits that an experiment adds to a loop. `Steps` runs the
+                   steps.
 agenda             `Agenda` calls items, such as actions, evaluations and history rows, when they are due.
 outputs            `Outputs` holds the outputs of the steps, with a cursor for each reader.
 program            `Program` runs steps; no other code loops over steps. `InFlight` limits how far the host runs ahead.

@@ -79,8 +79,8 @@ class Item:
       name: The name under which a checkpoint stores the item's state.
       time_category: The field of `Spent` that counts the time spent in `call`. If None, this time isn't counted
         separately.
-      interval: A schedule or a number of loops. If None, the item is due only if it has been requested or if an
-        override of `is_due` returns True.
+      interval: A schedule or a number of loops. If None, the item is due only if a call has been requested or
+        if an override of `is_due` returns True.
       call: Called when the item is due. Returns False if the call was interrupted and must be repeated after a resume.
       state_dict, load_state_dict: See `Action`.
 
@@ -96,7 +96,7 @@ class Item:
         interval is an int, these are all unread outputs before `cursor`. If it is a schedule, they are only the values
         that aren't lists. None if everything has been read.
       called_at: The step after which the item was last called, or None before the first call.
-      is_requested: True if the item has been requested, and is therefore due now, regardless of its interval.
+      is_requested: True if a call to the item has been requested, so that it is due now, regardless of its interval.
       spent: The time report at the item's last call.
     """
 
@@ -306,7 +306,7 @@ class Agenda:
           now: The progress of the run.
           spent: The time report.
           ended: The loop that ends at this step, or None inside a loop.
-          may_end: Whether the run was interrupted, so that a loop may or may not end at this step.
+          may_end: Whether the run was interrupted here. If so, it is unknown whether a loop ends at this step.
 
         Returns:
           The run's progress, with `is_last` set if the run ends at this step.
@@ -328,7 +328,7 @@ class Agenda:
         return now
 
     def _call_due(self, state: Any, now: Elapsed, spent: Spent, ended: Ended | None, may_end: bool) -> bool:
-        """Calls all items that are due, except for saves.
+        """Calls all items that are due, except those that save checkpoints.
 
         Returns False if a signal interrupted one of these items or prevented it from being called.
         """
@@ -368,7 +368,10 @@ class Agenda:
         return is_done
 
     def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
-        """Returns statistics for the current loop or, given `spent` and `cursor`, since an item's last call."""
+        """Returns statistics for the current loop.
+
+        If `spent` and `cursor` are given, returns statistics for the time since an item's last call instead.
+        """
         found, guard = {} if self.statistics is None else self.statistics.of(state, spent), self._outputs.guard
         return found if guard is None else found | guard.measure(self._outputs.loop_start if cursor is None else cursor)
 
@@ -396,7 +399,7 @@ class Agenda:
 
         Args:
           step_num: The number of completed updates.
-          in_moment: Whether some items that are due at this step may not have been called yet.
+          in_moment: Whether there may be items that are due at this step but haven't been called yet.
         """
         encode, ended = self._outputs.encode, self.ended if in_moment else None
         actions = [(str(index), item.action) for index, item in enumerate(self.items) if isinstance(item, ActionItem)]

@@ -326,11 +326,11 @@ class Engine:
         return step(state, batch, number, elapsed=elapsed)
 
     def check_schedules(self) -> None:
-        """Raises an error if a schedule's `next_step` method doesn't return a later step."""
+        """Raises an error if a schedule's `next_step` method doesn't return a step later than the current one."""
         self.run.agenda.goal(self.run.now, self.plan.stop)
 
     def loop_end(self, step_num: int) -> int | None:
-        """Returns the number of updates until the run ends or, if earlier, until a loop ends and an item may be due.
+        """Returns the number of updates to the end of the run or, if earlier, to a loop's end at which items may be due.
 
         Returns None if neither is planned.
         """
@@ -345,7 +345,7 @@ class Engine:
         return min(ends, default=None)
 
     def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False) -> bool:
-        """Calls the items that are due now, while no loop is running.
+        """Calls the items that are due now. Must not be called while a loop is running.
 
         Returns False if an item asked the run to stop, or if a signal prevented an item from being called.
 
@@ -402,7 +402,7 @@ class Engine:
         """Returns the loop's part of a checkpoint as two dicts: JSON values, and the train states that actions keep.
 
         Args:
-          in_moment: Whether some items that are due at this step may not have been called yet.
+          in_moment: Whether there may be items that are due at this step but haven't been called yet.
         """
         saved, kept = self.run.state_dict(in_moment=in_moment)
         return saved | {"has_stopped": self.run.agenda.wants_stop, "wraps_data": self.data.is_wrapped}, kept

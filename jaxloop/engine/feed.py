@@ -151,7 +151,7 @@ class Source(NamedTuple):
     Attributes:
       next_pass: Called when the data ends. Returns True if there is more data for another loop.
       mark: Called before batches are read ahead, to mark the current position in the data.
-      consumed: Called after steps with the number of batches that have been read but not used yet.
+      consumed: Called after steps have run. Receives the number of batches that have been read but not used yet.
       observers: Called with each batch, before its step or, if several steps are fused, after their dispatch.
     """
 

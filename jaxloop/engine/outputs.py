@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 @final
 class Cut(NamedTuple):
-    """The end of a segment.
+    """The end of a segment of the outputs; see `Outputs`.
 
     Attributes:
       sums: The segment's merged `clu.metrics` states, by name.
@@ -228,9 +228,9 @@ class Segment:
 class Outputs:
     """The outputs of a run, in segments. The outputs of the latest steps are still on the devices.
 
-    A cut ends a segment. Within a segment, `clu.metrics` states are merged in the order of the steps. Therefore, a cut
-    is made whenever outputs are read and whenever a loop ends. When a checkpoint is saved, however, outputs are read
-    without a cut, so that saving doesn't affect the results.
+    A cut ends a segment. Within a segment, `clu.metrics` states are merged in the order of the steps, and can't be
+    separated again. Therefore, a cut is made whenever outputs are read and whenever a loop ends. When a checkpoint is
+    saved, however, outputs are read without a cut, so that saving doesn't affect the results.
 
         | dropped | segment | segment | open segment | pending |
                   ^ the cursor of a reader                     ^ position
@@ -242,8 +242,8 @@ class Outputs:
       pending: The outputs that are still on the devices.
       loop_start: The position at which the current loop began.
       update: A function that adds a step's outputs to the loop's outputs. If None, the values are appended to lists.
-      hooks_read: True if hooks of the loop read its outputs. In that case, a checkpoint contains all outputs of the
-        current loop.
+      hooks_read: True if the loop has hooks that read its outputs. In that case, a checkpoint contains all outputs of
+        the current loop.
       guard: The object that checks for NaN and infinity as outputs arrive on the host, or None.
     """
 

@@ -279,7 +279,7 @@ class InFlight:
     Attributes:
       limit: The number of steps by which the host may run ahead.
       chunk: The number of steps whose outputs are processed together.
-      waiting: A function that returns a context manager, which times a wait for the devices.
+      waiting: A function that returns a context manager that measures the time spent waiting for the devices.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):

@@ -14,7 +14,7 @@ from jaxloop.engine.run import Plan
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of
 
 END = NEVER[0]
-"""The step at which a run ends if that step is unknown."""
+"""A placeholder for the last step of a run, used if that step is unknown."""
 
 _OPEN = "at further steps"
 
@@ -75,7 +75,7 @@ class Calls:
 @final
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """The predicted course of a run: its end, its loops, and its calls.
+    """The predicted course of a run: its end, its loops, and the calls to its items.
 
     >>> from jaxloop.schedules import at, every, last
     >>> course = Course(Plan(total=1000, loop_steps=400))
@@ -161,7 +161,7 @@ class Course:
 
         Args:
           interval: The interval, in any form that an action accepts.
-          in_step: Whether the action belongs to a step, which doesn't know when a loop or the run ends.
+          in_step: Whether the action belongs to a step. Such actions can't fire on the end of a loop or of the run.
         """
         if in_step and not isinstance(interval, Schedule):  # An int counts the steps of each loop.
             longest = self.batches_of_longest_loop
@@ -191,7 +191,7 @@ class Course:
         return self._rehearsed(interval, iter(moments), evaluated.rest)
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, rest: str) -> Calls:
-        """Returns the calls to an item with the given interval, assuming that the item is checked at each of `moments`.
+        """Returns the calls to an item with the given interval, assuming a check at each of `moments`.
 
         `rest` describes any calls after the last of these moments.
         """
@@ -206,7 +206,7 @@ class Course:
         return Calls(called, rest or ("by the clock" if is_by_clock else ""))
 
     def _moments(self, interval: int | Schedule, end: int) -> Moments:
-        """Yields the moments at which the engine checks an item of the train loop, assuming that no time passes."""
+        """Yields the moments at which the engine checks whether an item is due, assuming that no time passes."""
         now, updates, rows = dataclasses.replace(self.start, previous=self.start), self.updates, self.rows
         length, origin = self.plan.loop_steps or END, 0
         if self.epochs is not None and self.batches_in_pass is not None:

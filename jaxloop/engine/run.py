@@ -107,7 +107,7 @@ class Run:
         `now.previous.time` is the training time at which items were last called.
       loops: The number of loops that this loop object has completed.
       batches: The number of batches in the current loop, including those before a resume.
-      began_at: The run's progress when the begin actions were last checked.
+      began_at: The run's progress at the last check for begin actions that were due.
     """
 
     def __init__(self, job: Job):
@@ -153,7 +153,7 @@ class Run:
         self.loops, self.batches = self.loops + 1, 0
 
     def pass_ends(self, loop_steps: int | None, updates: int, *, also_here: bool) -> None:
-        """Adds to `loops` the loops that ended during the latest steps without anything being due.
+        """Increases `loops` by the number of loops that ended during the latest steps while no item was due.
 
         For example, if the latest steps were 7 to 25 and a loop has 10 steps, the loops that end at steps 10 and 20 are
         counted.
@@ -190,7 +190,7 @@ class Run:
         """Returns two dicts: JSON values, and the train states that actions keep.
 
         Args:
-          in_moment: Whether some items that are due at this step may not have been called yet.
+          in_moment: Whether there may be items that are due at this step but haven't been called yet.
         """
         agenda, kept = self.agenda.state_dict(self.now.steps, in_moment=in_moment)
         saved = {
@@ -378,7 +378,7 @@ class Steps:
         return number
 
     def check_count(self) -> None:
-        """Raises an error if `state.step` differs from the run's step count after the first steps."""
+        """Raises an error if `state.step` doesn't match the run's step count. Called after the first steps."""
         step, run, updates = self._loop.step, self._run, self._call.updates
         count = getattr(self._call.state, "step", None)
         if not (self._options.checks_count and updates and run.batches) or count is None:

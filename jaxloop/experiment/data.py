@@ -175,7 +175,7 @@ class TrainingData:
         return self._spec.epochs is not None and self._sources.passes >= self._spec.epochs
 
     def batches_per_epoch(self, batches_before: int) -> int | None:
-        """Returns the number of batches per epoch (per run, if `train_epochs` isn't given), or None if unknown.
+        """Returns the number of batches per epoch (per run, if `train_epochs` isn't given), or None if it is unknown.
 
         `batches_before` is the number of batches that the run has used so far.
         """
@@ -196,7 +196,7 @@ class TrainingData:
         return number_before(left_out.epoch_start + self.consumed, before, left_out.numbers)
 
     def turn_back(self, turn: types.TurnBack, updates: int) -> None:
-        """Records a detour (a return to an earlier checkpoint), which leaves out the batches of the steps in `turn`.
+        """Records a detour (a return to an earlier checkpoint) that leaves out the batches of the steps in `turn`.
 
         Args:
           turn: The exception that requests the detour.

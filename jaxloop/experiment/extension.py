@@ -35,9 +35,9 @@ class Extension:
     Hooks:
       name: The name under which checkpoints store the extension's state; by default, the name of the class.
       begin: Called when a run begins, and again when it returns to an earlier checkpoint.
-      batch: Called with each training batch, normally before the step.
+      batch: Called with each training batch, normally before the batch's step.
       moment: Called when the first step is known, and whenever a history row, an action or an evaluation may be due.
-      end: Called when the run is over, no matter how it ends, after all checkpoints have been written to disk.
+      end: Called when the run has ended, for any reason, and all checkpoints have been written to disk.
       state_dict, load_state_dict: Called to save the extension's state in a checkpoint and to restore it.
     """
 
@@ -87,7 +87,7 @@ class Extension:
 
 @final
 class Extensions:
-    """The extensions of an `OuterLoop`. A note on each error that an extension raises names the extension.
+    """The extensions of an `OuterLoop`. An error raised by an extension gets a note with the extension's name.
 
     Raises:
       TypeError: If one of the extensions is not an `Extension`.
@@ -111,7 +111,7 @@ class Extensions:
         self._step_num = self._updates = 0  # Of the latest batch, and per batch.
 
     def begin(self, experiment: "Experiment") -> list[Item]:
-        """Begins all extensions and returns the items that they add to the run."""
+        """Calls `begin` on all extensions and returns the items that they add to the run."""
         items, self._begun = list[Item](), []
         self._updates = experiment.loops[0].step.updates_per_step
         for each in self._by_name.values():

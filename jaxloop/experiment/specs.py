@@ -84,7 +84,7 @@ class EvalSpec:
 
     @property
     def data(self) -> Any:
-        """The dataset to evaluate on: a single epoch if it is endless, has epochs, and `num_steps` is None."""
+        """The dataset to evaluate on, or its first pass (see `pass_of`) if it is endless and `num_steps` is None."""
         return pass_of(self.dataset) if self.num_steps is None and is_endless(self.dataset) else self.dataset
 
     @property

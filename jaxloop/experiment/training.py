@@ -73,8 +73,8 @@ class Training:
 
         Args:
           state: The state to start from if there is no checkpoint.
-          check_start: A function that is called before the first step with the state and the number of batches per
-            epoch (None if unknown), and logs any problems with the run.
+          check_start: A function that logs any problems with the run. It is called before the first step, with the
+            state and the number of batches per epoch (None if it is unknown).
         """
         experiment, loop, engine = self.experiment, self.loop, self.loop.engine
         spec, checkpoints, savers = experiment.spec, experiment.checkpoint_spec, experiment.savers
@@ -155,7 +155,7 @@ class Training:
         return errors
 
     def rescue(self, error: BaseException) -> None:
-        """Saves the state after the last completed step when an exception ends a run, unless the state was lost."""
+        """Saves the state after the last completed step, if possible. Called when an exception ends a run."""
         state, step_num = self.newest_state, self.loop.step_num
         if state is None and self.experiment.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.outcome.failure.reason)
@@ -171,7 +171,7 @@ class Training:
         self.loop.engine.outcome.failure = Failure()  # The old one refers to the state, which takes up memory.
 
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
-        """Moves away all checkpoints of step `turn.first` and later. No save may be in progress.
+        """Moves all checkpoints of step `turn.first` and later to `abandoned/`. No save may be in progress.
 
         Raises:
           RuntimeError: If there is no checkpoint to return to, or if the run has turned back too often.

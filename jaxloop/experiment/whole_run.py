@@ -33,7 +33,7 @@ class Saveable(Protocol):
         """Returns a dict of JSON values and a dict of train states.
 
         For the training data, the second dict contains long byte strings (as arrays) instead of train states.
-        `in_moment` is True if some items that are due at the current step may not have been called yet.
+        `in_moment` is True if there may be items that are due at the current step but haven't been called yet.
         """
         ...
 
@@ -75,7 +75,7 @@ class WholeRun:
     def snapshot(self, *, in_moment: bool = False) -> dict[str, Any]:
         """Returns the run's current state as keyword arguments for `CheckpointAction.save`.
 
-        `in_moment` is True if some items that are due at the current step may not have been called yet.
+        `in_moment` is True if there may be items that are due at the current step but haven't been called yet.
         """
         values, trees = dict[str, Any](), dict[str, Any]()
         for name, part in self._parts.items():
@@ -139,7 +139,7 @@ class WholeRun:
 
 @final
 class Rows:
-    """The history as a `Saveable` part of a run. A run that resumes drops the rows added after the checkpoint.
+    """The history as a `Saveable` part of a run. A resumed run drops the rows added after the checkpoint.
 
     Args:
       history: The history.
@@ -225,7 +225,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
-    """Cancels the early stop of a run if the actions that stopped it now have patience left."""
+    """Cancels a run's early stop if none of the actions that requested it is out of patience any longer."""
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
     if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
         agenda.stopped_by = None

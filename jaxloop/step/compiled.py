@@ -194,7 +194,7 @@ class _SameInAllProcesses:
 
     The form is the batch's structure, shapes and dtypes. If the programs differed, the processes would deadlock or
     compute different results. The check itself would deadlock if the form were new in only one process. Therefore, if
-    the processes' batches may differ, they are compared first.
+    the batches may differ between processes, the batches are compared first.
     """
 
     def __init__(self, name: str, compiled: Any, batch_watch: checks.BatchWatch, structure: Any):

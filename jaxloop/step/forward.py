@@ -33,8 +33,7 @@ def with_arguments(
     Args:
       model: A model of any supported kind, or None.
       nnx_model_args: The step's argument of the same name.
-      options: The keyword arguments that neither the constructor of the step's class nor those of its base classes
-        declare.
+      options: The keyword arguments that no constructor of the step's class or its base classes declares.
       step_class: The class of the step.
 
     Raises:
@@ -509,7 +508,7 @@ def adapt(model: Any) -> Any:
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Returns True if a model's class or a base class is from a package, without importing the package."""
+    """Returns True if a model's class or one of its base classes is defined in a package, without importing it."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
@@ -577,7 +576,7 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Returns a NumPy array's shape and its dtype inside `jit`. Returns any other leaf unchanged."""
+    """Returns the shape of a NumPy array, and the dtype that it has inside `jit`. Returns other leaves unchanged."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

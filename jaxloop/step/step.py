@@ -23,7 +23,7 @@ from jaxloop.step.cost import flops_of
 from jaxloop.step.runner import Runner, shapes_for_run
 
 NO_OPTIMIZER = optax.identity()
-"""The default optimizer of a `Step`, which means no optimizer. With `train=True`, it causes a warning."""
+"""The default optimizer of a `Step`: a placeholder for no optimizer. With `train=True`, it causes a warning."""
 
 
 class FusingError(ValueError):
