@@ -126,8 +126,8 @@ class History:
     With a `path`, rows are also appended to that file, in order. Each line is a JSON object, `{"elapsed": {...},
     "logs": {...}}`, which may contain the literals `NaN` and `Infinity`, as Python's `json` writes them. A row with
     only host values is written before `commit` returns, unless an earlier row is still pending. A row with device
-    values is written once the values have arrived on the host, and at the latest when the 63rd row after it is
-    committed or when `flush` is called.
+    values is written once the values have arrived on the host: at the latest, when 63 more rows have been committed or
+    when `flush` is called.
 
     Args:
       path: The file to write the rows to. If None, the rows are kept only in memory. The file's directory is created if
@@ -226,7 +226,7 @@ class History:
           num_rows: The number of rows that the history had at that point, if known. Later rows for the same step are
             also dropped, because the run will add them again.
           checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
-            is moved to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
+            is moved to `<path>.damaged`. The rows that can still be read are kept, and a warning lists what was lost.
 
         Raises:
           ValueError: If a line of the file is malformed and no checksum was given.

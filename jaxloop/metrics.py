@@ -55,7 +55,7 @@ def is_on_cpu() -> bool:
 
 
 def wait(tree: Any) -> Any:
-    """Blocks until the devices have computed a pytree and returns it without reading its values."""
+    """Blocks until the devices have computed a pytree. Returns the pytree without reading its values."""
     if not isinstance(tree, jax.Array) or not is_ready(tree):
         jax.block_until_ready(tree)
     return tree

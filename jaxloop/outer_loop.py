@@ -74,8 +74,8 @@ class OuterLoop:
       eval_loops: One loop for each `EvalSpec` that is passed to `__call__`.
       checkpoint_spec: The checkpoints to resume from (or, without a train loop, to evaluate). If None, the run neither
         resumes from checkpoints nor evaluates them. With "auto", a run with a train loop and a `workdir` resumes from
-        the newest checkpoint of the train loop's first `CheckpointAction` or, without such an action, from the newest
-        one in the subdirectory `checkpoints` of `workdir`.
+        the newest checkpoint of the train loop's first `CheckpointAction`. Without such an action, it resumes from the
+        newest checkpoint in the subdirectory `checkpoints` of `workdir`.
       workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
         is appended to the file immediately, and a resumed run appends to the same file. With `checkpoint_spec="auto"`
         and without a `CheckpointAction`, the run also saves checkpoints in the subdirectory `checkpoints`, at most

@@ -328,7 +328,7 @@ class Goal(NamedTuple):
     Attributes:
       step: The next step within a loop.
       time: The next training time, in seconds.
-      loop: The number of the next loop after which something may be due that `step` and `time` don't cover.
+      loop: The number of the next loop after which something may be due, apart from what `step` and `time` cover.
     """
 
     step: int

@@ -66,9 +66,9 @@ def load_params(
     Raises:
       FileNotFoundError: If there is no such checkpoint.
       CheckpointError: If files of the checkpoint are damaged. The message lists these files.
-      ValueError: If the checkpoint lacks the parameters or (with `ema`) their average, if a leaf differs in path, shape or
-        dtype, if a pattern matches no leaf, or if a safetensors file is damaged. The message lists the leaves that
-        differ.
+      ValueError: If the checkpoint lacks the parameters or (with `ema`) their average, if a leaf differs in path,
+        shape or dtype, if a pattern matches no leaf, or if a safetensors file is damaged. The message lists the leaves
+        that differ.
     """
     if not is_safetensors(directory):
         return _load(directory, step, lambda opened: _load_part(opened, _saved_params(opened, ema), into, paths))

@@ -105,8 +105,8 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
-    Prefetching helps if batches take a long time to create and the code that creates them releases the GIL, for example
-    while it reads files, uses the network or runs NumPy. It costs a few microseconds per batch. Even without
+    Prefetching helps if creating a batch takes a long time and releases the GIL, as reading files, using the network
+    and running NumPy do. It costs a few microseconds per batch. Even without
     prefetching, batches are created while the devices compute, because steps are dispatched asynchronously. Grain,
     tf.data and torch `DataLoader`s do their own prefetching, so they don't need this function.
 

@@ -77,7 +77,7 @@ class Item:
 
     Hooks:
       name: The name under which a checkpoint stores the item's state.
-      time_category: The field of `Spent` that counts the time spent in `call`. If None, this time isn't counted
+      time_category: The field of `Spent` to which the time spent in `call` is added. If None, this time isn't counted
         separately.
       interval: A schedule or a number of loops. If None, the item is due only if a call has been requested or
         if an override of `is_due` returns True.
@@ -297,9 +297,9 @@ class Agenda:
     ) -> Elapsed:
         """Calls all items that are due and haven't been called at the current step yet.
 
-        If an item asks the run to stop at the end of a loop, the current step becomes the last step of the run, and the
-        items that are due at the end of a run are called, too. If an item asks the run to stop inside a loop, the loop
-        ends first, and checkpoints are saved afterwards.
+        If an item that is called at the end of a loop asks the run to stop, the current step becomes the last step of
+        the run. The items that are due at the end of a run are then called, too. If an item asks the run to stop inside
+        a loop, the loop ends first, and checkpoints are saved afterwards.
 
         Args:
           state: The state.

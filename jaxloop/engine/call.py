@@ -17,7 +17,7 @@ class Options:
     Attributes:
       steps_per_dispatch: The number of steps in one dispatch.
       nan_policy: The policy for NaN and infinity.
-      max_in_flight: The maximum number of steps by which the host may run ahead, or None for the default.
+      max_in_flight: The maximum number of steps by which the host may run ahead of the devices; None for the default.
       evaluates: True if the loop never changes the state.
       checks_count: Whether to check once that `state.step` counts the updates.
     """
@@ -29,7 +29,7 @@ class Options:
     checks_count: bool = False
 
     def in_flight(self, step: Step) -> int:
-        """Returns the number of steps by which the host may run ahead."""
+        """Returns the number of steps by which the host may run ahead of the devices."""
         default = partition.max_steps_in_flight(step.partitioner.mesh, self.steps_per_dispatch)
         return self.max_in_flight or default
 
@@ -79,7 +79,7 @@ class Call:
       place: The part of the run that is currently active, such as the dataset or the step. If an exception is raised, a
         note on the exception names this part.
       ran: The results so far of the steps that are running now, or None if no steps are running.
-      count: The array `state.step` after the call, and its value as an int.
+      count: A pair: the array `state.step` after the call, and its value as an int.
       own_hooks: The names of the loop's hooks that the user has overridden.
       outcome: The outcome of the call so far.
     """

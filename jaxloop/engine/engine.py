@@ -330,7 +330,7 @@ class Engine:
         self.run.agenda.goal(self.run.now, self.plan.stop)
 
     def loop_end(self, step_num: int) -> int | None:
-        """Returns the number of updates to the end of the run or, if earlier, to a loop's end at which items may be due.
+        """Returns the number of updates until the run ends or, if earlier, until items may be due at a loop's end.
 
         Returns None if neither is planned.
         """

@@ -157,7 +157,7 @@ class Pending:
             self._sums[name] = functools.reduce(lambda a, b: _merge_states([a, b]), [*before, *column])
 
     def cut(self) -> None:
-        """Ends the current segment without waiting."""
+        """Ends the current segment without waiting for the devices."""
         if self._examples:
             self.send()
         if not (self._queue and isinstance(self._queue[-1], Cut)):
@@ -185,7 +185,7 @@ class Pending:
         return metrics.fetch(self._sums)
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the newest computed scalars in `newest` or the queue. Never waits."""
+        """Returns the newest scalars in `newest` or the queue that have been computed. Never waits for the devices."""
         for outputs in reversed(self.newest):
             if found := metrics.ready_scalars(_last_of(outputs) or {}):
                 return found
@@ -268,7 +268,7 @@ class Outputs:
         return self._segments[-1].end + self.pending.num_steps
 
     def fetch(self, number: int | None = None) -> None:
-        """Moves the first `number` elements of the queue (by default, all outputs) to the host, and waits for them."""
+        """Waits for the first `number` elements of the queue (by default, all outputs) and moves them to the host."""
         for each in self.pending.take(number):
             if isinstance(each, Chunk):
                 self._arrive(each.groups, each.examples)
@@ -298,7 +298,7 @@ class Outputs:
                     self._updated = self.update(self._updated, row)
 
     def cut(self) -> None:
-        """Ends the current segment without waiting."""
+        """Ends the current segment without waiting for the devices."""
         if self.pending.num_steps or self._segments[-1].outputs.num_examples:
             self.pending.cut()
 
@@ -358,7 +358,7 @@ class Outputs:
         self.loop_start = place
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the latest step that has been computed. Never waits."""
+        """Returns the scalars of the latest step that has been computed. Never waits for the devices."""
         newest = next((each for each in reversed(self._segments) if each.outputs.num_examples), self._segments[-1])
         return self.pending.newest_scalars() or metrics.newest_scalars(newest.outputs)
 

@@ -277,7 +277,7 @@ class InFlight:
       stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
-      limit: The number of steps by which the host may run ahead.
+      limit: The number of steps by which the host may run ahead of the devices.
       chunk: The number of steps whose outputs are processed together.
       waiting: A function that returns a context manager that measures the time spent waiting for the devices.
     """
@@ -289,7 +289,7 @@ class InFlight:
         self._num_steps = 0
 
     def set_limit(self, limit: int) -> None:
-        """Sets the number of steps by which the host may run ahead."""
+        """Sets the number of steps by which the host may run ahead of the devices."""
         self.limit: int = limit
         self.chunk: int = min(CHUNK_SIZE, -(-limit // 2))
 

@@ -27,7 +27,7 @@ class Sources:
 
     Attributes:
       passes: The number of completed epochs.
-      is_new: True if the run was resumed with `restore_data=False`, so its positions refer to a new dataset; see
+      is_new: True if the run was resumed with `restore_data=False`. Its positions then refer to a new dataset; see
         `CheckpointSpec`.
     """
 
@@ -322,8 +322,8 @@ class LeftOut:
     Attributes:
       numbers: The numbers of all batches to leave out, in ascending order.
       detours: One dict for each time the run has gone back to an earlier checkpoint. `step` is the step at which the
-        run turned back, `first_batch` and `last_batch` are the numbers of the first and the last batch to leave out,
-        and `first_step` is the step that used the first of these batches. `reason` is the reason for the detour.
+        run turned back. `first_batch` and `last_batch` are the numbers of the first and the last batch to leave out.
+        `first_step` is the step that used the first of these batches. `reason` is the reason for the detour.
       epoch_start: The total number of batches in the completed epochs.
     """
 

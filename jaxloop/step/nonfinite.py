@@ -54,9 +54,9 @@ class NonFiniteError(FloatingPointError):
 class Detector:
     """Wraps a step's `run` so that its compiled program also returns flags for non-finite values.
 
-    There is one flag for each floating-point leaf of the new `params` and `batch_stats` (or of the whole state if it
-    has no `params`), and of the outputs whose names contain "loss". Other outputs aren't checked, because they may
-    legitimately be NaN for some batches.
+    There is one flag for each floating-point leaf of the new `params` and `batch_stats`, and of the outputs whose names
+    contain "loss". (If the state has no `params`, the flags cover the whole state.) Other outputs aren't checked,
+    because they may legitimately be NaN for some batches.
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.

@@ -256,9 +256,9 @@ class Step:
 
         Args:
           state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer state
-            doesn't match, `opt_state` keeps the values passed in (except for a moving average of the parameters, which
-            is restored if both states contain one), and a warning is logged. If `state` has no optimizer, the saved
-            `opt_state` is ignored.
+            doesn't match, a warning is logged, and `opt_state` keeps the values passed in. However, a moving average of
+            the parameters is restored if both states contain one. If `state` has no optimizer, the saved `opt_state` is
+            ignored.
           checkpoint_dir: The directory that contains one subdirectory per step.
           step: The step of the checkpoint to restore. If None, the newest undamaged checkpoint is restored, and a
             warning is logged for each damaged checkpoint that is skipped.
