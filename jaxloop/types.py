@@ -305,7 +305,7 @@ class Weighted:
     Args:
       value: A scalar, or an array whose weighted mean is computed.
       weight: A scalar, or an array that can be broadcast to the shape of `value`. Where the weight is 0, the value may
-        be NaN. In that case, the gradient may also be NaN.
+        be NaN, but the gradient may then be NaN, too.
 
     Raises:
       ValueError: If `weight` can't be broadcast to the shape of `value`.

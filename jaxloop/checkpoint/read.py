@@ -127,7 +127,7 @@ def restore(
       transforms: A dict that renames saved leaves by mapping patterns for saved paths to paths in the state, as in
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint that
         already has the new names is read unchanged.
-      any_optimizer: Whether to accept a state with a different optimizer, or without one. In that case, everything
+      any_optimizer: Whether to accept a state with a different optimizer, or without one. With such a state, everything
         except `opt_state` is restored, and the differences are logged. If both the checkpoint and the state have a
         moving average of the parameters, the average is also restored.
 

@@ -62,7 +62,7 @@ class Reader:
         return self.peeked[0]
 
     def mark(self, count: int) -> None:
-        """Stores the current state, which is the state after `count` batches, as a mark.
+        """Stores the source's current state, which it reached after `count` batches, as a mark.
 
         Does nothing if a later batch has already been read, either by `peek` or by the prefetch thread. The thread
         marks the states itself.

@@ -79,8 +79,8 @@ class Item:
       name: The name under which a checkpoint stores the item's state.
       time_category: The field of `Spent` to which the time spent in `call` is added. If None, this time isn't counted
         separately.
-      interval: A schedule or a number of loops. If None, the item is due only if a call has been requested or
-        if an override of `is_due` returns True.
+      interval: A schedule or a number of loops. If None, the item is due only if a call has been requested or if
+        an override of `is_due` returns True.
       call: Called when the item is due. Returns False if the call was interrupted and must be repeated after a resume.
       state_dict, load_state_dict: See `Action`.
 
@@ -96,7 +96,7 @@ class Item:
         interval is an int, these are all unread outputs before `cursor`. If it is a schedule, they are only the values
         that aren't lists. None if everything has been read.
       called_at: The step after which the item was last called, or None before the first call.
-      is_requested: True if a call to the item has been requested, so that it is due now, regardless of its interval.
+      is_requested: True if a call has been requested, which makes the item due now, regardless of its interval.
       spent: The time report at the item's last call.
     """
 

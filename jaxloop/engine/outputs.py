@@ -309,8 +309,8 @@ class Outputs:
     ) -> LoopOutputs:
         """Returns a copy of the outputs between two positions.
 
-        Unless the outputs are plain, a cut must have been made at both positions. By default, non-scalar values are
-        returned only for the last segment.
+        Unless the outputs are plain (see `Pending`), a cut must have been made at both positions. By default,
+        non-scalar values are returned only for the last segment.
 
         Args:
           cursor: The first position.

@@ -161,7 +161,8 @@ class Course:
 
         Args:
           interval: The interval, in any form that an action accepts.
-          in_step: Whether the action belongs to a step. Such actions can't fire on the end of a loop or of the run.
+          in_step: Whether the action belongs to a step. If so, schedules that depend on the end of a loop or of the run
+            never fire.
         """
         if in_step and not isinstance(interval, Schedule):  # An int counts the steps of each loop.
             longest = self.batches_of_longest_loop

@@ -180,7 +180,7 @@ class Run:
         self.now = dataclasses.replace(now, loops=now.loops + passed, previous=previous)
 
     def drop_loop(self) -> None:
-        """Forgets the current loop."""
+        """Forgets the current loop and its outputs."""
         self.outputs.drop_loop()
         self.batches = 0
 
@@ -324,7 +324,7 @@ class Steps:
         """Returns the number of batches to run at once.
 
         This is the number of batches until the goal or the end of the loop, whichever comes first. The end of the loop
-        is ignored if the outputs are plain and nothing is scheduled by time.
+        is ignored if the outputs are plain (see `Pending`) and nothing is scheduled by time.
         """
         now, updates, loop_steps = self._run.now.steps, self._call.updates, self._plan.loop_steps
         if not updates:

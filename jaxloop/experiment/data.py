@@ -85,7 +85,7 @@ class TrainingData:
           restores: Whether to move to the restored position.
           warns: Whether to warn about each dataset whose position can't be saved and restored.
           must_return: Whether to raise an error if the dataset can't move to the restored position. After a return to
-            an earlier checkpoint, this is always an error.
+            an earlier checkpoint, an error is always raised.
           raises: Whether to raise an error if the next batch has changed since the checkpoint was saved.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None

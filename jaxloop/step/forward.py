@@ -457,13 +457,13 @@ PARAMS_APPLY = FunctionApply(lambda params, inputs=None: params)
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedModel:
-    """A model that is neither a Linen module nor an NNX class, as converted by `adapt`.
+    """The result of `adapt` for a model that is neither a Linen module nor an NNX class.
 
     Attributes:
       kind: A clause that describes the kind of model in error messages.
       apply_fn: The `apply_fn` of states created from the model.
       arrays: The initial `(params, batch_stats, collections)`. Empty if the model doesn't contain them.
-      init: A function that computes `arrays` from `(key, inputs, init_kwargs)`. None if the model contains them.
+      init: A function that computes `arrays` from `(key, inputs, init_kwargs)`. None if the model contains these.
     """
 
     kind: str
