@@ -119,8 +119,8 @@ class TrainState(train_state.TrainState):
         """Returns the state after an optimizer update, with `step` increased by one.
 
         Args:
-          grads: The gradients, with the structure of `params`. For complex parameters, pass `jax.tree.map(jnp.conj,
-            grads)`, the conjugate of the result of `jax.grad`, because optimizers subtract the gradients.
+          grads: The gradients, with the structure of `params`. For complex parameters, pass the conjugate of the result
+            of `jax.grad` (`jax.tree.map(jnp.conj, grads)`), which is the direction of steepest ascent.
           **kwargs: New values for other fields.
         """
         # Unlike in Flax, neither the parameters nor the gradients need to be a dict.
