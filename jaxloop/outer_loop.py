@@ -369,7 +369,7 @@ class OuterLoop:
           train_dataset: See `__call__`, which also describes the arguments not listed here. If the dataset is an
             iterator, the check reads its first batch, and the next run of this `OuterLoop` begins with that batch.
           topology: The TPU topology to compile the train step for, such as "v5e:16x16". The TPUs don't have to be
-            attached to this machine. The report then lists the memory, FLOPs and communication per device, and contains
+            attached to this machine. The report then lists the memory and FLOPs per device, and contains
             an error if the step doesn't fit in memory. Batches must be global, that is, contain the rows for all
             devices. Requires libtpu (`pip install libtpu`).
 

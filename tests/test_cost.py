@@ -10,18 +10,6 @@ from jaxloop import check, partition
 from jaxloop.base import checks
 from jaxloop.step import cost
 
-
-def test_collectives_in_a_loop_are_counted_per_iteration(data_parallel):
-    def summed(x):
-        return jax.lax.scan(lambda x, _: (jax.lax.psum(x, "data") * 0.5, None), x, length=3)[0]
-
-    mesh, spec = data_parallel(8).mesh, jax.sharding.PartitionSpec()
-    fn = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    (found,) = cost.collectives_of(fn.lower(jnp.ones([4, 8])).compile().as_text())
-    assert (found.kind, found.count, found.bytes) == ("all-reduce", 3, 3 * 4 * 8 * 4)
-    assert cost.collectives_of("") == ()
-
-
 # FLOPs ------------------------------------------------------------------------------------------------------
 
 
@@ -100,12 +88,8 @@ def test_cost_of_a_step_can_be_computed_from_abstract_values():
         }
         assert check.cost_analysis(step, state, batch) == costs[type(partitioner)]
         assert partitioner.report(abstract).bytes_per_device == partitioner.report(state).bytes_per_device
-    # The devices all-reduce the gradients of the parameters and the loss.
-    reduced = costs[jaxloop.DataParallelPartitioner].collectives[0]
-    assert reduced.kind == "all-reduce" and reduced.bytes >= (128 * 64 + 64) * 4
-    assert "all-gather" in {each.kind for each in costs[jaxloop.FSDPPartitioner].collectives}
-    single = make_step(jaxloop.SingleDevicePartitioner())
-    assert check.cost_analysis(single, single.abstract_state([1, 128]), spec).collectives == ()
+    replicated, split = costs[jaxloop.DataParallelPartitioner], costs[jaxloop.FSDPPartitioner]
+    assert replicated.argument_bytes > 4 * split.argument_bytes
 
 
 ROWS = 2**31  # 34 GB in total. XLA fails on larger axes in JAX 0.9.

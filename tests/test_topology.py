@@ -154,7 +154,6 @@ def test_costs_match_xlas_memory_analysis():
     assert found.output_bytes == analysis.output_size_in_bytes
     assert abs(found.alias_bytes - analysis.alias_size_in_bytes) <= 1024  # One scalar is a tile of 512 bytes.
     assert found.flops > 4 * 16 * 256 * 512
-    assert [each.kind for each in found.collectives] == ["all-reduce"]
 
 
 @needs_libtpu

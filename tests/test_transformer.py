@@ -2,7 +2,6 @@
 
 import importlib.util
 import pathlib
-import re
 import subprocess
 import sys
 import types
@@ -97,4 +96,4 @@ def test_a_dry_run_compiles_for_missing_devices():
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "mesh {'data': 16}" in run.stdout and "443,008 parameters" in run.stdout
-    assert re.search(r"all-gather +\d\.\d MiB in \d+\n", run.stdout) and "without running a step" in run.stdout
+    assert "FLOPs per step" in run.stdout and "without running a step" in run.stdout

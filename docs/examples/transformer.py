@@ -15,8 +15,7 @@ the layout over several devices:
 - "fsdp" keeps a part of the state on each device.
 - "tensor" splits each layer over --model_devices devices.
 
-A dry run compiles a step for simulated devices and prints its cost: the memory, the FLOPs, and the communication
-between devices.
+A dry run compiles a step for simulated devices and prints its cost: the memory and the FLOPs.
 
     python docs/examples/transformer.py --size=1b --dry_run --devices=64
 """
@@ -322,9 +321,7 @@ def print_step_cost(options) -> None:
         "state per device": f"{readable(layout.bytes_per_device)} of {readable(layout.bytes)}",
         "memory per device": memory,
         "FLOPs per step": f"{cost.flops:.3g}, {cost.flops / num_tokens:.3g} per byte of text",
-        "communication": "per device, by kind of operation",
     }
-    table |= {f"  {each.kind}": f"{readable(each.bytes)} in {each.count}" for each in cost.collectives}
     print("\n".join(f"{name:<26}{value}" for name, value in table.items()))
     print(f"Compiled in {time.perf_counter() - began:.0f} s, without running a step or allocating the state.")
 

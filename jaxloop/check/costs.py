@@ -18,7 +18,7 @@ _MOST_ROWS = 2**20
 
 
 def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str | None = None) -> Cost:
-    """Compiles a training step and returns its FLOPs, memory use and communication.
+    """Compiles a training step and returns its FLOPs and memory use.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()

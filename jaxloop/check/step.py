@@ -268,8 +268,6 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
                 f"{cost.flops:.3g} FLOPs; {readable(needed)}{_of(memory)} per device, of which "
                 f"{readable(cost.temp_bytes)} for activations and gradients"
             )
-            for each in cost.collectives:
-                here.plan["step"] += f"; {each.kind} {readable(each.bytes)} in {each.count} operations"
         except DeviceMemoryError as error:
             needed, memory = error.needed_bytes, error.available_bytes
         if memory is not None and needed > memory:

@@ -280,8 +280,7 @@ class Programs:
 
         The batch must already have passed through the hooks that precede `run`.
         """
-        traced, mesh = self.compiled(evaluates=evaluates, fuses=fuses).trace(state, batch), self.step.partitioner.mesh
-        self.cost = cost.cost_of(traced, num_devices=1 if mesh is None else mesh.size)
+        self.cost = cost.cost_of(self.compiled(evaluates=evaluates, fuses=fuses).trace(state, batch))
         return self.cost
 
     @contextlib.contextmanager

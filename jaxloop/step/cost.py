@@ -1,10 +1,8 @@
-"""The FLOPs, memory and communication of compiled steps, and the peak FLOPs per second of devices."""
+"""The FLOPs and memory of compiled steps, and the peak FLOPs per second of devices."""
 
-import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -16,29 +14,10 @@ from jaxloop.partition.layout import readable
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """The collective operations of one kind in a dispatch.
-
-    Attributes:
-      kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
-      count: The number of operations. An operation in a loop counts once per iteration if XLA knows the number of
-        iterations.
-      bytes: The total size of the operations, in bytes per device. Each operation's size is that of its inputs or its
-        outputs, whichever is larger.
-    """
-
-    kind: str
-    count: int
-    bytes: int
-
-
-@final
-@dataclasses.dataclass(frozen=True)
 class Cost:
-    """The computation, memory and communication of one dispatch of a compiled step.
+    """The computation and memory of one dispatch of a compiled step.
 
-    The sizes and collectives are taken from the program compiled by XLA. `str(...)` formats the FLOPs and the memory as
-    a sentence.
+    The sizes are taken from the program compiled by XLA. `str(...)` formats the FLOPs and the memory as a sentence.
 
     Attributes:
       flops: The total number of floating-point operations on all devices; see `flops_of`.
@@ -47,7 +26,6 @@ class Cost:
       alias_bytes: The part of `output_bytes` that reuses the memory of donated arguments.
       temp_bytes: The memory for temporaries, such as activations and gradients.
       code_bytes: The memory for the program itself.
-      collectives: The collective operations, one item per kind. Empty if there is only one device.
 
     >>> print(Cost(flops=6.2e9, argument_bytes=24 << 20, output_bytes=24 << 20, alias_bytes=24 << 20,
     ...            temp_bytes=100 << 20, code_bytes=0))
@@ -60,7 +38,6 @@ class Cost:
     alias_bytes: int
     temp_bytes: int
     code_bytes: int
-    collectives: Sequence[Collective] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -111,19 +88,16 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         raise
 
 
-def cost_of(traced: jax.stages.Traced, *, num_devices: int) -> Cost:
+def cost_of(traced: jax.stages.Traced) -> Cost:
     """Compiles a traced program and returns its cost.
 
     Raises:
       DeviceMemoryError: If the program needs too much memory. Only the TPU compiler detects this.
     """
-    program = compiled(traced.lower())
-    memory: Any = program.memory_analysis()
+    memory: Any = compiled(traced.lower()).memory_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
     argument, output, alias, temp, code = (int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names)
-    # The text of the program is long, so it is read only if needed.
-    collectives = collectives_of(program.as_text() or "") if num_devices > 1 else ()
-    return Cost(flops_of(traced.jaxpr), argument, output, alias, temp, code, collectives)
+    return Cost(flops_of(traced.jaxpr), argument, output, alias, temp, code)
 
 
 # Each of these takes one operation per element.
@@ -198,67 +172,6 @@ def _flops_of_convolution(
         place = np.arange(out.shape[of_out[axis]])[:, None] * stride + np.arange(rhs.shape[of_rhs[axis]]) * step - low
         num_products *= int(((place >= 0) & (place < lhs.shape[of_lhs[axis]] * every) & (place % every == 0)).sum())
     return 2.0 * num_products
-
-
-# An instruction of a compiled program: its name, type, operation and operands, and, for loops, the trip count. A
-# program consists of computations, each of which begins with its name and a brace.
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
-_BODY = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?%?([\w.-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_ARRAY = re.compile(r"([a-z]+\d+|pred)(?:e\w+)?\[([\d,]*)\]")
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-def collectives_of(program: str) -> Sequence[Collective]:
-    """Returns the collective operations in the text of a compiled XLA program, sorted by decreasing total size.
-
-    >>> program = '''
-    ... ENTRY %main (x: f32[8]) -> f32[8] {
-    ...   %x = f32[8]{0} parameter(0)
-    ...   ROOT %sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
-    ... }
-    ... '''
-    >>> collectives_of(program)
-    (Collective(kind='all-reduce', count=1, bytes=32),)
-    """
-    found: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
-    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
-    sizes: dict[str, int] = {}
-    here = entry = ""
-    for line in program.splitlines():
-        if begins := _COMPUTATION.match(line):
-            here = begins[2]
-            entry = here if begins[1] else entry
-        elif instruction := _INSTRUCTION.match(line):
-            name, kind_of_value, what, rest = instruction.groups()
-            sizes[name] = _bytes_of(kind_of_value)
-            kind = what.removesuffix("-start")
-            if kind in _KINDS:
-                operands = re.findall(r"%?([\w.-]+)", rest.split(")")[0])
-                size = max(sizes[name], sum(sizes.get(operand, 0) for operand in operands))
-                found[here].append((kind, size))
-            trips = int(each[1]) if what == "while" and (each := _TRIPS.search(line)) else 1
-            calls[here] += [(body, trips) for body in _BODY.findall(line)]
-
-    counts, totals = collections.Counter[str](), collections.Counter[str]()
-
-    def add(computation: str, times: int) -> None:
-        for kind, size in found[computation]:
-            counts[kind] += times
-            totals[kind] += times * size
-        for body, trips in calls[computation]:
-            add(body, times * trips)
-
-    add(entry, 1)
-    return tuple(Collective(kind, counts[kind], size) for kind, size in totals.most_common())
-
-
-def _bytes_of(kind_of_value: str) -> int:
-    """Returns the size, in bytes, of an array or tuple of arrays with the given XLA type."""
-    arrays = _ARRAY.findall(kind_of_value)
-    width = lambda name: 1 if name == "pred" else max(int(re.sub(r"\D", "", name)), 8) // 8
-    return sum(width(name) * math.prod(int(size) for size in shape.split(",") if size) for name, shape in arrays)
 
 
 # Dense bfloat16, without sparsity, from the data sheets of NVIDIA and from "Cloud TPU system architecture". More
