@@ -81,7 +81,7 @@ BUDGET = {
     "runs": 1048,
     "schedules": 285,
     "stat_loop": 101,
-    "step": 1201,
+    "step": 1169,
     "testing": 101,
     "train_loop": 38,
     "types": 173,

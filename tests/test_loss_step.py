@@ -84,13 +84,14 @@ def two_layers():
 
     params = {"w1": w1, "b1": b1[None], "w2": w2, "b2": b2[None]}
     network = lambda params, x: jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+    module = Equinox(*map(jnp.asarray, (w1, b1, w2, b2)))
     return {
         "Linen": (Linen(), {}),
         "NNX class": (NNX, {"nnx_model_args": ()}),
         "NNX instance": (NNX(rngs=nnx.Rngs(0)), {}),
-        "Equinox": (Equinox(*map(jnp.asarray, (w1, b1, w2, b2))), {}),
         "(init, apply)": ((lambda key, x: jax.tree.map(jnp.asarray, params), network), {}),
         "parameters": (params, {"loss": lambda params, batch: squares(network(params, batch["x"]), batch)}),
+        "Equinox": (module, {"loss": lambda module, batch: squares(jax.vmap(module)(batch["x"]), batch)}),
     }
 
 

@@ -71,12 +71,10 @@ class LossStep(NumpyStep):
 
     - a Linen module;
     - an NNX class, with `nnx_model_args`, or an NNX instance, whose variables become the initial variables;
-    - an Equinox module, which is called on one example at a time under `jax.vmap`. If it takes a `key`, each example
-      gets its own key in training. `state.apply_fn(state.params)` returns the module. For a module with a state, pass
-      the pair that `eqx.nn.make_with_state(...)` returns;
     - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`. `apply` may also take any of
       `train`, `rngs` (a dict), `rng` and `key`;
-    - a pytree of parameters, which the loss receives instead of outputs: `loss(params, batch)`.
+    - a pytree of parameters, which the loss receives instead of outputs: `loss(params, batch)`. For an Equinox module,
+      these are the `params` of `params, static = eqx.partition(module, eqx.is_inexact_array)`.
 
     `jaxloop.models.forward` describes how each kind of model receives its keys and the training mode. The keys come
     from `prng_key(state.step)`, so they depend only on `base_prng` and the step. NNX models keep their own keys in the

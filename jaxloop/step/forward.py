@@ -135,9 +135,9 @@ def _copy(leaf: Any) -> jax.Array:
 def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PRNGType | None = None) -> Any:
     """Calls a state's model, which can be of any kind that `LossStep` accepts.
 
-    The mode (training or inference) is set in the way that each kind of model expects. NNX and Equinox models are
-    switched to that mode. All models except Equinox modules receive `train`, `training`, `is_training` or
-    `deterministic` if they take an argument with that name. Linen collections are mutable during training.
+    The mode (training or inference) is set in the way that each kind of model expects. NNX models are switched to that
+    mode. All models receive `train`, `training`, `is_training` or `deterministic` if they take an argument with that
+    name. Linen collections are mutable during training.
 
     Args:
       state: The `TrainState`. Its `apply_fn` determines the kind of model. A plain function is called like the `apply`
@@ -390,44 +390,6 @@ class NNXApply(Forward):
 
 
 @final
-@dataclasses.dataclass(frozen=True, eq=False)
-class EquinoxApply(Forward):
-    """The `apply_fn` of an Equinox module. `apply_fn(params)` returns the module with the given parameters.
-
-    Attributes:
-      static: The module without its parameters.
-    """
-
-    static: Any
-
-    def __call__(self, params: Any) -> Any:
-        import equinox as eqx
-
-        return eqx.combine(params, self.static)
-
-    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
-        import equinox as eqx
-
-        model = eqx.nn.inference_mode(self(params), value=not train)
-        parameters = _parameters(type(model).__call__)
-        takes_key = "key" in parameters and (train or parameters["key"].default is inspect.Parameter.empty)
-        keys = None
-        if takes_key and rngs is not None:
-            keys = jax.random.split(_key(rngs, "dropout"), len(jax.tree.leaves(inputs)[0]))
-
-        def call_model(example: Any, variables: Any, key: Any) -> Any:
-            arguments = (example,) if variables is None else (example, variables)
-            return model(*arguments) if key is None else model(*arguments, key=key)
-
-        # BatchNorm computes means over the axis with this name.
-        batched = lambda out_axes: jax.vmap(call_model, in_axes=(0, None, 0), out_axes=out_axes, axis_name="batch")
-        if "state" not in state.collections:
-            return batched(0)(inputs, None, keys), None
-        outputs, variables = batched((0, None))(inputs, state.collections["state"], keys)
-        return outputs, {"state": variables}
-
-
-@final
 @dataclasses.dataclass(frozen=True)
 class FunctionApply(Forward):
     """The `apply_fn` of an `(init, apply)` pair of functions. It calls `apply(params, inputs)`."""
@@ -478,7 +440,6 @@ def adapt(model: Any) -> Any:
     Linen modules and NNX classes are returned unchanged. The following are converted to an `AdaptedModel`:
 
     - an NNX module instance;
-    - an Equinox module instance, or a pair `(module, state)` made by `eqx.nn.make_with_state`;
     - a pair of functions `(init, apply)`;
     - a pytree of parameters.
 
@@ -496,28 +457,11 @@ def adapt(model: Any) -> Any:
         graphdef, *arrays = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
         kind = f"{type(model).__name__} is an instance of an NNX module"
         return AdaptedModel(kind, NNXApply(graphdef), tuple(arrays))
-    if isinstance(model, tuple) and len(model) == 2 and _is_of("equinox", model[1]):
-        return _adapt_equinox(*model)
-    if _is_of("equinox", model):
-        return _adapt_equinox(model, None)
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         init, apply = model
         make = lambda key, inputs, init_kwargs: (init(key, inputs, **init_kwargs), {}, {})
         return AdaptedModel("the model is a pair of functions (init, apply)", FunctionApply(apply), init=make)
     return _adapt_params(model)
-
-
-def _is_of(package: str, model: Any) -> bool:
-    """Returns True if a model's class or one of its base classes is defined in a package, without importing it."""
-    return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
-
-
-def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
-    import equinox as eqx
-
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    arrays = (params, {}, {} if state is None else {"state": state})
-    return AdaptedModel(f"{type(model).__name__} is an Equinox module", EquinoxApply(static), arrays)
 
 
 def _adapt_params(params: Any) -> AdaptedModel:
@@ -526,8 +470,10 @@ def _adapt_params(params: Any) -> AdaptedModel:
     for path, leaf in leaves.items() if leaves else [("", params)]:
         if not is_param(leaf):
             raise TypeError(
-                "model must be a Linen module, an NNX class or instance, an Equinox module, a pair of functions (init, "
-                f"apply), or a pytree of floating-point parameters, got {leaf!r:.100}{f' in {path}' if path else ''}."
+                "model must be a Linen module, an NNX class or instance, a pair of functions (init, apply), or a "
+                f"pytree of floating-point parameters, got {leaf!r:.100}{f' in {path}' if path else ''}. For an "
+                "Equinox module: params, static = eqx.partition(module, eqx.is_inexact_array). Give the params, and "
+                "call eqx.combine(params, static) in the loss."
             )
     return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", PARAMS_APPLY, (params, {}, {}))
 

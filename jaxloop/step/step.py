@@ -219,8 +219,8 @@ class Step:
             pair, or a dict, list or named tuple of these. The model is initialized with arrays of ones, but arrays and
             keys in the spec are passed to it unchanged. For a model with several inputs, pass their specs either by
             position, as a list (`[[1, 64], key]`), or by name, as a dict (`{"x": [1, 64], "key": key}`). The spec is
-            ignored if the model already contains its parameters, as an NNX module, an Equinox module or a pytree of
-            parameters does. `LossStep.input_spec` returns the spec for a batch.
+            ignored if the model already contains its parameters, as an NNX module or a pytree of parameters does.
+            `LossStep.input_spec` returns the spec for a batch.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments for the function that creates the parameters, such as `model.init` (Linen) or the
             constructor (NNX).
