@@ -4,20 +4,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-import jax
-from absl import logging
-
 from jaxloop import metrics, types
 from jaxloop.base import checks, timing
 from jaxloop.loop import Loop
-from jaxloop.step import Step, cost
+from jaxloop.step import Step
 
 STAT_NUM_PARAMS = "jaxloop/num_params"
 """The number of parameters."""
 STAT_NUM_FLOPS = "jaxloop/num_flops"
 """The number of FLOPs in one call to `run`, summed over all devices; see `Step.compute_num_flops`."""
 STAT_MFU = "jaxloop/model_flops_utilization"
-"""Achieved FLOPs per second, as a fraction (0 to 1) of the devices' peak. See `StatLoop.peak_flops_per_sec`."""
+"""Achieved FLOPs per second, as a fraction (0 to 1) of the devices' peak. Requires `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
 """The time when the loop was constructed, in seconds since the Unix epoch."""
 STAT_BEGIN_TIME = "jaxloop/begin_time"
@@ -38,7 +35,6 @@ ALL_STATS = (
     STAT_LOOP_TIME_SECS,
     *DEFAULT_STATS,
     STAT_NUM_FLOPS,
-    STAT_MFU,
     STAT_INIT_TIME,
     STAT_BEGIN_TIME,
 )
@@ -56,8 +52,9 @@ class Statistics:
 
     def __init__(self, loop: "StatLoop", names: Sequence[str] | None, global_batch_size: int | None):
         for name in names or ():
-            if name not in ALL_STATS:
-                raise ValueError(f"stat_names contains {name!r}, which is not one of {', '.join(ALL_STATS)}.")
+            if name not in (*ALL_STATS, STAT_MFU):
+                known = ", ".join((*ALL_STATS, STAT_MFU))
+                raise ValueError(f"stat_names contains {name!r}, which is not one of {known}.")
         checks.check_positive("global_batch_size", global_batch_size, optional=True)
         self._loop, self._global_batch_size = loop, global_batch_size
         self._step, self._stopwatch = loop.step, loop.engine.run.stopwatch
@@ -75,7 +72,16 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent(), updates
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the functions to call with each batch. Empty unless a batch is needed to count the FLOPs."""
+        """Returns the functions to call with each batch. There are none unless a batch is needed to count the FLOPs.
+
+        Raises:
+          ValueError: If `STAT_MFU` can't be computed, because the loop has no `peak_flops_per_sec`.
+        """
+        if STAT_MFU in self._names and self._loop.peak_flops_per_sec is None:
+            raise ValueError(
+                f"stat_names contains {STAT_MFU!r}, which requires the peak performance of a device. Before the call, "
+                "set the loop's peak_flops_per_sec, for example to 989e12 for bfloat16 on an H100."
+            )
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -115,15 +121,10 @@ class Statistics:
         return self._step.compute_num_params(state) if known is None and hasattr(state, "params") else known
 
     def _utilization(self, batches_per_sec: float) -> float | None:
-        mesh = self._step.partitioner.mesh
-        devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
-        peak = self._loop.peak_flops_per_sec or cost.peak_flops_per_sec(devices[0].device_kind)
-        if peak is None and self._names != ALL_STATS:
-            text = "%s is left out, because the peak FLOPs of a device of kind %r are unknown. Set peak_flops_per_sec."
-            logging.log_first_n(logging.WARNING, text, 1, STAT_MFU, devices[0].device_kind)
-        if peak is None or self._step.num_flops is None:
+        flops, peak, mesh = self._step.num_flops, self._loop.peak_flops_per_sec, self._step.partitioner.mesh
+        if flops is None or peak is None:
             return None
-        return self._step.num_flops * batches_per_sec / (peak * len(devices))
+        return flops * batches_per_sec / (peak * (1 if mesh is None else mesh.size))
 
 
 class StatLoop(Loop):
@@ -143,15 +144,14 @@ class StatLoop(Loop):
       step: The step to run on each batch.
       stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: steps and examples per second.
         If empty, nothing is added. `ALL_STATS` also includes the number of parameters, the elapsed times, the FLOPs of
-        a step, the model FLOPs utilization, and the times at which the loop was created and the call began. Counting
-        the FLOPs requires tracing the step once more.
+        a step, and the times at which the loop was created and the call began. Counting the FLOPs requires tracing the
+        step once more.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
       max_steps_in_flight: See `Loop`.
 
     Attributes:
-      peak_flops_per_sec: The peak FLOPs per second of one device, used for `STAT_MFU`. If None, the device's bfloat16
-        peak is used, which is built in for many GPUs and TPUs. Set this attribute for other devices.
+      peak_flops_per_sec: The peak FLOPs per second of one device, from its data sheet. Required by `STAT_MFU`.
     """
 
     def __init__(

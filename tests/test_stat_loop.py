@@ -8,7 +8,7 @@ from jaxloop.stat_loop import StatLoop
 
 def test_statistics_are_plain_numbers(set_clock):
     clock = set_clock(Clock(100.0))
-    loop = StatLoop(STEP, stat_loop.ALL_STATS)
+    loop = StatLoop(STEP, [*stat_loop.ALL_STATS, stat_loop.STAT_MFU])
     loop.peak_flops_per_sec = 1e9
     clock.now += 1
     _, outputs = loop(STATE, clock.during(BATCHES, 0.5), num_steps=10)
@@ -19,7 +19,7 @@ def test_statistics_are_plain_numbers(set_clock):
     assert outputs[stat_loop.STAT_EXAMPLES_PER_SEC] == 16
     assert outputs[stat_loop.STAT_BEGIN_TIME] >= outputs[stat_loop.STAT_INIT_TIME] > 1.7e9
     assert outputs[stat_loop.STAT_MFU] == outputs[stat_loop.STAT_NUM_FLOPS] * 2 / 1e9
-    assert set(outputs) == {"loss", *stat_loop.ALL_STATS}
+    assert set(outputs) == {"loss", *stat_loop.ALL_STATS, stat_loop.STAT_MFU}
     assert all(isinstance(outputs[name], int | float) for name in outputs if name.startswith("jaxloop/"))
 
 
@@ -50,3 +50,9 @@ def test_an_unknown_statistic_raises_and_lists_the_known_ones():
         ValueError, match="'steps_per_sec', which is not one of jaxloop/num_params, .*jaxloop/steps_per_sec"
     ):
         StatLoop(STEP, ["steps_per_sec"])
+
+
+def test_the_flops_utilization_requires_the_peak_of_a_device():
+    loop = StatLoop(STEP, [stat_loop.STAT_MFU])
+    with pytest.raises(ValueError, match="Before the call, set the loop's peak_flops_per_sec"):
+        loop(STATE, BATCHES, num_steps=1)

@@ -296,8 +296,6 @@ def run(options) -> float:
         speed = outer_loop.spent.steps_per_sec * batch_size * size.length
         bits = loss / np.log(2)
         print(f"held-out loss at step {step_num}: {loss:.4f} nats per byte ({bits:.3f} bits); {speed:,.0f} bytes/s")
-        if outputs and stat_loop.STAT_MFU in outputs:  # Present only if the peak FLOPS of the devices is known.
-            print(f"model FLOPs utilization {outputs[stat_loop.STAT_MFU]:.1%}")
         print(outer_loop.spent)
     return loss
 

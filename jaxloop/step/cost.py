@@ -1,4 +1,4 @@
-"""The FLOPs and memory of compiled steps, and the peak FLOPs per second of devices."""
+"""The FLOPs and memory of compiled steps."""
 
 import dataclasses
 import math
@@ -172,29 +172,3 @@ def _flops_of_convolution(
         place = np.arange(out.shape[of_out[axis]])[:, None] * stride + np.arange(rhs.shape[of_rhs[axis]]) * step - low
         num_products *= int(((place >= 0) & (place < lhs.shape[of_lhs[axis]] * every) & (place % every == 0)).sum())
     return 2.0 * num_products
-
-
-# Dense bfloat16, without sparsity, from the data sheets of NVIDIA and from "Cloud TPU system architecture". More
-# specific names come first.
-_PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L4": 121e12,
-    "TPU v6": 918e12,
-    "TPU v5p": 459e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v4": 275e12,
-}
-
-
-def peak_flops_per_sec(device_kind: str) -> float | None:
-    """Returns a device kind's peak FLOPs per second for bfloat16 matrix products, or None if it is unknown.
-
-    >>> peak_flops_per_sec("NVIDIA H100 80GB HBM3"), peak_flops_per_sec("cpu")
-    (989000000000000.0, None)
-    """
-    return next((peak for name, peak in _PEAKS.items() if name in device_kind), None)
