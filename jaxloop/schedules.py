@@ -1,13 +1,10 @@
 """Schedules, which decide when something happens, and `Elapsed`, which describes a run's progress.
 
-A schedule is immutable and stateless. It answers two questions: whether it fires between `before` and `now`, and at
-which step, time or loop end it can fire next. Until then, the run doesn't need to call the schedule again.
+A schedule is immutable and stateless: it only answers whether it fires between `before` and `now`.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
 [100, 200, 250, 300, 400]
->>> (every(100) & after(1000)).next_step(Elapsed(steps=7))
-1000
 """
 
 import abc
@@ -118,6 +115,21 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+@final
+class Goal(NamedTuple):
+    """The next points in a run at which something may be due. By default, it is never due.
+
+    Attributes:
+      step: The next step within a loop.
+      time: The next training time, in seconds. From that time on, something may be due at any step.
+      loop: The number of the next loop after which something may be due that `step` and `time` don't cover.
+    """
+
+    step: int = NEVER[0]
+    time: float = NEVER[1]
+    loop: int = NEVER[0]
+
+
 class Schedule(abc.ABC):
     """A rule that decides when something happens.
 
@@ -126,10 +138,9 @@ class Schedule(abc.ABC):
     Schedules are hashed by identity, so two schedules with the same arguments are different dictionary keys.
 
     Hooks:
-      fires: Called after each step at which the schedule can fire. Must be pure.
-      next_step, next_time: Called after `fires` to determine when to call `fires` again. Must be pure.
+      fires: Called after each step; see below. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
-      stops: Called at the start of such a run, and after each step at which the schedule can fire.
+      stops: Called at the start of such a run, and then like `fires`.
 
     >>> every(steps=100) | last()
     every(steps=100) | last()
@@ -141,37 +152,19 @@ class Schedule(abc.ABC):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         """Returns True if the schedule fires between `before` (exclusive) and `now` (inclusive).
 
-        A loop calls this method after every step at which the schedule can fire, with the progress after the previous
-        step as `before`. A run that begins at step 0 also calls it once before the first update, with both arguments
-        equal to `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have fired since
-        then (even at different steps), and `~a` fires if `a` hasn't fired since then.
+        A loop calls this method after each step, with the progress after the previous step as `before`, but it leaves
+        out steps at which a built-in schedule, or one joined with it by `&`, can't fire. A run that begins at step 0
+        also calls it once before the first update, with both arguments equal to `Elapsed()`. If `before` is several
+        steps earlier, `a & b` fires if both `a` and `b` have fired since then (even at different steps), and `~a` fires
+        if `a` hasn't fired since then.
         """
 
-    def next_step(self, now: Elapsed) -> int | None:
-        """Returns the next step in the current loop at which the schedule can fire, or None.
+    def _goal(self, now: Elapsed) -> Goal:
+        """Returns the next points at which the schedule can fire: for a custom schedule, the next step and loop end.
 
-        The default is the step after `now`. Overriding this method can make runs faster, but an override must not skip
-        a step at which `fires` returns True. `OuterLoop.check` compares the two methods over the first 1,000 steps.
-        Only steps before `next_time` need to be considered. A schedule that counts samples might fire at any step, so
-        it returns the step after `now`. Schedules that count loops and `last()` return None, because they are checked
-        at the end of each loop anyway.
+        `last()` returns an empty goal, because the end of a run is always checked.
         """
-        return now.steps + 1
-
-    def next_time(self, now: Elapsed) -> float | None:
-        """Returns the next training time (in seconds) at which the schedule can fire, or None.
-
-        From that time on, the schedule can fire at any step.
-        """
-        return None
-
-    def next_loop(self, now: Elapsed) -> int | None:
-        """Returns the number of the next loop after which the schedule can fire, or None.
-
-        Points that `next_step` or `next_time` already covers are ignored. `last()` returns None, because it fires only
-        at the end of the run.
-        """
-        return now.loops + 1
+        return Goal(step=now.steps + 1, loop=now.loops + 1)
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         """Returns True if a run with this schedule as its `stop` ends at `now`."""
@@ -321,21 +314,6 @@ def is_never(schedule: Any) -> bool:
     return isinstance(schedule, _Never)
 
 
-@final
-class Goal(NamedTuple):
-    """The next points in a run at which something may be due.
-
-    Attributes:
-      step: The next step within a loop.
-      time: The next training time, in seconds.
-      loop: The number of the next loop after which something may be due, apart from what `step` and `time` cover.
-    """
-
-    step: int
-    time: float
-    loop: int
-
-
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     """Returns the next step, time and loop at which any of the intervals may be due.
 
@@ -348,37 +326,16 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
     Goal(step=90, time=inf, loop=4)
     """
-    goal: list[Any] = [NEVER[0], NEVER[1], NEVER[0]]
-    for each in intervals:
-        if not isinstance(each, Schedule):
-            goal[2] = min(goal[2], (now.loops // each + 1) * each)
-            continue
-        found = each.next_step(now), each.next_time(now), each.next_loop(now)
-        if found[0] is not None and found[0] <= now.steps:
-            raise ValueError(
-                f"{each!r}.next_step returned {found[0]!r} at step {now.steps}. Return a later step, such as "
-                "now.steps + 1, or None if the schedule can't fire again."
-            )
-        goal = [least if other is None else min(least, other) for least, other in zip(goal, found, strict=True)]
-    return Goal(*goal)
+    goals = [
+        each._goal(now) if isinstance(each, Schedule) else Goal(loop=(now.loops // each + 1) * each)
+        for each in intervals
+    ]
+    return _first_of(goals)
 
 
-def skipped_step(schedule: Schedule, num_steps: int = 1000) -> int | None:
-    """Returns the first step at which a schedule fires although its `next_step` skipped that step, or None.
-
-    Raises:
-      ValueError: If `next_step` returns a step that isn't later than the given one.
-    """
-    before = Elapsed()
-    goal = goal_of([schedule], before)
-    for step in range(1, num_steps + 1):
-        now = Elapsed(step, step)
-        if step >= goal.step or goal.time <= now.time:
-            goal = goal_of([schedule], now)
-        elif schedule.fires(before, now):
-            return step
-        before = now
-    return None
+def _first_of(goals: Iterable[Goal]) -> Goal:
+    steps, times, loops = zip(Goal(), *goals, strict=True)
+    return Goal(min(steps), min(times), min(loops))
 
 
 def earliest(found: Iterable[Any]) -> Any:
@@ -392,7 +349,8 @@ def planned_steps(stop: Any, start: Elapsed) -> int | None:
     >>> planned_steps(at(steps=50), Elapsed()), planned_steps(at(time=60), Elapsed())
     (50, None)
     """
-    return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
+    step = stop._goal(start).step if getattr(stop, "unit", None) == "steps" else NEVER[0]
+    return None if step == NEVER[0] else step
 
 
 def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, least: int) -> tuple[Unit, float]:
@@ -431,17 +389,19 @@ class _Counted(Schedule):
     def _next(self, now: Elapsed) -> Any:
         """Returns the next value of the unit at which the schedule can fire, or None."""
 
-    def next_step(self, now: Elapsed) -> int | None:
-        found = self._next(now)
-        if self.unit == "samples" and found is not None:
-            return now.steps + 1
-        return found if self.unit == "steps" else None
-
-    def next_time(self, now: Elapsed) -> float | None:
-        return self._next(now) if self.unit == "time" else None
-
-    def next_loop(self, now: Elapsed) -> int | None:
-        return self._next(now) if self.unit == "loops" else None
+    def _goal(self, now: Elapsed) -> Goal:
+        following = self._next(now)
+        if following is None:
+            return Goal()
+        match self.unit:
+            case "steps":
+                return Goal(step=following)
+            case "samples":  # Any step may reach this number of examples.
+                return Goal(step=now.steps + 1)
+            case "time":
+                return Goal(time=following)
+            case "loops":
+                return Goal(loop=following)
 
 
 class _Every(_Counted):
@@ -479,8 +439,8 @@ class _After(_Point):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return self._reached(now) and now.steps > before.steps
 
-    def next_step(self, now: Elapsed) -> int | None:
-        return now.steps + 1 if self._reached(now) else super().next_step(now)
+    def _goal(self, now: Elapsed) -> Goal:
+        return Goal(step=now.steps + 1) if self._reached(now) else super()._goal(now)
 
 
 class _Last(Schedule):
@@ -490,11 +450,8 @@ class _Last(Schedule):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return now.is_last
 
-    def next_step(self, now: Elapsed) -> int | None:
-        return None
-
-    def next_loop(self, now: Elapsed) -> int | None:
-        return None
+    def _goal(self, now: Elapsed) -> Goal:
+        return Goal()
 
 
 class _Never(_Last):
@@ -517,15 +474,11 @@ class _Pair(Schedule):
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self._join(each.stops(before, now) for each in (self.one, self.other))
 
-    def next_time(self, now: Elapsed) -> float | None:
-        # For `all`, this is earlier than the pair can fire, so that the time one step before is known.
-        return earliest([self.one.next_time(now), self.other.next_time(now)])
-
     def as_stop(self) -> Schedule:
         return type(self)(self.one.as_stop(), self.other.as_stop())
 
-    def next_loop(self, now: Elapsed) -> int | None:
-        return earliest([self.one.next_loop(now), self.other.next_loop(now)])
+    def _goal(self, now: Elapsed) -> Goal:
+        return _first_of([self.one._goal(now), self.other._goal(now)])
 
 
 class _Or(_Pair):
@@ -534,9 +487,6 @@ class _Or(_Pair):
     def __repr__(self) -> str:
         return f"{self.one!r} | {self.other!r}"
 
-    def next_step(self, now: Elapsed) -> int | None:
-        return earliest([self.one.next_step(now), self.other.next_step(now)])
-
 
 class _And(_Pair):
     _join = staticmethod(all)
@@ -544,17 +494,16 @@ class _And(_Pair):
     def __repr__(self) -> str:
         return " & ".join(f"({each!r})" if isinstance(each, _Or) else repr(each) for each in (self.one, self.other))
 
-    def next_step(self, now: Elapsed) -> int | None:
-        one, other = self.one.next_step(now), self.other.next_step(now)
-        both = None if one is None or other is None else max(one, other)
+    def _goal(self, now: Elapsed) -> Goal:
+        one, other = self.one._goal(now), self.other._goal(now)
+        steps = [max(one.step, other.step)]
         # One schedule may fire because of its step while the other fires because of its time.
-        return earliest(
-            [
-                both,
-                one if self.other.next_time(now) is not None else None,
-                other if self.one.next_time(now) is not None else None,
-            ]
-        )
+        if other.time != NEVER[1]:
+            steps.append(one.step)
+        if one.time != NEVER[1]:
+            steps.append(other.step)
+        # The time is earlier than the pair can fire, so that the progress one step before is known.
+        return _first_of([one, other])._replace(step=min(steps))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

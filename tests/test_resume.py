@@ -20,7 +20,6 @@ from jaxloop import (
     EvalLoop,
     EvalSpec,
     OuterLoop,
-    Schedule,
     SummaryAction,
     TrainLoop,
     at,
@@ -66,14 +65,6 @@ def test_resuming_with_different_data_raises_unless_restore_data_is_false(tmp_pa
     assert int(run(tmp_path, 20, BY_INDEX, restore_data=False)[1].step) == 20
 
 
-class Stuck(Schedule):
-    def fires(self, before, now):
-        return False
-
-    def next_step(self, now):
-        return now.steps
-
-
 def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_path):
     outer_loop, _ = run(tmp_path, 12, save=5, train_loop_steps=2)
     loop, other_loop = outer_loop.train_loop, TrainLoop(type(STEP)(jax.random.key(7), nn.Dense(2), train=True))
@@ -93,7 +84,6 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
         (lambda: OuterLoop(other_loop, None, CheckpointSpec(tmp_path)), (other_state, BATCHES, 20), "does not fit"),
         (new_run, (STATE, [], 20), "yielded no batches"),
         (new_run, (STATE, (batch for batch in ()), 20), "yielded no batches"),
-        (lambda: new_run(Do(print, Stuck())), (STATE, BATCHES, 20), "Return a later step"),
         (
             lambda: OuterLoop(None, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path),
             (other_state, None, None, None, specs),

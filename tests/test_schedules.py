@@ -263,29 +263,25 @@ class Squares(jaxloop.Schedule):
         return int(now.steps**0.5) > int(before.steps**0.5)
 
 
-def run_with(schedule):
-    """Runs 20 steps, and returns the outer loop's `check`, and the steps at which the schedule fired."""
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (lambda: Squares(), [1, 4, 9, 16]),
+        (lambda: Squares() | at(7), [1, 4, 7, 9, 16]),
+        (lambda: every(2) & Squares(), [4, 16]),
+        (lambda: ~(Squares() | every(2)), [3, 5, 7, 11, 13, 15, 17, 19]),
+    ],
+    ids=["alone", "or", "and", "not"],
+)
+def test_a_custom_schedule_is_exact_alone_and_joined(schedule, expected, options):
     step, state, batches = examples.tiny_regression(num_batches=20)
-    action = Record(schedule)
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]), log_interval=every(steps=5))
-    return outer_loop.check(state, batches), lambda: (outer_loop(state, batches), action.seen)[1]
-
-
-def test_next_step_is_optional():
-    report, run = run_with(Squares())
-    assert report.ok and run() == [1, 4, 9, 16]
-
-
-def test_a_next_step_that_is_not_later_raises_instead_of_hanging():
-    report, run = run_with(type("Stuck", (Squares,), {"next_step": lambda self, now: now.steps})())
-    assert len(report.errors) == 1 and "next_step returned 0 at step 0. Return a later step" in report.errors[0].text
-    with pytest.raises(ValueError, match=r"next_step returned 0 at step 0. Return a later step"):
-        run()
-
-
-def test_check_finds_a_next_step_that_loses_a_firing():
-    report, _ = run_with(type("Late", (Squares,), {"next_step": lambda self, now: now.steps + 3})())
-    assert "fires at step 1, but its next_step skips that step" in report.errors[0].text
+    action = Record(schedule())
+    train_loop = jaxloop.TrainLoop(step, end_actions=[action], **options)
+    outer_loop = jaxloop.OuterLoop(train_loop, log_interval=every(steps=5))
+    assert list(outer_loop.check(state, batches).calls[action].steps) == expected
+    outer_loop(state, batches)
+    assert action.seen == expected
 
 
 # Before the first update -------------------------------------------------------------------------------

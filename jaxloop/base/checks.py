@@ -103,7 +103,7 @@ def only_one(who: str, **names: Any) -> Any:
     """
     given, (name, other) = {each: value for each, value in names.items() if value is not None}, names
     value = next(iter(given.values()), None)
-    is_other_argument = isinstance(value, int | float) or hasattr(type(value), "next_step")  # A number or a schedule.
+    is_other_argument = isinstance(value, int | float) or hasattr(type(value), "fires")  # A number or a schedule.
     if len(given) != 1 or is_other_argument:
         raise TypeError(f"{who} takes {name}= first (also called {other}=), got {given or None}.")
     return value

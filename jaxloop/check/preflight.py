@@ -27,7 +27,7 @@ from jaxloop.check.step import check_memory, check_model, check_state, check_ste
 from jaxloop.engine.rehearse import Calls, Course
 from jaxloop.experiment.specs import EvalSpec
 from jaxloop.partition.layout import bytes_of
-from jaxloop.schedules import Schedule, is_never, skipped_step
+from jaxloop.schedules import Schedule, is_never
 
 # In a run of this many batches or fewer, such as a first try, history rows are not important.
 _LONG_LOOP = 100
@@ -52,8 +52,6 @@ def check(checked: Checked, state: Any, errors: Iterable[Exception] = (), num_ba
     for error in errors:
         found.at("the arguments").error(str(error))
     if not found.problems:
-        _check_schedules(checked, found.at("the schedules"))
-    if not found.problems:  # Nothing can be predicted from a schedule that contradicts itself.
         with found.at("the run"):
             if checked.is_starting:
                 state, data = State(state), TrainData(num_batches=num_batches)
@@ -65,21 +63,6 @@ def check(checked: Checked, state: Any, errors: Iterable[Exception] = (), num_ba
             if data.source is not None and not experiment.spec.has_iterator:  # The run will read on from an iterator.
                 data.source.close()
     return Report(found.in_order(), found.plan, time.perf_counter() - began, calls)
-
-
-def _check_schedules(checked: Checked, here: Findings) -> None:
-    experiment = checked.experiment
-    loops = [] if experiment.train_loop is None else [experiment.train_loop]
-    actions = [action for loop in [*loops, *experiment.eval_loops] for action in loop.actions]
-    evaluations = [spec.when_due for _, _, spec in checked.evaluations]
-    intervals = [*(action.interval for action in actions), *evaluations, checked.log_interval, experiment.spec.stop]
-    for schedule in dict.fromkeys(each for each in intervals if isinstance(each, Schedule)):
-        with here:
-            if step := skipped_step(schedule):
-                here.error(
-                    f"{schedule!r} fires at step {step}, but its next_step skips that step, so a run would lose the "
-                    "firing. Leave next_step out, or let it return the first step at which fires returns True."
-                )
 
 
 def _check_course(

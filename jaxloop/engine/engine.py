@@ -325,10 +325,6 @@ class Engine:
             elapsed = run.now.advance(samples=samples, time=run.clock.time(), steps=self.call.updates)
         return step(state, batch, number, elapsed=elapsed)
 
-    def check_schedules(self) -> None:
-        """Raises an error if a schedule's `next_step` method doesn't return a step later than the current one."""
-        self.run.agenda.goal(self.run.now, self.plan.stop)
-
     def loop_end(self, step_num: int) -> int | None:
         """Returns the number of updates until the run ends or, if earlier, until items may be due at a loop's end.
 

@@ -203,7 +203,7 @@ class Course:
                 item.called_at = now.steps
                 called.append(now)
         rest = rest if next(moments, None) is None else _OPEN
-        is_by_clock = isinstance(interval, Schedule) and interval.next_time(self.start) is not None
+        is_by_clock = goal_of([interval], self.start).time < NEVER[1]
         return Calls(called, rest or ("by the clock" if is_by_clock else ""))
 
     def _moments(self, interval: int | Schedule, end: int) -> Moments:

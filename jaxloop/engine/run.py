@@ -17,7 +17,6 @@ from jaxloop.processes.agreement import Job
 from jaxloop.schedules import NEVER, Elapsed, Goal, Schedule
 
 _NO_CONTEXT = {"history": None, "total_steps": None, "snapshot": None}
-_ENDLESS = Goal(NEVER[0], math.inf, NEVER[0])
 
 
 @final
@@ -253,7 +252,7 @@ class Steps:
     # What is due -------------------------------------------------------------------------------------
 
     def _next_goal(self) -> Goal:
-        return self._run.agenda.goal(self._run.now, self._plan.stop) if self._call.updates else _ENDLESS
+        return self._run.agenda.goal(self._run.now, self._plan.stop) if self._call.updates else Goal()
 
     def _call_what_is_due(self, goal: Goal, left: int) -> Goal | None:
         """Calls the items that are due after the latest steps. Returns the next goal, or None if the loop ends here.

@@ -88,10 +88,8 @@ class Training:
                 state = loop.step._runner.states.prepare(state)
         self.between_loops = state
         if not (end := self._end_reached()):
-            engine.check_schedules()
             check_not_empty(self.data.source, spec.train_dataset, loop, self.whole.job)
-        # The run writes nothing before this point, because the checkpoint, the directories, the data or a schedule may
-        # not fit it.
+        # The run writes nothing before this point, because the checkpoint, the directories or the data may not fit it.
         if checkpoints is not None and distributed.is_first_process():
             checkpoints.stopped_file.unlink(missing_ok=True)  # Evaluators that watch this directory wait for the run.
         for action in experiment.actions:

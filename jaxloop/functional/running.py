@@ -180,7 +180,6 @@ class TaskLoop(Loop):
         loop_state, engine, can_resume = self.loop_state, self.engine, bool(self._resumed_from)
         is_resumed = can_resume and self._resume()
         self._data.open(restores=True, warns=can_resume)
-        engine.check_schedules()
         start, stop = engine.run.now, engine.plan.stop
         loop_state.elapsed, loop_state.total_steps = start, planned_steps(stop, start.previous or start)
         context = {"total_steps": loop_state.total_steps, "snapshot": self._whole.snapshot}
