@@ -74,7 +74,7 @@ def run_on(step, kind):
     history, seen = jf.history(), []
     first_of = lambda batch: float(np.ravel(jax.tree.leaves(batch)[0])[0])
     note = lambda _, batch, elapsed, loop: seen.append((told(elapsed), first_of(batch), len(loop.history)))
-    tasks = {jf.every(1): [step], jf.every(7): [note], jf.at(21) | jf.last(): [note], jf.on_end: [note]}
+    tasks = {jf.every(1): [step], jf.every(7): [note], jf.at(21) | jf.last(): [note]}
     try:
         batches = (batch for batch in odd_batches(kind) if batch is not None)
         state, _, elapsed = jf.loop(tiny.STATE, batches, tasks, history=history)
@@ -242,18 +242,6 @@ def test_invalid_arguments_raise(options, message):
         jf.loop(0, BATCHES, **{"tasks": {jf.every(1): count}, **options})
 
 
-def test_on_start_and_on_end_are_not_schedules():
-    called = steps_of({"end": jf.on_end, "step": jf.every(1), "start": jf.on_start}, num_steps=2)
-    assert called == [("start", 0), ("step", 1), ("step", 2), ("end", 2)]
-    with pytest.raises(TypeError):
-        jf.every(1) | jf.on_end  # type: ignore
-    batches = []
-    state, _, _ = jf.loop(
-        None, BATCHES, {jf.on_start: lambda state, batch: (batches.append(batch), 1)[1], jf.every(1): count}, stop=2
-    )
-    assert state == 3 and batches == [None]
-
-
 # The end of a loop -----------------------------------------------------------------------------------
 
 
@@ -340,10 +328,9 @@ def test_ctrl_c_saves_and_returns_the_current_state(interrupted, tmp_path):
         jf.every(1): [lambda state: ({"state": state}, state + 1)],
         jf.every(5): save,
         jf.last(): lambda: ends.append("last"),
-        jf.on_end: lambda: ends.append("end"),
     }
     state, history, elapsed = jf.loop(jnp.int32(0), interrupted(BATCHES, 7), tasks, stop=50)
-    assert (int(state), elapsed.steps, len(history), ends) == (8, 8, 8, ["end"])
+    assert (int(state), elapsed.steps, len(history), ends) == (8, 8, 8, [])
     assert checkpoints.all_steps(tmp_path) == [5, 8]
 
 
@@ -676,7 +663,7 @@ def test_unknown_monitor_warns_and_raises_at_the_end(make, is_first, tmp_path, m
     callbacks = [make(), train] if is_first else [train, make()]
     message = "No metric named 'los' is measured. Available: loss, metrics/loss, test/accuracy"
     with pytest.raises(ValueError, match=f"{message}. Give the name of one of them"):
-        jf.loop(None, BATCHES, {jf.on_start: lambda: (None, {"w": jnp.zeros(3)}), jf.every(1): callbacks}, stop=9)
+        jf.loop({"w": jnp.zeros(3)}, BATCHES, {jf.every(1): callbacks}, stop=9)
     assert len([text for text in warnings_logged() if message in text]) == 1
 
 
@@ -810,7 +797,7 @@ def test_donated_state_raises_before_the_loop_begins(data_parallel):
     with pytest.raises(
         ValueError, match=r"jf.loop got a state that was already donated to train_step\(squared_error\)"
     ):
-        jf.loop(state, batches, {jf.on_start: lambda: os.abort(), jf.every(1): train}, stop=2)
+        jf.loop(state, batches, {jf.at(0): lambda: os.abort(), jf.every(1): train}, stop=2)
 
 
 # Resuming --------------------------------------------------------------------------------------------
@@ -888,14 +875,11 @@ def test_what_is_due_at_the_end_is_called_in_a_resumed_loop_that_has_nothing_lef
         stops = lambda state, batch, elapsed, loop_state: vars(loop_state).update(stop_iteration=elapsed.steps == 5)
         often, at_end = (jf.checkpoint(tmp_path / name, resume=True) for name in ("often", "end"))
         tasks = {jf.every(1): [count, stops], jf.every(5): often, jf.last(): at_end}
-        at_the_end = []
-        note = lambda state, batch, elapsed: at_the_end.append(elapsed.is_last)
-        jf.loop(jnp.int32(0), BATCHES, tasks | {jf.on_end: note}, stop=5 if end == "stop" else None)
-        return at_the_end
+        return jf.loop(jnp.int32(0), BATCHES, tasks, stop=5 if end == "stop" else None)[2].is_last
 
-    assert run() == [True]
+    assert run()
     shutil.rmtree(tmp_path / "end" / "5")  # As if a kill had prevented this commit.
-    assert run() == [True]
+    assert run()
     assert checkpoints.all_steps(tmp_path / "end") == [5]
 
 
@@ -968,12 +952,9 @@ def test_early_stopped_loop_continues_only_with_more_patience(options, end, tmp_
     assert [run(), run(**options)] == [(steps, list(range(1, steps + 1))) for steps in (3, end)]
 
 
-@pytest.mark.parametrize("when", [jf.at(0) | jf.every(10), jf.on_start, jf.on_end])
-def test_a_loop_stopped_before_its_first_step_is_saved_if_due(when, tmp_path):
-    def stop(state, batch, elapsed, loop_state):
-        loop_state.stop_iteration = True
-
-    jf.loop(0.0, BATCHES, [(jf.on_start, stop), (when, jf.checkpoint(tmp_path))])
+@pytest.mark.parametrize("when", [jf.at(0) | jf.every(10), jf.last()])
+def test_a_loop_without_a_step_is_saved_if_due(when, tmp_path):
+    assert jf.loop(0.0, BATCHES, {when: jf.checkpoint(tmp_path)}, stop=0)[2].steps == 0
     assert checkpoints.all_steps(tmp_path) == [0]
 
 
@@ -1013,5 +994,5 @@ def test_a_changed_list_of_tasks_calls_nothing_twice_at_the_step_of_a_checkpoint
     greeted, count = [], (jf.every(1), lambda state: ({}, state + 1))
     resume([count, (jf.every(7), looked), (jf.every(5), double)], 5)
     # `looked` is gone, `double` has another schedule, and `greet` is new.
-    assert resume([(jf.on_start, greet), count, (jf.every(5), double)], 6) == (1 + 5) * 2 + 1
+    assert resume([(jf.every(6), greet), count, (jf.every(5), double)], 6) == (1 + 5) * 2 + 1
     assert resume([count, (jf.at(5), double)], 7) == (1 + 5) * 2 + 2 and greeted == [12]

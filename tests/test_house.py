@@ -70,7 +70,7 @@ BUDGET = {
     "eval_loop": 49,
     "examples": 134,
     "experiment": 1118,
-    "functional": 699,
+    "functional": 682,
     "history": 357,
     "loop": 74,
     "metrics": 274,

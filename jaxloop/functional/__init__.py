@@ -31,7 +31,7 @@ the other APIs.
 - `checkpoint`, `early_stopping`, `keras_bar` and `inner_loop` return callbacks.
 """
 
-from jaxloop.functional.callbacks import Callback, LoopState, Tasks, on_end, on_start
+from jaxloop.functional.callbacks import Callback, LoopState, Tasks
 from jaxloop.functional.counting import elapse
 from jaxloop.functional.log_entries import Logs
 from jaxloop.functional.running import loop
@@ -63,8 +63,6 @@ __all__ = [
     "logs",
     "loop",
     "never",
-    "on_end",
-    "on_start",
     "step",
     "train_step",
 ]

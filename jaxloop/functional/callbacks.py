@@ -17,19 +17,8 @@ from jaxloop.engine.agenda import ActionItem, Item, Moment, Rank
 from jaxloop.functional.log_entries import Logs, NewestReady, named, num_examples
 from jaxloop.history import History
 from jaxloop.models.function_step import CompiledFunction, name_of, outputs_logs_and_state, positional_arguments
-from jaxloop.schedules import Elapsed, Schedule, never
+from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.step import Step
-
-
-@final
-class Key(str):
-    """A key in a loop's tasks that isn't a schedule: `on_start` or `on_end`."""
-
-
-on_start: Key = Key("on_start")
-"""The key for callbacks that run before the first step. Their batch is None."""
-on_end: Key = Key("on_end")
-"""The key for callbacks that run after the last step, even after Ctrl-C, but not after an exception."""
 
 
 @final
@@ -118,29 +107,27 @@ class FunctionTask(Item):
 
     Args:
       of: The callback.
-      key: The callback's key in the tasks.
+      interval: The schedule of the callback.
       loop_state: The state of the loop.
 
     Attributes:
       of: The callback.
       is_compiled: True if the callback is a compiled function, which doesn't receive the `LoopState`.
-      keys: A list with the callback's key in the tasks. Empty if a `TaskProgram` calls the callback at every step.
+      interval: The argument of the same name. `never()` if a `TaskProgram` calls the callback.
       name, time_category: See `Item`.
     """
 
-    def __init__(self, of: Callback, key: Schedule | Key, loop_state: LoopState):
+    def __init__(self, of: Callback, interval: Schedule, loop_state: LoopState):
         super().__init__(Rank.ACTION)
         self._loop_state, self._call, self._short_name = loop_state, call_of(of), name_of(of)
         self.of: Callback = of
         self.is_compiled: bool = isinstance(of, CompiledFunction | jax.stages.Wrapped)
-        self.keys: list[Schedule | Key] = [key]
-        self.name: str = type(of).__qualname__ if hasattr(of, "__loop_callback__") else f"{self._short_name} {key!r}"
+        self.interval: Schedule = interval  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.name: str = (
+            type(of).__qualname__ if hasattr(of, "__loop_callback__") else f"{self._short_name} {interval!r}"
+        )
         # Whether any of the logs and outputs is part of the state; None before the first logs or outputs.
         self._reports_state: bool | None = None
-
-    @property
-    def interval(self) -> Schedule:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _joined(self.keys)
 
     @property
     def time_category(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -231,7 +218,7 @@ class ActionTask(ActionItem):
 
     Attributes:
       of: The callback.
-      keys: The callback's keys in the tasks. The action is due when any schedule among them fires.
+      schedules: The callback's schedules in the tasks. The action is due when any of them fires.
     """
 
     def __init__(self, of: Callback, action: Action, loop_state: LoopState):
@@ -241,14 +228,14 @@ class ActionTask(ActionItem):
         self.reads = "nothing"  # Of the engine's outputs.
         self.name: str = " ".join([type(action).__qualname__, *action.monitors])
         self.of: Callback = of
-        self.keys: list[Schedule | Key] = []
+        self.schedules: list[Schedule] = []
         self._loop_state = loop_state
         self._next_row = len(loop_state.history)  # The next row of the history to read.
 
     @property
     def interval(self) -> Schedule:
-        own = self.action.interval
-        return _joined(self.keys) & own if isinstance(own, Schedule) else _joined(self.keys)
+        own, of_tasks = self.action.interval, functools.reduce(operator.or_, self.schedules)
+        return of_tasks & own if isinstance(own, Schedule) else of_tasks
 
     def __call__(self) -> None:
         """Calls the action now, unless it has already been called at this step."""
@@ -292,9 +279,3 @@ class ActionTask(ActionItem):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         super().load_state_dict(saved["action"])
         self._next_row = saved["next_row"]
-
-
-def _joined(keys: Iterable[Schedule | Key]) -> Schedule:
-    """Returns a schedule that fires when any schedule in `keys` fires."""
-    schedules = [key for key in keys if isinstance(key, Schedule)]
-    return functools.reduce(operator.or_, schedules) if schedules else never()

@@ -26,7 +26,7 @@ from jaxloop.engine.run import Plan
 from jaxloop.experiment.data import LeftOut, Sources, TrainingData
 from jaxloop.experiment.specs import RunSpec
 from jaxloop.experiment.whole_run import WholeRun, end_all, reconcile_hyperparams, saved_paths, withdraw_stop
-from jaxloop.functional.callbacks import ActionTask, FunctionTask, Key, LoopState, Tasks, end_row, on_end, on_start
+from jaxloop.functional.callbacks import ActionTask, FunctionTask, LoopState, Tasks, end_row
 from jaxloop.functional.counting import as_stop, counter, is_over, warn_of_early_end
 from jaxloop.functional.tools import as_kind, kind_on_host
 from jaxloop.history import HISTORY_FILE, History
@@ -34,7 +34,7 @@ from jaxloop.loop import Loop
 from jaxloop.models.function_step import FunctionStep, name_of
 from jaxloop.processes import agreement, lock
 from jaxloop.processes.interrupt import Interruptible
-from jaxloop.schedules import Elapsed, Schedule, is_always, is_never, planned_steps
+from jaxloop.schedules import Elapsed, Schedule, is_always, is_never, never, planned_steps
 
 
 @suggests(num_steps="stop", train_total_steps="stop", steps="stop", total="stop", total_steps="stop")
@@ -81,7 +81,7 @@ def loop(
       dataset: The batches to loop over. Pass None if the callbacks don't need any data. In that case, `batch` is None,
         and `stop` must be given.
       tasks: The callbacks by schedule, as a dictionary or as pairs. For example, `{every(1): [train_step],
-        every(steps=1000): [checkpoint(...)]}`. `on_start` and `on_end` are also valid keys.
+        every(steps=1000): [checkpoint(...)]}`.
       stop: The number of steps, or a schedule that ends the loop; see `elapse`.
       history: A history to continue, which is also returned. If None, a new one is started.
       elapsed: The progress of the run to continue. If None, counting starts from zero.
@@ -144,17 +144,16 @@ class TaskLoop(Loop):
         self.loop_state: LoopState = loop_state
         self.step.num_examples = count  # pyright: ignore[reportAttributeAccessIssue]
         functions, actions = list[FunctionTask](), dict[int, ActionTask]()
-        for key, callback in _callbacks(tasks):
+        for schedule, callback in _callbacks(tasks):
             action = getattr(callback, "action", callback)
             if isinstance(action, Action):
-                actions.setdefault(id(callback), ActionTask(callback, action, loop_state)).keys.append(key)
+                actions.setdefault(id(callback), ActionTask(callback, action, loop_state)).schedules.append(schedule)
             else:
-                functions.append(FunctionTask(callback, key, loop_state))
-        scheduled = (task for task in functions if not is_never(task.interval))
+                functions.append(FunctionTask(callback, schedule, loop_state))
         is_of_each_step = lambda task: is_always(task.interval) and task.time_category is None
-        self.of_each_step: list[FunctionTask] = list(itertools.takewhile(is_of_each_step, scheduled))
+        self.of_each_step: list[FunctionTask] = list(itertools.takewhile(is_of_each_step, functions))
         for task in self.of_each_step:
-            task.keys = []  # The program calls it, so the engine never does.
+            task.interval = never()  # The program calls it, so the engine never does.
         self._actions = list(actions.values())
         savers = [task.action for task in self._actions if isinstance(task.action, CheckpointAction)]
         self.directories: list[epath.Path] = list(dict.fromkeys(action.directory for action in savers))
@@ -189,7 +188,6 @@ class TaskLoop(Loop):
         _warn_of_unused(engine.plan.items, self._data.batches_per_epoch(start.steps), loop_state.total_steps)
         if can_resume:
             self._whole.rows.drop_later(start.steps)
-        self._call_at(on_start)
         is_done = is_over(stop, start) or loop_state.stop_iteration
         if is_resumed or start.steps == 0:
             engine.hold_now(None, is_last=is_done)
@@ -209,13 +207,6 @@ class TaskLoop(Loop):
         end_row(loop_state)
         for task in self._actions:
             loop_state.state = task.action.finish(loop_state.state)
-        self._call_at(on_end)
-
-    def _call_at(self, key: Key) -> None:
-        """Calls the callbacks that have the given key in the tasks."""
-        for task in list[Any](self.engine.plan.items):
-            if key in task.keys:
-                task()
 
     def _resume(self) -> bool:
         """Resumes from the newest checkpoint. Returns False if there is none."""
@@ -284,13 +275,13 @@ def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: 
 _warn_once = functools.cache(logging.warning)  # A loop may run within each step of another one.
 
 
-def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule | Key, Any]]:
-    """Yields pairs `(key, callback)`, where the key is a schedule, `on_start` or `on_end`."""
+def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule, Any]]:
+    """Yields pairs `(schedule, callback)`."""
     what = "Tasks must be {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
     if not isinstance(tasks, Iterable) or isinstance(tasks, str):
         raise TypeError(f"{what}, got {name_of(tasks)}. Write {{every(1): {name_of(tasks)}}}.")
     for pair in tasks.items() if isinstance(tasks, Mapping) else tasks:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Schedule | Key):
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Schedule):
             raise TypeError(f"{what}, got {pair!r}.")
         for callback in pair[1] if isinstance(pair[1], list | tuple) else [pair[1]]:
             yield pair[0], callback
