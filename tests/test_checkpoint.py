@@ -242,20 +242,11 @@ def test_best_checkpoint_is_kept_along_with_the_newest(tmp_path, best, values, k
     assert action.best_step == checkpoint.best_step(tmp_path) == best_step
 
 
-@pytest.mark.parametrize(("best", "kept"), [(None, [300, 600, 700]), ("test/accuracy", [200, 300, 600, 700])])
-def test_keep_every_keeps_checkpoints_forever_across_restarts(tmp_path, best, kept):
-    values = [0.1, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7]
-    for number in (4, 7):
-        action = CheckpointAction(tmp_path, keep=1, best=best, keep_every=every(steps=300))
-        save_with(action, values[:number])
-        action.close()
-    assert checkpoint.all_steps(tmp_path) == kept
-
-
-def test_keep_every_is_part_of_the_interval(tmp_path):
-    action = CheckpointAction(tmp_path, every(steps=4), keep=1, keep_every=every(steps=5))
-    TrainLoop(tiny.STEP, end_actions=[action])(tiny.STATE, tiny.BATCHES, 14)
-    assert checkpoint.all_steps(tmp_path) == [5, 10, 12]
+def test_a_second_action_can_keep_some_checkpoints_forever(tmp_path):
+    newest = CheckpointAction(tmp_path / "newest", every(steps=4), keep=1)
+    forever = CheckpointAction(tmp_path / "forever", every(steps=5), keep=None)
+    TrainLoop(tiny.STEP, end_actions=[newest, forever])(tiny.STATE, tiny.BATCHES, 14)
+    assert [checkpoint.all_steps(action.directory) for action in (newest, forever)] == [[12], [5, 10]]
 
 
 def test_train_metric_can_select_the_best(tmp_path):
@@ -290,12 +281,10 @@ def test_best_metric_that_was_never_measured_warns(tmp_path, warnings_logged):
 
 
 def test_best_requires_a_directory_and_a_metric_name(tmp_path):
-    with pytest.raises(ValueError, match="`best` and `keep_every` need a directory.*whose options say"):
+    with pytest.raises(ValueError, match="`best` needs a directory.*whose options say"):
         CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), best="loss")
     with pytest.raises(TypeError, match=r"best must be the name of a metric or a pair .*, got \('loss',\)"):
         CheckpointAction(tmp_path, best=("loss",))
-    with pytest.raises(TypeError, match=r"keep_every must be a schedule such as every\(steps=1000\), got 1000"):
-        CheckpointAction(tmp_path, keep_every=1000)
     with pytest.raises(ValueError, match="keep must be a positive int or None, got 0"):
         CheckpointAction(tmp_path, keep=0)
 

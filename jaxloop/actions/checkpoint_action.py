@@ -50,16 +50,12 @@ class CheckpointAction(Action):
         recent ones, even across restarts. If several checkpoints are equally good, the newest one is considered the
         best. A checkpoint is considered only if the metric was measured at its step, so choose an interval at which
         evaluations are also due. A train metric is averaged over the steps since the last save.
-      keep_every: A schedule such as `every(steps=1000)`. Checkpoints saved at steps where this schedule fires are never
-        deleted. If `interval` is also a schedule, checkpoints are saved whenever either schedule fires. Requires a
-        directory.
       ckpt_manager: Another name for `directory`.
 
     Attributes:
       monitor: The `Monitor` for the metric that `best` names, or None if `best` is None.
       keep: The number of recent checkpoints to keep. None if all are kept, or if an Orbax manager decides which to
         keep.
-      keep_every: The argument of the same name.
 
     Raises:
       OSError: If the directory can't be written to.
@@ -76,22 +72,15 @@ class CheckpointAction(Action):
         *,
         keep: int | None = 3,
         best: str | tuple[str, str] | None = None,
-        keep_every: Schedule | None = None,
         ckpt_manager: Any = None,
     ):
-        if keep_every is not None and not isinstance(keep_every, Schedule):
-            raise TypeError(
-                f"CheckpointAction.keep_every must be a schedule such as every(steps=1000), got {keep_every!r}."
-            )
-        is_joined = keep_every is not None and isinstance(interval, Schedule)
-        super().__init__(interval | keep_every if is_joined else interval)  # pyright: ignore[reportOperatorIssue]
+        super().__init__(interval)
         checks.check_positive("CheckpointAction.keep", keep, optional=True)
         place = checks.only_one("CheckpointAction", directory=directory, ckpt_manager=ckpt_manager)
         self.monitor: Monitor | None = monitor_of("CheckpointAction.best", best)
         self.uses_outputs = self.monitor is not None
         name_and_mode = None if self.monitor is None else (self.monitor.name, self.monitor.mode)
-        self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode, keep_every=keep_every)
-        self.keep_every: Schedule | None = keep_every
+        self._writer = checkpoint.CheckpointWriter(place, keep, name_and_mode)
         self.keep: int | None = keep if isinstance(place, str | os.PathLike) else None
         files.prepare_directory(self.directory)
 

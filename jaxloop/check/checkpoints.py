@@ -148,7 +148,6 @@ def _check_saver(name: str, action: CheckpointAction, course: Course, size: int,
     calls, has_best = course.calls(action.interval), bool(action.monitors)
     kept = len(calls.moments) if action.keep is None else action.keep
     keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"
-    keeps += "" if action.keep_every is None else f", and those of {action.keep_every!r},"
     best = f"; the best by {action.monitor}" if has_best else ""
     here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}{best}"
     if course.is_one_loop and not isinstance(action.interval, Schedule) and len(calls.moments) == 1:

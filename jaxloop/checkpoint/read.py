@@ -300,7 +300,9 @@ class Checkpoint:
           CheckpointError: If the saved progress is invalid.
         """
         with self.understanding():
-            return elapsed_of(self.custom_metadata, self.step)
+            saved = self.custom_metadata
+            previous = Elapsed(**saved["previous"]) if "previous" in saved else None
+            return Elapsed(**saved.get("elapsed", {"steps": self.step}), previous=previous)
 
     def metadata(self) -> dict[str, Any]:
         """Returns the metadata that was passed when the checkpoint was saved."""
@@ -445,12 +447,6 @@ class Checkpoint:
                 self.path.parent,
                 [self.step],
             ) from error
-
-
-def elapsed_of(custom_metadata: Mapping[str, Any], step: int) -> Elapsed:
-    """Returns the run's progress stored in a checkpoint's metadata; see `Checkpoint.elapsed`."""
-    previous = Elapsed(**custom_metadata["previous"]) if "previous" in custom_metadata else None
-    return Elapsed(**custom_metadata.get("elapsed", {"steps": step}), previous=previous)
 
 
 def _damage_error(path: epath.Path, problems: Sequence[str]) -> CheckpointError:

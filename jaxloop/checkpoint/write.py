@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import jax
@@ -25,10 +25,7 @@ from jaxloop.checkpoint import read, seal, stored
 from jaxloop.checkpoint.listing import METADATA_FILE, all_paths
 from jaxloop.checkpoint.read import CheckpointError
 from jaxloop.processes import agreement, lock
-from jaxloop.schedules import Schedule
 
-# The name of a metric that marks a checkpoint that must never be deleted; see `CheckpointAction.keep_every`.
-_KEPT = "jaxloop/kept"
 # Orbax numbers the saves of a process and keeps the current number in a global variable. If two threads started saves
 # at the same time, each would wait forever for the directory of the other.
 _save_start_lock = threading.Lock()
@@ -45,8 +42,6 @@ class CheckpointWriter:
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
-      keep_every: A schedule. Checkpoints saved at steps where this schedule fires are never deleted. Requires a
-        directory.
 
     Attributes:
       directory: The directory with one subdirectory per step.
@@ -58,8 +53,6 @@ class CheckpointWriter:
         manager_or_directory: ocp.CheckpointManager | epath.PathLike,
         keep: int | None = 3,
         best: tuple[str, str] | None = None,
-        *,
-        keep_every: Schedule | None = None,
     ):
         self.last_stall_secs: float | None = None
         self._policy: _Policy | None = None  # None if a manager was passed in, whose own options decide.
@@ -67,12 +60,10 @@ class CheckpointWriter:
         self._saving: tuple[int, dict[str, Any]] = -1, {}  # The step and the metadata of the current or last save.
         if isinstance(manager_or_directory, str | os.PathLike):
             self.directory: epath.Path = files.absolute(manager_or_directory)
-            self._policy = _Policy(keep, best, keep_every)
+            self._policy = _Policy(keep, best)
             return
-        if best is not None or keep_every is not None:
-            raise ValueError(
-                "`best` and `keep_every` need a directory, got a CheckpointManager, whose options say what it keeps."
-            )
+        if best is not None:
+            raise ValueError("`best` needs a directory, got a CheckpointManager, whose options say what it keeps.")
         self._manager, self.directory = manager_or_directory, epath.Path(manager_or_directory.directory)
 
     @property
@@ -173,7 +164,7 @@ class CheckpointWriter:
         if policy is None:
             self.wait()  # Not earlier: the manager might have skipped this step.
         else:
-            metrics = policy.marked(metrics or {}, custom_metadata, step)
+            metrics = metrics or {}
         self._saving = step, custom_metadata
         with _save_start_lock:
             noted = custom_metadata if policy is None else {read.SEALED_KEY: True}
@@ -200,7 +191,7 @@ class CheckpointWriter:
 
     def _quarantine_unreadable(self) -> None:
         """Quarantines checkpoints whose metrics are needed but can't be read. Does nothing if a manager is open."""
-        if self._manager is not None or self._policy is None or not self._policy.has_metrics:
+        if self._manager is not None or self._policy is None or self._policy.best is None:
             return
         for path in all_paths([self.directory]):
             try:
@@ -296,40 +287,22 @@ class _Policy:
 
     keep: int | None
     best: tuple[str, str] | None
-    keep_every: Schedule | None
-
-    @property
-    def has_metrics(self) -> bool:
-        """True if the metrics of a checkpoint affect whether it is kept."""
-        return self.best is not None or self.keep_every is not None
-
-    def marked(self, metrics: Mapping[str, float], metadata: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Returns a checkpoint's metrics, with a mark added if `keep_every` fires at the checkpoint's step."""
-        is_kept = self.keep_every is not None and self.keep_every(read.elapsed_of(metadata, step))
-        return {**metrics, _KEPT: 1.0} if is_kept else {**metrics}
 
     def options(self, seal_save: Callable[[], None]) -> ocp.CheckpointManagerOptions:
         """Returns options for a manager that applies this policy and calls `seal_save` before each commit."""
-        best = self.best or ("", "min")
-        quality = lambda values: read.quality(values, best)
-        policies = [checkpoint_managers.LatestN(self.keep), _KeepMarked()]
-        if self.best is not None:
+        policies: list[Any] = [checkpoint_managers.LatestN(self.keep)]
+        quality, best = None, self.best
+        if best is not None:
+            quality = lambda values: read.quality(values, best)
             policies.append(
                 checkpoint_managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)
             )
         return ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            best_fn=quality if self.has_metrics else None,  # With it, Orbax writes the metrics.
+            best_fn=quality,  # With it, Orbax writes the metrics.
             cleanup_tmp_directories=True,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=seal_save),
         )
-
-
-class _KeepMarked:
-    """Keeps the checkpoints that have a mark; see `_Policy.marked`. Orbax stores the mark with the metrics."""
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        return [_KEPT in (each.metrics or {}) for each in checkpoints]
 
 
 def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
