@@ -393,6 +393,10 @@ MISTAKES = {
         "called once, at step 50, but 'test/loss' is not measured at any of these steps",
         save=at(50),
     ),
+    "a patience longer than the run": mistaken(
+        jaxloop.EarlyStoppingAction("test/loss", patience=3, interval=every(100)),
+        "can't end the run: it is called 3 times, .*patience=3 needs at least 4 measurements",
+    ),
     "early stopping as a begin action": error(
         "EarlyStoppingAction",
         "is one of the begin_actions, which receive no outputs",
