@@ -2,7 +2,7 @@ import pytest
 from programs.clock import Clock
 from programs.tiny import BATCHES, STATE, STEP
 
-from jaxloop import examples, metrics, stat_loop
+from jaxloop import OuterLoop, TrainLoop, examples, metrics, stat_loop
 from jaxloop.stat_loop import StatLoop
 
 
@@ -56,3 +56,5 @@ def test_the_flops_utilization_requires_the_peak_of_a_device():
     loop = StatLoop(STEP, [stat_loop.STAT_MFU])
     with pytest.raises(ValueError, match="Before the call, set the loop's peak_flops_per_sec"):
         loop(STATE, BATCHES, num_steps=1)
+    (problem,) = OuterLoop(TrainLoop(STEP, [stat_loop.STAT_MFU])).check(STATE, BATCHES).errors
+    assert problem.where == "the train loop" and "peak_flops_per_sec" in problem.text

@@ -69,9 +69,8 @@ def _course_from(given: Any, course: Course, checked: Checked) -> Course:
     """
     experiment = checked.experiment
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
-    step = (
-        0 if np.ndim(getattr(given, "step", 0)) else whole_run.step_num_of(given)
-    )  # Otherwise, an error was already found.
+    # If the count isn't a scalar, an error was already found.
+    step = 0 if np.ndim(getattr(given, "step", 0)) else whole_run.step_num_of(given)
     continues = given is not None and loop is not None and (not hasattr(given, "step") or step == loop.step_num)
     start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
     if loop_steps is not None:
@@ -136,8 +135,7 @@ def check_saving(checked: Checked, course: Course, size: int, data: TrainData, h
         here.warn(f"Two CheckpointActions save to {directory}, but a step is saved once. Join their schedules with |.")
     if savers and spec is not None and spec.restore_data and data.source is not None:
         with here.at("the train data"):
-            warning = data.source.resume_warning() or prove(experiment.spec.data)
-            if warning:
+            if warning := data.source.resume_warning() or prove(experiment.spec.data):
                 here.at("the train data").warn(warning)
     for number, action in enumerate(savers, start=1):
         _check_saver("saves" if number == 1 else f"saves {number}", action, course, size, here)

@@ -64,9 +64,12 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
       longest_loop: The number of batches in the longest loop, which determines the size of the outputs, or None if it
         is unknown.
     """
+    here, step = part.here, part.loop.step
+    with here:
+        part.loop.engine.run.agenda.statistics.observers()  # Raises an error if a statistic can't be computed.
     if state.shapes is None or not first:
         return part
-    (batch,), here, step = first, part.here, part.loop.step
+    (batch,) = first
     with here:
         if not part.trains:
             step.begin_evaluation()
