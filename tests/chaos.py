@@ -35,6 +35,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,6 +55,8 @@ from programs import (
     tracking,
     whole_run,
 )
+from programs.acts import Do
+from programs.stubborn import is_alive
 
 import jaxloop
 from jaxloop import checkpoint
@@ -70,38 +73,31 @@ class ForkServer:
 
     def __init__(self, directory: pathlib.Path):
         directory.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, __file__, "--serve", str(directory / "compiled")]
+        options = {"env": {**os.environ, "NPROC": "32", "JAX_PLATFORMS": "cpu"}, "text": True}
+        pipe = subprocess.PIPE
         with (directory / "server.log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, "--serve", str(directory / "compiled")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "NPROC": "32", "JAX_PLATFORMS": "cpu"},
-                text=True,
-            )
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, **options)
+        self._process, self._requests, self._answers = process, process.stdin, process.stdout
 
     def ask(self, request: Any, timeout_secs: float = TIMEOUT_SECS) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout_secs)
+        print(json.dumps(request), file=self._requests, flush=True)
+        ready, _, _ = select.select([self._answers], [], [], timeout_secs)
         if not ready:
             raise TimeoutError
-        return int(self._process.stdout.readline())
+        return self.answer()
 
-    def late_answer(self) -> int:
-        """Waits for the answer to a request that timed out, and returns it."""
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
+    def answer(self) -> int:
+        """Waits for the answer to the oldest unanswered request, and returns it."""
+        return int(self._answers.readline())
 
     def start(self, directory: pathlib.Path, job: str = "run", **options: Any) -> "Child":
         return Child(self, directory, job, options)
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        self._requests.close()
         self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
 
 
 class Child:
@@ -161,7 +157,7 @@ class Child:
             self.send(signal.SIGUSR1)  # Makes it log the stacks of its threads.
             time.sleep(2)
             self.send(signal.SIGKILL)
-            self._server.late_answer()
+            self._server.answer()
             raise TimeoutError(f"{self.pid} has not ended:\n{self.log.read_text()}") from None
         self.read()
         os.close(self._pipe)
@@ -190,13 +186,6 @@ class Child:
 
     def result(self) -> Any:
         return json.loads((self.directory / "result.json").read_text())
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def serve(cache: str) -> Any:
@@ -411,22 +400,16 @@ def run_many_steps(directory, report, *, steps):
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, secs, **kwargs: compilations.append(name) if "backend_compile" in name else None
     )
-    program = whole_run.make_program()
     sizes = []
 
-    class Measure(jaxloop.Action):
-        uses_outputs = False
+    def measure(step_num, **_):
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        sizes.append((step_num, pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(compilations)))
+        report("action", step_num)
 
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-            sizes.append((step_num, pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(compilations)))
-            report("action", step_num)
-
-    class DiscardingWriter(whole_run.Writer):
-        def write_scalars(self, step, scalars):
-            pass
-
-    run = functools.partial(whole_run.run, program=program, source="many", keep=2, writer=DiscardingWriter())
+    discard = types.SimpleNamespace(write_scalars=lambda step, scalars: None, flush=lambda: None)
+    program = whole_run.make_program()
+    run = functools.partial(whole_run.run, program=program, source="many", keep=2, writer=discard)
     files = lambda: sorted(
         str(each.readlink()) for each in pathlib.Path("/proc/self/fd").iterdir() if each.is_symlink()
     )
@@ -434,8 +417,8 @@ def run_many_steps(directory, report, *, steps):
     threads = lambda: sorted(name for name in names() if name != "ts_pool_worker")  # TensorStore's pool grows slowly.
     run(directory / "warm", total=100, loop_steps=50, save=10)
     before = threads(), files(), sorted(map(str, threading.enumerate()))
-    measure = [Measure(jaxloop.every(steps // 10))]
-    run(directory / "long", total=steps, loop_steps=steps // 10, save=steps // 10, more_actions=measure)
+    measures = [Do(measure, jaxloop.every(steps // 10), uses_outputs=False)]
+    run(directory / "long", total=steps, loop_steps=steps // 10, save=steps // 10, more_actions=measures)
     time.sleep(2)  # The thread that watches for signals ends on its own.
     after = threads(), files(), sorted(map(str, threading.enumerate()))
     return {"sizes": sizes, "before": before, "after": after}
@@ -473,6 +456,12 @@ def history_of(directory: pathlib.Path) -> list[Any]:
     return [without_time(row) for row in rows]
 
 
+def result_in(directory: pathlib.Path, child: Child) -> Any:
+    """Returns the result of a job and, if it wrote one, its history file."""
+    has_file = (directory / "history.jsonl").exists()
+    return child.result() | ({"history file": history_of(directory)} if has_file else {})
+
+
 def without_time(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_time(each) for name, each in value.items() if name != "time"}
@@ -484,7 +473,6 @@ class Reference:
     """The results of an uninterrupted run."""
 
     result: Any
-    history: list[Any]
     written: list[int]  # The steps of the rows that the writer received.
     secs: float
 
@@ -519,8 +507,7 @@ class Arena:
             start = time.monotonic()
             assert child.wait() == 0, child.log.read_text()
             secs = time.monotonic() - start
-            rows = history_of(directory) if (directory / "history.jsonl").exists() else []
-            self._references[key] = Reference(child.result(), rows, child.at("writer"), secs)
+            self._references[key] = Reference(result_in(directory, child), child.at("writer"), secs)
         return self._references[key]
 
     def finish(self, children: list[Child], directory: pathlib.Path, options: dict[str, Any], exact: bool) -> list[str]:
@@ -533,13 +520,8 @@ class Arena:
         child = self.server.start(directory, **options)
         if child.wait() != 0:
             return [f"the last run failed: {child.tail}"]
-        children, reference, result, problems = [*children, child], self.reference(options), child.result(), []
-        if result["state"] != reference.result["state"]:
-            problems.append("the state differs")
-        if result["history"] != reference.result["history"]:
-            problems.append(f"the history: {first_difference(result['history'], reference.result['history'])}")
-        if history_of(directory) != reference.history:
-            problems.append(f"the history file: {first_difference(history_of(directory), reference.history)}")
+        children, reference = [*children, child], self.reference(options)
+        problems = differences(result_in(directory, child), reference.result, "state", "history", "history file")
         ids = reference.result["ids"]
         for each in children:  # Those that were killed, too.
             if each.at("step") != ids[each.first_step :][: len(each.at("step"))]:
@@ -555,9 +537,14 @@ class Arena:
         return problems
 
 
-def first_difference(found: list[Any], expected: list[Any]) -> str:
-    pairs = itertools.zip_longest(found, expected)
-    return next(f"{one} instead of {two}" for one, two in pairs if one != two)
+def differences(found: Any, expected: Any, *names: str) -> list[str]:
+    """Returns the first difference between each of these parts of two results."""
+    as_list = lambda value: sorted(value.items()) if isinstance(value, dict) else value
+    problems = []
+    for name in (name for name in names if found[name] != expected[name]):
+        pairs = itertools.zip_longest(as_list(found[name]), as_list(expected[name]))
+        problems.append(next(f"the {name}: {one} instead of {two}" for one, two in pairs if one != two))
+    return problems
 
 
 def leftovers(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -633,26 +620,16 @@ def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Res
         if code != 0:
             problems.append(f"the last run failed: {last_child.tail}")
         elif not pipelines.PIPELINES[name].warns:
-            result = last_child.result()
-            problems += [
-                f"{what}: {first_difference(*map(as_list, (result[what], reference.result[what])))}"
-                for what in ("leaves", "history", "points")
-                if result[what] != reference.result[what]
-            ]
+            problems += differences(last_child.result(), reference.result, "leaves", "history", "points")
             problems += ["it warned that resuming is not exact"] if has_warned else []
         elif not has_warned:
             problems.append("it did not warn that resuming is not exact")
-        killed += len(children) - 1
-        kinds[pipelines.PIPELINES[name].library, api, "resumed" if has_resumed else "killed before the first save"] += (
-            len(children) - 1
-        )
-        yield len(children) - 1, [f"{name}, {api}: {problem}" for problem in problems]
+        kills = len(children) - 1
+        killed, outcome = killed + kills, "resumed" if has_resumed else "killed before the first save"
+        kinds[pipelines.PIPELINES[name].library, api, outcome] += kills
+        yield kills, [f"{name}, {api}: {problem}" for problem in problems]
     for kind, number in sorted(kinds.items()):
         print(f"  pipelines: {number:3} kills in {', '.join(kind)}", flush=True)
-
-
-def as_list(value: Any) -> list[Any]:
-    return sorted(value.items()) if isinstance(value, dict) else value
 
 
 def lost_too_much(child: Child, save: int, saves_under_way: int) -> list[str]:
@@ -669,18 +646,8 @@ def signals(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
     """Sends SIGTERM and SIGINT at random moments, and during a compilation, an evaluation, a save and a write."""
     rng, sent, number, kinds = random.Random(seed), 0, 0, set()
     options = OPTIONS[0]
-    moments = [
-        ["compile", 1],
-        None,
-        ["eval", 1],
-        None,
-        ["save", 1],
-        None,
-        ["writer", 1],
-        None,
-        ["compile", 2],
-        ["eval", 2],
-    ]
+    firsts = [("compile", 1), ("eval", 1), ("save", 1), ("writer", 1)]
+    moments = [*itertools.chain(*((first, None) for first in firsts)), ("compile", 2), ("eval", 2)]
     reference = arena.reference(options)
     while sent < count:
         directory, children, problems, interruptions = arena.new_directory("signals"), [], [], []
@@ -746,8 +713,6 @@ def disk_full(arena: Arena, count: int, seed: int) -> Results:
 @contextlib.contextmanager
 def small_disk(directory: pathlib.Path) -> Iterator[Callable[[int | None], None]]:
     """Mounts a small file system; yields a function that leaves this many bytes free, or all of them if None."""
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(directory)], check=True)
 
     def fill(room: int | None) -> None:
         filler = directory / "filler"
@@ -756,23 +721,25 @@ def small_disk(directory: pathlib.Path) -> Iterator[Callable[[int | None], None]
             stat = os.statvfs(directory)
             filler.write_bytes(b"\0" * max(stat.f_bavail * stat.f_frsize - room, 0))
 
-    try:
+    with directories.mounted(directory, "size=30m"):
         yield fill
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
+
+
+def cycled(kinds: dict[str, Any], count: int) -> Iterator[tuple[str, Any]]:
+    """Yields the items of a dict in turn, this many in all."""
+    return itertools.islice(itertools.cycle(kinds.items()), count)
 
 
 def lost_directories(arena: Arena, count: int, seed: int) -> Results:
     """Moves or replaces the checkpoint directory during a run, or uses up all inodes; then undoes it and resumes."""
     options = {**OPTIONS[0], "pace": 0.1}
     arena.reference(options)
-    for number in range(count):
-        name = list(directories.LOSSES)[number % len(directories.LOSSES)]
+    for name, lose in cycled(directories.LOSSES, count):
         directory = arena.new_directory(name)
-        with directories.few_inodes(directory):
+        with directories.mounted(directory, "size=30m,nr_inodes=2000"):
             child = arena.server.start(directory, **options)
             child.wait_for("action")
-            with directories.LOSSES[name](directory):
+            with lose(directory):
                 failed = child.unless_it_failed("CheckpointError: Saving the checkpoint of step")
             problems = [f"{name}: {problem}" for problem in failed]
             yield 1, problems + arena.finish([child], directory, options, exact=False)
@@ -782,9 +749,7 @@ def impostors(arena: Arena, count: int, seed: int) -> Results:
     """Puts something else in place of the lock file. A run must refuse it, without hanging."""
     options = OPTIONS[0]
     arena.reference(options)
-    for number in range(count):
-        name = list(directories.IMPOSTORS)[number % len(directories.IMPOSTORS)]
-        make = directories.IMPOSTORS[name]
+    for name, make in cycled(directories.IMPOSTORS, count):
         directory = arena.new_directory("impostor")
         place = directory / "checkpoints" / directories.LOCK
         place.parent.mkdir(parents=True)
@@ -793,7 +758,7 @@ def impostors(arena: Arena, count: int, seed: int) -> Results:
         problems = [f"{name}: {problem}" for problem in child.unless_it_failed("Expected a regular file")]
         if [path.name for path in place.parent.iterdir()] != [place.name]:
             problems.append(f"{name}: the directory contains {list(place.parent.iterdir())}")
-        directories.remove(place)
+        copies.remove(place)
         yield 1, problems + arena.finish([child], directory, options, exact=True)
 
 
@@ -838,11 +803,9 @@ def processes(arena: Arena, count: int, seed: int) -> Results:
     rng = random.Random(seed)
     reference = arena.new_directory("reference")
     reference.mkdir(parents=True)
-    job, _ = launching.launch(launching.JOB, reference, processes=2, devices=2)
-    assert job.returncode == 0, job.stdout
+    launching.output_of(launching.JOB, reference, processes=2, devices=2)
     expected = launching.final_of(reference)
-    for number in range(count):
-        fault = list(launching.FAULTS)[number % len(launching.FAULTS)]
+    for fault, _ in cycled(launching.FAULTS, count):
         directory, at, place = arena.new_directory(fault), rng.randrange(2, 58), rng.randrange(2)
         then = rng.choice([(2, 2), (2, 2), (1, 4), (4, 1)])
         directory.mkdir()
@@ -992,7 +955,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
     for number in range(count):
         options: dict[str, Any] = {"source": "many", "total": 150, "loop_steps": [10, None][number % 2], "save": 7}
         options |= {"keep": 1000, "pace": 0.02, "steps_per_dispatch": [1, 4][number // 2 % 2]}
-        directory, problems, given, answers = arena.new_directory("told"), [], [], []
+        directory, given, answers = arena.new_directory("told"), [], []
         for attempt in range(kills + 1):
             child = arena.server.start(directory, **options)
             child.wait_for("action")
@@ -1004,10 +967,9 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
                 child.send(signal.SIGKILL)
             code = child.wait()
             answers += commands.answers(directory)  # Without a checkpoint, a run restarts without its commands.
-            if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
-                problems.append(f"it ended with {code}: {child.tail}")
-            if code == 0:
+            if code != -signal.SIGKILL:
                 break
+        problems = [f"it ended with {code}: {child.tail}"] if code else []
         found, first = child.result(), checkpoint.all_steps(directory / "checkpoints")[0]
         rows = [(elapsed["steps"], logs["command"]) for elapsed, logs in found["history"] if "command" in logs]
         newest = max([first, *(step for step, _ in rows)])  # Each command is followed by a checkpoint.
@@ -1015,9 +977,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Results:
         uninterrupted = arena.server.start(again, **options)
         if uninterrupted.wait() != 0:
             problems.append(f"the uninterrupted run failed: {uninterrupted.tail}")
-        for what in ("state", "history"):
-            if found[what] != uninterrupted.result()[what]:
-                problems.append(f"the {what} differs: {commands.answers(directory)}")
+        problems += differences(found, uninterrupted.result(), "state", "history")
         done = [(answer.step, answer.command) for answer in answers if answer.error is None]
         if strange := [row for row in rows if row not in done]:
             problems.append(f"the history has {strange}, but the answers are {done}")
@@ -1031,7 +991,6 @@ def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
     rng = random.Random(seed)
     for number in range(count // spikes.SPIKES):
         options, directory = {"seed": seed * 1000 + number}, arena.new_directory("spikes")
-        problems = []
         for attempt in range(kills + 1):
             child = arena.server.start(directory, "spikes", **options)
             child.wait_for("action")
@@ -1039,10 +998,9 @@ def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
                 time.sleep(rng.uniform(0, 2))
                 child.send(signal.SIGKILL)
             code = child.wait()
-            if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
-                problems.append(f"it ended with {code}: {child.tail}")
-            if code == 0:
+            if code != -signal.SIGKILL:
                 break
+        problems = [f"it ended with {code}: {child.tail}"] if code else []
         if not problems:
             found = child.result()
             if missing := set(spikes.spikes_of(options["seed"])) - set(found["left_out"]):
@@ -1053,9 +1011,7 @@ def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Results:
                 problems.append(f"the run without the batches failed: {other.tail}")
             else:
                 problems += other.result()["problems"]
-                problems += [
-                    f"the {what} differs" for what in ("state", "history") if found[what] != other.result()[what]
-                ]
+                problems += differences(found, other.result(), "state", "history")
         yield spikes.SPIKES, problems
 
 
@@ -1133,14 +1089,15 @@ def run_fault_tests(directory: pathlib.Path) -> list[Row]:
     files = [str(tests / "test_faults.py"), str(tests / "test_whole_run.py")]
     command = [sys.executable, "-m", "pytest", *files, f"--junitxml={report}"]
     run = subprocess.run(command, cwd=tests.parent, capture_output=True, text=True)
-    rows = collections.defaultdict(list)
+    rows: dict[str, Row] = {}
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
-        passed = not any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
-        rows[case.get("name", "").split("[")[0]].append((passed, float(case.get("time", 0))))
+        name = case.get("name", "").split("[")[0]
+        _, count, passed, secs = rows.get(name, (name, 0, 0, 0.0))
+        passed += not any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
+        rows[name] = name, count + 1, passed, secs + float(case.get("time", 0))
     if run.returncode != 0:
         print(run.stdout[-3000:], flush=True)
-    each = {name: tuple(map(sum, zip(*cases, strict=True))) for name, cases in rows.items()}
-    return [(name, len(rows[name]), passed, secs) for name, (passed, secs) in each.items()]
+    return list(rows.values())
 
 
 def run_part(directory: pathlib.Path, name: str, seed: int, count: int | None) -> list[Row]:

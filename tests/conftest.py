@@ -33,6 +33,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+import functools
 import logging as python_logging
 
 import numpy as np
@@ -41,7 +42,7 @@ from absl import logging
 from jax.sharding import Mesh
 from programs.check_first import check_first
 
-from jaxloop import partition
+from jaxloop import metrics, partition
 from jaxloop.base import timing
 
 # Tests of complete programs, notebooks, builds and multi-process jobs. `make test` leaves them to `make test-slow`.
@@ -117,6 +118,32 @@ def assert_same():
             np.testing.assert_array_equal(a, b)
 
     return compare
+
+
+@pytest.fixture
+def assert_close():
+    """Asserts that the leaves of two trees are equal up to a tolerance. Their static fields may differ."""
+
+    def compare(one, two, **tolerance):
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+            np.testing.assert_allclose(a, b, **tolerance)
+
+    return compare
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names of the functions that have read device values or waited for them, one for each call."""
+    names = []
+
+    def noting(name, function, tree):
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
+            names.append(name)
+        return function(tree)
+
+    for name in ("fetch", "fetch_scalar", "wait"):
+        monkeypatch.setattr(metrics, name, functools.partial(noting, name, getattr(metrics, name)))
+    return names
 
 
 @pytest.fixture

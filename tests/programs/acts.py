@@ -61,6 +61,13 @@ class Fail(jaxloop.Action):
         raise self.error
 
 
+def saving(directory, interval, step, *actions, eval_loops=(), **options):
+    """Returns an `OuterLoop` that keeps all its checkpoints in a directory and resumes from them."""
+    save = jaxloop.CheckpointAction(directory, interval, keep=None)
+    train_loop = jaxloop.TrainLoop(step, end_actions=[*actions, save], **options)
+    return jaxloop.OuterLoop(train_loop, eval_loops, jaxloop.CheckpointSpec(directory))
+
+
 @contextlib.contextmanager
 def limit_file_size(size):
     """Limits the size of files, so that longer writes fail, as on a full disk."""

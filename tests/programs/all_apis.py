@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from programs.models import batch_of, squares
 
 import jaxloop
 from jaxloop import data, distributed, partition
@@ -14,33 +15,16 @@ distributed.initialize()
 workdir = sys.argv[1]
 
 
-def make_batch(number):
-    x = np.random.default_rng(number).normal(size=[8, 3]).astype(np.float32)
-    return {"x": x, "y": x.sum(-1, keepdims=True)}
-
-
-def loss(outputs, batch):
-    return ((outputs - batch["y"]) ** 2).mean(-1)
-
-
-batches = data.shard_for_process([make_batch(number) for number in range(12)])
+batches = data.shard_for_process([batch_of(number) for number in range(12)])
 partitioner = jaxloop.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
+options = {"loss": squares, "optimizer": optax.sgd(0.1), "workdir": workdir, "partitioner": partitioner}
 for train_epochs in (2, 3):
-    state, history = jaxloop.fit(
-        nn.Dense(1),
-        batches[:10],
-        batches[10:],
-        loss=loss,
-        optimizer=optax.sgd(0.1),
-        train_epochs=train_epochs,
-        workdir=workdir,
-        partitioner=partitioner,
-        progress=None,
-    )
+    datasets = batches[:10], batches[10:]
+    state, history = jaxloop.fit(nn.Dense(1), *datasets, train_epochs=train_epochs, progress=None, **options)
     print("fit", int(state.step), history.collect("steps", "eval.loss")[0])
 
 step, eval_step = (
-    jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partitioner, train=train, loss=loss)
+    jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partitioner, train=train, loss=squares)
     for train in (True, False)
 )
 

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from programs.acts import saving
+from programs.models import squares
 
 import jaxloop
 from jaxloop import at, distributed, every, partition
@@ -24,13 +26,10 @@ def batch(number):
 
 
 def train(name, actions, left_out=()):
-    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
-    step = jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(1e-2), partitioner, train=True, loss=loss)
+    step = jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(1e-2), partitioner, train=True, loss=squares)
     kept = [number for number in range(100) if number + 1 not in left_out]
     data = jaxloop.data.shard_for_process(jaxloop.from_index(lambda index: batch(kept[index])))
-    saving = jaxloop.CheckpointAction(directory / name, every(steps=10) | at(0))
-    spec = jaxloop.CheckpointSpec(directory / name)
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[*actions, saving]), checkpoint_spec=spec)
+    outer_loop = saving(directory / name, every(steps=10) | at(0), step, *actions)
     state, _ = outer_loop(step.initialize_model([1, 4]), data, 60)
     return jax.device_get(state.params), outer_loop.history.rows
 

@@ -4,8 +4,7 @@ import contextlib
 import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 LOCK = ".trainer.lock"
 
@@ -22,11 +21,10 @@ def moved(directory: pathlib.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(directory: pathlib.Path) -> Iterator[None]:
     """Replaces the checkpoint directory with an empty one; afterwards puts it back."""
-    (directory / "checkpoints").rename(directory / "elsewhere")
-    (directory / "checkpoints").mkdir()
-    yield
-    (directory / "checkpoints").rmdir()  # Raises if something was saved there.
-    (directory / "elsewhere").rename(directory / "checkpoints")
+    with moved(directory):
+        (directory / "checkpoints").mkdir()
+        yield
+        (directory / "checkpoints").rmdir()  # Raises if something was saved there.
 
 
 @contextlib.contextmanager
@@ -47,19 +45,14 @@ def without_inodes(directory: pathlib.Path) -> Iterator[None]:
         fillers.rmdir()
 
 
-LOSSES: dict[str, Callable[[pathlib.Path], Any]] = {
-    "moved": moved,
-    "replaced": replaced,
-    "without_inodes": without_inodes,
-}
+LOSSES = {lose.__name__: lose for lose in (moved, replaced, without_inodes)}
 
 
 @contextlib.contextmanager
-def few_inodes(directory: pathlib.Path) -> Iterator[None]:
-    """Mounts a file system with few inodes at a directory."""
+def mounted(directory: pathlib.Path, options: str) -> Iterator[None]:
+    """Mounts a file system in memory at a directory."""
     directory.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=30m,nr_inodes=2000", "tmpfs"]
-    subprocess.run(["mount", *options, str(directory)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)], check=True)
     try:
         yield
     finally:
@@ -75,13 +68,4 @@ def link_to_device(path: pathlib.Path) -> None:
 
 
 # Objects in place of the lock file.
-IMPOSTORS: dict[str, Callable[[pathlib.Path], Any]] = {
-    "fifo": os.mkfifo,
-    "directory": os.mkdir,
-    "link": link,
-    "device": link_to_device,
-}
-
-
-def remove(path: pathlib.Path) -> None:
-    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+IMPOSTORS = {"fifo": os.mkfifo, "directory": os.mkdir, "link": link, "device": link_to_device}

@@ -46,14 +46,9 @@ def problems_of(directory, place, *, processes, process):
     printed = job.stdout
     if place in HEALTHY:
         is_ok = job.returncode == 0 and printed.count("ended\n") == processes and "Nothing happened" not in printed
-        if HEALTHY[place]:
-            # Before the first step, or in the middle of the run, for batches with a different shape.
-            slow = [
-                secs
-                for secs in re.findall(r"Compiled HangingStep.run in ([\d.]+) s", printed)
-                if float(secs) > LIMIT_SECS
-            ]
-            is_ok = is_ok and len(slow) >= HEALTHY[place] * processes
+        # Before the first step, or in the middle of the run, for batches with a different shape.
+        compiled_in = map(float, re.findall(r"Compiled HangingStep.run in ([\d.]+) s", printed))
+        is_ok = is_ok and sum(secs > LIMIT_SECS for secs in compiled_in) >= HEALTHY[place] * processes
         return [] if is_ok else [f"it ended with {job.returncode}: {printed[-3000:]}"]
     (hung,) = pathlib.Path(directory).glob("failures/hang-*")
     reports = {number: (hung / f"process-{number}.txt").read_text() for number in range(processes)}
@@ -150,23 +145,12 @@ def main(directory, place, process):
     train_step = HangingStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partitioner, train=True)
     eval_step = HangingStep(jax.random.key(0), nn.Dense(1), partitioner=partitioner)
     save = jaxloop.CheckpointAction(os.path.join(directory, "checkpoints"), every(steps=5))
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(
-            train_step,
-            end_actions=[HangingAction(every(steps=1)), save],
-            max_steps_in_flight=1 if place == "reading" else None,
-        ),
-        [jaxloop.EvalLoop(eval_step)],
-        workdir=directory,
-        extensions=[
-            jaxloop.Watchdog(
-                step_secs=LIMIT_SECS,
-                startup_secs=100,
-                eval_secs=30 if place in ("compiling", "slow") else LIMIT_SECS,
-                checkpoint_secs=30 if place == "slow" else LIMIT_SECS,
-            )
-        ],
-    )
+    ends, in_flight = [HangingAction(every(steps=1)), save], 1 if place == "reading" else None
+    train_loop = jaxloop.TrainLoop(train_step, end_actions=ends, max_steps_in_flight=in_flight)
+    eval_secs = 30 if place in ("compiling", "slow") else LIMIT_SECS
+    limits = {"eval_secs": eval_secs, "checkpoint_secs": 30 if place == "slow" else LIMIT_SECS}
+    watchdog = jaxloop.Watchdog(step_secs=LIMIT_SECS, startup_secs=100, **limits)
+    outer_loop = jaxloop.OuterLoop(train_loop, [jaxloop.EvalLoop(eval_step)], workdir=directory, extensions=[watchdog])
     evaluation = jaxloop.EvalSpec(data.from_index(lambda number: batch_of(number, "eval"), 9), name="test")
     state = train_step.initialize_model([1, 3])
     outer_loop(state, data.from_index(batch_of), 12, 6, [evaluation])

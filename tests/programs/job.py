@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import optax
 from absl import logging
-from flax import linen as nn
 from jax.experimental import multihost_utils
+from programs.acts import saving
+from programs.models import Network, batch_of, squares
 
 import jaxloop
 from jaxloop import data, distributed, partition
@@ -40,22 +41,21 @@ if is_faulty_process and options.fault == "never_joins":
 distributed.initialize(**({"start_secs": 6} if options.fault == "never_joins" else {}))
 
 
+SIGNALS = dict.fromkeys(["term", "term_twice", "last_term"], signal.SIGTERM)
+SIGNALS |= {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+
+
 def fire(fault):
     """Triggers this fault if it was requested for this process and hasn't occurred yet."""
     if not is_faulty_process or options.fault != fault or fired.exists():
         return
     fired.touch()
+    if fault in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault])
+        return
     match fault:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
         case "exit":
             os._exit(0)
-        case "term" | "term_twice" | "last_term":
-            os.kill(os.getpid(), signal.SIGTERM)
-        case "interrupt":
-            os.kill(os.getpid(), signal.SIGINT)
         case "sys_exit":
             sys.exit(7)
         case "hang" | "hang_alone":  # The signal goes to all processes, or only to this one.
@@ -96,22 +96,14 @@ class Last(jaxloop.Action):
             time.sleep(0.3)
 
 
-class Network(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
-        return nn.Dense(1)(x) + options.version * jax.process_index()
-
-
 def loss(outputs, batch):
-    return ((outputs - batch["y"]) ** 2).mean(-1)
+    return squares(outputs + options.version * jax.process_index(), batch)
 
 
 def make_batch(index):
     if index == options.at and options.fault not in ("action", "last_action", "last_term", "end", "stop_loop"):
         fire(options.fault)
-    x = np.random.default_rng(index).normal(size=[16, 8]).astype(np.float32)
-    return {"x": x, "y": x.sum(-1, keepdims=True)}
+    return batch_of(index, rows=16, features=8)
 
 
 def next_or_end(iterator, next_batch=IndexIterator.__next__):
@@ -129,37 +121,21 @@ partitioner = jaxloop.FSDPPartitioner(mesh, min_size=1)
 step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-2), partitioner, train=True, loss=loss)
 eval_step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-2), partitioner, loss=loss)
 writer = jaxloop.default_writer(options.directory)
-train_loop = jaxloop.TrainLoop(
-    step,
-    end_actions=[
-        Faulty(jaxloop.every(steps=1)),
-        Last(jaxloop.every(steps=10)),
-        jaxloop.SummaryAction(writer, jaxloop.every(steps=10)),
-        jaxloop.CheckpointAction(options.directory / "checkpoints", jaxloop.every(steps=10), keep=None),
-    ],
-)
+every_10 = jaxloop.every(steps=10)
+actions = [Faulty(jaxloop.every(steps=1)), Last(every_10), jaxloop.SummaryAction(writer, every_10)]
 eval_loop = jaxloop.EvalLoop(eval_step, end_actions=[jaxloop.SummaryAction(writer, prefix="eval/")])
 # Even-numbered processes have one more batch than odd-numbered ones, and that batch is short.
 full = [make_batch(1000 + number) for number in range(3)]
 short = {name: leaf[: 4 + jax.process_index()] for name, leaf in make_batch(1003).items()}
 eval_batches = data.shard_for_process(full) + ([short] if jax.process_index() % 2 == 0 else [])
-outer_loop = jaxloop.OuterLoop(
-    train_loop,
-    [eval_loop],
-    jaxloop.CheckpointSpec(options.directory / "checkpoints", iterate_interval_secs=0),
-)
+outer_loop = saving(options.directory / "checkpoints", every_10, step, *actions, eval_loops=[eval_loop])
 began = time.monotonic()
 try:
-    state, outputs = outer_loop(
-        step.initialize_model([1, 8]),
-        data.shard_for_process(data.from_index(make_batch)),
-        train_total_steps=options.steps,
-        train_loop_steps=20,
-        eval_specs=[jaxloop.EvalSpec(eval_batches)],
-    )
+    batches, specs = data.shard_for_process(data.from_index(make_batch)), [jaxloop.EvalSpec(eval_batches)]
+    state, outputs = outer_loop(step.initialize_model([1, 8]), batches, options.steps, 20, specs)
 finally:
-    print(f"ended after {time.monotonic() - began:.1f} s at step {train_loop.step_num}", flush=True)
-print("samples", train_loop.elapsed.samples, "eval", outer_loop.history.collect("eval.loss"))
+    print(f"ended after {time.monotonic() - began:.1f} s at step {outer_loop.train_loop.step_num}", flush=True)
+print("samples", outer_loop.train_loop.elapsed.samples, "eval", outer_loop.history.collect("eval.loss"))
 found = {
     path: multihost_utils.process_allgather(leaf, tiled=True)
     for path, leaf in jaxloop.base.checks.leaves_by_path(state).items()

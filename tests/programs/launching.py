@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxloop import checkpoint, distributed
 
+TESTS = str(pathlib.Path(__file__).parents[1])  # Where a job finds the modules of `programs`.
 JOB = pathlib.Path(__file__).parent / "job.py"
 TRANSFORMER = pathlib.Path(__file__).parents[2] / "docs" / "examples" / "transformer.py"
 # The exit code that the job must have after each fault of job.py.
@@ -56,17 +57,13 @@ class Job:
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         environment = {distributed.COORDINATOR: address, distributed.NUM_PROCESSES: str(processes), "NPROC": "32"}
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        environment["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
         command, group = [sys.executable, "-u", *map(str, arguments)], 0
         self.processes, self._outputs = [], []
         for place in range(processes):
             output = tempfile.TemporaryFile("w+")  # noqa: SIM115
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment, distributed.PROCESS_ID: str(place)},
-                stdout=output,
-                stderr=output,
-                process_group=group,
-            )
+            env = {**os.environ, **environment, distributed.PROCESS_ID: str(place)}
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=output, process_group=group)
             group = group or process.pid
             self.processes.append(process)
             self._outputs.append(output)
@@ -103,6 +100,13 @@ def launch(*arguments, processes, devices=1):
     """Runs a job; returns the finished job, and the seconds that it took."""
     start = time.monotonic()
     return Job(*arguments, processes=processes, devices=devices).wait(), time.monotonic() - start
+
+
+def output_of(*arguments, processes, devices=1):
+    """Runs a job that must succeed; returns its output."""
+    job, _ = launch(*arguments, processes=processes, devices=devices)
+    assert job.returncode == 0, job.stdout
+    return job.stdout
 
 
 def final_of(directory):

@@ -59,16 +59,11 @@ class MnistStep(Step):
 
 def mnist_datasets():
     def prepare(example):
-        return {
-            "image": tf.cast(example["image"], tf.float32) / 255.0,
-            "label": tf.cast(example["label"], tf.int32),
-        }
+        return {"image": tf.cast(example["image"], tf.float32) / 255.0, "label": tf.cast(example["label"], tf.int32)}
 
-    train_ds = tfds.load("mnist", split="train").map(prepare)
-    train_ds = train_ds.batch(32, drop_remainder=True).prefetch(tf.data.AUTOTUNE).repeat()
-    eval_ds = tfds.load("mnist", split="test").map(prepare)
-    eval_ds = eval_ds.batch(32, drop_remainder=True).prefetch(tf.data.AUTOTUNE).repeat()
-    return train_ds, eval_ds
+    for split in ("train", "test"):
+        dataset = tfds.load("mnist", split=split).map(prepare)
+        yield dataset.batch(32, drop_remainder=True).prefetch(tf.data.AUTOTUNE).repeat()
 
 
 def main(mesh, work_dir):

@@ -12,6 +12,8 @@ import numpy as np
 import optax
 from absl import flags
 from flax import linen as nn
+from programs.acts import Do
+from programs.models import batch_of, squares
 
 import jaxloop
 from jaxloop import actions, every, functional, last
@@ -23,11 +25,6 @@ STEPS = PASSES * ROWS // BATCH
 WARNING = r"is not the one that came next|not continue at the right batch"
 
 
-def rows() -> dict[str, np.ndarray]:
-    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
-    return {"x": x, "y": x.sum(-1, keepdims=True)}
-
-
 def collate(examples: Sequence[Any]) -> dict[str, np.ndarray]:
     return {name: np.stack([each[name] for each in examples]) for name in ("x", "y")}
 
@@ -36,7 +33,7 @@ class Rows:
     """A data source whose examples are the rows."""
 
     def __init__(self):
-        self._rows = rows()
+        self._rows = batch_of(0, ROWS)
 
     def __len__(self):
         return ROWS
@@ -46,62 +43,6 @@ class Rows:
 
 
 # The pipelines -------------------------------------------------------------------------------------------
-
-
-def tf_data(build: Callable[[Any], Any]) -> Callable[[], Any]:
-    def make():
-        import tensorflow as tf
-
-        return build(tf.data.Dataset.from_tensor_slices(rows()))
-
-    return make
-
-
-def tf_generator() -> Any:
-    import tensorflow as tf
-
-    spec = {"x": tf.TensorSpec((3,), tf.float32), "y": tf.TensorSpec((1,), tf.float32)}
-    return tf.data.Dataset.from_generator(lambda: iter(Rows()), output_signature=spec).shuffle(20, seed=1).batch(BATCH)
-
-
-def torch_loader(stateful: bool = False, seeded: bool = False, epochs: int = 1, **options: Any):
-    def make():
-        import torch
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        torch.manual_seed(0)
-        # One pass over `epochs` copies of the rows.
-        data = torch.utils.data.ConcatDataset([Rows()] * epochs)
-        chosen = {"generator": torch.Generator().manual_seed(5)} if seeded else {}
-        kind = StatefulDataLoader if stateful else torch.utils.data.DataLoader
-        return kind(data, BATCH, collate_fn=collate, **chosen, **options)
-
-    return make
-
-
-def grain_map(build: Callable[[Any], Any]) -> Callable[[], Any]:
-    def make():
-        import grain
-
-        return build(grain.MapDataset.source(Rows()))
-
-    return make
-
-
-def grain_loader(epochs: int, workers: int = 0) -> Callable[[], Any]:
-    def make():
-        import grain
-
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # Grain passes the flags to its worker processes.
-        sampler = grain.samplers.IndexSampler(
-            ROWS, grain.sharding.NoSharding(), shuffle=True, seed=3, num_epochs=epochs
-        )
-        return grain.DataLoader(
-            data_source=Rows(), sampler=sampler, operations=[grain.transforms.Batch(BATCH)], worker_count=workers
-        )
-
-    return make
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,45 +66,88 @@ class Pipeline:
         return ["outer steps", "loop"] if self.one_pass else ["fit epochs", "fit steps", "outer epochs"]
 
 
+def tf_data(build: Callable[[Any], Any], one_pass: bool = False) -> Pipeline:
+    def make():
+        import tensorflow as tf
+
+        return build(tf.data.Dataset.from_tensor_slices(batch_of(0, ROWS)))
+
+    return Pipeline("tensorflow", make, one_pass)
+
+
+def tf_generator() -> Any:
+    import tensorflow as tf
+
+    spec = {"x": tf.TensorSpec((3,), tf.float32), "y": tf.TensorSpec((1,), tf.float32)}
+    return tf.data.Dataset.from_generator(lambda: iter(Rows()), output_signature=spec).shuffle(20, seed=1).batch(BATCH)
+
+
+def torch_loader(stateful: bool = False, seeded: bool = False, epochs: int = 1, **options: Any) -> Pipeline:
+    def make():
+        import torch
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        torch.manual_seed(0)
+        # One pass over `epochs` copies of the rows.
+        data = torch.utils.data.ConcatDataset([Rows()] * epochs)
+        chosen = {"generator": torch.Generator().manual_seed(5)} if seeded else {}
+        kind = StatefulDataLoader if stateful else torch.utils.data.DataLoader
+        return kind(data, BATCH, collate_fn=collate, **chosen, **options)
+
+    return Pipeline("torch", make, one_pass=epochs > 1)
+
+
+def grain_map(build: Callable[[Any], Any], one_pass: bool = False) -> Pipeline:
+    def make():
+        import grain
+
+        return build(grain.MapDataset.source(Rows()))
+
+    return Pipeline("grain", make, one_pass)
+
+
+def grain_loader(epochs: int, workers: int = 0) -> Pipeline:
+    def make():
+        import grain
+
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # Grain passes the flags to its worker processes.
+        sharding, operations = grain.sharding.NoSharding(), [grain.transforms.Batch(BATCH)]
+        sampler = grain.samplers.IndexSampler(ROWS, sharding, shuffle=True, seed=3, num_epochs=epochs)
+        return grain.DataLoader(data_source=Rows(), sampler=sampler, operations=operations, worker_count=workers)
+
+    return Pipeline("grain", make, one_pass=epochs > 1)
+
+
 PIPELINES = {
-    "tf": Pipeline("tensorflow", tf_data(lambda data: data.batch(BATCH))),
-    "tf shuffle": Pipeline("tensorflow", tf_data(lambda data: data.shuffle(ROWS, seed=1).batch(BATCH))),
-    "tf shuffle prefetch": Pipeline(
-        "tensorflow", tf_data(lambda data: data.shuffle(20, seed=1).batch(BATCH).prefetch(2))
-    ),
-    "tf batch shuffle": Pipeline("tensorflow", tf_data(lambda data: data.batch(BATCH).shuffle(6, seed=1))),
-    "tf same order": Pipeline(
-        "tensorflow", tf_data(lambda data: data.shuffle(20, seed=1, reshuffle_each_iteration=False).batch(BATCH))
-    ),
-    "tf shuffle repeat": Pipeline(
-        "tensorflow", tf_data(lambda data: data.shuffle(20, seed=1).repeat(PASSES).batch(BATCH).prefetch(2)), True
-    ),
-    "tf repeat shuffle": Pipeline(
-        "tensorflow", tf_data(lambda data: data.repeat(PASSES).shuffle(20, seed=1).batch(BATCH)), True
-    ),
-    "tf batch repeat": Pipeline("tensorflow", tf_data(lambda data: data.batch(BATCH).repeat(PASSES)), True),
+    "tf": tf_data(lambda data: data.batch(BATCH)),
+    "tf shuffle": tf_data(lambda data: data.shuffle(ROWS, seed=1).batch(BATCH)),
+    "tf shuffle prefetch": tf_data(lambda data: data.shuffle(20, seed=1).batch(BATCH).prefetch(2)),
+    "tf batch shuffle": tf_data(lambda data: data.batch(BATCH).shuffle(6, seed=1)),
+    "tf same order": tf_data(lambda data: data.shuffle(20, 1, reshuffle_each_iteration=False).batch(BATCH)),
+    "tf shuffle repeat": tf_data(lambda data: data.shuffle(20, 1).repeat(PASSES).batch(BATCH).prefetch(2), True),
+    "tf repeat shuffle": tf_data(lambda data: data.repeat(PASSES).shuffle(20, seed=1).batch(BATCH), True),
+    "tf batch repeat": tf_data(lambda data: data.batch(BATCH).repeat(PASSES), True),
     "tf generator": Pipeline("tensorflow", tf_generator, warns=True),
-    "grain map": Pipeline("grain", grain_map(lambda data: data.shuffle(seed=1).batch(BATCH))),
-    "grain iter": Pipeline("grain", grain_map(lambda data: data.shuffle(seed=1).to_iter_dataset().batch(BATCH))),
-    "grain loader": Pipeline("grain", grain_loader(1)),
-    "grain map repeat": Pipeline(
-        "grain", grain_map(lambda data: data.shuffle(seed=1).repeat(PASSES).batch(BATCH)), True
+    "grain map": grain_map(lambda data: data.shuffle(seed=1).batch(BATCH)),
+    "grain iter": grain_map(lambda data: data.shuffle(seed=1).to_iter_dataset().batch(BATCH)),
+    "grain loader": grain_loader(1),
+    "grain map repeat": grain_map(lambda data: data.shuffle(seed=1).repeat(PASSES).batch(BATCH), True),
+    "grain iter repeat": grain_map(
+        lambda data: data.repeat(PASSES).shuffle(seed=1).to_iter_dataset().batch(BATCH), True
     ),
-    "grain iter repeat": Pipeline(
-        "grain", grain_map(lambda data: data.repeat(PASSES).shuffle(seed=1).to_iter_dataset().batch(BATCH)), True
-    ),
-    "grain loader epochs": Pipeline("grain", grain_loader(PASSES), True),
-    "grain loader worker": Pipeline("grain", grain_loader(PASSES, workers=1), True),
-    "torch": Pipeline("torch", torch_loader()),
-    "torch shuffle": Pipeline("torch", torch_loader(shuffle=True)),
-    "torch shuffle generator": Pipeline("torch", torch_loader(shuffle=True, seeded=True)),
-    "torch shuffle worker": Pipeline("torch", torch_loader(shuffle=True, num_workers=1)),
-    "torch shuffle one pass": Pipeline("torch", torch_loader(shuffle=True, epochs=PASSES), True),
-    "torch stateful": Pipeline("torch", torch_loader(True)),
-    "torch stateful shuffle": Pipeline("torch", torch_loader(True, shuffle=True)),
-    "torch stateful generator": Pipeline("torch", torch_loader(True, shuffle=True, seeded=True)),
-    "torch stateful worker": Pipeline("torch", torch_loader(True, shuffle=True, num_workers=1)),
-    "torch stateful one pass": Pipeline("torch", torch_loader(True, shuffle=True, epochs=PASSES), True),
+    "grain loader epochs": grain_loader(PASSES),
+    "grain loader worker": grain_loader(PASSES, workers=1),
+    "torch": torch_loader(),
+    "torch shuffle": torch_loader(shuffle=True),
+    "torch shuffle generator": torch_loader(shuffle=True, seeded=True),
+    "torch shuffle worker": torch_loader(shuffle=True, num_workers=1),
+    "torch shuffle one pass": torch_loader(shuffle=True, epochs=PASSES),
+    "torch stateful": torch_loader(True),
+    "torch stateful shuffle": torch_loader(True, shuffle=True),
+    "torch stateful generator": torch_loader(True, shuffle=True, seeded=True),
+    "torch stateful worker": torch_loader(True, shuffle=True, num_workers=1),
+    "torch stateful one pass": torch_loader(True, shuffle=True, epochs=PASSES),
 }
 
 
@@ -179,34 +163,21 @@ def libraries() -> tuple[list[str], list[str]]:
 # The runs ------------------------------------------------------------------------------------------------
 
 
-class ReportSteps(actions.Action):
-    """Reports each step, then sleeps."""
-
-    uses_outputs = False
-
-    def __init__(self, report: Callable[[str, int], Any], pace: float):
-        super().__init__(every(1))
-        self._report, self._pace = report, pace
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self._report("step", step_num)
-        time.sleep(self._pace)
-
-
-def loss(predictions: Any, batch: Any) -> Any:
-    return ((predictions - batch["y"]) ** 2).mean(axis=-1)
-
-
 def run(directory: Any, report: Callable[[str, int], Any], *, pipeline: str, api: str, pace: float) -> dict[str, Any]:
     """Runs or resumes; returns the leaves of the state, the history rows and the points in TensorBoard."""
     directory, dataset, optimizer = pathlib.Path(directory), PIPELINES[pipeline].make(), optax.sgd(0.1, momentum=0.9)
-    paced, checkpoints = ReportSteps(report, pace), directory / "checkpoints"
+
+    def pause(step_num, **_):
+        report("step", step_num)
+        time.sleep(pace)
+
+    paced, checkpoints = Do(pause, every(1), uses_outputs=False), directory / "checkpoints"
     if api.startswith("fit"):
         length = {"train_epochs": PASSES} if api == "fit epochs" else {"train_total_steps": STEPS}
-        options = {"loss": loss, "optimizer": optimizer, "progress": None, "actions": [paced], "workdir": directory}
+        options = {"loss": squares, "optimizer": optimizer, "progress": None, "actions": [paced], "workdir": directory}
         state, history = jaxloop.fit(nn.Dense(1), dataset, **options, **length)
     else:
-        step = jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optimizer, train=True, loss=loss, inputs="x")
+        step = jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optimizer, train=True, loss=squares, inputs="x")
         state, writer = step.initialize_model([1, 3]), jaxloop.default_writer(directory)
         summaries, saves = actions.SummaryAction(writer, every(1)), every(steps=4) | last()
         if api == "loop":
@@ -224,10 +195,9 @@ def run(directory: Any, report: Callable[[str, int], Any], *, pipeline: str, api
             state, _ = outer_loop(state, dataset, **length)
             history = outer_loop.history
         writer.close()
-    history_rows = history.rows
     return {
         "leaves": [np.asarray(leaf).tobytes().hex() for leaf in jax.tree.leaves(state)],
-        "history": [[row.elapsed.steps, row.elapsed.samples, str(row.logs)] for row in history_rows],
+        "history": [[row.elapsed.steps, row.elapsed.samples, str(row.logs)] for row in history.rows],
         "points": points(directory),
     }
 

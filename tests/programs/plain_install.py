@@ -43,15 +43,9 @@ def check_package(directory):
 
 def train_with_objects(directory, total_steps):
     step, state, batches = examples.tiny_regression()
-    train_loop = jaxloop.TrainLoop(
-        step,
-        end_actions=[
-            jaxloop.SummaryAction(jaxloop.default_writer(directory)),
-            jaxloop.ProgressAction(),
-            jaxloop.CheckpointAction(f"{directory}/checkpoints"),
-        ],
-    )
-    outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(f"{directory}/checkpoints"))
+    actions = [jaxloop.SummaryAction(jaxloop.default_writer(directory)), jaxloop.ProgressAction()]
+    actions.append(jaxloop.CheckpointAction(f"{directory}/checkpoints"))
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=actions), workdir=directory)
     state, outputs = outer_loop(state, batches, total_steps, 10)
     return int(state.step), jaxloop.summarize(outputs)["loss"]
 
@@ -70,15 +64,9 @@ def train_with_functions():
 
 def train_with_one_call():
     _, _, batches = examples.tiny_regression()
-    _, history = jaxloop.fit(
-        nn.Dense(1),
-        batches,
-        inputs="x",
-        loss=lambda outputs, batch: optax.squared_error(outputs, batch["y"]).mean(-1),
-        optimizer=optax.sgd(0.1),
-        train_total_steps=20,
-        progress=None,
-    )
+    loss = lambda outputs, batch: optax.squared_error(outputs, batch["y"]).mean(-1)
+    options = {"inputs": "x", "loss": loss, "optimizer": optax.sgd(0.1)}
+    _, history = jaxloop.fit(nn.Dense(1), batches, train_total_steps=20, progress=None, **options)
     return history.collect("loss")[-1]
 
 

@@ -7,8 +7,8 @@ import sys
 import jax
 import numpy as np
 import optax
-from flax import linen as nn
 from jax.experimental import multihost_utils
+from programs.models import Network, batch_of, squares
 
 import jaxloop
 from jaxloop import distributed, partition
@@ -18,17 +18,6 @@ file, fault = (*sys.argv[1:], None)[:2]
 mesh = partition.create_mesh(data=-1)
 
 
-class Network(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
-        return nn.Dense(1)(x)
-
-
-def loss(outputs, batch):
-    return ((outputs - batch["y"]) ** 2).mean(-1)
-
-
 def fail():
     if fault == "exception":
         raise OSError("the disk is gone")
@@ -36,19 +25,16 @@ def fail():
 
 
 def batches():
-    rng = np.random.default_rng(0)
-    rows = 16 // jax.process_count()
-    own_rows = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
     for number in range(50):
         if fault and number == 20 and jax.process_index() == 1:
             fail()
-        x = rng.normal(size=[16, 8]).astype(np.float32)
-        yield {"x": x[own_rows], "y": x[own_rows].sum(-1, keepdims=True)}
+        (own,) = jaxloop.data.shard_for_process([batch_of(number, rows=16, features=8)])
+        yield own
 
 
 found = {}
 for partitioner in (jaxloop.DataParallelPartitioner(mesh, "data"), jaxloop.FSDPPartitioner(mesh, min_size=1)):
-    step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-2), partitioner, train=True, loss=loss)
+    step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-2), partitioner, train=True, loss=squares)
     state, outputs = jaxloop.TrainLoop(step)(step.initialize_model([1, 8]), batches())
     name = type(partitioner).__name__
     found[f"{name} losses"] = np.array(outputs["loss"])

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from programs.acts import Do
+from programs.models import squares
 
 import jaxloop
 from jaxloop import at, every
@@ -21,18 +23,6 @@ class Noisy(nn.Module):
     @nn.compact
     def __call__(self, x, *, train):
         return nn.Dense(1)(nn.Dropout(0.2, deterministic=not train)(nn.Dense(16)(x)))
-
-
-class RecordSteps(jaxloop.Action):
-    """Reports each step, and records a digest of the state after it."""
-
-    def __init__(self, report):
-        super().__init__(every(steps=1) | at(0))
-        self.digests, self._report = {}, report
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self._report("action", step_num)
-        self.digests[step_num] = digest_of(state)
 
 
 def digest_of(state):
@@ -61,18 +51,23 @@ def batches(seed, left_out=()):
 
 
 def experiment(directory, report, seed, guarded=True, total=TOTAL):
-    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2))
-    step = jaxloop.LossStep(jax.random.key(seed), Noisy(), optimizer, train=True, loss=loss)
+    step = jaxloop.LossStep(jax.random.key(seed), Noisy(), optimizer, train=True, loss=squares)
     interval = every(steps=[1, 4, 10][seed % 3])
     guard = jaxloop.SpikeGuard("loss", sigmas=8, window=20, at_most=3 * SPIKES, interval=interval)
     saving = jaxloop.CheckpointAction(directory / "checkpoints", every(steps=12) | at(0), keep=1000)
-    recording = RecordSteps(report)
+    digests = {}
+
+    def record(state, step_num, **_):
+        report("action", step_num)
+        digests[step_num] = digest_of(state)
+
+    recording = Do(record, every(steps=1) | at(0))
     actions = [guard, recording, saving] if guarded else [recording, saving]
     train_loop = jaxloop.TrainLoop(step, end_actions=actions, steps_per_dispatch=[1, 4][seed % 2])
     spec = jaxloop.CheckpointSpec(directory / "checkpoints")
     outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=spec, workdir=directory, log_interval=every(steps=5))
-    return outer_loop, step.initialize_model([1, 4]), recording
+    return outer_loop, step.initialize_model([1, 4]), digests
 
 
 def run(directory, report, *, seed):
@@ -87,14 +82,14 @@ def run(directory, report, *, seed):
 
 def without(directory, report, *, seed, left_out, rewinds):
     """Trains on data without these batches; returns the same results, and differences from rewound states."""
-    outer_loop, state, recording = experiment(directory, report, seed, guarded=False)
+    outer_loop, state, digests = experiment(directory, report, seed, guarded=False)
     state, _ = outer_loop(state, jaxloop.skippable(lambda: batches(seed, left_out)), TOTAL, train_loop_steps=50)
     problems, rng = [], random.Random(seed)
     guarded, _, _ = experiment(directory.parent / rewinds, report, seed)
     for step_num in rng.sample(range(1, TOTAL + 1), 3):
         data = jaxloop.skippable(lambda: batches(seed))
         before = jaxloop.rewind(directory.parent / rewinds, guarded, step_num, None, data, train_loop_steps=50)
-        if digest_of(before.state) != recording.digests[step_num - 1]:
+        if digest_of(before.state) != digests[step_num - 1]:
             problems.append(f"the rewound state before step {step_num} differs")
         batch = next(itertools.islice(batches(seed, left_out), step_num - 1, None))
         if any(before.batch[name].tobytes() != batch[name].tobytes() for name in batch):

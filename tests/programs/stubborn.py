@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 KINDS = ["writer", "iterator", "native", "workers"]
 MAX_SECS = 30  # Slack for a busy machine.
@@ -18,16 +19,11 @@ def print_word(word):
     os.write(1, f"{word}\n".encode())
 
 
-class BlockingWriter:
+def write_or_block(step, scalars):
     """Accepts some rows, then blocks forever."""
-
-    def write_scalars(self, step, scalars):
-        if step == 15:
-            print_word("ready")
-            threading.Event().wait()
-
-    def flush(self):
-        pass
+    if step == 15:
+        print_word("ready")
+        threading.Event().wait()
 
 
 def stubborn(batches, kind):
@@ -67,7 +63,8 @@ def main(directory, kind):
     workers = grain_workers() if kind == "workers" else None
     step, state, batches = examples.tiny_regression()
     saves = jaxloop.CheckpointAction(directory, every(steps=5))
-    summaries = jaxloop.SummaryAction(BlockingWriter(), every(steps=1))
+    writer = types.SimpleNamespace(write_scalars=write_or_block, flush=lambda: None)
+    summaries = jaxloop.SummaryAction(writer, every(steps=1))
     actions = [saves, summaries] if kind == "writer" else [saves]
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=actions))
     outer_loop(state, jaxloop.skippable(lambda: stubborn(batches, kind)), 1000)

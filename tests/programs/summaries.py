@@ -37,27 +37,15 @@ class Kill(actions.Action):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Summarize(actions.Action):
+class Summarize(actions.SummaryAction):
     """Writes what a function makes for the number of a step."""
 
     def __init__(self, writer, interval, make):
-        super().__init__(interval)
-        self._summaries, self._make = actions.SummaryAction(writer, prefix="more/"), make
+        super().__init__(writer, interval, prefix="more/")
+        self._make = make
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
-        self._summaries(state, self._make(step_num), step_num=step_num)
-
-    def state_dict(self):
-        return self._summaries.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self._summaries.load_state_dict(state_dict)
-
-    def begin_run(self, step_num, *, can_resume):
-        self._summaries.begin_run(step_num, can_resume=can_resume)
-
-    def flush(self):
-        self._summaries.flush()
+        super().__call__(state, self._make(step_num), step_num=step_num)
 
 
 def pictures(step_num):

@@ -13,9 +13,9 @@ STATE = jax.tree.map(np.array, _state)  # In the memory of the host, so that no 
 Regression = type(STEP)
 
 
-def make_step(kind=Regression, **options):
-    """Returns a step like `STEP`, of the class or a subclass of it."""
-    return kind(STEP.base_prng, STEP.model, STEP.optimizer, **{"train": True, **options})
+def make_step(kind=Regression, model=STEP.model, optimizer=STEP.optimizer, **options):
+    """Returns a step like `STEP`, possibly of another class or with other arguments."""
+    return kind(STEP.base_prng, model, optimizer, **{"train": True, **options})
 
 
 class Traced(Regression):

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from programs.models import batch_of, squares
 
 import jaxloop
 from jaxloop import distributed, metrics, partition
@@ -12,22 +13,17 @@ from jaxloop.processes import agreement
 distributed.initialize()
 first = jax.process_index() == 0
 partitioner = jaxloop.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
-examples = np.random.default_rng(0).normal(size=[200, 8]).astype(np.float32)
-
-
-def loss(outputs, batch):
-    return ((outputs - batch["y"]) ** 2).mean(-1)
+EXAMPLES = batch_of(0, rows=200, features=8)
 
 
 def batches(sizes, begin):
     for size in sizes:
-        x = examples[begin : begin + size]
-        yield {"x": x, "y": x.sum(-1, keepdims=True)}
+        yield {name: leaf[begin : begin + size] for name, leaf in EXAMPLES.items()}
         begin += size
 
 
 def new_step(**options):
-    return jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.adam(1e-2), partitioner, loss=loss, **options)
+    return jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.adam(1e-2), partitioner, loss=squares, **options)
 
 
 step = new_step(train=True)
@@ -43,9 +39,8 @@ print("five more", int(state.step))
 
 eval_loop = jaxloop.EvalLoop(new_step())
 _, outputs = eval_loop(state, batches([8, 8, 8, 3] if first else [8, 8], 0 if first else 27))
-x = examples[:43]
-predicted = x @ np.asarray(state.params["kernel"]) + np.asarray(state.params["bias"])
-exact = ((predicted - x.sum(-1, keepdims=True)) ** 2).mean()
+predicted = EXAMPLES["x"] @ np.asarray(state.params["kernel"]) + np.asarray(state.params["bias"])
+exact = ((predicted - EXAMPLES["y"])[:43] ** 2).mean()
 print("eval", sum(outputs.num_examples), abs(metrics.summarize(outputs)["loss"] - exact) < 1e-5)
 
 
@@ -68,7 +63,7 @@ class SelectingStep(jaxloop.LossStep):
 
 def train_on_different(change, kind=jaxloop.LossStep, steps_per_dispatch=1):
     """Trains on batches that are different in the second process from the third one on. Returns the number of steps."""
-    step = kind(jax.random.key(0), nn.Dense(1), optax.adam(1e-2), partitioner, loss=loss, train=True)
+    step = kind(jax.random.key(0), nn.Dense(1), optax.adam(1e-2), partitioner, loss=squares, train=True)
     loop = jaxloop.TrainLoop(step, steps_per_dispatch=steps_per_dispatch)
     changed = (batch if first or number < 2 else change(batch) for number, batch in enumerate(batches([8] * 4, 0)))
     try:

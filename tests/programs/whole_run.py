@@ -15,6 +15,8 @@ import optax
 from clu import metrics as clu_metrics
 from flax import linen as nn
 from jax.sharding import Mesh
+from programs import models
+from programs.acts import Do
 
 import jaxloop
 from jaxloop import actions, checkpoint, data, every, last, optimizers
@@ -33,27 +35,19 @@ def watch_nothing(place: str, number: int) -> None:
 
 
 def batch_of(index: int) -> jaxloop.Batch:
-    rng = np.random.default_rng(index)
-    x = rng.normal(size=(ROWS, 3)).astype(np.float32)
-    return {"id": np.full([ROWS], index, np.int32), "x": x, "y": x.sum(-1, keepdims=True)}
+    return {"id": np.full([ROWS], index, np.int32), **models.batch_of(index, ROWS)}
 
 
 def grain_dataset():
     import grain.python as grain
 
-    return (
-        grain.MapDataset.range(ROWS * BATCHES)
-        .map(lambda row: row)
-        .batch(ROWS)
-        .map(lambda rows: batch_of(int(rows[0]) // ROWS))
-    )
+    return grain.MapDataset.range(ROWS * BATCHES).batch(ROWS).map(lambda rows: batch_of(int(rows[0]) // ROWS))
 
 
 def tf_dataset():
     import tensorflow as tf
 
-    rows = [batch_of(index) for index in range(BATCHES)]
-    stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *map(batch_of, range(BATCHES)))
     return tf.data.Dataset.from_tensor_slices(stacked).shuffle(6, seed=3).as_numpy_iterator()
 
 
@@ -161,28 +155,11 @@ class Writer:
         self.flushes += 1
 
 
-class ReportSteps(actions.Action):
+class ReportSteps(Do):
     """Reports each completed step."""
 
-    uses_outputs = False
-
-    def __init__(self, watch: Watch):
-        super().__init__(every(1))
-        self._watch = watch
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self._watch("action", step_num)
-
-
-class ReportLoops(actions.Action):
-    """Reports the start of each loop."""
-
-    def __init__(self, watch: Watch):
-        super().__init__()
-        self._watch = watch
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self._watch("opened", step_num)
+    def __init__(self, watch: Watch, place: str = "action", interval: int | None = None):
+        super().__init__(lambda step_num, **_: watch(place, step_num), interval or every(1), uses_outputs=False)
 
 
 class Stopping(actions.EarlyStoppingAction):
@@ -277,13 +254,9 @@ def run(
     ]
     if watch is not watch_nothing:
         train_actions.append(ReportSteps(watch))
+    loop_actions = {"begin_actions": [ReportSteps(watch, "opened", 1)], "end_actions": train_actions}
     outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(
-            train_step,
-            begin_actions=[ReportLoops(watch)],
-            end_actions=train_actions,
-            steps_per_dispatch=steps_per_dispatch,
-        ),
+        jaxloop.TrainLoop(train_step, **loop_actions, steps_per_dispatch=steps_per_dispatch),
         [jaxloop.EvalLoop(eval_step, end_actions=[actions.SummaryAction(writer, 2, prefix="test/")])],
         jaxloop.CheckpointSpec(directory / "checkpoints"),
         workdir=directory,
