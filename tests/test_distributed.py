@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from programs.launching import JOB, break_and_resume, final_of, launch
+from programs.launching import JOB, break_and_resume, final_of, launch, output_of
 
 from jaxloop import checkpoint, distributed, functional
 from jaxloop.processes import agreement
@@ -28,19 +28,13 @@ SCALING = pathlib.Path(__file__).parents[1] / "docs" / "scaling.md"
 CLUSTER = SCALING.parent / "howto" / "run_on_a_cluster.md"
 
 
-def output_of(place, output):
-    """Returns the output of one of two processes."""
-    return re.sub(rf"^\[{1 - place}\].*\n", "", output, flags=re.MULTILINE)
-
-
 def test_two_processes_match_one(tmp_path):
     found = {}
     for processes, devices in ((2, 2), (1, 1)):
         file = tmp_path / f"{processes}x{devices}.npz"
-        job, _ = launch(PROGRAM, file, processes=processes, devices=devices)
-        assert job.returncode == 0, job.stdout
+        printed = output_of(PROGRAM, file, processes=processes, devices=devices)
         for place in range(processes):
-            assert f"[{place}] FSDPPartitioner: step 50 on {processes * devices} devices" in job.stdout
+            assert f"[{place}] FSDPPartitioner: step 50 on {processes * devices} devices" in printed
         found[processes, devices] = np.load(file)
     two, single = found[2, 2], found[1, 1]
     assert len(two.files) == 2 * 15
@@ -72,51 +66,43 @@ def test_functional_loop_rejects_several_processes(monkeypatch):
 
 
 def test_processes_with_uneven_data_end_together_and_count_each_example_once():
-    job, _ = launch(TOGETHER, processes=2, devices=2)
-    assert job.returncode == 0, job.stdout
+    printed = output_of(TOGETHER, processes=2, devices=2)
+    differs = r"ValueError: The batch of LossStep is not the same in all processes. .*process 0 -> process 1.:"
     for place in range(2):
-        assert f"[{place}] train 7 7 56 8\n" in job.stdout  # Steps, losses, samples; examples in a step.
-        assert f"[{place}] five more 12\n" in job.stdout
-        assert f"[{place}] eval 43 True\n" in job.stdout
-        assert f"[{place}] nothing: ValueError: The processes have batches of 8, 0 rows for one step, and" in job.stdout
-        assert f"[{place}] uneven: ValueError: The processes have batches of 4, 2 rows for one step" in job.stdout
-        differs = r"ValueError: The batch of LossStep is not the same in all processes. .*process 0 -> process 1.:"
+        own = "".join(re.findall(rf"^\[{place}\] (.*\n)", printed, flags=re.MULTILINE))
+        assert "train 7 7 56 8\n" in own  # Steps, losses, samples; examples in a step.
+        assert "five more 12\n" in own
+        assert "eval 43 True\n" in own
+        assert "nothing: ValueError: The processes have batches of 8, 0 rows for one step, and" in own
+        assert "uneven: ValueError: The processes have batches of 4, 2 rows for one step" in own
         for name, change in {
             "dtype": r"batch\['x'\]: float32\[16, 8\] -> batch\['x'\]: float16\[16, 8\]",
             "shape": r"batch\['y'\]: float32\[16, 1\] -> batch\['y'\]: float32\[16, 2\]",
             "leaf": r".* -> batch\['z'\]: float32\[16, 1\]",
         }.items():
-            assert re.search(
-                rf"\[{place}\] after step 2, other {name}: {differs}\n\[{place}\]   {change}\n", job.stdout
-            )
-        assert f"[{place}] after step 4, alike after a hook 4\n" in job.stdout
-        assert f"[{place}] over one iterator [27, 27]\n" in job.stdout
-        assert f"[{place}] exhausted 9\n" in job.stdout
-        assert f"[{place}] seen 4 32\n[{place}] seen 8 64\n" in output_of(place, job.stdout)
-        assert f"[{place}] unnamed" not in job.stdout
-        assert f"[{place}] another run: ValueError: The run is not the same in all processes" in job.stdout
-    assert "  total_steps=100 -> total_steps=50" in job.stdout
+            assert re.search(rf"after step 2, other {name}: {differs}\n  {change}\n", own)
+        assert "after step 4, alike after a hook 4\n" in own
+        assert "over one iterator [27, 27]\n" in own
+        assert "exhausted 9\n" in own
+        assert "seen 4 32\nseen 8 64\n" in own
+        assert "unnamed" not in own
+        assert "another run: ValueError: The run is not the same in all processes" in own
+    assert "  total_steps=100 -> total_steps=50" in printed
 
 
 def test_all_processes_make_the_same_detour_after_a_spike(tmp_path):
-    job, _ = launch(TOGETHER.parent / "detour.py", tmp_path, processes=2, devices=2)
-    assert job.returncode == 0, job.stdout
+    printed = output_of(TOGETHER.parent / "detour.py", tmp_path, processes=2, devices=2)
     for place in range(2):
-        assert f"[{place}] left out [38, 39, 40] True\n" in job.stdout
+        assert f"[{place}] left out [38, 39, 40] True\n" in printed
 
 
 def test_fit_evaluation_and_nan_detection_in_two_processes(tmp_path):
-    job, _ = launch(ALL_APIS, tmp_path / "run", processes=2, devices=2)
-    assert job.returncode == 0, job.stdout
-    seen = set()
+    printed = output_of(ALL_APIS, tmp_path / "run", processes=2, devices=2)
     for place in range(2):
-        assert re.findall(rf"\[{place}\] fit .*", job.stdout) == [
-            f"[{place}] fit 20 [10, 20]",
-            f"[{place}] fit 30 [10, 20, 30]",
-        ]
-        assert f"[{place}] evaluated [30]\n" in job.stdout
-        seen.update(re.findall(rf"\[{place}\] bad number in step 71 seen after step (\d+)\n", job.stdout))
-    assert len(seen) == 1 and int(seen.pop()) < 71 + 64
+        assert re.findall(rf"\[{place}\] fit (.*)", printed) == ["20 [10, 20]", "30 [10, 20, 30]"]
+        assert f"[{place}] evaluated [30]\n" in printed
+    one, other = re.findall(r"\[[01]\] bad number in step 71 seen after step (\d+)\n", printed)
+    assert one == other and int(one) < 71 + 64
     assert len(list((tmp_path / "run").glob("events*"))) == 2  # One for each of two runs, written by the first process.
 
 
@@ -124,8 +110,7 @@ def test_fit_evaluation_and_nan_detection_in_two_processes(tmp_path):
 def uninterrupted(tmp_path_factory):
     """The final state of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("unbroken")
-    job, _ = launch(JOB, directory, processes=2, devices=2)
-    assert job.returncode == 0, job.stdout
+    output_of(JOB, directory, processes=2, devices=2)
     assert len(list(directory.glob("events*"))) == 1  # Only the first process writes.
     assert (directory / "checkpoints" / "history.jsonl").read_text().count("\n") == 6
     return final_of(directory)
@@ -235,8 +220,7 @@ def documented_params(documented_program, tmp_path_factory):
     """The final parameters of the program of docs/scaling.md."""
     directory = tmp_path_factory.mktemp("documented")
     (directory / "train.py").write_text(documented_program)
-    job, _ = launch(directory / "train.py", directory / "run", processes=2, devices=2)
-    assert job.returncode == 0, job.stdout
+    output_of(directory / "train.py", directory / "run", processes=2, devices=2)
     return params_of(directory / "run")
 
 
@@ -285,14 +269,8 @@ def test_a_run_whose_ray_worker_is_killed_resumes_bit_identically(documented_par
     example = SCALING.parent / "examples" / "ray_train.py"
     (tmp_path / "ray_train.py").write_text(with_a_kill(example.read_text(), tmp_path))
     devices = {"NPROC": "32", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    run = subprocess.run(
-        [sys.executable, "ray_train.py", "runs/1"],
-        cwd=tmp_path,
-        env={**os.environ, **devices},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    options = {"cwd": tmp_path, "env": {**os.environ, **devices}, "timeout": 180}
+    run = subprocess.run([sys.executable, "ray_train.py", "runs/1"], capture_output=True, text=True, **options)
     assert run.returncode == 0 and (tmp_path / "fired").exists(), run.stdout + run.stderr
     assert "Resumed at step 100" in run.stdout + run.stderr
     assert params_of(tmp_path / "runs" / "1") == documented_params

@@ -10,6 +10,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from programs.acts import saving
+from programs.models import Network, squares
 from programs.tiny import BATCHES
 
 import jaxloop
@@ -27,30 +29,18 @@ def standard_promotion():
         yield
 
 
-class Network(nn.Module):
-    """A network with dropout, whose masks depend on the step's key."""
-
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.Dropout(0.5, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
-        return nn.Dense(32)(x)
-
-
 def loss(outputs, batch):
     return optax.softmax_cross_entropy(outputs, jax.nn.one_hot(batch["label"], 32))
 
 
 def batches(count, rows=16):
-    rng = np.random.default_rng(0)
-    make = lambda: {
-        "x": rng.normal(size=[rows, 24]).astype(np.float32),
-        "label": rng.integers(32, size=rows, dtype="i4"),
-    }
-    return [make() for _ in range(count)]
+    x = np.random.default_rng(0).normal(size=[count, rows, 24]).astype(np.float32)
+    labels = np.random.default_rng(1).integers(32, size=[count, rows], dtype=np.int32)
+    return [{"x": x[number], "label": labels[number]} for number in range(count)]
 
 
 def new_step(partitioner):
-    return LossStep(KEY, Network(), optax.adam(1e-2), partitioner, train=True, loss=loss)
+    return LossStep(KEY, Network(outputs=32, rate=0.5), optax.adam(1e-2), partitioner, train=True, loss=loss)
 
 
 def trained(partitioner, count=10):
@@ -76,21 +66,12 @@ def on_one_device():
     return trained(partition.SingleDevicePartitioner())
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        ("data parallel", (8, 1)),
-        ("FSDP", (8, 1)),
-        ("FSDP over the other axis", (4, 2)),
-        ("rules", (4, 2)),
-    ],
-)
-def test_training_is_the_same_in_every_layout(kind, shape, on_one_device):
+@pytest.mark.parametrize("kind", MAKE)
+def test_training_is_the_same_in_every_layout(kind, on_one_device, assert_close):
     """Includes the dropout masks, which affect every loss."""
-    state, losses = trained(MAKE[kind](mesh_of(shape)))
+    state, losses = trained(MAKE[kind](mesh_of((8, 1) if kind in ("data parallel", "FSDP") else (4, 2))))
     np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(on_one_device[0].params), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert_close(state.params, on_one_device[0].params, atol=1e-4)
 
 
 # FSDP ------------------------------------------------------------------------------------------------
@@ -111,36 +92,24 @@ def test_fsdp_shards_the_state_over_all_devices():
     assert (layout.bytes_per_device, layout.bytes) == (held, split + whole)
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec"),
-    [
-        ((64, 128), P(None, "data")),
-        ((128, 128), P("data")),
-        ((12, 100), P()),
-        ((4, 1000), P(None, "data")),
-        ((4,), P()),
-    ],
-)
-def test_fsdp_splits_the_largest_divisible_axis(shape, spec):
+def test_fsdp_splits_the_largest_divisible_axis():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=8)
-    state = partitioner.place_state({"params": {"w": np.zeros(shape, np.float32)}})
-    assert state["params"]["w"].sharding.spec == spec == partitioner.sharding["params"]["w"].spec
+    shapes = {"last": (64, 128), "first of two": (128, 128), "none": (12, 100), "only": (4, 1000), "small": (4,)}
+    specs = {"last": P(None, "data"), "first of two": P("data"), "none": P(), "only": P(None, "data"), "small": P()}
+    state = partitioner.place_state({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    assert {name: leaf.sharding.spec for name, leaf in state.items()} == specs
+    assert {name: sharding.spec for name, sharding in partitioner.sharding.items()} == specs
 
 
-def test_a_checkpoint_can_be_resumed_in_a_different_layout(tmp_path):
-    for make in (MAKE["FSDP"], MAKE["rules"], lambda mesh: partition.SingleDevicePartitioner()):
+def test_a_checkpoint_can_be_resumed_in_a_different_layout(tmp_path, assert_close):
+    on_one = lambda mesh: partition.SingleDevicePartitioner()
+    for total, make in ((5, MAKE["FSDP"]), (10, MAKE["rules"]), (15, on_one)):
         step = new_step(make(mesh_of((4, 2))))
-        actions = [jaxloop.CheckpointAction(tmp_path, jaxloop.every(steps=5))]
-        outer_loop = jaxloop.OuterLoop(
-            jaxloop.TrainLoop(step, end_actions=actions), checkpoint_spec=jaxloop.CheckpointSpec(tmp_path)
-        )
-        before = jaxloop.checkpoint.all_steps(tmp_path)
-        total = (before[-1] if before else 0) + 5
-        state, _ = outer_loop(step.initialize_model([1, 24]), batches(20), total)
-        assert int(state.step) == total
+        state = step.initialize_model([1, 24])
+        state, _ = saving(tmp_path, jaxloop.every(steps=5), step)(state, batches(20), total)
+        assert int(state.step) == total == jaxloop.checkpoint.all_steps(tmp_path)[-1]
     state_at_once, _ = trained(partition.SingleDevicePartitioner(), count=15)
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(state_at_once.params), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_close(state.params, state_at_once.params, atol=1e-5)
 
 
 # Rules -----------------------------------------------------------------------------------------------
@@ -170,18 +139,14 @@ def test_unused_rules_cause_warnings(warnings_logged):
         (P("data"), r"params/w, float32\[6, 64\]: it has too few axes, or one that can't be divided evenly"),
         (P(("data", "model")), "among the devices of {'data': 4, 'model': 2}"),
         (P(None, None, "data"), "too few axes"),
+        (P("tensor"), "axis: tensor of .* is not found in mesh"),
     ],
     ids=str,
 )
 def test_a_rule_that_cannot_be_applied_raises(spec, message):
-    partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", spec)])
     with pytest.raises(ValueError, match=message):
+        partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", spec)])
         partitioner.place_state({"params": {"w": np.zeros([6, 64], np.float32)}})
-
-
-def test_a_rule_with_an_unknown_mesh_axis_raises():
-    with pytest.raises(ValueError, match="axis: tensor of .* is not found in mesh"):
-        partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", P("tensor"))])
 
 
 # Logical axes ----------------------------------------------------------------------------------------
@@ -204,10 +169,6 @@ class NNXLogical(nnx.Module):
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
-
-
-def squares(outputs, batch):
-    return ((outputs - batch["y"]) ** 2).mean(-1)
 
 
 def logical_step(kind, rules, shape=(4, 2)):
@@ -248,16 +209,15 @@ def test_a_logical_axis_without_a_rule_raises(rules):
         logical_step("NNX", rules).initialize_model([1, 3])
 
 
-@pytest.mark.parametrize(
-    ("names", "spec"),
-    [
-        ((("a", "b"), "d"), P(("data", "model"))),
-        (("a", "c"), P("data", "model")),
-        (("c", "a"), P(("data", "model"))),
-        (("model", None), P("model")),
-    ],
-    ids=["both", "first that is free", "none left", "of the mesh"],
-)
+NAMES = {
+    "both": ((("a", "b"), "d"), P(("data", "model"))),
+    "first that is free": (("a", "c"), P("data", "model")),
+    "none left": (("c", "a"), P(("data", "model"))),
+    "of the mesh": (("model", None), P("model")),
+}
+
+
+@pytest.mark.parametrize(("names", "spec"), NAMES.values(), ids=NAMES)
 def test_logical_names_are_mapped_individually(names, spec):
     rules = [("a", "data"), ("b", "model"), ("c", ("data", "model")), ("c", "model"), ("d", None)]
     partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data", logical_axis_rules=rules)
@@ -312,8 +272,8 @@ def test_report_is_a_table_of_leaf_layouts():
 
 def test_place_state_rejects_a_different_state():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=8)
-    partitioner.place_state({"w": np.zeros([64, 8])})
-    partitioner.place_state({"w": np.ones([64, 8])})
+    for make in (np.zeros, np.ones):
+        partitioner.place_state({"w": make([64, 8])})
     for other in ({"v": np.zeros([64, 8])}, {"w": np.zeros([8, 64])}):
         with pytest.raises(ValueError, match="already holds the layout of another state"):
             partitioner.place_state(other)

@@ -7,13 +7,14 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import tiny
 from programs.acts import Record
+from programs.models import squares
 from programs.tiny import BATCHES
 
-from jaxloop import examples, loop, partition, train_loop, types
+from jaxloop import LossStep, examples, loop, partition, train_loop, types
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.schedules import every
-from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -93,18 +94,10 @@ class NNXTwoLayers(nnx.Module):
         return self.down(nnx.relu(self.up(x)))
 
 
-class Regression(Step):
-    def run(self, state, batch):
-        def loss_fn(params):
-            return jnp.mean((self.call_model(state, params, batch["x"])[0] - batch["y"]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-
-def make_step(partitioner, model, kind=Regression, rate=0.1):
+def make_step(partitioner, model, loss=squares, rate=0.1):
     options = {"nnx_model_args": ()} if model is NNXTwoLayers else {}
-    return kind(jax.random.key(0), model, optax.sgd(rate, momentum=0.9), partitioner, train=True, **options)
+    options |= {"partitioner": partitioner, "loss": loss}
+    return tiny.make_step(LossStep, model, optax.sgd(rate, momentum=0.9), **options)
 
 
 @pytest.mark.parametrize("model", [LinenTwoLayers(), NNXTwoLayers], ids=["linen", "nnx"])
@@ -114,11 +107,9 @@ def test_spmd_places_the_state_by_the_annotations_of_the_model(model):
         _ = partitioner.sharding
     step = make_step(partitioner, model)
     state = step.initialize_model([1, 3])
-    assert jax.tree.structure(partitioner.sharding) == jax.tree.structure(state)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     equivalent = jax.tree.map(lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), state, partitioner.sharding)
     assert all(jax.tree.leaves(equivalent))
-    kernels = [s for s in jax.tree.leaves(shardings) if s.spec and "model" in s.spec]
+    kernels = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.spec and "model" in leaf.sharding.spec]
     assert len(kernels) == 4  # Two kernels, and the momentum of each.
 
     _, outputs = loop.Loop(step)(state, BATCHES, num_steps=5)
@@ -131,12 +122,8 @@ def test_spmd_places_the_state_by_the_annotations_of_the_model(model):
 
 
 def test_a_sharding_constraint_needs_no_mesh_context():
-    class Constrained(Regression):
-        def run(self, state, batch):
-            x = jax.lax.with_sharding_constraint(batch["x"], P("data"))
-            return super().run(state, {**batch, "x": x})
-
-    step = make_step(partition.SPMDPartitioner(AUTO, "data"), nn.Dense(1), Constrained)
+    constrained = lambda outputs, batch: squares(jax.lax.with_sharding_constraint(outputs, P("data")), batch)
+    step = make_step(partition.SPMDPartitioner(AUTO, "data"), nn.Dense(1), loss=constrained)
     state, _ = step(step.initialize_model([1, 3]), BATCHES[0])
     assert int(state.step) == 1
 
@@ -179,14 +166,14 @@ class Attention(nn.Module):
         return out_of(into(x))
 
 
-@pytest.mark.parametrize(
-    ("rules", "model"),
-    [
-        ((), Attention(nn.with_partitioning)),
-        ([("heads", "model"), ("embed", None)], Attention(nn.with_logical_partitioning, ("embed", "heads"))),
-    ],
-    ids=["mesh axes", "logical axes"],
-)
+LOGICAL = Attention(nn.with_logical_partitioning, ("embed", "heads"))
+ATTENTION = {
+    "mesh axes": ((), Attention(nn.with_partitioning)),
+    "logical axes": ([("heads", "model"), ("embed", None)], LOGICAL),
+}
+
+
+@pytest.mark.parametrize(("rules", "model"), ATTENTION.values(), ids=ATTENTION)
 def test_layers_that_reshape_their_kernels_can_be_annotated(rules, model):
     losses = []
     for partitioner in (partition.SingleDevicePartitioner(), partition.SPMDPartitioner(TWO_AXES, "data", rules)):
@@ -230,10 +217,7 @@ def test_a_model_that_chooses_its_shardings_trains_on_explicit_axes():
 def test_an_explicit_mesh_may_have_one_device():
     mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
     losses = []
-    for partitioner in (
-        partition.ExplicitPartitioner(EXPLICIT_AXES, "data"),
-        partition.ExplicitPartitioner(mesh, "data"),
-    ):
-        step = make_step(partitioner, ExplicitLayers(), rate=0.01)
+    for each in (EXPLICIT_AXES, mesh):
+        step = make_step(partition.ExplicitPartitioner(each, "data"), ExplicitLayers(), rate=0.01)
         losses.append(loop.Loop(step)(step.initialize_model([4, 3]), BATCHES, num_steps=3)[1]["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-4)

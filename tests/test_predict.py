@@ -7,7 +7,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import Mesh
 
 import jaxloop
 from jaxloop import partition
@@ -50,15 +49,13 @@ def make_step(model=None, **options):
     ("kind", "sizes"), [("one device", (3, 8, 10)), ("data", (8, 8, 5)), ("fsdp", (3, 8, 10)), ("explicit", (21,))]
 )
 def test_predictions_match_the_model_for_any_batch_sizes_and_mesh(kind, sizes):
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    mesh = partition.create_mesh(data=-1, devices=jax.devices()[:4])
     partitioner = {
-        "one device": partition.SingleDevicePartitioner,
-        "data": lambda: partition.DataParallelPartitioner(mesh, "data"),
-        "fsdp": lambda: partition.FSDPPartitioner(mesh, "data", min_size=1),
-        "explicit": lambda: partition.ExplicitPartitioner(
-            jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), "data"
-        ),
-    }[kind]()
+        "one device": partition.SingleDevicePartitioner(),
+        "data": partition.DataParallelPartitioner(mesh, "data"),
+        "fsdp": partition.FSDPPartitioner(mesh, "data", min_size=1),
+        "explicit": partition.ExplicitPartitioner(mesh, "data"),
+    }[kind]
     step = make_step(partitioner=partitioner)
     state = step.initialize_model([1, 4], train=False)
     expected = make_step().model.apply(jax.device_get(state.variables), X, train=False)

@@ -8,6 +8,8 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
+from programs import tiny
+from programs.models import squares
 
 import jaxloop
 from jaxloop import check, partition
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 BATCH = {"x": jax.ShapeDtypeStruct((16, 256), np.float32), "y": jax.ShapeDtypeStruct((16, 1), np.float32)}
+OPTIMIZER = optax.sgd(1e-3, momentum=0.9)
 
 
 class Network(nn.Module):
@@ -34,23 +37,9 @@ class Network(nn.Module):
         return nn.Dense(1, name="last")(hidden)
 
 
-class PlainStep(jaxloop.Step):
-    def run(self, state, batch):
-        def loss_fn(params):
-            return loss(state.apply_fn({"params": params}, batch["x"]), batch).mean()
-
-        value, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": value}
-
-
-def loss(outputs, batch):
-    return ((outputs - batch["y"]) ** 2).mean(axis=-1)
-
-
 def new_step(partitioner=None, **options):
     partitioner = partitioner or jaxloop.SingleDevicePartitioner()
-    model = Network(**options)
-    return jaxloop.LossStep(jax.random.key(0), model, optax.sgd(1e-3, momentum=0.9), partitioner, train=True, loss=loss)
+    return tiny.make_step(jaxloop.LossStep, Network(**options), OPTIMIZER, partitioner=partitioner, loss=squares)
 
 
 PARTITIONERS = {
@@ -137,8 +126,7 @@ def test_largest_batch_raises_if_the_memory_is_unknown():
 
 @needs_libtpu
 def test_costs_match_xlas_memory_analysis():
-    optimizer = optax.sgd(1e-3, momentum=0.9)
-    step = PlainStep(jax.random.key(0), Network(), optimizer, PARTITIONERS["data"](), train=True)
+    step = tiny.make_step(model=Network(), optimizer=OPTIMIZER, partitioner=PARTITIONERS["data"]())
     shapes = step.abstract_state([1, 256])
     found = check.cost_analysis(step, shapes, BATCH, topology="v5e:2x4")
 
@@ -180,16 +168,11 @@ def test_largest_batch_is_the_largest_that_fits():
 
     assert most > 8 and all(map(fits, (1, most // 2, most - 1))) and not any(map(fits, (most + 2, 2 * most)))
 
-    run_check = lambda rows: jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(
-        shapes,
-        jaxloop.from_index(lambda number: {"x": np.zeros([rows, 2], np.float32), "y": np.zeros([rows, 1], np.float32)}),
-        10,
-        topology="v5e:1x1",
-    )
+    def run_check(rows):
+        data = jaxloop.from_index(lambda _: {name: np.zeros(*leaf) for name, leaf in batch(rows).items()})
+        return jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(shapes, data, 10, topology="v5e:1x1")
+
     assert run_check(most).ok
     (problem,) = run_check(most + 1).problems
-    assert (
-        problem.is_error
-        and "of 15.8 GiB per device" in problem.text
-        and "jaxloop.check.largest_batch(step, state, batch, 'v5e:1x1')" in problem.text
-    )
+    assert problem.is_error and "of 15.8 GiB per device" in problem.text
+    assert "jaxloop.check.largest_batch(step, state, batch, 'v5e:1x1')" in problem.text

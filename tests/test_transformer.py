@@ -24,30 +24,18 @@ SMALL = transformer.Size(16, 1, 2, 32, 32, 16, 1e-2, 6)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(monkeypatch, compile_fast):
     monkeypatch.setitem(transformer.SIZES, "small", SMALL)
     text = np.frombuffer(b"def a(b):\n    return b\n\0" * 500, np.uint8)
     monkeypatch.setattr(transformer, "read_standard_library", lambda: text)
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)  # Compiling takes most of the time.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def options(workdir, **others):
     defaults = {"size": "small", "partitioner": "fsdp", "model_devices": 2, "accumulate": 1, "write": 8, "seed": 0}
-    return types.SimpleNamespace(
-        **{
-            "workdir": workdir,
-            "batch_size": None,
-            "train_steps": None,
-            "check": False,
-            "topology": None,
-            **defaults,
-            **others,
-        }
-    )
+    defaults |= {"batch_size": None, "train_steps": None, "check": False, "topology": None}
+    return types.SimpleNamespace(**{**defaults, "workdir": workdir, **others})
 
 
 def test_check_finds_no_problem_and_does_not_train(tmp_path, capsys):
@@ -69,9 +57,8 @@ def test_layouts_learn_alike_and_a_run_resumes_in_another_layout(tmp_path, capsy
     further = transformer.run(options(tmp_path / "fsdp", partitioner="tensor", train_steps=9, write=0))
     assert further < losses["fsdp"] and checkpoint.all_steps(tmp_path / "fsdp" / "checkpoints")[-1] == 9
     printed = capsys.readouterr().out
-    assert (
-        printed.count("small, on 8 devices:\n") == 3 and "6,704 parameters; state:" in printed and "bytes/s" in printed
-    )
+    assert printed.count("small, on 8 devices:\n") == 3
+    assert "6,704 parameters; state:" in printed and "bytes/s" in printed
     assert printed.count(" steps:\ndef") == 3 and "--- generated after 6 steps:\ndef" in printed
 
 
@@ -84,9 +71,8 @@ def test_bytes_attend_within_their_file_and_its_first_byte_has_no_loss():
     state = transformer.make_step(SMALL, jaxloop.SingleDevicePartitioner(), 4, 1, 0, False).initialize_model()
     predict = lambda tokens: state.apply_fn(state.params, state.batch_stats, state.collections, train=False)(tokens)[0]
     # Up to rounding, which may differ in a longer array.
-    np.testing.assert_allclose(
-        predict(tokens[:, :2]), predict(jnp.array([[5, 6, 9, 9, 9]]))[:, :2], atol=1e-5, err_msg="It looks ahead."
-    )
+    seen, not_seen = predict(tokens[:, :2]), predict(jnp.array([[5, 6, 9, 9, 9]]))[:, :2]
+    np.testing.assert_allclose(seen, not_seen, atol=1e-5, err_msg="It looks ahead.")
     logits = jnp.zeros([1, 4, 256]).at[0, 2, :].set(jnp.linspace(0, 9, 256))  # At the byte without a loss.
     np.testing.assert_allclose(transformer.next_byte_loss(logits, {"tokens": tokens}), np.log(256), rtol=1e-6)
 
