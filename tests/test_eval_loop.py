@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from clu import metrics as clu_metrics
 from programs import tiny
+from programs.models import batch_of
 from programs.tiny import BATCHES, STATE, STEP
 
 from jaxloop import examples, metrics
@@ -18,19 +19,13 @@ class ErrorStep(Step):
         return state, {"error": error.mean(), "clu": clu_metrics.Average.from_model_output(error)}
 
 
-def short_batches(num_examples, batch_size):
-    rng = np.random.default_rng(1)
-    x, y = rng.normal(size=(num_examples, 3)).astype(np.float32), rng.normal(size=(num_examples, 1)).astype(np.float32)
-    starts = range(0, num_examples, batch_size)
-    return x, y, [{"x": x[i : i + batch_size], "y": y[i : i + batch_size]} for i in starts]
-
-
 @pytest.mark.parametrize(("devices", "num_examples"), [(1, 13), (2, 7), (8, 1), (8, 17), (8, 24)])
 def test_mean_is_exact_with_a_short_last_batch(devices, num_examples, data_parallel):
     tiny, state, _ = examples.tiny_regression(partitioner=data_parallel(devices))
-    x, y, batches = short_batches(num_examples, batch_size=8)
+    data = batch_of(1, num_examples)
+    batches = [{name: leaf[begin : begin + 8] for name, leaf in data.items()} for begin in range(0, num_examples, 8)]
     kernel, bias = (np.asarray(state.params[name], np.float64) for name in ("kernel", "bias"))
-    expected = np.mean((x.astype(np.float64) @ kernel + bias - y) ** 2)
+    expected = np.mean((data["x"].astype(np.float64) @ kernel + bias - data["y"]) ** 2)
 
     step = ErrorStep(tiny.base_prng, tiny.model, partitioner=tiny.partitioner)
     _, outputs = EvalLoop(step, stat_names=[])(state, batches)

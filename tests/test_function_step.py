@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from programs.models import NNXNoisy, Noisy
 
 import jaxloop
 from jaxloop import functional as jf
@@ -20,21 +20,16 @@ RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(8, 3)).astype(np.float32), "y": RNG.normal(size=(8, 1)).astype(np.float32)}
 
 
-class Network(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-        return nn.Dense(1)(nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x)))
+MODEL = Noisy(rate=0)
 
 
 @functools.cache
 def first_variables():
-    return Network().init(jax.random.key(0), BATCH["x"])
+    return MODEL.init(jax.random.key(0), BATCH["x"])
 
 
 def new_state(cls=jaxloop.TrainState):
-    variables = jax.tree.map(jnp.copy, first_variables())
-    params, batch_stats = variables["params"], variables["batch_stats"]
-    return cls.create(apply_fn=Network().apply, params=params, tx=optax.sgd(0.1), batch_stats=batch_stats)
+    return cls.create(apply_fn=MODEL.apply, tx=optax.sgd(0.1), **jax.tree.map(jnp.copy, first_variables()))
 
 
 def regression(state, batch):
@@ -114,10 +109,9 @@ def test_step_and_train_step_are_decorators_with_options(make, data_parallel):
     def logging(state, batch):
         return regression(state, batch)
 
-    outputs = logging(new_state(), BATCH)
-    assert len(outputs) == 2 and outputs[1].params["Dense_0"]["kernel"].sharding.device_set == (
-        set(jax.devices()[:2]) if make is jf.train_step else set(jax.devices()[:1])
-    )
+    _, state = logging(new_state(), BATCH)
+    devices = jax.devices()[: 2 if make is jf.train_step else 1]
+    assert state.params["Dense_0"]["kernel"].sharding.device_set == set(devices)
 
 
 def test_step_returns_what_its_function_returns():
@@ -155,20 +149,14 @@ def test_updates_are_written_to_the_state():
 
 @pytest.mark.parametrize("how", ["updates", "state"])
 def test_nnx_model_trains(how):
-    class Model(nnx.Module):
-        def __init__(self, *, rngs):
-            self.dense, self.norm = nnx.Linear(3, 1, rngs=rngs), nnx.BatchNorm(1, rngs=rngs)
-
-        def __call__(self, x):
-            return self.norm(self.dense(x))
-
     def fn(state, batch):
         model = state.apply_fn(state.params, state.batch_stats, state.collections, train=True)
         predicted, (_, updates) = model(batch["x"])
         logs = jf.logs().add_loss("loss", jnp.mean((predicted - batch["y"]) ** 2))
         return logs.add("updates", "model", updates) if how == "updates" else (logs, state.update_variables(updates))
 
-    state = jaxloop.Step(jax.random.key(0), Model, optax.sgd(0.1), nnx_model_args=()).initialize_model(None)
+    model = NNXNoisy(rate=0, rngs=nnx.Rngs(0))
+    state = jaxloop.Step(jax.random.key(0), model, optax.sgd(0.1)).initialize_model(None)
     before = values_of(state.batch_stats)
     state, history, _ = jf.loop(state, [BATCH] * 10, {jf.every(1): jf.train_step(fn)})
     losses = history.collect("loss")
@@ -207,27 +195,24 @@ def with_extra_leaf(state, batch):
     return None, {**state, "more": 1}
 
 
+NOT_A_SCALAR = r"the loss 'mse', float32\[8, 3\], which is not a scalar. Take its mean"
+
+
 @pytest.mark.parametrize(
-    ("make", "call", "error", "message"),
+    ("make", "make_state", "error", "message"),
     [
-        (lambda: jf.train_step(lambda s, b: jf.logs().add_metric("loss", 1.0)), (), ValueError, "logged no loss"),
-        (
-            lambda: jf.train_step(lambda s, b: jf.logs().add_loss("mse", b["x"])),
-            (),
-            ValueError,
-            r"the loss 'mse', float32\[8, 3\], which is not a scalar. Take its mean",
-        ),
-        (lambda: jf.train_step(regression), ({"w": 1.0}, BATCH), TypeError, "needs a TrainState, .* got dict"),
-        (lambda: jf.step(with_extra_leaf), ({"w": 1.0}, BATCH), TypeError, r"more: \(none\) -> int"),
-        (lambda: jf.step(lambda state: None), None, TypeError, r"must take \(state, batch\), got \(state\)"),
-        (lambda: jf.step(lambda s, b, w: None), None, TypeError, r"got \(s, b, w\). Bind constants with functools"),
-        (lambda: jf.step(regression, "cpu"), None, TypeError, "must be a jaxloop Partitioner, got 'cpu'"),
+        (lambda: jf.train_step(lambda s, b: jf.logs().add_metric("m", 1.0)), new_state, ValueError, "logged no loss"),
+        (lambda: jf.train_step(lambda s, b: jf.logs().add_loss("mse", b["x"])), new_state, ValueError, NOT_A_SCALAR),
+        (lambda: jf.train_step(regression), dict, TypeError, "needs a TrainState, .* got dict"),
+        (lambda: jf.step(with_extra_leaf), dict, TypeError, r"more: \(none\) -> int"),
+        (lambda: jf.step(lambda state: None), dict, TypeError, r"must take \(state, batch\), got \(state\)"),
+        (lambda: jf.step(lambda s, b, w: None), dict, TypeError, r"got \(s, b, w\). Bind constants with functools"),
+        (lambda: jf.step(regression, "cpu"), dict, TypeError, "must be a jaxloop Partitioner, got 'cpu'"),
     ],
 )
-def test_errors_say_what_to_do(make, call, error, message):
+def test_errors_say_what_to_do(make, make_state, error, message):
     with pytest.raises(error, match=message):
-        state, *rest = call if call else (new_state(), BATCH)
-        make()(state() if callable(state) else state, *rest)
+        make()(make_state(), BATCH)
 
 
 def test_indivisible_batch_raises_in_training_but_not_in_evaluation(data_parallel):

@@ -11,7 +11,8 @@ import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
 from programs import whole_run
-from programs.acts import Record
+from programs.acts import Record, saving
+from programs.models import batch_of
 from programs.whole_run import assert_resumed_exactly, copy_until
 
 import jaxloop
@@ -51,20 +52,9 @@ def make_step(partitioner=None, cls=FusableStep, **options):
     return cls(jax.random.key(0), nn.Dense(1), optax.sgd(0.01, momentum=0.9), train=True, **placed, **options)
 
 
-def batch_of(number, rows=8):
-    rng = np.random.default_rng(number)
-    x = rng.normal(size=(rows, 3)).astype(np.float32)
-    return {"x": x, "y": x.sum(-1, keepdims=True)}
-
-
 def train(steps_per_dispatch, data, num_steps=None, step=None, interval=None, **options):
     step = step or make_step()
-    what = lambda state, outputs, step_num, **_: (
-        step_num,
-        int(state.step),
-        [int(n) for n in outputs["step"]],
-        outputs.num_examples,
-    )
+    what = lambda state, outputs, step_num, **_: (step_num, int(state.step), outputs["step"], outputs.num_examples)
     note = Record(every(steps=7) if interval is None else interval, what)
     loop = jaxloop.TrainLoop(step, end_actions=[note], steps_per_dispatch=steps_per_dispatch, **options)
     state, outputs = loop(step.initialize_model([1, 3]), data, num_steps)
@@ -224,18 +214,15 @@ def test_fused_evaluations_match_unfused_ones(data_parallel):
 
 class ChangesState(FusableStep):
     def begin(self, state, batch):
-        state, batch = super().begin(state, batch)
-        return (state.replace(params=jax.tree.map(jnp.copy, state.params)) if self.changes(batch) else state), batch
-
-    def changes(self, batch):
-        return bool((batch["x"] == 2 * batch_of(20)["x"]).all())
+        changes = bool((batch["x"] == batch_of(20)["x"]).all())
+        state = state.replace(params=jax.tree.map(jnp.copy, state.params)) if changes else state
+        return super().begin(state, batch)
 
 
 def test_a_step_that_turns_out_to_be_unfusable_loses_no_batch(tmp_path):
     def run(at_once):
         step = make_step(cls=ChangesState)
-        loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(tmp_path)], steps_per_dispatch=at_once)
-        outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=jaxloop.CheckpointSpec(tmp_path))
+        outer_loop = saving(tmp_path, 1, step, steps_per_dispatch=at_once)
         return outer_loop(step.initialize_model([1, 3]), jaxloop.from_index(batch_of), 40)[0]
 
     with pytest.raises(program.FusingError, match="begin returned another state"):

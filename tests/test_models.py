@@ -58,13 +58,7 @@ def apply_takes_train(params, x, train):
 
 @pytest.mark.parametrize(
     "model",
-    [
-        TakesTrain(),
-        TakesTraining(),
-        TakesDeterministic(),
-        NNXTakesIsTraining(),
-        (lambda key, x: {}, apply_takes_train),
-    ],
+    [TakesTrain(), TakesTraining(), TakesDeterministic(), NNXTakesIsTraining(), (lambda key, x: {}, apply_takes_train)],
     ids=["linen train", "training", "deterministic", "nnx is_training", "pair"],
 )
 def test_a_model_receives_its_training_flag(model):
@@ -119,18 +113,12 @@ class NNXShows(nnx.Module):
         return rngs.dropout()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        NNXShows(),
-        (lambda key, x: {}, lambda params, x, rng: rng),
-        (lambda key, x: {}, lambda params, x, key: key),
-        (lambda key, x: {}, lambda params, x, rngs: rngs["dropout"]),
-    ],
-    ids=["nnx", "rng", "key", "rngs"],
-)
-def test_every_kind_of_model_receives_the_dropout_key(model):
-    state = make(model)
+APPLIES = [lambda params, x, rng: rng, lambda params, x, key: key, lambda params, x, rngs: rngs["dropout"]]
+
+
+@pytest.mark.parametrize("apply", [None, *APPLIES], ids=["nnx", "rng", "key", "rngs"])
+def test_every_kind_of_model_receives_the_dropout_key(apply):
+    state = make(NNXShows() if apply is None else (lambda key, x: {}, apply))
     shown = lambda rngs: jax.random.key_data(forward.forward(state, state.params, X, train=True, rngs=rngs)[0]).tolist()
     assert shown(KEY) == shown({"dropout": KEY, "a": jax.random.key(1)}) != shown({"dropout": jax.random.key(1)})
 
@@ -155,10 +143,10 @@ class NNXNorm(nnx.Module):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("model", [LinenNorm, lambda: NNXNorm(rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
-def test_batch_statistics_change_only_in_training(model):
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_batch_statistics_change_only_in_training(kind):
     with jax.numpy_dtype_promotion("standard"):
-        state = make(model())
+        state = make({"linen": LinenNorm(), "nnx": NNXNorm(rngs=nnx.Rngs(0))}[kind])
         # Otherwise, the second step would recompile.
         assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
         outputs, updates = call(state, train=True)

@@ -9,7 +9,7 @@ import optax
 import pytest
 from clu import metrics as clu_metrics
 from programs import tiny
-from programs.acts import Do, Record
+from programs.acts import Do, Record, saving
 
 import jaxloop
 from jaxloop import checkpoint, metrics
@@ -39,13 +39,9 @@ def make(devices, data_parallel):
 
 def batches(number, bad=()):
     """Returns batches, of which those for the steps in `bad` contain a NaN."""
-    rng = np.random.default_rng(0)
-    made = []
-    for step_num in range(1, number + 1):
-        x = rng.normal(size=(8, 3)).astype(np.float32)
-        if step_num in bad:
-            x[0, 0] = np.nan
-        made.append({"x": x, "y": np.ones([8, 1], np.float32), "divisor": np.ones([8], np.float32)})
+    made = [{**jax.tree.map(np.copy, batch), "divisor": np.ones(8, np.float32)} for batch in tiny.BATCHES[:number]]
+    for step_num in bad:
+        made[step_num - 1]["x"][0, 0] = np.nan
     return made
 
 
@@ -58,7 +54,7 @@ def test_raise_names_the_first_bad_step_and_its_bad_values(devices, bad, data_pa
     loop = jaxloop.TrainLoop(step, nan_policy="raise")
     message = rf"Step {bad} is the first.*outputs/loss.*nan_policy='skip'"
     with pytest.raises(nonfinite.NonFiniteError, match=message) as e:
-        loop(state, iter(batches(75, {bad, bad + 3})), num_steps=75)
+        loop(state, iter(batches(78, {bad, bad + 3})), num_steps=75)
     assert (e.value.step_num, e.value.names) == (bad, NAMES)
     assert isinstance(e.value, FloatingPointError) and loop.rescued_state is None
 
@@ -130,8 +126,7 @@ def test_another_error_mentions_the_bad_state_and_does_not_save_it(tmp_path):
         yield from batches(9, {8})
         raise OSError("the disk is gone")
 
-    action = jaxloop.CheckpointAction(tmp_path, interval=jaxloop.every(steps=5))
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[action], nan_policy="raise"))
+    outer_loop = saving(tmp_path, jaxloop.every(steps=5), STEP, nan_policy="raise")
     with pytest.raises(OSError, match="disk") as raised:
         outer_loop(new_state(), train_dataset=failing(), train_total_steps=20)
     assert checkpoint.all_steps(tmp_path) == [5] and outer_loop.rescued_state is None
@@ -139,13 +134,12 @@ def test_another_error_mentions_the_bad_state_and_does_not_save_it(tmp_path):
 
 
 @pytest.mark.parametrize(("policy", "most"), [("ignore", 1), ("raise", 5), ("skip", 5)])
-def test_the_check_costs_one_read_per_32_steps(policy, most, monkeypatch):
+def test_the_check_costs_one_read_per_32_steps(policy, most, reads):
     loop = jaxloop.TrainLoop(STEP, nan_policy=policy)
     state, _ = loop(new_state(), batches(1), num_steps=1)
-    reads, fetch = [], metrics.fetch
-    monkeypatch.setattr(metrics, "fetch", lambda tree: reads.append(tree) or fetch(tree))
+    reads.clear()
     loop(state, iter(batches(100)), num_steps=100)
-    assert len(reads) <= most
+    assert reads.count("fetch") <= most
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [1, 16])
@@ -173,9 +167,7 @@ def test_an_unknown_policy_is_rejected():
 
 
 def run_whole(directory, policy, data, *more_actions):
-    actions = [jaxloop.CheckpointAction(directory, interval=jaxloop.every(steps=5)), *more_actions]
-    train_loop = jaxloop.TrainLoop(STEP, end_actions=actions, nan_policy=policy)
-    outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(directory))
+    outer_loop = saving(directory, jaxloop.every(steps=5), STEP, *more_actions, nan_policy=policy)
     return outer_loop(new_state(), data, 12, train_loop_steps=6)
 
 

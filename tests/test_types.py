@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from jaxloop import types
+from jaxloop import Step, types
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -21,15 +21,6 @@ class WithCollections(nn.Module):
         if train and not self.is_initializing():
             seen.value += x.shape[0]
         return x
-
-
-def make_state():
-    model = WithCollections()
-    variables = dict(model.init(jax.random.key(0), jnp.ones([1, 3])))
-    params, batch_stats = variables.pop("params"), variables.pop("batch_stats")
-    return types.TrainState.create(
-        apply_fn=model.apply, params=params, tx=optax.sgd(0.1), batch_stats=batch_stats, collections=variables
-    )
 
 
 def test_create_requires_only_the_arguments_of_flax():
@@ -62,7 +53,7 @@ def test_parameters_that_are_not_arrays_raise_with_a_suggested_fix():
 
 
 def test_update_variables_updates_every_collection():
-    state = make_state()
+    state = Step(jax.random.key(0), WithCollections()).initialize_model([1, 3])
     _, updates = state.apply_fn(state.variables, jnp.ones([5, 3]), mutable=["batch_stats", "counters"])
     state = state.update_variables(updates)
     assert int(state.collections["counters"]["seen"]) == 5

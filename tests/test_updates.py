@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from programs import tiny
-from programs.acts import Record
+from programs.acts import Record, saving
 from programs.tiny import BATCHES, STATE
 
 import jaxloop
-from jaxloop import CheckpointAction, CheckpointSpec, checkpoint, schedules
+from jaxloop import checkpoint, schedules
 
 
 class Repeated(tiny.Regression):
@@ -48,31 +48,20 @@ def calls(interval):
 
 
 def experiment(directory, step=STEP, *actions, **options):
-    save = CheckpointAction(directory, schedules.every(40), keep=None)
-    loop = jaxloop.TrainLoop(step, end_actions=[*actions, save], stat_names=[], **options)
-    return jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(directory))
+    return saving(directory, schedules.every(40), step, *actions, stat_names=[], **options)
 
 
 @pytest.mark.parametrize(
     ("cls", "message", "adds"),
     [
-        (
-            Uncounted,
-            r"state.step is now 0, not \d+. Each run must add 1 to it",
-            "returns state.step unchanged",
-        ),
+        (Uncounted, r"state.step is now 0, not \d+. Each run must add 1 to it", "returns state.step unchanged"),
         (CountsDouble, r"state.step is now \d+, not \d+. .*or correct updates_per_step", "adds 2 to"),
-        (
-            CountsLess,
-            r"state.step is now 3, not 4. Each run must add 4 to it, the value of CountsLess.updates_per_s",
-            "adds 3 to",
-        ),
+        (CountsLess, r"now 3, not 4. Each run must add 4 to it, the value of CountsLess.updates_per_s", "adds 3 to"),
     ],
 )
 def test_a_miscounting_run_raises_early_and_saves_nothing(cls, message, adds, tmp_path):
-    seen, save = calls(schedules.always()), CheckpointAction(tmp_path, schedules.always())
-    loop = jaxloop.TrainLoop(tiny.make_step(cls), end_actions=[seen, save])
-    outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))
+    seen = calls(schedules.always())
+    outer_loop = saving(tmp_path, schedules.always(), tiny.make_step(cls), seen)
     with pytest.raises(ValueError, match=message):
         outer_loop(STATE, BATCHES, 40)
     assert checkpoint.all_steps(tmp_path) == [] and seen.seen == [] and outer_loop.rescued_state is None
@@ -118,10 +107,7 @@ def test_a_loop_counts_updates():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            (BATCHES, 30),
-            r"train_total_steps=30 is not a multiple of 4, .* \(Repeated.updates_per_step\)",
-        ),
+        ((BATCHES, 30), r"train_total_steps=30 is not a multiple of 4, .* \(Repeated.updates_per_step\)"),
         ((BATCHES, 40, 3), "train_loop_steps=3 is not a multiple of 4"),
     ],
 )
@@ -146,10 +132,8 @@ def test_a_checkpoint_whose_step_differs_from_its_name_raises(tmp_path):
     run = lambda total: experiment(tmp_path, tiny.STEP)(STATE, BATCHES, total)
     run(40)
     (tmp_path / "40").rename(tmp_path / "30")
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)No run can resume from checkpoint 30 in .* its state.step is 40\..*Remove the checkpoint",
-    ):
+    message = r"(?s)No run can resume from checkpoint 30 in .* its state.step is 40\..*Remove the checkpoint"
+    with pytest.raises(ValueError, match=message):
         run(40)
 
 

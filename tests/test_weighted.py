@@ -32,10 +32,14 @@ def token_mean(params, batches=BATCHES):
     return sum((a * b).sum() for a, b in zip(losses, counts, strict=True)) / sum(each.sum() for each in counts)
 
 
+def losses_of(state, batch):
+    return Weighted(state.apply_fn({"params": state.params}, batch["x"]) ** 2, batch["counts"])
+
+
 class TokenStep(jaxloop.Step):
     def run(self, state, batch):
         def loss_fn(params):
-            loss = Weighted(state.apply_fn({"params": params}, batch["x"]) ** 2, batch["counts"])
+            loss = losses_of(state.replace(params=params), batch)
             return loss.value, loss
 
         (_, loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -105,9 +109,7 @@ def test_an_evaluation_is_the_mean_over_all_tokens(kind, options):
 def test_the_gradient_is_of_the_mean_over_all_tokens(accumulate):
     step = token_step(TokenLoss, train=True, accumulate=accumulate)
     first = step.initialize_model([1, 4])
-    expected = jax.grad(
-        lambda params: Weighted(NETWORK.apply({"params": params}, BATCHES[0]["x"]) ** 2, BATCHES[0]["counts"]).value
-    )(first.params)
+    expected = jax.grad(lambda params: losses_of(first.replace(params=params), BATCHES[0]).value)(first.params)
     state, outputs = step(jax.tree.map(jnp.copy, first), BATCHES[0])
     for name in expected:
         np.testing.assert_allclose(state.params[name], first.params[name] - 0.1 * expected[name], atol=1e-6)
@@ -117,12 +119,9 @@ def test_the_gradient_is_of_the_mean_over_all_tokens(accumulate):
 
 def test_history_summaries_and_early_stopping_support_weighted_values(writer):
     stopping = jaxloop.EarlyStoppingAction("loss", patience=2, interval=every(steps=3))
-    train_loop = jaxloop.TrainLoop(
-        token_step(train=True), end_actions=[jaxloop.SummaryAction(writer, interval=every(steps=3)), stopping]
-    )
-    outer_loop = jaxloop.OuterLoop(train_loop)
-    state = train_loop.step.initialize_model([1, 4])
-    _, outputs = outer_loop(state, train_dataset=BATCHES * 2, train_total_steps=6, train_loop_steps=3)
+    step, actions = token_step(train=True), [jaxloop.SummaryAction(writer, interval=every(steps=3)), stopping]
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=actions))
+    _, outputs = outer_loop(step.initialize_model([1, 4]), BATCHES * 2, train_total_steps=6, train_loop_steps=3)
     rows = outer_loop.history.collect("train.loss")
     assert [value for _, value in writer.scalars("loss")] == rows and len(rows) == 2
     weights = [each.weight for each in outputs["loss"]]
@@ -132,10 +131,6 @@ def test_history_summaries_and_early_stopping_support_weighted_values(writer):
 
 
 # jaxloop.functional -----------------------------------------------------------------------------------------
-
-
-def losses_of(state, batch):
-    return Weighted(state.apply_fn({"params": state.params}, batch["x"]) ** 2, batch["counts"])
 
 
 @pytest.mark.parametrize("wrap", [jf.step, lambda fn: fn], ids=["jf.step", "a function"])
@@ -202,15 +197,9 @@ def test_any_class_with_merge_and_compute_is_a_metric():
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_micro_batches_weight_each_metric_separately(accumulate):
     batch = {"x": np.float32([1, 2, 3, 4]), "counts": np.float32([0, 1, 0, 0])}
-    step = jaxloop.LossStep(
-        jax.random.key(0),
-        {"w": np.ones(1, np.float32)},
-        optax.sgd(0.1),
-        train=True,
-        accumulate=accumulate,
-        loss=lambda params, batch: (Weighted(params["w"] * batch["x"], batch["counts"]), {"in_loss": batch["x"]}),
-        metrics={"mean": lambda params, batch: batch["x"]},
-    )
+    loss = lambda params, batch: (Weighted(params["w"] * batch["x"], batch["counts"]), {"in_loss": batch["x"]})
+    options = {"train": True, "accumulate": accumulate, "metrics": {"mean": lambda params, batch: batch["x"]}}
+    step = jaxloop.LossStep(jax.random.key(0), {"w": np.ones(1, np.float32)}, optax.sgd(0.1), loss=loss, **options)
     state, outputs = step(step.initialize_model(), batch)
     assert (float(outputs["loss"]), float(outputs["mean"]), float(outputs["in_loss"])) == (2.0, 2.5, 2.5)
     np.testing.assert_allclose(state.params["w"], [0.8], rtol=1e-6)
@@ -244,11 +233,7 @@ class PerExampleStep(jaxloop.Step):
             return losses.mean(), losses
 
         (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        outputs = {
-            "loss": losses,
-            "scores": losses,
-            "all_losses": MetricWithMetadata(losses, MetricType.HISTOGRAM),
-        }
+        outputs = {"loss": losses, "scores": losses, "all_losses": MetricWithMetadata(losses, MetricType.HISTOGRAM)}
         return (state.apply_gradients(grads=grads) if self.train else state), outputs
 
 
@@ -262,9 +247,8 @@ def test_a_step_that_returns_a_loss_per_example_reports_the_mean(fused, tmp_path
     step = PerExampleStep(jax.random.key(0), NETWORK, optax.sgd(1e-3), train=True)
     evaluation = jaxloop.EvalLoop(PerExampleStep(jax.random.key(0), NETWORK), steps_per_dispatch=fused)
     stop = jaxloop.EarlyStoppingAction("loss", patience=2)
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, steps_per_dispatch=fused, end_actions=[stop]), [evaluation], log_interval=every(steps=2)
-    )
+    train_loop = jaxloop.TrainLoop(step, steps_per_dispatch=fused, end_actions=[stop])
+    outer_loop = jaxloop.OuterLoop(train_loop, [evaluation], log_interval=every(steps=2))
     state = step.initialize_model([1, 4])
     state, outputs = outer_loop(state, BATCHES, eval_specs=[jaxloop.EvalSpec(BATCHES, name="test")])
     assert outer_loop.history.collect("test.loss") == [pytest.approx(example_mean(state.params), rel=1e-6)]
