@@ -51,14 +51,9 @@ def test_each_metric_type_uses_its_writer_method(writer):
     action = actions.SummaryAction(writer)
     action(None, outputs, step_num=7)
     action.flush()
-    calls = {call[0]: list(call[2]) for call in writer.written if call[0] != "write_histograms"}
-    assert calls == {
-        "write_scalars": ["lr"],
-        "write_images": ["image"],
-        "write_videos": ["video"],
-        "write_audios": ["sound"],
-        "write_texts": ["note"],
-    }
+    calls = {call[0].removeprefix("write_"): list(call[2]) for call in writer.written if call[0] != "write_histograms"}
+    images_and_sounds = {"images": ["image"], "videos": ["video"], "audios": ["sound"]}
+    assert calls == {"scalars": ["lr"], "texts": ["note"], **images_and_sounds}
     histograms = [(list(call[2]), call[3]) for call in writer.written if call[0] == "write_histograms"]
     assert histograms == [(["per_example"], {"num_buckets": None}), (["weights"], {"num_buckets": {"weights": 7}})]
     assert [call[3] for call in writer.written if call[0] == "write_audios"] == [{"sample_rate": 16_000}]
@@ -183,16 +178,15 @@ def run(action, target, fail_at, directory):
     return int(state.step), outer_loop.history.collect("test.loss"), getattr(action, "best_step", None)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda _: actions.EarlyStoppingAction("test/loss", 2, interval=every(steps=10)),
-        lambda path: actions.CheckpointAction(path, every(steps=10), best="test/loss"),
-        lambda _: actions.SpikeGuard("loss", window=4, interval=every(steps=5)),
-        lambda _: actions.SummaryAction(RecordingWriter(), every(steps=10)),
-    ],
-    ids=["early stopping", "checkpoints", "spikes", "summaries"],
-)
+ACTIONS = {
+    "early stopping": lambda _: actions.EarlyStoppingAction("test/loss", 2, interval=every(steps=10)),
+    "checkpoints": lambda path: actions.CheckpointAction(path, every(steps=10), best="test/loss"),
+    "spikes": lambda _: actions.SpikeGuard("loss", window=4, interval=every(steps=5)),
+    "summaries": lambda _: actions.SummaryAction(RecordingWriter(), every(steps=10)),
+}
+
+
+@pytest.mark.parametrize("make", ACTIONS.values(), ids=ACTIONS)
 def test_an_action_forgets_a_failed_run_when_the_next_run_begins_earlier(make, tmp_path, warnings_logged):
     used = make(tmp_path / "used")
     with pytest.raises(OSError, match="server is gone"):
@@ -209,27 +203,38 @@ def test_arguments_have_the_names_of_the_docs_and_of_the_peer_library(tmp_path, 
     kind = actions.SummaryAction
     assert kind(writer=writer).summary_writer is kind(summary_writer=writer).summary_writer is writer
     assert kind(unittest.mock.Mock())  # Has every attribute.
-    with pytest.raises(TypeError, match=r"takes writer= first \(also called summary_writer=\), got None"):
-        kind(None)
-    with pytest.raises(TypeError, match=r"takes directory= first \(also called ckpt_manager=\), got None"):
-        actions.CheckpointAction(None)
-    with pytest.raises(
-        TypeError, match=r"CheckpointAction takes directory= first.*got \{'directory': every\(steps=3\)\}"
-    ):
-        actions.CheckpointAction(every(steps=3))
-    with pytest.raises(TypeError, match="CheckpointSpec takes the path of a directory, got None"):
-        jaxloop.CheckpointSpec(None)
-    with pytest.raises(TypeError, match="got {'directory': 'a', 'ckpt_manager': 'b'}"):
-        actions.CheckpointAction("a", ckpt_manager="b")
 
 
-def test_an_action_without_further_keywords_fails_in_its_constructor():
-    class Narrow(actions.Action):
-        def __call__(self, state, outputs, *, step_num): ...
+class Narrow(actions.Action):
+    def __call__(self, state, outputs, *, step_num): ...
 
-    message = r"Narrow.__call__ can't be called as \(state, outputs, step_num, .*'elapsed'.*step_num, \*\*kwargs\)"
-    with pytest.raises(TypeError, match=message):
-        Narrow(every(steps=10))
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: actions.SummaryAction(None), TypeError, r"writer= first \(also called summary_writer=\), got None"),
+        (lambda: actions.CheckpointAction(None), TypeError, r"directory= first \(.* ckpt_manager=\), got None"),
+        (lambda: actions.CheckpointAction(every(3)), TypeError, r"=.*got \{'directory': every\(steps=3\)\}"),
+        (lambda: actions.CheckpointAction("a", ckpt_manager="b"), TypeError, "{'directory': 'a', 'ckpt_manager': 'b'}"),
+        (lambda: jaxloop.CheckpointSpec(None), TypeError, "CheckpointSpec takes the path of a directory, got None"),
+        (lambda: Narrow(every(10)), TypeError, r"__call__ can't be called as \(.*'elapsed'.*step_num, \*\*kwargs\)"),
+        (lambda: Narrow("2"), TypeError, "Narrow.interval must be a positive int, or a schedule"),
+        (lambda: Narrow(True), TypeError, "Narrow.interval must be a positive int, or a schedule"),
+        (lambda: Narrow(1.5), TypeError, "Narrow.interval must be a positive int, or a schedule"),
+        (lambda: Narrow(0), ValueError, "Narrow.interval must be a positive int, or a schedule"),
+        (lambda: Narrow(-1), ValueError, "Narrow.interval must be a positive int, or a schedule"),
+        (lambda: actions.EarlyStoppingAction("loss", 0), ValueError, "patience must be a positive int, got 0"),
+        (lambda: actions.EarlyStoppingAction("loss", 1, "best"), ValueError, "'auto', 'min' or 'max', got 'best'"),
+        (lambda: actions.EarlyStoppingAction("loss", 1, min_delta=-1), ValueError, "not negative, got -1"),
+        (lambda: actions.ProgressAction(bar="keras"), ValueError, "'plain', got 'keras'. Write bar='tqdm' for a bar"),
+        (lambda: actions.ProgressAction(total_steps=0), ValueError, "must be a positive int or None, got 0"),
+        (lambda: actions.ProfileAction("traces", first_step=1), ValueError, "because step 1 compiles, got 1"),
+        (lambda: actions.ProfileAction("traces", num_steps=0), ValueError, "num_steps must be a positive int, got 0"),
+    ],
+)
+def test_invalid_arguments_raise(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_saves_come_last_whatever_their_category_in_the_time_report(tmp_path):

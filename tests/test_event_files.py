@@ -1,13 +1,13 @@
 import contextlib
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
 
 import pytest
 from programs import summaries
+from programs.acts import limit_file_size
 
 from jaxloop import actions
 
@@ -60,15 +60,11 @@ def test_no_point_is_lost_on_a_full_disk_and_a_checkpoint_contains_the_unwritten
     action(None, {"loss": 0.5}, step_num=1)
     action.flush()
     (path,) = tmp_path.iterdir()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
-    try:
+    with limit_file_size(path.stat().st_size + 10):
         action(None, {"x" * 100_000: 0.5, "loss": 0.5}, step_num=2)
         assert [call["step"] for call in action.state_dict()["unwritten"]] == [2]
         with pytest.raises(OSError, match=f"File too large: '{path}'"):
             action.flush()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     action(None, {"loss": 0.25}, step_num=3)
     assert action.state_dict() == {}
     writer.close()

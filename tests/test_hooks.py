@@ -258,20 +258,12 @@ def run_experiment(hook, at_once, directory, *, interval=1, crashes=False):
     for crash in [[Fail(at(7), OSError("the machine is gone"), uses_outputs=True)], []] if crashes else [[]]:
         saving = [jaxloop.CheckpointAction(directory, every(steps=3))] if crashes else []
         train_loop, eval_loop = make_loops(hook, at_once, [*crash, *saving])
-        outer_loop = jaxloop.OuterLoop(
-            train_loop,
-            [eval_loop],
-            jaxloop.CheckpointSpec(directory) if crashes else None,
-            log_interval=interval,
-        )
+        spec = jaxloop.CheckpointSpec(directory) if crashes else None
+        outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], spec, log_interval=interval)
+        batches, eval_batches = (list(map(batch_of, numbers)) for numbers in (TRAIN_NUMBERS, EVAL_NUMBERS))
+        specs = [jaxloop.EvalSpec(eval_batches, interval=interval)]
         with pytest.raises(OSError, match="the machine is gone") if crash else contextlib.nullcontext():
-            state, outputs = outer_loop(
-                train_loop.step.initialize_model(),
-                list(map(batch_of, TRAIN_NUMBERS)),
-                STEPS,
-                LOOP_STEPS,
-                [jaxloop.EvalSpec(list(map(batch_of, EVAL_NUMBERS)), interval=interval)],
-            )
+            state, outputs = outer_loop(train_loop.step.initialize_model(), batches, STEPS, LOOP_STEPS, specs)
     rows = {(row.elapsed.steps, name): dict(row.logs[name]) for row in outer_loop.history for name in row.logs}
     ends = range(interval, len(LOOPS) + 1, interval)
     assert list(rows) == [(loops * LOOP_STEPS, name) for loops in ends for name in ("train", "eval")]

@@ -4,14 +4,13 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from programs import tiny
 from programs.acts import Fail, Record
 from programs.tiny import BATCHES, STATE, STEP
 
-from jaxloop import every, examples, partition, types
+from jaxloop import every, examples, types
 from jaxloop.loop import Loop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
@@ -98,26 +97,12 @@ def test_the_error_for_a_donated_state_names_the_loop():
         loop(state, BATCHES, 3)
 
 
-class Counts(Step):
-    """Increments the step; subclasses define other outputs."""
-
-    def run(self, state, batch):
-        return state.replace(step=state.step + 1), {"loss": batch["x"].mean()}
-
-
-def counting_loop(step_class, loop_class=Loop, num_steps=100, devices=None):
-    partitioner = devices or partition.SingleDevicePartitioner()
-    step = step_class(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partitioner, train=True)
-    dataset = [{"x": np.full([8, 1], i, np.float32)} for i in range(num_steps)]
-    return loop_class(step)(step.initialize_model([1, 1]), dataset)
-
-
 def test_outputs_that_are_leaves_of_the_state_are_read_before_donation():
-    class Leaves(Counts):
+    class Leaves(tiny.Regression):
         def end(self, state, outputs):
             return state, {"step": state.step, "bias": state.params["bias"]}
 
-    _, outputs = counting_loop(Leaves)
+    _, outputs = Loop(tiny.make_step(Leaves))(STATE, BATCHES)
     assert outputs["step"] == list(range(1, 101))
 
 
@@ -179,12 +164,8 @@ def train_on(kind, as_data, end_actions=(), **hooks):
     try:
         state, outputs = loop(step.initialize_model([1, 3]), as_data(odd_batches(kind)))
         told = {name: [float(value) for value in values] for name, values in outputs.items()}
-        return (
-            jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), state.params),
-            told,
-            outputs.num_examples,
-            step.traces,
-        )
+        params = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), state.params)
+        return params, told, outputs.num_examples, step.traces
     except Exception as error:
         rescued = loop.rescued_state
         assert rescued is not None and int(rescued.step) == 35

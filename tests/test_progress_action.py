@@ -235,18 +235,3 @@ def test_a_rewound_run_shows_repeated_steps_and_results(bar):
     results = [line for line in run.lines if "test" in line]
     assert results == ["step 15  test: loss 0.5000", "step 15  test: loss 0.2500"]
     assert re.search(r"\b16/20\b", run.lines[-1])
-
-
-# Arguments --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"bar": "keras"}, ValueError, "one of 'auto', 'tqdm', 'plain', got 'keras'. Write bar='tqdm' for a bar"),
-        ({"total_steps": 0}, ValueError, "total_steps must be a positive int or None, got 0"),
-    ],
-)
-def test_invalid_options_raise(options, error, message):
-    with pytest.raises(error, match=message):
-        ProgressAction(**options)

@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from programs.acts import Record
+from programs.acts import Record, saving
 from programs.clock import Clock
 
 import jaxloop
@@ -68,11 +68,7 @@ def test_repr_is_the_expression(schedule, text):
     assert repr(schedule) == text
 
 
-@pytest.mark.parametrize(
-    "join",
-    [lambda a, b: a or b, lambda a, b: not a],
-    ids=["or", "not"],
-)
+@pytest.mark.parametrize("join", [lambda a, b: a or b, lambda a, b: not a], ids=["or", "not"])
 def test_using_a_schedule_as_a_bool_raises(join):
     with pytest.raises(TypeError, match=r"is neither true nor false\. Join schedules with \|, & and ~"):
         join(every(100), last())
@@ -133,18 +129,20 @@ leaves = st.one_of(
 )
 
 
+def either(one, two):
+    return Plan(one.schedule | two.schedule, lambda *step: one.fires(*step) or two.fires(*step))
+
+
+def both(one, two):
+    return Plan(one.schedule & two.schedule, lambda *step: one.fires(*step) and two.fires(*step))
+
+
+def inverted(plan):
+    return Plan(~plan.schedule, lambda before, now: now.steps > before.steps and not plan.fires(before, now))
+
+
 def joined(plans):
-    return st.one_of(
-        st.tuples(plans, plans).map(
-            lambda p: Plan(p[0].schedule | p[1].schedule, lambda *step: p[0].fires(*step) or p[1].fires(*step))
-        ),
-        st.tuples(plans, plans).map(
-            lambda p: Plan(p[0].schedule & p[1].schedule, lambda *step: p[0].fires(*step) and p[1].fires(*step))
-        ),
-        plans.map(
-            lambda p: Plan(~p.schedule, lambda before, now: now.steps > before.steps and not p.fires(before, now))
-        ),
-    )
+    return st.one_of(st.builds(either, plans, plans), st.builds(both, plans, plans), st.builds(inverted, plans))
 
 
 few = lambda least, most: st.lists(st.integers(least, most), min_size=1, max_size=3)
@@ -185,16 +183,10 @@ def whole_run(total, loop_steps, samples, half_seconds):
     """Returns the `Elapsed` before the first step and after each step."""
     rows = [Elapsed()]
     for step in range(1, total + 1):
-        before = rows[-1]
-        rows.append(
-            Elapsed(
-                step,
-                before.samples + samples[step % len(samples)],
-                before.time + half_seconds[step % len(half_seconds)] / 2,
-                before.loops + (step % loop_steps == 0 or step == total),
-                is_last=step == total,
-            )
-        )
+        before, is_last = rows[-1], step == total
+        seconds = before.time + half_seconds[step % len(half_seconds)] / 2
+        loops = before.loops + (step % loop_steps == 0 or is_last)
+        rows.append(Elapsed(step, before.samples + samples[step % len(samples)], seconds, loops, is_last=is_last))
     return rows
 
 
@@ -223,13 +215,10 @@ def test_actions_and_evaluations_match_the_reference(
         train_loop = jaxloop.TrainLoop(TRAIN_STEP, end_actions=[action], stat_names=[])
         eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluation], stat_names=[])
     train_loop.resume(dataclasses.replace(run[resumed_at], loops=resumed_at // loop_steps))
-    state, _ = jaxloop.OuterLoop(train_loop, [eval_loop], log_interval=log_interval)(
-        STATE.replace(step=np.int32(resumed_at)),
-        train_dataset=batches_of(run, clock, resumed_at),
-        train_total_steps=total,
-        train_loop_steps=loop_steps,
-        eval_specs=[jaxloop.EvalSpec([{"x": np.ones([2, 1], np.float32), "samples": 1}], interval=plan.schedule)],
-    )
+    outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], log_interval=log_interval)
+    batches = batches_of(run, clock, resumed_at)
+    spec = jaxloop.EvalSpec([{"x": np.ones([2, 1], np.float32), "samples": 1}], interval=plan.schedule)
+    state, _ = outer_loop(STATE.replace(step=np.int32(resumed_at)), batches, total, loop_steps, [spec])
     assert int(state.step) == total
     assert [step for step, _ in action.seen] == evaluation.seen == expected
     # Each output is seen exactly once, and not before its step.
@@ -288,21 +277,14 @@ def test_a_custom_schedule_is_exact_alone_and_joined(schedule, expected, options
 
 
 @pytest.mark.parametrize(
-    ("schedule", "steps"),
-    [
-        (at(0), [0]),
-        (at(samples=0) | every(4), [0, 4, 8, 12]),
-        (~at(5) & every(5), [10]),
-    ],
-    ids=str,
+    ("schedule", "steps"), [(at(0), [0]), (at(samples=0) | every(4), [0, 4, 8, 12]), (~at(5) & every(5), [10])], ids=str
 )
 def test_schedules_can_fire_before_the_first_update(schedule, steps):
     step, state, batches = examples.tiny_regression()
     what = lambda state, outputs, step_num, **_: (step_num, int(state.step), dict(outputs) == {})
     note, evaluated = Record(schedule, what), Record()
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, end_actions=[note]), [jaxloop.EvalLoop(step, end_actions=[evaluated])]
-    )
+    train_loop, eval_loop = jaxloop.TrainLoop(step, end_actions=[note]), jaxloop.EvalLoop(step, end_actions=[evaluated])
+    outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop])
     spec = jaxloop.EvalSpec(batches[:2], interval=schedule)
     report = outer_loop.check(state, batches, 12, 12, [spec])
     assert list(report.calls[note].steps) == steps
@@ -318,12 +300,7 @@ def test_step_0_does_not_fire_again_after_a_resume(resumed_at, tmp_path):
     def run(total):
         step, state, batches = examples.tiny_regression()
         note = Record(schedule)
-        end_actions = [note, jaxloop.CheckpointAction(tmp_path, at(0) | at(resumed_at), keep=None)]
-        outer_loop = jaxloop.OuterLoop(
-            jaxloop.TrainLoop(step, end_actions=end_actions),
-            [jaxloop.EvalLoop(step)],
-            jaxloop.CheckpointSpec(tmp_path),
-        )
+        outer_loop = saving(tmp_path, at(0) | at(resumed_at), step, note, eval_loops=[jaxloop.EvalLoop(step)])
         outer_loop(state, batches, total, total, [jaxloop.EvalSpec(batches[:2], interval=schedule)])
         return note.seen, outer_loop.history.collect("steps", "eval.loss")[0]
 

@@ -12,11 +12,9 @@ def test_statistics_are_plain_numbers(set_clock):
     loop.peak_flops_per_sec = 1e9
     clock.now += 1
     _, outputs = loop(STATE, clock.during(BATCHES, 0.5), num_steps=10)
-    assert outputs[stat_loop.STAT_NUM_PARAMS] == 4
-    assert outputs[stat_loop.STAT_LIFE_TIME_SECS] == 6
+    assert (outputs[stat_loop.STAT_NUM_PARAMS], outputs[stat_loop.STAT_LIFE_TIME_SECS]) == (4, 6)
+    assert (outputs[stat_loop.STAT_STEPS_PER_SEC], outputs[stat_loop.STAT_EXAMPLES_PER_SEC]) == (2, 16)
     assert outputs[stat_loop.STAT_LOOP_TIME_SECS] == 5
-    assert outputs[stat_loop.STAT_STEPS_PER_SEC] == 2
-    assert outputs[stat_loop.STAT_EXAMPLES_PER_SEC] == 16
     assert outputs[stat_loop.STAT_BEGIN_TIME] >= outputs[stat_loop.STAT_INIT_TIME] > 1.7e9
     assert outputs[stat_loop.STAT_MFU] == outputs[stat_loop.STAT_NUM_FLOPS] * 2 / 1e9
     assert set(outputs) == {"loss", *stat_loop.ALL_STATS, stat_loop.STAT_MFU}
@@ -46,9 +44,7 @@ def test_times_are_taken_after_the_device_has_finished(monkeypatch):
 
 
 def test_an_unknown_statistic_raises_and_lists_the_known_ones():
-    with pytest.raises(
-        ValueError, match="'steps_per_sec', which is not one of jaxloop/num_params, .*jaxloop/steps_per_sec"
-    ):
+    with pytest.raises(ValueError, match="'steps_per_sec', which is not one of .*jaxloop/steps_per_sec"):
         StatLoop(STEP, ["steps_per_sec"])
 
 

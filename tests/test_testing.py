@@ -1,6 +1,7 @@
 """Tests of `jaxloop.testing`."""
 
 import pytest
+from programs.acts import saving
 
 import jaxloop
 from jaxloop import examples, testing
@@ -8,9 +9,7 @@ from jaxloop import examples, testing
 
 def make_run(workdir, make_data=lambda batches: batches):
     step, state, batches = examples.tiny_regression()
-    save = jaxloop.CheckpointAction(workdir, interval=jaxloop.every(steps=3))
-    train_loop = jaxloop.TrainLoop(step, end_actions=[save], stat_names=[])
-    outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(workdir))
+    outer_loop = saving(workdir, jaxloop.every(steps=3), step, stat_names=[])
     return outer_loop(state, make_data(batches), train_total_steps=8, train_loop_steps=4)[0], outer_loop.history
 
 

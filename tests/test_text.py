@@ -53,11 +53,8 @@ def test_names_are_escaped_wherever_a_run_displays_them(bar, logs, tmp_path):
     writer = actions.default_writer(tmp_path / "events")
     writer.write_texts(1, {EVIL: "of two\nlines\x1b[2J"})
     summaries = [actions.SummaryAction(writer, every(steps=2)) for _ in range(2)]
-    ends = [
-        actions.ProgressAction(bar=bar, stream=stream, min_seconds=0),
-        *summaries,
-        actions.CheckpointAction(tmp_path, every(steps=2), best=f"{EVIL}/loss"),
-    ]
+    progress = actions.ProgressAction(bar=bar, stream=stream, min_seconds=0)
+    ends = [progress, *summaries, actions.CheckpointAction(tmp_path, every(steps=2), best=f"{EVIL}/loss")]
     evaluates = jaxloop.EvalLoop(tiny.make_step(EvilStep, train=False), end_actions=[summaries[0]])
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(tiny.make_step(EvilStep), end_actions=ends), [evaluates])
     specs = [jaxloop.EvalSpec(batches[:2], name=EVIL, eval_loop_interval=1)]

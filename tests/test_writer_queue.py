@@ -6,9 +6,10 @@ import threading
 
 import numpy as np
 import pytest
+from programs.acts import Do
 from programs.tiny import BATCHES, STATE, STEP
 
-from jaxloop import actions, every
+from jaxloop import actions, at, every
 from jaxloop.actions import writer_queue
 from jaxloop.train_loop import TrainLoop
 
@@ -55,14 +56,12 @@ def call(action, steps, **outputs):
 def test_a_loop_continues_while_the_writer_blocks():
     writer = GatedWriter(is_open=False)
 
-    class Open(actions.Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            if step_num == 50:
-                assert writer.has_begun.wait(10) and writer.rows == []
-                writer.gate.set()
+    def open_gate(**_):
+        assert writer.has_begun.wait(10) and writer.rows == []
+        writer.gate.set()
 
     summaries = actions.SummaryAction(writer, every(steps=1))
-    TrainLoop(STEP, end_actions=[summaries, Open(every(steps=1))])(STATE, BATCHES, num_steps=60)
+    TrainLoop(STEP, end_actions=[summaries, Do(open_gate, at(50))])(STATE, BATCHES, num_steps=60)
     assert [row[0] for row in writer.rows] == list(range(1, 61)) and len(writer.threads) == 1
 
 
@@ -246,18 +245,14 @@ for step in range(20):
 """
 
 
+FORK = "import os, sys\nif os.fork() == 0:\n    sys.exit()\ndel summaries\nraise KeyError('x')"
+
+
 @pytest.mark.parametrize(
     ("end", "code", "fails", "left", "message"),
     [
         ("", 0, [5], 5, "Summaries could not be written"),
-        # The child writes nothing.
-        (
-            "import os, sys\nif os.fork() == 0:\n    sys.exit()\ndel summaries\nraise KeyError('x')",
-            1,
-            [],
-            20,
-            "KeyError: 'x'",
-        ),
+        (FORK, 1, [], 20, "KeyError: 'x'"),  # The child writes nothing.
     ],
     ids=["after an error", "an exception after a fork"],
 )
