@@ -241,20 +241,22 @@ def test_invalid_arguments_raise_before_the_first_step(options, message):
 # The end of a loop -----------------------------------------------------------------------------------
 
 
-def test_loop_ends_at_stop_or_with_the_data():
-    stops = [
-        10,
-        np.int64(10),
-        jf.at(10),
-        jf.at(samples=21),
-        jf.at(10) | jf.at(samples=12),
-        jf.every(7),
-        jf.never(),
-        None,
-    ]
-    for stop, expected in zip(stops, [10, 10, 10, 6, 3, 7, 100, 100], strict=True):
-        state, _, elapsed = jf.loop(0, BATCHES, {jf.every(1): count}, stop=stop)
-        assert (state, elapsed.steps, elapsed.samples) == (expected, expected, 4 * expected), stop
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (jf.at(10), 10),
+        (10, 10),
+        (np.int64(10), 10),
+        (jf.at(samples=21), 6),
+        (jf.at(10) | jf.at(samples=12), 3),
+        (jf.every(7), 7),
+        (jf.never(), 100),
+        (None, 100),
+    ],
+)
+def test_loop_ends_at_stop_or_with_the_data(stop, expected):
+    state, _, elapsed = jf.loop(0, BATCHES, {jf.every(1): count}, stop=stop)
+    assert (state, elapsed.steps, elapsed.samples) == (expected, expected, 4 * expected)
 
 
 @pytest.mark.parametrize(
@@ -752,7 +754,7 @@ def test_donated_state_raises_before_the_loop_begins(data_parallel):
     _, state, batches = examples.tiny_regression()
     train = jf.train_step(squared_error, data_parallel(8))
     jf.loop(state, batches, {jf.every(1): train}, stop=2)
-    with pytest.raises(ValueError, match=r"jf.loop got a state that was already donated to train_step\(squared_err"):
+    with pytest.raises(ValueError, match=r"jf.loop got a state that was already donated to train_step\("):
         jf.loop(state, batches, {jf.at(0): lambda: os.abort(), jf.every(1): train}, stop=2)
 
 
@@ -876,8 +878,8 @@ def test_a_refused_loop_leaves_the_history_as_it_was(tmp_path):
     run()
     shutil.rmtree(tmp_path / "4")  # So that the next loop starts from scratch.
     before = (tmp_path / "history.jsonl").read_text()
-    for options in ({"num_examples": 5}, {"stop": "6"}):
-        with pytest.raises((TypeError, ValueError), match="num_examples must be|stop must be"):
+    for options, message in (({"num_examples": 5}, "num_examples must be"), ({"stop": "6"}, "stop must be")):
+        with pytest.raises((TypeError, ValueError), match=message):
             run(**options)
         assert before.count("\n") == 6 and (tmp_path / "history.jsonl").read_text() == before
 
