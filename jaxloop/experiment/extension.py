@@ -72,8 +72,8 @@ class Extension:
 
         Args:
           now: The run's progress.
-          reason: "finished", "stopped" (perhaps with the name of an action), the name of a signal, "a detour" if the
-            run returns to an earlier checkpoint, "hang: ..." or "error: ...".
+          reason: "finished"; "stopped", or "stopped by" and the class of the action that stopped the run; the name of a
+            signal; "a detour" if the run returns to an earlier checkpoint; "hang: ..."; or "error: ...".
           error: The exception that ended the run, or None.
         """
 

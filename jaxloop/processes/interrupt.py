@@ -235,7 +235,7 @@ class _Watch:
 
     @classmethod
     def begin(cls, signums: frozenset[int]) -> "_Watch | None":
-        """Starts the thread. Returns None if the program uses the wakeup file descriptor itself, as asyncio does."""
+        """Starts the thread and returns it. Returns None if the program uses the wakeup fd itself, as asyncio does."""
         watch = cls(signums)
         # Python writes the number of each signal to the pipe when the signal arrives, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""A watchdog that ends a hanging run and reports which process hangs and where."""
+"""A watchdog that ends a hung run and reports which process is stuck and where."""
 
 import collections
 import contextlib
