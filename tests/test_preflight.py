@@ -17,7 +17,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from programs.acts import Record
+from programs.acts import Record, Stop
 
 import jaxloop
 from jaxloop import after, at, checkpoint, every, examples, first, last
@@ -170,23 +170,22 @@ def to_bfloat16(state):
     return state.replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.params))
 
 
+def with_step(number):
+    return lambda state: state.replace(step=number)
+
+
 def on_four_devices(**options):
     return {
         "partitioner": jaxloop.DataParallelPartitioner(create_mesh(data=4, devices=jax.devices()[:4]), "data")
     } | options
 
 
-class Report(jaxloop.Action):
-    def __call__(self, state, outputs, **kwargs):
-        pass
-
-
-class Forgetful(Report):
+class Forgetful(Record):
     def state_dict(self):
         return {"count": 1}
 
 
-class Odd(Report):
+class Odd(Record):
     def state_dict(self):
         return {"seen": {1, 2}}
 
@@ -194,26 +193,16 @@ class Odd(Report):
         pass
 
 
-class Early(Report):
+class Early(Record):
     monitors = ("test/loss",)
 
 
-class Wordy(Report):
+class Wordy(Record):
     def check(self, state, outputs):
         return "all is lost"
 
 
-class Silent:
-    """A writer that does nothing."""
-
-    def write_scalars(self, step, scalars):
-        pass
-
-    def flush(self):
-        pass
-
-
-WRITER = Silent()
+WRITER = types.SimpleNamespace(write_scalars=print, flush=print)
 STOPPING = functools.partial(jaxloop.EarlyStoppingAction, patience=1)
 
 
@@ -225,46 +214,28 @@ def mistaken(action, text, is_error=False):
 data_of = lambda **options: jaxloop.from_index(lambda number: batch_of(**options))
 TEST = {"name": "test"}
 NO_CHECKPOINTS = {"save": None, "best": None, "resumes": False}
+ENDLESS = {"options": {"train_total_steps": None}, **NO_CHECKPOINTS}
 
 MISTAKES = {
     # The data.
     "a batch of 30 on 4 devices": loop_error("30 rows.*4 devices", **on_four_devices(data=data_of(rows=30))),
-    "a batch with text": loop_error(
-        r"batch\['name'\] is <U1\[8\], which JAX can't turn", data=data_of(name=np.array(["a"] * 8))
-    ),
+    "a batch with text": loop_error(r"batch\['name'\] is <U1\[8\]", data=data_of(name=np.array(["a"] * 8))),
     "a batch in float64": loop_warning(r"batch\['w'\] is float64", data=data_of(w=np.ones(8))),
-    "an id that doesn't fit into 32 bits": loop_error(
-        r"batch\['id'\] is int64\[8\] with values from 1099511627776", data=data_of(id=np.full(8, 2**40))
-    ),
-    "leaves with different lengths": loop_warning(
-        "Each batch counts as one example", data=data_of(w=np.ones(3, np.float32))
-    ),
+    "an id that doesn't fit into 32 bits": loop_error(r"batch\['id'\] is int64", data=data_of(id=np.full(8, 2**40))),
+    "leaves with different lengths": loop_warning("counts as one example", data=data_of(w=np.ones(3, np.float32))),
     "train data without a batch": error("the train data", r"\(list\) yielded no batches", data=[]),
     "one batch for a dataset": error("the train data", "A dataset must be an iterator", data=batch_of()),
-    "train data that end early": warning(
-        "the train data", "end at step 20, after 20 batches, and train_total_steps=300", data=[batch_of()] * 20
-    ),
+    "train data that end early": warning("the train data", "end at step 20, after 20 batches", data=[batch_of()] * 20),
     "an endless run": loop_warning("Nothing ends the run", options={"train_total_steps": None}),
-    "endlessly repeated batches": loop_warning(
-        "Nothing ends the run: its data have no end",
-        data=itertools.repeat(batch_of()),
-        options={"train_total_steps": None},
-        **NO_CHECKPOINTS,
-    ),
+    "endlessly repeated batches": loop_warning("its data have no end", data=itertools.repeat(batch_of()), **ENDLESS),
     "a possibly endless generator": loop_warning(
-        "Nothing ends the run: a generator does not say whether its data end",
-        data=(batch_of() for _ in itertools.count()),
-        options={"train_total_steps": None},
-        **NO_CHECKPOINTS,
+        "a generator does not say whether its data end", data=(batch_of() for _ in itertools.count()), **ENDLESS
     ),
     "preprocess_batch without a return value": loop_error(
-        "Planted.preprocess_batch returned None. Return the batch",
-        step=step_with(preprocess_batch=lambda self, batch: None),
+        "Planted.preprocess_batch returned None", step=step_with(preprocess_batch=lambda self, batch: None)
     ),
     "a generator without a position": warning(
-        "the train data",
-        "a Generated can't report its position",
-        data=Generated(lambda: itertools.repeat(batch_of(), 400)),
+        "the train data", "can't report its position", data=Generated(lambda: itertools.repeat(batch_of(), 400))
     ),
     "data that don't return to a position": warning(
         "the train data",
@@ -281,14 +252,10 @@ MISTAKES = {
     # The state.
     "no state": error("the state", "The state is None", state=lambda state: None),
     "a step count that isn't an integer": error(
-        "the state",
-        r"state.step must be an integer scalar, the number of completed updates, got float32",
-        state=lambda state: state.replace(step=jnp.float32(0)),
+        "the state", "state.step must be an integer scalar, .* got float32", state=with_step(jnp.float32(0))
     ),
     "a step count that isn't a scalar": error(
-        "the state",
-        r"state.step must be an integer scalar, the number of completed updates, got int32\[2\]",
-        state=lambda state: state.replace(step=jnp.zeros(2, int)),
+        "the state", r"state.step must be an integer scalar, .* got int32\[2\]", state=with_step(jnp.zeros(2, int))
     ),
     "an evaluation that never runs, and an action that monitors it": warning(
         "eval 'test'",
@@ -296,10 +263,7 @@ MISTAKES = {
         eval_options={"interval": every(1000), "name": "test"},
         eval_actions=(STOPPING("test/loss"),),
     ),
-    "a step count that would overflow": loop_error(
-        "state.step, int8.*, counts to 127, and the run goes to step 300",
-        state=lambda state: state.replace(step=jnp.int8(0)),
-    ),
+    "a step count that would overflow": loop_error("state.step, int8.*, counts to 127", state=with_step(jnp.int8(0))),
     # The step.
     "a state that changes dtype": loop_error(
         "params/Dense_0/bias: float32.1. -> bfloat16.1.",
@@ -326,9 +290,7 @@ MISTAKES = {
         best=None,
     ),
     "an evaluation of a different model": warning(
-        "eval 'test'",
-        r"Its step has the model Network\(.*width = 8.*the train step has Network\(.*width = 4.*same model",
-        eval_model=Network(width=8),
+        "eval 'test'", "width = 8.*the train step has .*width = 4.*same model", eval_model=Network(width=8)
     ),
     "a traced value converted to a float": loop_error(
         "ConcretizationTypeError", step=step_returning(lambda state, outputs: (state, {"loss": float(outputs["loss"])}))
@@ -343,40 +305,31 @@ MISTAKES = {
     ),
     # Evaluations.
     "an endless evaluation": error("eval 'test'", "no end", eval_data=data_of()),
-    "an evaluation from an iterator": error(
-        "eval 'test'", "run more than once.*an iterator", eval_data=iter([batch_of()])
-    ),
+    "an evaluation from an iterator": error("eval 'test'", "run more than once", eval_data=iter([batch_of()])),
     "an evaluation without a batch": error("eval 'test'", "yielded no batches", eval_data=[]),
     "an evaluation that is too short": warning(
-        "eval 'test'",
-        "num_steps=10, but its dataset has only 2 batches",
-        eval_options={"num_steps": 10, "interval": every(100), "name": "test"},
+        "eval 'test'", "num_steps=10, .* 2 batches", eval_options={"num_steps": 10, "interval": every(100), **TEST}
     ),
     "an evaluation that never runs": warning(
-        "eval 'test'",
-        "never run: eval_loop_interval=5, and the run goes to step 300",
-        eval_options={"eval_loop_interval": 5, **TEST},
-        best=None,
+        "eval 'test'", "never run: eval_loop_interval=5", eval_options={"eval_loop_interval": 5, **TEST}, best=None
     ),
     "eval data with different shapes": error(
         "eval 'test'", r"ScopeParamShapeError|\(2, 4\)", eval_data=[batch_of(x=np.ones([8, 2], np.float32))]
     ),
     # Schedules.
     "a schedule that never fires": mistaken(
-        Report(every(1000)), "never be called: interval=every.steps=1000., and the run goes to step 300"
+        Record(every(1000)), "interval=every.steps=1000., and the run goes to step 300"
     ),
-    "two schedules that never coincide": mistaken(Report(every(7) & at(100)), "never be called"),
-    "an interval of more loops than the run has": mistaken(Report(4), "interval=4 counts loops"),
+    "two schedules that never coincide": mistaken(Record(every(7) & at(100)), "never be called"),
+    "an interval of more loops than the run has": mistaken(Record(4), "interval=4 counts loops"),
     "an interval of more steps than a loop has": warning(
-        "Report(interval=101) of the train loop",
-        "interval=101 counts steps within the loop",
-        step_actions=(Report(101),),
+        "Record(interval=101) of the train loop", "counts steps within the loop", step_actions=(Record(101),)
     ),
     "last() for an action of a step": warning(
-        "Report(interval=last()) of the train loop", "never be called", step_actions=(Report(last()),)
+        "Record(interval=last()) of the train loop", "never be called", step_actions=(Record(last()),)
     ),
     "an interval of more evaluations than the run has": warning(
-        "Report(interval=4) of eval 'test'", "never be called", eval_actions=(Report(4),)
+        "Record(interval=4) of eval 'test'", "never be called", eval_actions=(Record(4),)
     ),
     "a log interval that never fires": warning("OuterLoop", "no row of the training", log_interval=every(500)),
     "a profile after the last step": warning(
@@ -389,18 +342,14 @@ MISTAKES = {
         STOPPING("test/loss", interval=at(101) | at(201)), "'test/loss' is not measured at any of these steps"
     ),
     "a best metric that is never measured at a save": warning(
-        "CheckpointAction",
-        "called once, at step 50, but 'test/loss' is not measured at any of these steps",
-        save=at(50),
+        "CheckpointAction", "called once, at step 50, but 'test/loss' is not measured", save=at(50)
     ),
     "a patience longer than the run": mistaken(
         jaxloop.EarlyStoppingAction("test/loss", patience=3, interval=every(100)),
         "can't end the run: it is called 3 times, .*patience=3 needs at least 4 measurements",
     ),
     "early stopping as a begin action": error(
-        "EarlyStoppingAction",
-        "is one of the begin_actions, which receive no outputs",
-        begin_actions=(STOPPING("loss"),),
+        "EarlyStoppingAction", "is one of the begin_actions, .* no outputs", begin_actions=(STOPPING("loss"),)
     ),
     "an action that can't be resumed": mistaken(
         Forgetful(), r"state_dict returns \['count'\], but Forgetful has no load_state_dict", True
@@ -422,9 +371,7 @@ MISTAKES = {
     "checkpoints that are never saved": warning("the checkpoints", "has no CheckpointAction", save=None),
     # The arguments.
     "both train_epochs and train_loop_steps": error(
-        "the arguments",
-        "train_epochs=2 and train_loop_steps=100",
-        options={"train_epochs": 2, "train_total_steps": None},
+        "the arguments", "train_epochs=2 and train_loop_steps=100", options={"train_epochs": 2}
     ),
     "no eval spec": error("the arguments", "1 eval_loops.*0 eval_specs", options={"eval_specs": []}, best=None),
 }
@@ -451,12 +398,12 @@ def test_check_reports_several_mistakes_at_once(plan, tmp_path):
     report = plan(
         **on_four_devices(data=data_of(rows=30, w=np.ones(30))),
         eval_data=data_of(),
-        train_actions=(Report(every(1000)), STOPPING("test/acuracy", mode="max")),
+        train_actions=(Record(every(1000)), STOPPING("test/acuracy", mode="max")),
         log_interval=every(700),
     ).check()
     where = lambda problems: [problem.where.split("(")[0] for problem in problems]
     assert where(report.errors) == ["the train loop", "eval 'test'", "EarlyStoppingAction"]
-    assert where(report.warnings) == ["the train loop", "Report", "OuterLoop"]
+    assert where(report.warnings) == ["the train loop", "Record", "OuterLoop"]
     assert str(report).startswith("3 errors, 3 warnings. Nothing was run")
     assert max(len(line) for line in str(report).splitlines() if str(tmp_path) not in line) <= 110
     with pytest.raises(preflight.CheckError, match="3 errors, 3 warnings"):
@@ -538,7 +485,7 @@ def test_check_reports_mismatches_with_the_newest_checkpoint(changes, where, tex
 
 
 def test_a_checkpoint_behind_the_state_is_ignored(saved, plan):
-    report = plan(state=lambda state: state.replace(step=jnp.int32(150))).check()
+    report = plan(state=with_step(jnp.int32(150))).check()
     assert report.ok, str(report)
     assert (
         report.plan["checkpoint"] == "the newest, of step 100, is behind the state, so the run continues from the state"
@@ -547,11 +494,7 @@ def test_a_checkpoint_behind_the_state_is_ignored(saved, plan):
 
 
 def test_check_reports_a_run_that_was_stopped(plan):
-    class Stopping(Report):
-        def __call__(self, state, outputs, **kwargs):
-            outputs[jaxloop.STOP_LOOP] = True
-
-    planned = lambda end: plan(train_actions=(Stopping(),), options={"stop": at(end)})
+    planned = lambda end: plan(train_actions=(Stop(),), options={"stop": at(end)})
     outer_loop, (_, data), options = planned(200).make()
     outer_loop(planned(200).initial_state(), data, **options)
     report = planned(300).check()
@@ -686,12 +629,7 @@ class Dropping(nnx.Module):
 # No false alarms in correct experiments -----------------------------------------------------------------
 
 
-def step_with_begin(function):
-    """Returns a step class with a custom `begin`."""
-    return step_with(begin=lambda self, state, batch: function(state, batch))
-
-
-def read_step(state, batch):
+def read_step(self, state, batch):
     assert int(state.step) >= 0
     return state, batch
 
@@ -704,7 +642,7 @@ SOUND = {
         "eval_options": {"num_steps": 3, "interval": every(100), **TEST},
     },
     "a monitored statistic": {"train_actions": (STOPPING("jaxloop/steps_per_sec", mode="max"),)},
-    "a begin that reads the state": {"step": step_with_begin(read_step)},
+    "a begin that reads the state": {"step": step_with(begin=read_step)},
     "a custom Step.__call__": {
         "data": data_of(name=np.array(["a"] * 8)),
         "step": step_with(
@@ -714,19 +652,19 @@ SOUND = {
         ),
     },
     "an action with interval=never()": {
-        "train_actions": (Report(jaxloop.schedules.never()),),
+        "train_actions": (Record(jaxloop.schedules.never()),),
         "log_interval": jaxloop.schedules.never(),
     },
     "an action at the end of a single loop of unknown length": {
         "data": Generated(lambda: itertools.repeat(batch_of(), 400)),
-        "train_actions": (Report(every(loops=1)),),
+        "train_actions": (Record(every(loops=1)),),
         "log_interval": last(),
         "options": {"train_total_steps": None, "train_loop_steps": None},
         **NO_CHECKPOINTS,
     },
     "an action of an evaluation with a schedule of time": {
         "eval_options": {"interval": every(time=60), **TEST},
-        "eval_actions": (Report(every(100)),),
+        "eval_actions": (Record(every(100)),),
     },
 }
 
