@@ -4,6 +4,7 @@ The actions record their calls, call a function, stop the run or raise an error.
 """
 
 import contextlib
+import os
 import resource
 
 import jaxloop
@@ -66,6 +67,21 @@ def saving(directory, interval, step, *actions, eval_loops=(), **options):
     save = jaxloop.CheckpointAction(directory, interval, keep=None)
     train_loop = jaxloop.TrainLoop(step, end_actions=[*actions, save], **options)
     return jaxloop.OuterLoop(train_loop, eval_loops, jaxloop.CheckpointSpec(directory))
+
+
+def then_fail(batches, error=None):
+    """Yields batches, and then raises an error."""
+    yield from batches
+    raise error or OSError("the network is gone")
+
+
+def raising(error):
+    """Returns a function that raises an exception, or an OSError with a code."""
+
+    def fail(*args, **kwargs):
+        raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
+
+    return fail
 
 
 @contextlib.contextmanager

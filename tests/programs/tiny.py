@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jaxloop import examples
+from jaxloop import CheckpointAction, CheckpointSpec, EvalLoop, OuterLoop, TrainLoop, examples
 
 STEP, _state, BATCHES = examples.tiny_regression()
 EVAL_STEP, _, _ = examples.tiny_regression(train=False)
@@ -16,6 +16,18 @@ Regression = type(STEP)
 def make_step(kind=Regression, model=STEP.model, optimizer=STEP.optimizer, **options):
     """Returns a step like `STEP`, possibly of another class or with other arguments."""
     return kind(STEP.base_prng, model, optimizer, **{"train": True, **options})
+
+
+def experiment(*actions, directory=None, saves=None, step=STEP, loop_class=TrainLoop, evals=(), **options):
+    """Returns an `OuterLoop` with end actions, and with the end actions of each of its evaluations.
+
+    It resumes from the checkpoints in a directory, if one is given, and saves them if `saves` is an interval.
+    """
+    saving = [] if saves is None else [CheckpointAction(directory, saves)]
+    train_loop = loop_class(step, end_actions=[*actions, *saving])
+    eval_loops = [EvalLoop(EVAL_STEP, end_actions=each) for each in evals]
+    resuming = {} if directory is None else {"checkpoint_spec": CheckpointSpec(directory)}
+    return OuterLoop(train_loop, eval_loops, **{**resuming, **options})
 
 
 class Traced(Regression):
