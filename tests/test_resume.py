@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from programs.acts import Do, lengths
-from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
+from programs.acts import Do, lengths, then_fail
+from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP, experiment
 
 from jaxloop import (
     STOP_LOOP,
@@ -51,9 +51,7 @@ def record_batches(dataset, into):
 def test_resuming_with_different_keys_raises(tmp_path):
     run(tmp_path)
     other = type(STEP)(jax.random.key(7), STEP.model, STEP.optimizer, train=True)
-    with pytest.raises(
-        ValueError, match="from a run with different PRNG keys .*made from the same seed, or use a different dir"
-    ):
+    with pytest.raises(ValueError, match="different PRNG keys .*made from the same seed, or use a different dir"):
         run(tmp_path, 20, step=other)
 
 
@@ -69,29 +67,23 @@ def test_a_refused_start_changes_neither_the_history_nor_the_stopped_file(tmp_pa
     outer_loop, _ = run(tmp_path, 12, save=5, train_loop_steps=2)
     loop, other_loop = outer_loop.train_loop, TrainLoop(type(STEP)(jax.random.key(7), nn.Dense(2), train=True))
     eval_loop, specs = EvalLoop(EVAL_STEP), [EvalSpec(BATCHES[:2])]
-    OuterLoop(None, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path)(STATE, eval_specs=specs)
+    other_state = other_loop.step.initialize_model([1, 3])
+    new_run = lambda: experiment(checkpoint_spec=None, workdir=tmp_path)
+    spec = CheckpointSpec(tmp_path)
+    evaluation = OuterLoop(None, [eval_loop], spec, workdir=tmp_path)
+    evaluation(STATE, eval_specs=specs)
     written = [tmp_path / name for name in ("history.jsonl", "eval_history.jsonl", "STOPPED")]
     before = [path.read_bytes() for path in written]
-    other_state = other_loop.step.initialize_model([1, 3])
-    new_run = lambda *actions: OuterLoop(TrainLoop(STEP, end_actions=actions), None, None, workdir=tmp_path)
-    for make, args, message in [
-        (
-            lambda: OuterLoop(loop, None, None, workdir=tmp_path),
-            (STATE, BATCHES, 20),
-            "among the checkpoints of another run",
-        ),
-        (lambda: OuterLoop(loop, None, CheckpointSpec(tmp_path)), (STATE, BY_INDEX, 20), "of the kind 'sequence'"),
-        (lambda: OuterLoop(other_loop, None, CheckpointSpec(tmp_path)), (other_state, BATCHES, 20), "does not fit"),
-        (new_run, (STATE, [], 20), "yielded no batches"),
-        (new_run, (STATE, (batch for batch in ()), 20), "yielded no batches"),
-        (
-            lambda: OuterLoop(None, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path),
-            (other_state, None, None, None, specs),
-            "does not fit",
-        ),
+    for outer_loop, args, message in [
+        (OuterLoop(loop, None, None, workdir=tmp_path), (STATE, BATCHES, 20), "the checkpoints of another run"),
+        (OuterLoop(loop, None, spec), (STATE, BY_INDEX, 20), "of the kind 'sequence'"),
+        (OuterLoop(other_loop, None, spec), (other_state, BATCHES, 20), "does not fit"),
+        (new_run(), (STATE, [], 20), "yielded no batches"),
+        (new_run(), (STATE, (batch for batch in ()), 20), "yielded no batches"),
+        (evaluation, (other_state, None, None, None, specs), "does not fit"),
     ]:
         with pytest.raises(ValueError, match=message):
-            make()(jax.tree.map(jax.numpy.copy, args[0]), *args[1:])
+            outer_loop(jax.tree.map(jax.numpy.copy, args[0]), *args[1:])
         assert [path.read_bytes() for path in written] == before
 
 
@@ -113,8 +105,8 @@ def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, wa
     def learning_rate(total, rate, **options):
         injected = optax.inject_hyperparams(optax.sgd)(rate, momentum=optax.linear_schedule(0.0, 0.9, 10))
         step = type(STEP)(STEP.base_prng, STEP.model, optax.chain(optax.clip(1.0), injected), train=True)
-        save, spec = CheckpointAction(tmp_path, every(steps=5)), CheckpointSpec(tmp_path, **options)
-        outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), checkpoint_spec=spec, log_interval=every(steps=5))
+        spec = CheckpointSpec(tmp_path, **options)
+        outer_loop = experiment(step=step, directory=tmp_path, saves=every(steps=5), checkpoint_spec=spec)
         state, _ = outer_loop(step.initialize_model([1, 3]), BATCHES, total)
         return float(state.opt_state[1].hyperparams["learning_rate"])
 
@@ -133,20 +125,13 @@ def test_data_without_a_position_are_used_as_they_come_with_a_warning(tmp_path, 
     run(tmp_path, 15, iter(record_batches(BATCHES, batches)))
     assert batches[0] is BATCHES[0]
     (warning,) = [text for text in warnings_logged() if "can't be restored" in text]
-    assert (
-        "after 10 batches" in warning
-        and "skippable" in warning
-        and "continues with the next batch that the training dataset returns" in warning
-    )
+    words = "after 10 batches", "skippable", "continues with the next batch that the training dataset returns"
+    assert not [each for each in words if each not in warning]
 
 
 def early_stopped(directory, when, patience=2, total=40, stop=None):
     stopping = EarlyStoppingAction("eval/loss", patience, mode="max", restore_best=True, interval=every(steps=5))
-    outer_loop = OuterLoop(
-        TrainLoop(STEP, end_actions=[stopping, CheckpointAction(directory, when)], stat_names=[]),
-        [EvalLoop(EVAL_STEP, stat_names=[])],
-        CheckpointSpec(directory),
-    )
+    outer_loop = experiment(stopping, directory=directory, saves=when, evals=[[]])
     specs = [EvalSpec(BATCHES[:2], interval=every(steps=5))]
     return outer_loop(STATE, BATCHES, total, eval_specs=specs, stop=stop)[0]
 
@@ -165,10 +150,7 @@ def test_a_run_that_an_action_stopped_does_not_continue(when, tmp_path, warnings
     state = early_stopped(tmp_path, when)
     assert int(state.step) == 5 and checkpoint.all_steps(tmp_path)[-1] == 15  # The loss only falls.
     again = early_stopped(tmp_path, when)
-    assert any(
-        "step 15 has reached the end of a run that an evaluation or an action stopped" in text
-        for text in warnings_logged()
-    )
+    assert "step 15 has reached the end of a run that an evaluation or an action stopped" in str(warnings_logged())
     assert jax.tree.all(jax.tree.map(np.array_equal, again, state))  # The best state, which the checkpoint contains.
 
 
@@ -197,28 +179,23 @@ def test_added_and_removed_actions_cause_warnings(tmp_path, warnings_logged):
     stopping = lambda: EarlyStoppingAction("loss", patience=50, interval=every(steps=5))
     run(tmp_path, 10, train_actions=[stopping()])
     run(tmp_path, 15)
-    assert any("contains the state of EarlyStoppingAction" in text for text in warnings_logged())
+    assert "contains the state of EarlyStoppingAction" in str(warnings_logged())
     run(tmp_path, 20, train_actions=[stopping()])
-    assert any(
-        "was not part of the run when the checkpoint was saved, so it starts fresh" in text
-        for text in warnings_logged()
-    )
+    assert "was not part of the run when the checkpoint was saved, so it starts fresh" in str(warnings_logged())
 
 
 def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, writer, assert_same):
-    def preempted(batches):
-        for index, batch in enumerate(batches):
-            if index == 7:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield batch
+    def preempted():
+        yield from BATCHES[:7]
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from BATCHES[7:]
 
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
-        run(tmp_path / "broken", 20, preempted(BATCHES), train_actions=[SummaryAction(writer, every(steps=3))])
+        run(tmp_path / "broken", 20, preempted(), train_actions=[SummaryAction(writer, every(steps=3))])
     assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
-    assert (
-        checkpoint.all_steps(tmp_path / "broken") == [5, 8] and writer.flushes == 3
-    )  # Before each save, and at the end.
+    assert checkpoint.all_steps(tmp_path / "broken") == [5, 8]
+    assert writer.flushes == 3  # Before each save, and at the end.
     assert not (tmp_path / "broken" / "STOPPED").exists()
     _, state = run(tmp_path / "broken", 20, restore_data=True, dataset=data.skippable(lambda: iter(BATCHES)))
     assert_same(state, run(tmp_path / "whole", 20)[1])
@@ -227,20 +204,19 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, writer, assert_same
 @pytest.mark.parametrize("api", ["objects", "functions"])
 def test_after_a_signal_an_error_of_the_data_does_not_hide_it(api, tmp_path, assert_same):
     def batches(fails):
-        for index, batch in enumerate(BATCHES):
-            if fails and index == 7:
-                signal.raise_signal(signal.SIGTERM)
-                raise RuntimeError("DataLoader worker (pid 77) is killed by signal: Terminated.")
-            yield batch
+        yield from BATCHES[:7]
+        if fails:
+            signal.raise_signal(signal.SIGTERM)
+            raise RuntimeError("DataLoader worker (pid 77) is killed by signal: Terminated.")
+        yield from BATCHES[7:]
 
     def experiment(directory, fails):
         dataset = data.skippable(lambda: batches(fails))
         if api == "objects":
             return run(directory, 20, dataset=dataset)[1]
         train = lambda state, batch: STEP(state, batch)[::-1]
-        return jf.loop(
-            STATE, dataset, {jf.every(1): train, jf.every(5): jf.checkpoint(directory, resume=True)}, stop=20
-        )[0]
+        tasks = {jf.every(1): train, jf.every(5): jf.checkpoint(directory, resume=True)}
+        return jf.loop(STATE, dataset, tasks, stop=20)[0]
 
     with pytest.raises(SystemExit) as caught:
         experiment(tmp_path / "broken", fails=True)
@@ -257,9 +233,7 @@ class SlowToClose(CheckpointAction):
 
 
 def test_a_signal_after_the_last_step_does_not_interrupt_the_run(tmp_path):
-    save = SlowToClose(tmp_path, every(steps=5))
-    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[save], stat_names=[]), None, CheckpointSpec(tmp_path))
-    state, _ = outer_loop(STATE, BATCHES, 10)
+    state, _ = experiment(SlowToClose(tmp_path, every(steps=5)), directory=tmp_path)(STATE, BATCHES, 10)
     assert int(state.step) == 10 and (tmp_path / "STOPPED").exists()
 
 
@@ -267,21 +241,15 @@ def test_the_last_row_is_added_after_a_crash_at_the_end_of_the_data(tmp_path):
     class Dies(BaseException):
         pass
 
-    def dies_at_the_end():
-        yield from BATCHES[:10]
-        raise Dies
-
-    def experiment(dataset):
-        save = CheckpointAction(tmp_path, every(steps=5))
-        loop = TrainLoop(STEP, end_actions=[save], stat_names=[])
-        outer_loop = OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path), log_interval=every(steps=4) | last())
-        outer_loop(STATE, dataset)
+    def logged_steps(dataset):
+        outer_loop = experiment(directory=tmp_path, saves=every(steps=5), log_interval=every(steps=4) | last())
+        outer_loop(STATE, data.skippable(dataset))
         return outer_loop.history.collect("steps")
 
     with pytest.raises(Dies):
-        experiment(data.skippable(dies_at_the_end))
+        logged_steps(lambda: then_fail(BATCHES[:10], Dies()))
     assert checkpoint.all_steps(tmp_path) == [5]
-    assert experiment(data.skippable(lambda: iter(BATCHES[:10]))) == [4, 8, 10]
+    assert logged_steps(lambda: iter(BATCHES[:10])) == [4, 8, 10]
 
 
 @pytest.mark.parametrize("lost", ["rare", "often"])
@@ -311,11 +279,9 @@ def test_an_evaluation_is_not_repeated_if_only_its_action_failed(tmp_path):
             raise OSError("The disk is gone.")
 
     def resume():
-        eval_loop = EvalLoop(EVAL_STEP, end_actions=[Do(fail_once)])
-        train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path, every(steps=5))])
-        outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path), workdir=tmp_path)
-        specs = [EvalSpec(Batches(BATCHES[:2]), eval_loop_interval=1)]
-        outer_loop(STATE, BATCHES, 15, 5, specs)
+        save = {"directory": tmp_path, "saves": every(steps=5)}
+        outer_loop = experiment(**save, evals=[[Do(fail_once)]], workdir=tmp_path)
+        outer_loop(STATE, BATCHES, 15, 5, [EvalSpec(Batches(BATCHES[:2]), eval_loop_interval=1)])
         return outer_loop.history
 
     evaluated, called = [], []
@@ -335,8 +301,7 @@ def test_a_stop_within_a_loop_ends_the_loop_even_if_a_signal_comes_at_that_step(
     note = lambda step_num, outputs, **_: called.append((directory.name, step_num, len(outputs["loss"])))
 
     def train():
-        train_loop = TrainLoop(STEP, end_actions=[Do(stop, every(steps=7)), Do(note)])
-        outer_loop = OuterLoop(train_loop, [EvalLoop(EVAL_STEP)], workdir=directory)
+        outer_loop = experiment(Do(stop, every(steps=7)), Do(note), evals=[[]], workdir=directory)
         outer_loop(STATE, BATCHES, 15, 5, [EvalSpec(BATCHES[:2], interval=when)])
         return [(row.elapsed.steps, row.elapsed.loops, row.logs) for row in outer_loop.history.rows]
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs.acts import Do, Fail, Record
-from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP
+from programs.acts import Do, Fail, Record, then_fail
+from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP, Regression, experiment, make_step
 
 import jaxloop
 from jaxloop import at, checkpoint, every, last
@@ -20,11 +20,29 @@ from jaxloop.schedules import never
 from jaxloop.stat_loop import STAT_LIFE_TIME_SECS
 
 
-class OneByOne(jaxloop.TrainLoop):
-    """Overrides `end`, so that the loops are not joined."""
+def loop_that_returns(change):
+    """Returns a class of train loops whose `end` passes the outputs to a function, which may change them."""
 
-    def end(self, state, outputs):
-        return super().end(state, outputs)
+    class Ending(jaxloop.TrainLoop):
+        def end(self, state, outputs):
+            state, outputs = super().end(state, outputs)
+            return state, change(self, outputs)
+
+    return Ending
+
+
+OneByOne = loop_that_returns(lambda loop, outputs: outputs)  # Overrides `end`, so that the loops are not joined.
+
+
+def step_that_reports(report):
+    """Returns a step like `STEP` with further outputs, which a function computes from the others and the batch."""
+
+    class Reporting(Regression):
+        def run(self, state, batch):
+            state, outputs = super().run(state, batch)
+            return state, {**outputs, **report(outputs, batch)}
+
+    return make_step(Reporting)
 
 
 class Seen(jaxloop.Action):
@@ -70,12 +88,9 @@ def observed(loop_class, directory, plan):
         saves = [] if plan["saves"] is None else [jaxloop.CheckpointAction(directory, plan["saves"])]
         fails = [Seen(every(steps=plan["at"] or 1), fails_at=plan["at"])] if fault == "an action raises" else []
         train_loop = loop_class(STEP, end_actions=[action, at_end, *fails, *saves], stat_names=[STAT_LIFE_TIME_SECS])
-        outer_loop = jaxloop.OuterLoop(
-            train_loop,
-            [jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluated], stat_names=[])],
-            jaxloop.CheckpointSpec(directory) if saves else None,
-            log_interval=plan["log_interval"],
-        )
+        eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluated], stat_names=[])
+        spec = jaxloop.CheckpointSpec(directory) if saves else None
+        outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], spec, log_interval=plan["log_interval"])
         spec = jaxloop.EvalSpec(BATCHES[:2], **plan["evaluates"])
         state, outputs = None, None
         try:
@@ -128,18 +143,13 @@ def test_joined_loops_give_the_same_results_as_separate_ones(plan, tmp_path_fact
 
 
 @pytest.mark.parametrize(
-    ("options", "ends"),
-    [
-        ({}, 1),  # The last, which ends the run.
-        ({"log_interval": 1}, 50),
-        ({"log_interval": 10}, 5),
-    ],
+    ("log_interval", "ends"),
+    [(never(), 1), (1, 50), (10, 5)],  # The last loop ends the run.
 )
-def test_loops_are_joined_if_nothing_is_due_at_their_ends(options, ends, monkeypatch):
+def test_loops_are_joined_if_nothing_is_due_at_their_ends(log_interval, ends, monkeypatch):
     ended, end = [], jaxloop.loop.Loop.end
     monkeypatch.setattr(jaxloop.loop.Loop, "end", lambda *arguments: ended.append(1) or end(*arguments))
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), **{"log_interval": never(), **options})
-    state, outputs = outer_loop(STATE, itertools.cycle(BATCHES), 500, 10)
+    state, outputs = experiment(log_interval=log_interval)(STATE, itertools.cycle(BATCHES), 500, 10)
     assert int(state.step) == 500 and len(outputs["loss"]) == 10
     assert len(ended) == ends
 
@@ -172,10 +182,8 @@ def stop_at(number, interval, **attributes):
     return Do(stop, interval, **attributes)
 
 
-class Averaging(type(STEP)):
-    def run(self, state, batch):
-        state, outputs = super().run(state, batch)
-        return state, {**outputs, "average": clu.metrics.Average.from_model_output(outputs["loss"])}
+def average(outputs, batch):
+    return {"average": clu.metrics.Average.from_model_output(outputs["loss"])}
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}])
@@ -183,9 +191,8 @@ class Averaging(type(STEP)):
 def test_metrics_are_accumulated_per_loop(num_batches, options):
     found = []
     for loop_class in (jaxloop.TrainLoop, OneByOne):
-        step = Averaging(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
         action = Record(2, lambda outputs, **_: outputs["average"][0].compute())
-        train_loop = loop_class(step, end_actions=[action], stat_names=[], **options)
+        train_loop = loop_class(step_that_reports(average), end_actions=[action], stat_names=[], **options)
         data = jaxloop.from_index(lambda number: BATCHES[number], num_batches=num_batches)
         _, outputs = jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, data, 20, 2)
         found.append([*map(repr, action.seen), repr(outputs["average"][0].compute()), len(outputs["loss"])])
@@ -193,15 +200,10 @@ def test_metrics_are_accumulated_per_loop(num_batches, options):
 
 
 def test_a_stop_reported_for_only_some_batches_ends_the_run():
-    class Stopping(type(STEP)):
-        def run(self, state, batch):
-            state, outputs = super().run(state, batch)
-            return state, {**outputs, **({jaxloop.STOP_LOOP: True} if len(batch["x"]) == 5 else {})}
-
-    step = Stopping(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+    step = step_that_reports(lambda outputs, batch: {jaxloop.STOP_LOOP: True} if len(batch["x"]) == 5 else {})
     data = [jax.tree.map(lambda leaf: leaf[:5], batch) if index == 1 else batch for index, batch in enumerate(BATCHES)]
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=never())
-    assert int(outer_loop(STATE, data, 40, 4)[0].step) == 4
+    state, _ = experiment(step=step, log_interval=never())(STATE, data, 40, 4)
+    assert int(state.step) == 4
 
 
 class Adding(jaxloop.TrainLoop):
@@ -225,7 +227,7 @@ def test_a_signal_at_the_last_step_does_not_lose_the_last_row(end):
             signal.raise_signal(signal.SIGINT)
         return BATCHES[number]
 
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP))
+    outer_loop = experiment()
     outer_loop(STATE, jaxloop.from_index(batch), **end)
     assert outer_loop.history.collect("steps", "train.loss")[0] == [7]
 
@@ -242,10 +244,7 @@ class Doubling(jaxloop.TrainLoop):
         return loop_outputs
 
 
-class Renaming(jaxloop.TrainLoop):
-    def end(self, state, outputs):
-        state, outputs = super().end(state, outputs)
-        return state, {"twice": [2 * value for value in outputs["loss"]]}
+Renaming = loop_that_returns(lambda loop, outputs: {"twice": [2 * value for value in outputs["loss"]]})
 
 
 @pytest.mark.parametrize(("loop_class", "fails_at"), [(Doubling, 4), (Renaming, 6), (Renaming, None)])
@@ -265,27 +264,18 @@ def test_begin_actions_of_a_second_call_do_not_see_the_end_of_the_first():
 
 
 def test_metrics_of_the_call_after_a_failure_are_complete():
-    def broken():
-        yield from BATCHES[:2]
-        raise Broken
-
-    loop = jaxloop.TrainLoop(Averaging(STEP.base_prng, STEP.model, STEP.optimizer, train=True))
+    loop = jaxloop.TrainLoop(step_that_reports(average))
     with pytest.raises(Broken):
-        loop(STATE, broken())
+        loop(STATE, then_fail(BATCHES[:2], Broken()))
     _, outputs = loop(loop.rescued_state, BATCHES, 3)
     assert float(outputs["average"][0].count) == 3
 
 
 def test_outputs_that_appear_in_the_middle_of_joined_loops_are_returned():
-    class Reporting(type(STEP)):
-        def run(self, state, batch):
-            state, outputs = super().run(state, batch)
-            return state, outputs if batch["x"].shape[0] == 8 else {**outputs, "other": outputs["loss"]}
-
-    step = Reporting(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+    step = step_that_reports(lambda outputs, batch: {} if len(batch["x"]) == 8 else {"other": outputs["loss"]})
     sizes = [8] * 15 + [4] * 15
     data = [{name: leaf[:size] for name, leaf in batch.items()} for batch, size in zip(BATCHES, sizes, strict=False)]
-    _, outputs = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=last())(STATE, data, 30, 10)
+    _, outputs = experiment(step=step, log_interval=last())(STATE, data, 30, 10)
     assert (len(outputs["loss"]), len(outputs["other"])) == (10, 10)
 
 
@@ -300,8 +290,8 @@ def test_statistics_of_a_loop_begin_where_the_last_one_ended(set_clock):
 
 def test_the_last_step_is_saved_despite_ctrl_c(tmp_path):
     interrupts = Do(lambda **_: signal.raise_signal(signal.SIGINT), last())
-    actions = [stop_at(4, every(steps=4)), interrupts, jaxloop.CheckpointAction(tmp_path, last())]
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions), log_interval=never())
+    actions = [stop_at(4, every(steps=4)), interrupts]
+    outer_loop = experiment(*actions, directory=tmp_path, saves=last(), log_interval=never())
     outer_loop(STATE, itertools.cycle(BATCHES), 40, 2)
     assert checkpoint.all_steps(tmp_path) == [4]
 
@@ -321,7 +311,7 @@ def test_loop_count_is_current_when_batches_are_read():
             seen.append(self.loop_count)
             return super()._get_next_batch(dataset)
 
-    jaxloop.OuterLoop(Curriculum(STEP), log_interval=never())(STATE, itertools.cycle(BATCHES), 8, 2)
+    experiment(loop_class=Curriculum, log_interval=never())(STATE, DATA, 8, 2)
     assert seen == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -329,12 +319,10 @@ def test_should_eval_fn_is_not_called_again_after_a_resume(tmp_path):
     asked = []
 
     def run(fails):
-        save = jaxloop.CheckpointAction(tmp_path, 1)
         failing = [Fail(2, Broken(), runs_last=True)] if fails else []
-        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*failing, save])
         spec = jaxloop.EvalSpec(BATCHES[:2], should_eval_fn=lambda context: asked.append(context.step_num) or True)
-        outer_loop = jaxloop.OuterLoop(train_loop, [jaxloop.EvalLoop(EVAL_STEP)], jaxloop.CheckpointSpec(tmp_path))
-        outer_loop(STATE, jaxloop.from_index(lambda number: BATCHES[number]), 8, 2, eval_specs=[spec])
+        outer_loop = experiment(*failing, directory=tmp_path, saves=1, evals=[[]])
+        outer_loop(STATE, DATA, 8, 2, eval_specs=[spec])
 
     with pytest.raises(Broken):
         run(fails=True)
@@ -356,22 +344,8 @@ def rows(outer_loop):
     return [(row.elapsed.steps, row.logs) for row in outer_loop.history.rows]
 
 
-def experiment(directory, *actions, save=1, log_interval=1, loop_class=jaxloop.TrainLoop, **options):
-    train_loop = loop_class(
-        STEP, end_actions=[*actions, jaxloop.CheckpointAction(directory, save, keep=None)], **options
-    )
-    return jaxloop.OuterLoop(
-        train_loop, [jaxloop.EvalLoop(EVAL_STEP)], jaxloop.CheckpointSpec(directory), log_interval=log_interval
-    )
-
-
 AT_THE_END = [jaxloop.EvalSpec(BATCHES[:2], interval=last())]
-
-
-class StopsAtItsEnd(jaxloop.TrainLoop):
-    def end(self, state, outputs):
-        state, outputs = super().end(state, outputs)
-        return state, {**outputs, jaxloop.STOP_LOOP: self.step_num == 20}
+StopsAtItsEnd = loop_that_returns(lambda loop, outputs: {**outputs, jaxloop.STOP_LOOP: loop.step_num == 20})
 
 
 @pytest.mark.parametrize(
@@ -387,7 +361,7 @@ def test_restarting_a_stopped_run_keeps_all_rows(by, at, save, tmp_path):
     def run():
         loop_class = StopsAtItsEnd if by == "the hook" else jaxloop.TrainLoop
         stops = stop_at(at if by == "an action" else None, every(steps=5), runs_last=True)
-        outer_loop = experiment(tmp_path, stops, save=save, loop_class=loop_class)
+        outer_loop = experiment(stops, directory=tmp_path, saves=save, loop_class=loop_class, evals=[[]])
         state, _ = outer_loop(STATE, DATA, 100, 10, AT_THE_END)
         return int(state.step), rows(outer_loop)
 
@@ -404,19 +378,14 @@ class Wrapping(jaxloop.TrainLoop):
 
 def test_a_stopped_run_keeps_its_position_in_wrapped_data(tmp_path):
     stops = stop_at(15, every(steps=5))
-    experiment(tmp_path, stops, save=last(), loop_class=Wrapping)(STATE, DATA, 100, 10, AT_THE_END)
+    outer_loop = experiment(stops, directory=tmp_path, saves=last(), loop_class=Wrapping, evals=[[]])
+    outer_loop(STATE, DATA, 100, 10, AT_THE_END)
     assert checkpoint.Checkpoint.at(tmp_path, 15).run()["parts"]["data"]["positions"][0]["data"]["count"] == 15
 
 
-class NeverStops(type(STEP)):
-    def run(self, state, batch):
-        state, outputs = super().run(state, batch)
-        return state, {**outputs, jaxloop.STOP_LOOP: False}
-
-
 def test_a_stop_output_of_false_does_not_end_the_run():
-    step, action = NeverStops(STEP.base_prng, STEP.model, STEP.optimizer, train=True), Record(every(steps=5))
-    state, _ = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]))(STATE, BATCHES, 20, 10)
+    step, action = step_that_reports(lambda outputs, batch: {jaxloop.STOP_LOOP: False}), Record(every(steps=5))
+    state, _ = experiment(action, step=step)(STATE, BATCHES, 20, 10)
     assert int(state.step) == 20 and action.seen == [5, 10, 15, 20]
 
 
@@ -431,16 +400,11 @@ def test_an_end_without_super_loses_no_action():
     assert action.seen == [10, 20]
 
 
-class ReturnsAnotherDict(jaxloop.TrainLoop):
-    def end(self, state, outputs):
-        state, outputs = super().end(state, outputs)
-        return state, {"loss": outputs["loss"]}
-
-
 @pytest.mark.parametrize("at", [5, 10], ids=["inside a loop", "at its end"])
 def test_a_stop_ends_the_run_whatever_end_returns(at):
-    train_loop = ReturnsAnotherDict(STEP, end_actions=[stop_at(at, every(steps=5))])
-    state, _ = jaxloop.OuterLoop(train_loop)(STATE, BATCHES, 40, 10)
+    returns_another_dict = loop_that_returns(lambda loop, outputs: {"loss": outputs["loss"]})
+    outer_loop = experiment(stop_at(at, every(steps=5)), loop_class=returns_another_dict)
+    state, _ = outer_loop(STATE, BATCHES, 40, 10)
     assert int(state.step) == at
 
 
@@ -465,16 +429,11 @@ def test_a_failed_evaluation_leaves_no_outputs_to_the_next_one():
 
 
 def test_actions_prevented_by_an_exception_receive_what_end_returned_after_a_resume(tmp_path):
-    class Counted(jaxloop.TrainLoop):
-        def end(self, state, outputs):
-            state, outputs = super().end(state, outputs)
-            return state, {**outputs, "ended": self.step_num}
-
+    counted = loop_that_returns(lambda loop, outputs: {**outputs, "ended": loop.step_num})
     note = lambda step_num, outputs, **_: (step_num, outputs["ended"], len(outputs["loss"]))
     each, second = Record(1, note), Record(2, note)
-    run_until(
-        Fail(2, Broken(), uses_outputs=True), tmp_path, each, second, length=(12, 4), loop_class=Counted, log_interval=1
-    )
+    fails = Fail(2, Broken(), uses_outputs=True)
+    run_until(fails, tmp_path, each, second, length=(12, 4), loop_class=counted, log_interval=1)
     assert (each.seen, second.seen) == ([(4, 4, 4), (8, 8, 4), (12, 12, 4)], [(8, 8, 8)])
 
 
@@ -504,8 +463,7 @@ def test_ends_of_loops_at_which_nothing_is_due_count(fails_at, options, tmp_path
 def test_the_progress_before_the_last_step_counts_the_loops_until_then(loop_class):
     what = lambda elapsed, **_: (elapsed.steps, elapsed.loops, elapsed.previous.steps, elapsed.previous.loops)
     progress = Record(every(steps=5), what)
-    train_loop = loop_class(STEP, end_actions=[progress], stat_names=[])
-    jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, DATA, 20, 2)
+    experiment(progress, loop_class=loop_class, log_interval=never())(STATE, DATA, 20, 2)
     assert progress.seen == [(5, 2, 4, 2), (10, 5, 9, 4), (15, 7, 14, 7), (20, 10, 19, 9)]
 
 
@@ -524,9 +482,7 @@ def test_what_is_due_at_one_step_is_called_in_order(tmp_path):
     each = every(steps=1)
     noted = lambda name: lambda **_: note(name)
     actions = [Save(tmp_path, each), Do(noted("after"), each, runs_last=True), Do(noted("action"), each)]
-    train_loop = jaxloop.TrainLoop(STEP, end_actions=actions)
-    eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[Do(noted("evaluation"))])
-    outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], log_interval=each)
+    outer_loop = experiment(*actions, evals=[[Do(noted("evaluation"))]], log_interval=each)
     outer_loop(STATE, BATCHES, 8, eval_specs=[jaxloop.EvalSpec(BATCHES[:1], interval=each)])
     order = [("action", 1, 0), ("evaluation", 1, 1), ("after", 1, 1), ("save", 1, 1)]
     assert seen == [(name, trained + n, evaluated + n) for n in range(8) for name, trained, evaluated in order]
