@@ -11,11 +11,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from programs.tiny import STATE, STEP
+from programs.tiny import BATCHES, STATE, STEP, experiment
 
 import jaxloop
 from jaxloop import __main__ as command_line
-from jaxloop import checkpoint, every, examples
+from jaxloop import checkpoint, every
 from jaxloop.runs import commands
 
 
@@ -23,17 +23,15 @@ class Commander:
     """Data that sends commands when batches are read. `given` maps batch numbers to commands."""
 
     def __init__(self, workdir, given):
-        self.workdir, self.given, self.read = workdir, given, []
-        _, _, self.batches = examples.tiny_regression()
+        self.workdir, self.given = workdir, given
 
     def __call__(self, number):
-        self.read.append(number)
         for command in self.given.pop(number, ()):
             if callable(command):
                 command()
             else:
                 jaxloop.tell(self.workdir, command, wait_secs=0)
-        return self.batches[number % 100]
+        return BATCHES[number % 100]
 
 
 def train(workdir, given=None, total=60, *, saves_every=20, log_interval=None, more=(), **options):
@@ -96,10 +94,7 @@ def test_log_every_adds_a_row_at_once_and_then_every_n_steps(tmp_path):
     assert steps == sorted({5, 10, 15, answer.step, 20, 40, 60, 70})
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["foo", "save=3", "profile=3", "log_every", "stop.interval=3", "early_stopping"],
-)
+@pytest.mark.parametrize("command", ["foo", "save=3", "profile=3", "log_every", "stop.interval=3", "early_stopping"])
 def test_invalid_command_is_rejected_with_a_list_of_valid_ones(tmp_path, command):
     stopping = jaxloop.EarlyStoppingAction("loss", patience=1000, interval=every(steps=1))
     state, outer_loop, _ = train(tmp_path, {11: [command]}, more=[stopping], total=30)
@@ -197,10 +192,7 @@ def test_command_from_before_the_run_is_rejected(tmp_path):
 
 
 def test_new_run_in_the_directory_does_not_repeat_commands(tmp_path):
-    step, state, _ = examples.tiny_regression()
     for given in ({7: ["stop"]}, {}):
-        options = {"workdir": tmp_path, "checkpoint_spec": None, "log_interval": every(steps=5)}
-        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), **options)
-        state = step.initialize_model([1, 3])
-        state, _ = outer_loop(state, jaxloop.from_index(Commander(tmp_path, given)), train_total_steps=40)
+        outer_loop = experiment(workdir=tmp_path, checkpoint_spec=None, log_interval=every(steps=5))
+        state, _ = outer_loop(STATE, jaxloop.from_index(Commander(tmp_path, given)), train_total_steps=40)
     assert int(state.step) == 40 and not [logs for _, logs in rows(outer_loop) if "command" in logs]

@@ -4,8 +4,8 @@ import contextlib
 
 import numpy as np
 import pytest
-from programs.acts import Do
-from programs.tiny import BATCHES, STATE, STEP
+from programs.acts import Do, raising, then_fail
+from programs.tiny import BATCHES, STATE, STEP, experiment
 
 import jaxloop
 from jaxloop import at, checkpoint, every, examples
@@ -40,17 +40,16 @@ class Watching(jaxloop.Extension):
         assert saved["array"].tolist() == list(range(self.count))
 
 
-def make(workdir=None, *extensions, end_actions=(), **options):
-    loop = jaxloop.TrainLoop(STEP, end_actions=end_actions, **options)
-    log_interval = every(steps=10)
-    return jaxloop.OuterLoop(loop, workdir=workdir, log_interval=log_interval, extensions=extensions), STATE, BATCHES
+def make(workdir=None, *extensions, **options):
+    loop = jaxloop.TrainLoop(STEP, **options)
+    return jaxloop.OuterLoop(loop, workdir=workdir, log_interval=every(steps=10), extensions=extensions)
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}], ids=["single", "fused"])
 def test_each_moment_has_seen_all_batches_up_to_its_step(tmp_path, options):
     watching = Watching()
-    outer_loop, state, batches = make(tmp_path, watching, **options)
-    outer_loop(state, batches, 25)
+    outer_loop = make(tmp_path, watching, **options)
+    outer_loop(STATE, BATCHES, 25)
     assert watching.calls[0] == ("begin", tmp_path) and watching.calls[-1] == ("end", 25, "finished", None)
     moments = watching.calls[1:-1]
     assert sorted({step for _, step, _ in moments}) == [0, 10, 20, 25]
@@ -64,22 +63,18 @@ def test_the_end_is_told_with_the_error_after_the_checkpoint(tmp_path):
         def end(self, now, reason, error):
             seen.append((now.steps, reason, error, checkpoint.all_steps(tmp_path / "checkpoints")))
 
-    def broken(batches):
-        yield from batches[:7]
-        raise OSError("gone")
-
-    outer_loop, state, batches = make(tmp_path, Ending())
+    outer_loop = make(tmp_path, Ending())
     with pytest.raises(OSError, match="gone") as raised:
-        outer_loop(state, broken(batches))
+        outer_loop(STATE, then_fail(BATCHES[:7], OSError("gone")))
     assert seen == [(7, "error: OSError: gone", raised.value, [7])]
 
 
 def test_a_resumed_run_restores_the_states(tmp_path):
-    outer_loop, state, batches = make(tmp_path, Watching(), Watching("another"))
-    outer_loop(state, batches, 20)
+    outer_loop = make(tmp_path, Watching(), Watching("another"))
+    outer_loop(STATE, BATCHES, 20)
     first, second = Watching(), Watching("new")
-    outer_loop, state, batches = make(tmp_path, first, second)
-    outer_loop(state, batches, 30)
+    outer_loop = make(tmp_path, first, second)
+    outer_loop(STATE, BATCHES, 30)
     assert first.calls[1] == ("moment", 20, 20) and first.count == 30
     assert second.calls[1] == ("moment", 20, 0) and second.count == 10
 
@@ -91,15 +86,11 @@ def test_a_run_that_turns_back_begins_again(tmp_path):
 
     watching = Watching()
     save = jaxloop.CheckpointAction(tmp_path / "checkpoints", at(0) | every(steps=10))
-    outer_loop, state, batches = make(tmp_path, watching, end_actions=[Do(once, at(15)), save])
-    outer_loop(state, batches, 20)
+    outer_loop = make(tmp_path, watching, end_actions=[Do(once, at(15)), save])
+    outer_loop(STATE, BATCHES, 20)
     told = [each for each in watching.calls if each[0] != "moment"]
-    assert told == [
-        ("begin", tmp_path),
-        ("end", 15, "a detour", None),
-        ("begin", tmp_path),
-        ("end", 20, "finished", None),
-    ]
+    begin = ("begin", tmp_path)
+    assert told == [begin, ("end", 15, "a detour", None), begin, ("end", 20, "finished", None)]
     assert watching.count == 20  # 10 from the checkpoint, and 10 after it.
 
 
@@ -118,19 +109,15 @@ def test_items_of_an_extension_are_called_when_they_are_due():
             return True
 
     steps = []
-    outer_loop, state, batches = make(None, Watching(items=[Every3(Rank.ACTION)]))
-    outer_loop(state, batches, 10)
+    outer_loop = make(None, Watching(items=[Every3(Rank.ACTION)]))
+    outer_loop(STATE, BATCHES, 10)
     assert steps == [3, 6, 9]
 
 
 def test_an_error_at_the_end_is_logged_and_the_others_are_told(caplog):
-    class Broken(jaxloop.Extension):
-        def end(self, now, reason, error):
-            raise OSError("no network")
-
-    watching = Watching()
-    outer_loop, state, batches = make(None, watching, Broken())
-    state, _ = outer_loop(state, batches, 10)
+    watching, broken = Watching(), type("Broken", (jaxloop.Extension,), {"end": raising(OSError("no network"))})
+    outer_loop = make(None, watching, broken())
+    state, _ = outer_loop(STATE, BATCHES, 10)
     assert int(state.step) == 10 and watching.calls[-1][0] == "end" and "no network" in caplog.text
 
 
@@ -190,13 +177,11 @@ def test_a_batch_comes_with_the_number_of_its_step_also_after_a_failed_step(at_o
 
 @pytest.mark.parametrize("hook", ["begin", "moment", "batch", "state_dict"])
 def test_an_error_names_the_extension(hook, tmp_path):
-    def fail(self, *args):
-        raise OSError("a full disk")
-
+    fail = raising(OSError("a full disk"))
     fail.__qualname__ = f"Mine.{hook}"
-    outer_loop, state, batches = make(tmp_path, type("Mine", (jaxloop.Extension,), {hook: fail})())
+    outer_loop = make(tmp_path, type("Mine", (jaxloop.Extension,), {hook: fail})())
     with pytest.raises(OSError, match="a full disk") as caught:
-        outer_loop(state, batches, 20)
+        outer_loop(STATE, BATCHES, 20)
     assert any(f"in Mine.{hook}, an extension" in note for note in caught.value.__notes__)
 
 
@@ -213,7 +198,7 @@ class Turns(jaxloop.Action):
 def test_a_run_that_cannot_turn_back_ends_as_failed():
     action = Turns(every(steps=10))
     with pytest.raises(RuntimeError, match="must return to a checkpoint"):
-        jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=[action]))(STATE, BATCHES, 40)
+        experiment(action)(STATE, BATCHES, 40)
     assert action.ended == ["failed"]
 
 
@@ -229,7 +214,6 @@ def test_all_extensions_end_although_one_is_interrupted():
             if self.name == "second":
                 raise KeyboardInterrupt
 
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), extensions=[Ends("first"), Ends("second"), Ends("third")])
     with pytest.raises(KeyboardInterrupt):
-        outer_loop(STATE, BATCHES)
+        experiment(extensions=[Ends("first"), Ends("second"), Ends("third")])(STATE, BATCHES)
     assert ended == ["third", "second", "first"]

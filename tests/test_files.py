@@ -5,11 +5,10 @@ import os
 import pathlib
 
 import pytest
+from programs import tiny
 from programs.acts import limit_file_size
-from programs.tiny import BATCHES, STATE, STEP
 
-import jaxloop
-from jaxloop import checkpoint
+from jaxloop import checkpoint, every
 from jaxloop.base import files
 
 KINDS = {
@@ -52,11 +51,7 @@ def test_deeply_nested_json_raises_value_error(text):
 
 
 def experiment(directory):
-    save = jaxloop.CheckpointAction(directory, jaxloop.every(steps=5))
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(STEP, end_actions=[save]), checkpoint_spec=jaxloop.CheckpointSpec(directory)
-    )
-    return outer_loop(STATE, BATCHES, train_total_steps=10)
+    return tiny.experiment(directory=directory, saves=every(steps=5))(tiny.STATE, tiny.BATCHES, train_total_steps=10)
 
 
 @pytest.mark.parametrize("name", ["history.jsonl", ".write_probe", "STOPPED"])
@@ -85,7 +80,7 @@ def test_damaged_checkpoint_is_not_moved_through_a_symlink(tmp_path, caplog):
     elsewhere.mkdir()
     (directory / "damaged").symlink_to(elsewhere)
     (directory / "10" / "run" / "metadata").write_text("{}")
-    assert checkpoint.restore_newest(directory, STATE)[1] == 5
+    assert checkpoint.restore_newest(directory, tiny.STATE)[1] == 5
     assert "could not be moved" in caplog.text and "symbolic link" in caplog.text
     assert not list(elsewhere.iterdir()) and (directory / "10").exists()
 

@@ -37,9 +37,9 @@ def printed(capsys, *arguments):
 
 
 def train(workdir, total=20, **loop_options):
-    step, state, batches = examples.tiny_regression()
-    options = {"workdir": workdir, "checkpoint_spec": None, "notes": {"lr": 0.1, "seed": 3}}
-    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, **loop_options), **options)
+    step, state, batches = examples.tiny_regression()  # A new step, which each run compiles.
+    train_loop, notes = jaxloop.TrainLoop(step, **loop_options), {"lr": 0.1, "seed": 3}
+    outer_loop = jaxloop.OuterLoop(train_loop, workdir=workdir, checkpoint_spec=None, notes=notes)
     return outer_loop(state, batches, total, 10)
 
 
@@ -47,6 +47,7 @@ def train(workdir, total=20, **loop_options):
 
 
 def test_each_second_of_a_run_is_counted_once(tmp_path):
+    spent = {"restores": 1.0, "dispatch": 8.0, "evals": 2.0}
     write(
         tmp_path,
         start(110.0, since=100.0),
@@ -54,14 +55,8 @@ def test_each_second_of_a_run_is_counted_once(tmp_path):
         line("log", 122.0, 40, spent={"restores": 1.5, "compiling": 2.0, "dispatch": 5.0, "device": 1.0, "data": 2.0}),
         start(131.0, since=130.0),
         line("log", 132.0, 30, spent={"restores": 1.0}),  # Killed after the save of step 30.
-        line("log", 142.0, 70, spent={"restores": 1.0, "dispatch": 8.0, "evals": 2.0}),
-        line(
-            "end",
-            143.0,
-            70,
-            spent={"restores": 1.0, "dispatch": 8.0, "evals": 2.0, "checkpoints": 0.75},
-            reason="finished",
-        ),
+        line("log", 142.0, 70, spent=spent),
+        line("end", 143.0, 70, spent=spent | {"checkpoints": 0.75}, reason="finished"),
     )
     found = jaxloop.goodput(tmp_path)
     parts = {
@@ -127,19 +122,16 @@ def test_a_run_continues_if_its_log_cannot_be_written(tmp_path, make, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "options, state",
+    "actions, state",
     [
-        ({}, "finished"),
-        ({"end_actions": [Fail(1, RuntimeError("no\nroom"), uses_outputs=True)]}, r"error: RuntimeError: no\nroom"),
-        (
-            {"end_actions": [jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=100.0)]},
-            "stopped by EarlyStoppingAction",
-        ),
+        ([], "finished"),
+        ([Fail(1, RuntimeError("no\nroom"), uses_outputs=True)], r"error: RuntimeError: no\nroom"),
+        ([jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=100.0)], "stopped by EarlyStoppingAction"),
     ],
 )
-def test_status_reports_how_a_run_ended(tmp_path, capsys, options, state):
+def test_status_reports_how_a_run_ended(tmp_path, capsys, actions, state):
     with contextlib.suppress(RuntimeError):
-        train(tmp_path, **options)
+        train(tmp_path, end_actions=actions)
     shown = printed(capsys, "status", tmp_path)
     assert shown.startswith(f"{tmp_path}: {state}\n"), shown
     assert "train.loss" in shown and "checkpoint  none" in shown
@@ -172,27 +164,18 @@ def test_compare_ranks_runs_by_best_value(tmp_path, capsys):
     values = {"a": (0.1, 0.7, 0.3), "b": (0.9, "NaN", 0.2), "c": (0.5,), "d": ("NaN",)}
     notes = {"a": {"lr": 1, "seed": 0}, "b": {"lr": 1, "seed": 1}, "c": {"lr": 2, "seed": 0}, "d": {"lr": 2, "seed": 1}}
     for name in values:
-        write(
-            tmp_path / name,
-            start(0.0, notes=notes[name] | {"commit": "abc"}),
-            line("log", 1.0, 0),
-            line("log", 9.0, 9),
-        )
+        begin = start(0.0, notes=notes[name] | {"commit": "abc"})
+        write(tmp_path / name, begin, line("log", 1.0, 0), line("log", 9.0, 9))
         history(tmp_path / name, *values[name])
     directories = [tmp_path / name for name in values]
     (found,) = json.loads(printed(capsys, "compare", *directories, "--by", "test/accuracy", "--json"))
-    assert [(run["workdir"][-1], run["best"], run["step"]) for run in found["runs"]] == [
-        ("b", 0.9, 0),
-        ("a", 0.7, 10),
-        ("c", 0.5, 0),
-        ("d", None, None),
-    ]
+    ranked = [(run["workdir"][-1], run["best"], run["step"]) for run in found["runs"]]
+    assert ranked == [("b", 0.9, 0), ("a", 0.7, 10), ("c", 0.5, 0), ("d", None, None)]
     shown = printed(capsys, "compare", *directories, "--by", "test.accuracy", "--mode", "min")
     assert shown.splitlines()[0].split() == "run best test.accuracy step time productive lr seed".split()
     assert shown.splitlines()[1].split()[0].endswith("/a")  # 0.1.
-    assert "No history has a finite value of 'test.acuracy'" in printed(
-        capsys, "compare", *directories, "--by", "test.acuracy", "--mode", "max"
-    )
+    shown = printed(capsys, "compare", *directories, "--by", "test.acuracy", "--mode", "max")
+    assert "No history has a finite value of 'test.acuracy'" in shown
     assert "'test.score' doesn't say whether larger" in printed(capsys, "compare", *directories, "--by", "test.score")
 
 

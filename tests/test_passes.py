@@ -8,12 +8,12 @@ import types
 
 import numpy as np
 import pytest
-from programs.acts import Fail, Record
+from programs.acts import Do, Fail, Record
 from programs.fakes import Tensor
-from programs.tiny import BATCHES, STATE, STEP
+from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP, experiment, make_step
 
 import jaxloop
-from jaxloop import CheckpointAction, CheckpointSpec, OuterLoop, TrainLoop, data, every, functional, last
+from jaxloop import CheckpointSpec, OuterLoop, TrainLoop, data, every, functional, last
 from jaxloop.data import sources
 from jaxloop.data.position import DatasetPosition, PositionedIterator, prove
 
@@ -296,9 +296,8 @@ class DrawingInEvaluation(Loader):
 
 
 def test_an_evaluation_does_not_advance_any_generator(torch):
-    step, eval_data = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer), DrawingInEvaluation(Generator(70))
-    before = np.random.get_state()[1:3], random.getstate()
-    outer_loop = OuterLoop(eval_loops=[jaxloop.EvalLoop(step)])
+    before, eval_data = (np.random.get_state()[1:3], random.getstate()), DrawingInEvaluation(Generator(70))
+    outer_loop = OuterLoop(eval_loops=[jaxloop.EvalLoop(EVAL_STEP)])
     outer_loop(STATE, eval_specs=[jaxloop.EvalSpec(eval_data, num_steps=2)])
     assert torch.default.number == 5 and eval_data.sampler.generator.number == 70
     np.testing.assert_equal((np.random.get_state()[1:3], random.getstate()), before)
@@ -317,19 +316,16 @@ class Numbered(list):
 def numbers(directory, dataset, total_steps=None, **options):
     """Returns the number of each batch of a run that saves at every fifth step and resumes."""
     run_options = {name: options.pop(name) for name in ("train_epochs", "eval_specs") if name in options}
-    step = Numbers(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
-    save = CheckpointAction(directory, every(steps=5))
-    eval_loops = [jaxloop.EvalLoop(Numbers(STEP.base_prng, STEP.model)) for _ in run_options.get("eval_specs", ())]
-    spec = CheckpointSpec(directory, **options)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), eval_loops, spec, log_interval=every(1))
+    options = {"checkpoint_spec": CheckpointSpec(directory, **options), "log_interval": every(1)}
+    options |= {"evals": [[] for _ in run_options.get("eval_specs", ())], "eval_step": make_step(Numbers, train=False)}
+    outer_loop = experiment(step=make_step(Numbers), directory=directory, saves=every(5), **options)
     outer_loop(STATE, dataset, total_steps, **run_options)
     return [int(number) for number in outer_loop.history.collect("train.number")]
 
 
 def test_batches_are_left_out_after_an_epoch_that_an_iterator_gave(tmp_path, warnings_logged):
     for dataset, epochs, skip in ((iter(Numbered(1, 5)), 1, [3]), (Numbered(1, 5), 2, [3, 7])):
-        train_loop = TrainLoop(Numbers(STEP.base_prng, STEP.model, STEP.optimizer, train=True))
-        outer_loop = OuterLoop(train_loop, workdir=tmp_path, skip=skip, log_interval=every(1))
+        outer_loop = experiment(step=make_step(Numbers), workdir=tmp_path, skip=skip, log_interval=every(1))
         outer_loop(STATE, dataset, train_epochs=epochs)
     assert outer_loop.history.collect("train.number") == [1, 2, 4, 5, 1, 3, 4, 5] and warnings_logged() == []
 
@@ -390,9 +386,9 @@ def test_changed_data_raise_after_an_epoch_too(tmp_path):
 
 def test_changed_data_raise_after_a_failed_action_too(tmp_path):
     def run(first, *actions):
-        train_loop = TrainLoop(STEP, end_actions=[*actions, CheckpointAction(tmp_path, every(steps=2))])
         spec = CheckpointSpec(tmp_path, on_changed_data="raise")
-        return OuterLoop(train_loop, checkpoint_spec=spec)(STATE, BATCHES[first:], 9)
+        outer_loop = experiment(*actions, directory=tmp_path, saves=every(steps=2), checkpoint_spec=spec)
+        return outer_loop(STATE, BATCHES[first:], 9)
 
     with pytest.raises(OSError, match="the disk is gone"):
         run(0, Fail(jaxloop.at(steps=5), uses_outputs=True))
@@ -408,7 +404,7 @@ def test_an_epoch_that_cannot_begin_ends_the_run_after_the_actions_of_the_one_be
         yield from BATCHES[:2]
 
     passes, seen = itertools.count(), Record()
-    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[seen, CheckpointAction(tmp_path, interval=1)]))
+    outer_loop = experiment(seen, directory=tmp_path, saves=1)
     with pytest.raises(OSError, match="The disk is gone"):
         outer_loop(STATE, data.skippable(read), train_epochs=2)
     assert seen.seen == outer_loop.history.collect("steps") == jaxloop.checkpoint.all_steps(tmp_path) == [2]
@@ -480,20 +476,14 @@ def test_a_shuffle_buffer_that_is_not_saved_is_found_out(hugging_face, monkeypat
 
 def test_the_next_batch_is_read_before_the_actions_but_is_not_part_of_the_position(tmp_path):
     events = []
-
-    class Look(jaxloop.Action):
-        def __call__(self, state, outputs, *, step_num, elapsed, **kwargs):
-            events.append(("action", step_num, elapsed.is_last))
+    look = Do(lambda step_num, elapsed, **_: events.append(("action", step_num, elapsed.is_last)), every(2) | last())
 
     def read():
         for number in range(5):
             events.append(("read", number + 1))
             yield BATCHES[number]
 
-    dataset = data.skippable(read)
-    save, looks = CheckpointAction(tmp_path, every(2), keep=None), Look(every(2) | last())
-    loop = TrainLoop(STEP, end_actions=[looks, save])
-    OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))(STATE, dataset)
+    experiment(look, directory=tmp_path, saves=every(2))(STATE, data.skippable(read))
     actions = [event for event in events if event[0] == "action"]
     assert actions == [("action", 2, False), ("action", 4, False), ("action", 5, True)]
     for step in (2, 4):

@@ -18,14 +18,16 @@ def make_step(kind=Regression, model=STEP.model, optimizer=STEP.optimizer, **opt
     return kind(STEP.base_prng, model, optimizer, **{"train": True, **options})
 
 
-def experiment(*actions, directory=None, saves=None, step=STEP, loop_class=TrainLoop, evals=(), **options):
+def experiment(
+    *actions, directory=None, saves=None, step=STEP, loop_class=TrainLoop, evals=(), eval_step=EVAL_STEP, **options
+):
     """Returns an `OuterLoop` with end actions, and with the end actions of each of its evaluations.
 
     It resumes from the checkpoints in a directory, if one is given, and saves them if `saves` is an interval.
     """
     saving = [] if saves is None else [CheckpointAction(directory, saves)]
     train_loop = loop_class(step, end_actions=[*actions, *saving])
-    eval_loops = [EvalLoop(EVAL_STEP, end_actions=each) for each in evals]
+    eval_loops = [EvalLoop(eval_step, end_actions=each) for each in evals]
     resuming = {} if directory is None else {"checkpoint_spec": CheckpointSpec(directory)}
     return OuterLoop(train_loop, eval_loops, **{**resuming, **options})
 
