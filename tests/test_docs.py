@@ -8,7 +8,7 @@ import jax
 import pytest
 from programs.launching import launch
 from test_recipes import PROGRAMS as RECIPES
-from test_recipes import are_close, shape_and_numbers
+from test_recipes import assert_prints, outputs
 
 import jaxloop
 
@@ -27,17 +27,6 @@ each_howto = pytest.mark.parametrize("program", HOWTO, ids=lambda program: progr
 def blocks(page):
     """Returns the kind and the text of each Python block of a page."""
     return re.findall(r"```python ?([a-z]*)\n(.*?)```", page.read_text(), flags=re.DOTALL)
-
-
-def outputs(page):
-    return re.findall(r"^```text\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def assert_prints(printed, shown):
-    (text, numbers), (shown_text, shown_numbers) = map(shape_and_numbers, (printed, shown))
-    assert text == shown_text
-    different = [pair for pair in zip(numbers, shown_numbers, strict=True) if not are_close(*pair)]
-    assert not different, printed
 
 
 @pytest.fixture
@@ -135,9 +124,8 @@ def test_the_bars_show_the_figures_of_the_benchmarks():
     """The ratios on the page and in its picture are among the measured ones, rounded."""
     measured = [float(ratio) for ratio in re.findall(r"\d\.\d\d\d", (ROOT / "BENCHMARKS.md").read_text())]
     rows = re.findall(r"^\| .* \((?:31|84) us\) \|(.*)$", (DOCS / "project/benchmarks.md").read_text(), re.MULTILINE)
-    shown = re.findall(r"\d\.\d\d", " ".join(rows)) + re.findall(
-        r">(\d\.\d\d)<", (DOCS / "pictures/bars.svg").read_text()
-    )
+    picture = (DOCS / "pictures/bars.svg").read_text()
+    shown = re.findall(r"\d\.\d\d", " ".join(rows)) + re.findall(r">(\d\.\d\d)<", picture)
     assert len(shown) == 14
     for each in shown:
         assert any(abs(ratio - float(each)) <= 0.0051 for ratio in measured) or each == "1.00", each

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import core
+from programs.acts import then_fail
 from test_nonfinite import RegressionStep, batches
 
 import jaxloop
@@ -113,14 +114,10 @@ def test_error_after_run_is_recorded_as_one_of_that_step(tmp_path):
 
 
 def test_failures_of_the_first_step_and_of_the_dataset_are_not_recorded(tmp_path):
-    def failing():
-        yield from batches(3)
-        raise OSError("gone")
-
     data = batches(2)
     data[0]["x"][0, 0] = 100
     fail(tmp_path, make(FailingStep), data, RuntimeError, checkpoint_spec=None)
-    fail(tmp_path, STEP, failing(), OSError, checkpoint_spec=None)
+    fail(tmp_path, STEP, then_fail(batches(3)), OSError, checkpoint_spec=None)
     assert not (tmp_path / "failures").exists()
     with pytest.raises(FileNotFoundError, match="No failure is recorded"):
         jaxloop.replay(tmp_path, STEP)

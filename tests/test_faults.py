@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import whole_run
-from programs.whole_run import assert_resumed_exactly, copy_until
+from programs.whole_run import assert_resumed_exactly, copy_until, once
 
 import jaxloop
 from jaxloop import checkpoint
@@ -36,18 +36,6 @@ def uninterrupted_run(tmp_path_factory, **options):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     return uninterrupted_run(tmp_path_factory)
-
-
-def at(place, number, do):
-    """Returns a watcher that calls `do` once, at a place and number."""
-    left = [None]
-
-    def watch(where, what):
-        if (where, what) == (place, number) and left:
-            left.clear()
-            do()
-
-    return watch
 
 
 class BrokenError(Exception):
@@ -74,14 +62,14 @@ def test_repeated_resumes_match_the_uninterrupted_run(uninterrupted, tmp_path):
 
 
 def test_ctrl_c_before_the_first_step_ends_the_run_after_that_step(uninterrupted, tmp_path):
-    ended = run(tmp_path, watch=at("opened", 0, press_ctrl_c))
+    ended = run(tmp_path, watch=once("opened", 0, press_ctrl_c))
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [1] and ended["step"] == 1 and ended["ids"] == [0]
     assert_resumed_exactly(run(tmp_path), uninterrupted[1], 1)
 
 
 def test_data_error_before_the_first_step_saves_nothing(uninterrupted, tmp_path):
     with pytest.raises(BrokenError):
-        run(tmp_path, watch=at("data", 0, fail))
+        run(tmp_path, watch=once("data", 0, fail))
     assert checkpoint.all_steps(tmp_path / "checkpoints") == []  # The program makes the state of step 0 again.
     assert_resumed_exactly(run(tmp_path), uninterrupted[1], 0)
 
@@ -106,9 +94,8 @@ def test_run_resumes_on_a_different_number_of_devices(tmp_path):
     expected = run(tmp_path / "whole", program=programs[0], save=5)
     resumed = run(copy_until(5, tmp_path / "whole", tmp_path / "resumed"), program=programs[1], save=5)
     assert resumed["ids"] == expected["ids"][5:]
-    states = [
-        checkpoint.restore(tmp_path / name / "checkpoints", 10, programs[0].state) for name in ("whole", "resumed")
-    ]
+    directories = [tmp_path / name / "checkpoints" for name in ("whole", "resumed")]
+    states = [checkpoint.restore(directory, 10, programs[0].state) for directory in directories]
     for one, two in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5)
     losses = [[row[1]["test"]["loss"] for row in each["history"] if "test" in row[1]] for each in (expected, resumed)]
@@ -119,10 +106,8 @@ def test_run_resumes_on_a_different_number_of_devices(tmp_path):
 
 
 def without_position(monkeypatch):
-    open_data = training_data.TrainingData.open
-    monkeypatch.setattr(
-        training_data.TrainingData, "open", lambda *args, **kw: open_data(*args, **kw | {"restores": False})
-    )
+    kind, open_data = training_data.TrainingData, training_data.TrainingData.open
+    monkeypatch.setattr(kind, "open", lambda *args, **kw: open_data(*args, **kw | {"restores": False}))
 
 
 def with_other_keys(monkeypatch):
@@ -197,7 +182,7 @@ ENDS = {
 @pytest.mark.parametrize(("place", "number", "do", "error", "saved", "words"), ENDS.values(), ids=ENDS)
 def test_run_is_saved_and_resumes_however_it_ends(uninterrupted, tmp_path, place, number, do, error, saved, words):
     happened = []
-    watch = at(place, number, lambda: happened.append(place) or do())
+    watch = once(place, number, lambda: happened.append(place) or do())
     writer = whole_run.Writer(watch)
     with contextlib.nullcontext() if error is None else pytest.raises(error) as caught:
         run(tmp_path, watch=watch, writer=writer, save=4)
@@ -265,11 +250,7 @@ class BadWriter(whole_run.Writer):
         super().write_scalars(step, scalars)
 
 
-@pytest.mark.parametrize(
-    ("step", "spared"),
-    [(6, 0), (8, 0), (8, 1)],
-    ids=["inside", "at the end", "of an evaluation"],
-)
+@pytest.mark.parametrize(("step", "spared"), [(6, 0), (8, 0), (8, 1)], ids=["inside", "at the end", "of an evaluation"])
 def test_writer_error_ends_the_run_without_lost_or_repeated_rows(uninterrupted, tmp_path, step, spared):
     writer = BadWriter(step, spared)
     with pytest.raises(BrokenError) as caught:
@@ -277,9 +258,6 @@ def test_writer_error_ends_the_run_without_lost_or_repeated_rows(uninterrupted, 
     assert writer.calls == 1 and f"after step {step}" in caught.value.__notes__[0]
     saved = newest_step_after_writer_error(tmp_path / "checkpoints", step)
     assert_ends_like(uninterrupted[1], run(tmp_path, save=3), saved, writer.written)
-
-
-# Writers ----------------------------------------------------------------------------------------------
 
 
 # In separate processes --------------------------------------------------------------------------------

@@ -49,20 +49,28 @@ def are_close(one, two):
     return one_value == pytest.approx(two_value, rel=RELATIVE_TOLERANCE, abs=last_digits)
 
 
+def outputs(page):
+    """Returns the blocks of output that a page shows."""
+    return re.findall(r"^```text\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def assert_prints(printed, shown):
+    (text, numbers), (shown_text, shown_numbers) = map(shape_and_numbers, (printed, shown))
+    assert text == shown_text
+    different = [pair for pair in zip(numbers, shown_numbers, strict=True) if not are_close(*pair)]
+    assert not different, printed
+
+
 @each_program
 def test_a_recipe_prints_the_output_shown_on_its_page(program, tmp_path):
     missing = missing_packages(program)
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
-    shown = re.findall(r"^```text\n(.*?)^```", program.with_suffix(".md").read_text(), flags=re.DOTALL | re.MULTILINE)
     # It may write files to its working directory.
     result = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "warning" not in result.stderr.lower(), result.stderr
-    (text, numbers), (shown_text, shown_numbers) = map(shape_and_numbers, (result.stdout, shown[0]))
-    assert text == shown_text
-    different = [pair for pair in zip(numbers, shown_numbers, strict=True) if not are_close(*pair)]
-    assert not different, result.stdout
+    assert_prints(result.stdout, outputs(program.with_suffix(".md"))[0])
 
 
 def test_each_page_has_a_program():

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from programs.acts import Do, Fail
 
 import jaxloop
 from jaxloop import at, checkpoint, every
@@ -77,16 +78,11 @@ class Experiment:
         return [number for each in ranges for number in each]
 
 
-def assert_same(one, other):
-    for leaf, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(leaf, expected)
-
-
 # Skipped batches ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [1, 4])
-def test_skipping_batches_equals_training_on_data_without_them(tmp_path, fused):
+def test_skipping_batches_equals_training_on_data_without_them(tmp_path, fused, assert_same):
     left_out = [1, 7, 8, 9, 33, 90]
     skipped = Experiment(tmp_path / "a", skip=left_out, fused=fused)
     other = Experiment(tmp_path / "b", fused=fused)
@@ -94,7 +90,7 @@ def test_skipping_batches_equals_training_on_data_without_them(tmp_path, fused):
     assert skipped.rows() == other.rows()
 
 
-def test_a_run_that_skips_batches_can_be_resumed_around_them(tmp_path):
+def test_a_run_that_skips_batches_can_be_resumed_around_them(tmp_path, assert_same):
     left_out, ends = [3, 4, 12, 13], (1, 2, 3, 9, 10, 11)
     whole = Experiment(tmp_path / "whole", skip=left_out)(data(), 14)
     for end in ends:
@@ -104,7 +100,7 @@ def test_a_run_that_skips_batches_can_be_resumed_around_them(tmp_path):
         assert_same(second(data(), 14), whole)
 
 
-def test_batches_are_numbered_across_epochs(tmp_path):
+def test_batches_are_numbered_across_epochs(tmp_path, assert_same):
     rows = [batch_of(number) for number in range(1, 11)]
     run = Experiment(tmp_path / "a", skip=[10, 13, 21])
     state = run(rows, None, train_epochs=3)
@@ -129,7 +125,7 @@ def test_an_invalid_skip_raises(tmp_path, skip, error):
 
 
 @pytest.mark.parametrize(("value", "fused"), [(1e3, 4), (np.nan, 1), (np.inf, 4)])
-def test_spike_guard_skips_the_batches_of_a_spike(tmp_path, value, fused):
+def test_spike_guard_skips_the_batches_of_a_spike(tmp_path, value, fused, assert_same):
     guarded = Experiment(tmp_path / "a", jaxloop.SpikeGuard("loss", window=16), fused=fused)
     state = guarded(data(spikes=[38, 71], value=value))
     left_out = guarded.left_out()
@@ -144,7 +140,7 @@ def test_spike_guard_skips_the_batches_of_a_spike(tmp_path, value, fused):
     assert (spent.steps, spent.repeated_steps) == (100, sum(each["step"] - step for step, _, each in detours))
 
 
-def test_a_killed_run_repeats_its_detours(tmp_path):
+def test_a_killed_run_repeats_its_detours(tmp_path, assert_same):
     """The second process resumes within and after the steps that a detour repeats."""
     make = lambda directory, save: Experiment(tmp_path / directory, jaxloop.SpikeGuard("loss", window=16), save=save)
     whole = make("whole", every(steps=10))
@@ -177,9 +173,8 @@ def test_too_many_spikes_raise_and_keep_an_earlier_checkpoint(tmp_path):
 def test_a_spike_before_the_first_checkpoint_raises(tmp_path):
     step = make_step()
     actions = [jaxloop.SpikeGuard("loss"), jaxloop.CheckpointAction(tmp_path, every(steps=50))]
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, end_actions=actions), checkpoint_spec=jaxloop.CheckpointSpec(tmp_path)
-    )
+    spec = jaxloop.CheckpointSpec(tmp_path)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=actions), checkpoint_spec=spec)
     with pytest.raises(RuntimeError, match="must return to a checkpoint before step 7, and there is none"):
         outer_loop(step.initialize_model([1, 4]), data(spikes=[7], value=np.nan), 100)
     assert not checkpoint.all_steps(tmp_path)
@@ -207,15 +202,9 @@ def test_a_detour_raises_if_the_iterator_cannot_go_back(tmp_path):
 # Rewinding ------------------------------------------------------------------------------------------------
 
 
-class Recording(jaxloop.Action):
-    """Records the state after each step."""
-
-    def __init__(self):
-        super().__init__(every(steps=1) | at(0))
-        self.states = {}
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self.states[step_num] = jax.device_get(state)
+def record_states(states):
+    """Returns an action that records the state after each step in a dict."""
+    return Do(lambda state, step_num, **_: states.update({step_num: jax.device_get(state)}), every(steps=1) | at(0))
 
 
 def shuffled_epochs():
@@ -225,62 +214,51 @@ def shuffled_epochs():
 
 
 @pytest.mark.parametrize("fused", [1, 4])
-def test_rewind_reproduces_any_step_bit_for_bit(tmp_path, fused):
-    recording = Recording()
-    options = {"train_loop_steps": 12}
+def test_rewind_reproduces_any_step_bit_for_bit(tmp_path, fused, assert_same):
+    options, states = {"train_loop_steps": 12}, {}
     dataset = lambda: jaxloop.skippable(shuffled_epochs)
-    Experiment(tmp_path / "a", recording, save=every(steps=1))(dataset(), 90, **options)
     run = Experiment(tmp_path / "b", skip=[44], fused=fused, keep=30)
     run(dataset(), 89, **options)
     numbers = [n for n in range(1, 91) if n != 44]
-    plain = Experiment(tmp_path / "c", again := Recording(), skip=[44])
-    plain(dataset(), 89, **options)
+    Experiment(tmp_path / "c", record_states(states), skip=[44])(dataset(), 89, **options)
     batches = list(itertools.islice(shuffled_epochs(), 90))
     fresh = Experiment(tmp_path / "b", skip=[44], fused=fused, keep=30)
     for step_num in random.Random(fused).sample(range(1, 90), 12):
         before = jaxloop.rewind(tmp_path / "b", fresh.outer_loop, step_num, train_dataset=dataset(), **options)
-        assert_same(jax.device_get(before.state), again.states[step_num - 1])
+        assert_same(jax.device_get(before.state), states[step_num - 1])
         np.testing.assert_array_equal(before.batch["id"], batches[numbers[step_num - 1] - 1]["id"])
         assert before.keys == fresh.step.prng_key(step_num - 1)
         after, _ = fresh.step(before.state, before.batch)
-        assert_same(jax.device_get(after), again.states[step_num])
+        assert_same(jax.device_get(after), states[step_num])
 
 
-def test_rewind_reproduces_steps_of_all_epochs_after_a_detour(tmp_path):
+def test_rewind_reproduces_steps_of_all_epochs_after_a_detour(tmp_path, assert_same):
     rows = [batch_of(number, 1e3 if number == 8 else 1.0) for number in range(10)]
     options = {"train_epochs": 6}
-    make = lambda *actions: Experiment(
-        tmp_path, *actions, jaxloop.SpikeGuard("loss", sigmas=20, window=5, at_most=9), keep=30
-    )
-    recording = Recording()
-    state = make(recording)(rows, None, **options)
+    guard = lambda: jaxloop.SpikeGuard("loss", sigmas=20, window=5, at_most=9)
+    make, states = lambda *actions: Experiment(tmp_path, *actions, guard(), keep=30), {}
+    state = make(record_states(states))(rows, None, **options)
     last = int(state.step)
     assert last < 60
     for step_num in (1, 10, 11, 25, 31, last):
         before = jaxloop.rewind(tmp_path, make().outer_loop, step_num, train_dataset=rows, **options)
-        assert_same(jax.device_get(before.state), recording.states[step_num - 1])
+        assert_same(jax.device_get(before.state), states[step_num - 1])
     with pytest.raises(ValueError, match=f"The run has no step {last + 2}: its data end at step {last}"):
         jaxloop.rewind(tmp_path, make().outer_loop, last + 2, train_dataset=rows, **options)
 
 
 def test_rewind_changes_no_files_and_calls_no_actions(tmp_path):
-    run = Experiment(tmp_path)
-    run(data())
+    Experiment(tmp_path)(data())
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    class Forbidden(jaxloop.Action):
-        def __call__(self, state, outputs, **kwargs):
-            raise AssertionError
-
-    fresh = Experiment(tmp_path, Forbidden(every(steps=1)))
+    fresh = Experiment(tmp_path, Fail(every(steps=1)))
     before = jaxloop.rewind(tmp_path, fresh.outer_loop, 98, train_dataset=data())
     assert int(before.state.step) == 97 and before.num_verified == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
 def test_rewind_raises_if_a_repeated_step_differs_from_the_history(tmp_path):
-    run = Experiment(tmp_path)
-    run(data())
+    Experiment(tmp_path)(data())
     history = tmp_path / "history.jsonl"
     lines = [json.loads(line) for line in history.read_text().splitlines()]
     assert [line["elapsed"]["steps"] for line in lines][-2] == 95
@@ -293,12 +271,12 @@ def test_rewind_raises_if_a_repeated_step_differs_from_the_history(tmp_path):
     assert int(before.state.step) == 97
 
 
-def test_rewind_without_an_earlier_checkpoint_starts_from_the_given_state(tmp_path):
-    run, recording = Experiment(tmp_path), Recording()
-    Experiment(tmp_path / "other", recording)(data(), 20)
+def test_rewind_without_an_earlier_checkpoint_starts_from_the_given_state(tmp_path, assert_same):
+    run, states = Experiment(tmp_path), {}
+    Experiment(tmp_path / "other", record_states(states))(data(), 20)
     run(data())
     before = jaxloop.rewind(tmp_path, run.outer_loop, 15, make_step().initialize_model([1, 4]), data())
-    assert_same(jax.device_get(before.state), recording.states[14])
+    assert_same(jax.device_get(before.state), states[14])
     late = run.state.replace(step=jnp.int32(50))
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 14 or earlier in"):
         jaxloop.rewind(tmp_path, run.outer_loop, 15, late, data())

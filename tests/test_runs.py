@@ -8,22 +8,16 @@ import numpy as np
 import pytest
 from programs.acts import Do, Record, Stop
 from programs.clock import Clock
-from programs.tiny import BATCHES, STATE, STEP
+from programs.tiny import BATCHES, STATE, STEP, Regression, experiment, make_step
 
-from jaxloop import Elapsed, EvalLoop, EvalSpec, OuterLoop, TrainLoop, actions, at, every, last, types
-from jaxloop.experiment.specs import CheckpointSpec
+from jaxloop import Elapsed, EvalSpec, OuterLoop, TrainLoop, actions, at, every, last, types
 
 
-def run(total, *, step=STEP, eval_specs=(), train_actions=(), eval_actions=(), loop_steps=None, **options):
+def run(total, *, eval_specs=(), train_actions=(), eval_actions=(), loop_steps=None, **options):
     """Trains, by default on endless data, and returns the outer loop, the state and the outputs."""
     call = {name: options.pop(name) for name in ("stop", "train_epochs") if name in options}
     dataset = options.pop("train_dataset", None)
-    eval_step = type(step)(step.base_prng, step.model, step.optimizer)
-    outer_loop = OuterLoop(
-        TrainLoop(step, end_actions=train_actions, stat_names=[]),
-        [EvalLoop(eval_step, end_actions=eval_actions, stat_names=[]) for _ in eval_specs],
-        **options,
-    )
+    outer_loop = experiment(*train_actions, evals=[eval_actions for _ in eval_specs], **options)
     dataset = itertools.cycle(BATCHES) if dataset is None else dataset
     state, outputs = outer_loop(STATE, dataset, total, loop_steps, eval_specs, **call)
     return outer_loop, state, outputs
@@ -98,19 +92,15 @@ def test_the_history_has_a_row_for_each_log_point_and_evaluation():
     history = outer_loop.history
     assert history.paths() == ["test.loss", "eval_3.loss", "train.loss", "eval.loss"]
     assert history.collect("steps", "train.loss")[0] == [20, 40]
-    assert history.collect("steps", "samples", "loops", "test.loss")[:3] == (
-        [10, 20, 30, 40],
-        [80, 160, 240, 320],
-        [1, 2, 3, 4],
-    )
+    counts = history.collect("steps", "samples", "loops", "test.loss")[:3]
+    assert counts == ([10, 20, 30, 40], [80, 160, 240, 320], [1, 2, 3, 4])
     assert history.collect("steps", "eval.loss")[0] == [20, 40]
     assert len(outputs["loss"]) == 10
 
 
 def test_resume_restores_elapsed(tmp_path):
-    options = {"checkpoint_spec": CheckpointSpec(tmp_path), "loop_steps": 20}
-    save = actions.CheckpointAction(tmp_path, every(10))
-    first, *_ = run(30, train_actions=[save], **options)
+    options = {"directory": tmp_path, "saves": every(10), "loop_steps": 20}
+    first, *_ = run(30, **options)
     seen = Record(every(samples=8 * 50), lambda elapsed, **_: elapsed)
     run(60, train_actions=[seen], **options)
     (elapsed,) = seen.seen
@@ -148,14 +138,12 @@ def test_each_second_is_attributed_to_one_category(logs, set_clock):
     clock = set_clock(Clock())
     takes = lambda seconds: lambda **_: vars(clock).update(now=clock.now + seconds)
     train_actions = [Do(takes(3), every(5)), Do(takes(7), 2, time_category="checkpoints")]
-    train_loop = TrainLoop(STEP, end_actions=train_actions)
-    eval_loop = EvalLoop(type(STEP)(STEP.base_prng, STEP.model))
 
     class EvalData:
         def __iter__(self):
             return clock.during(BATCHES[:2], 10)
 
-    outer_loop = OuterLoop(train_loop, [eval_loop])
+    outer_loop = experiment(*train_actions, evals=[[]])
     specs = [EvalSpec(EvalData(), interval=every(10))]
     outer_loop(STATE, clock.during(itertools.cycle(BATCHES), 0.5), 20, 5, specs)
     spent = outer_loop.spent
@@ -171,20 +159,17 @@ def test_each_second_is_attributed_to_one_category(logs, set_clock):
 def test_the_report_separates_compiling_from_dispatching(logs, set_clock):
     clock = set_clock(Clock())
 
-    class Compiles(type(STEP)):
+    class Compiles(Regression):
         def run(self, state, batch):  # Called once, to trace it.
             clock.now += 8
             return super().run(state, batch)
 
-    make = lambda train: Compiles(STEP.base_prng, STEP.model, STEP.optimizer, train=train)
-    train_step, eval_step = make(True), make(False)
-    outer_loop = OuterLoop(TrainLoop(train_step), [EvalLoop(eval_step)])
+    outer_loop = experiment(step=make_step(Compiles), evals=[[]], eval_step=make_step(Compiles, train=False))
     state, _ = outer_loop(STATE, clock.during(BATCHES[:20], 0.5), 20, 5, [EvalSpec(BATCHES[:2])])
     spent = outer_loop.spent
     assert (spent.compiling, spent.dispatch, spent.data, spent.evals) == (8, 0, 10, 8)
-    assert logs.text.index("Compiling Compiles.run before the next step.") < logs.text.index(
-        "Compiled Compiles.run in 8.0 s."
-    )
+    texts = "Compiling Compiles.run before the next step.", "Compiled Compiles.run in 8.0 s."
+    assert logs.text.index(texts[0]) < logs.text.index(texts[1])
     assert "30% compiling" in logs.text or "31% compiling" in logs.text
     outer_loop(state, clock.during(BATCHES[:20], 0.5), 40, 5, [EvalSpec(BATCHES[:2])])
     assert outer_loop.spent.compiling == 0
@@ -247,10 +232,9 @@ def test_an_interrupted_evaluation_is_repeated_however_the_run_ends(
 ):
     def experiment(workdir, eval_dataset):
         dataset = BATCHES[: 5 if "train_epochs" in options else 100 if "stop" in options else 20]
-        save = actions.CheckpointAction(workdir, interval)
         specs = [EvalSpec(eval_dataset, interval=schedule, name="test")]
-        all_options = {"total": None, "checkpoint_spec": CheckpointSpec(workdir), "train_dataset": dataset} | options
-        outer_loop, state, _ = run(train_actions=[save], eval_specs=specs, **all_options)
+        all_options = {"total": None, "directory": workdir, "saves": interval, "train_dataset": dataset} | options
+        outer_loop, state, _ = run(eval_specs=specs, **all_options)
         return state, outer_loop.history
 
     state, whole = experiment(tmp_path / "whole", BATCHES[:3])
@@ -266,10 +250,9 @@ def test_an_interrupted_evaluation_is_repeated_however_the_run_ends(
 
 def test_restarting_a_finished_run_repeats_no_evaluation(tmp_path):
     def experiment():
-        save = actions.CheckpointAction(tmp_path, every(4))
         specs = [EvalSpec(BATCHES[:3], interval=every(4) | last(), name="test")]
-        options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_dataset": BATCHES[:20]}
-        return run(23, train_actions=[save], eval_specs=specs, **options)[0].history
+        options = {"directory": tmp_path, "saves": every(4), "train_dataset": BATCHES[:20]}
+        return run(23, eval_specs=specs, **options)[0].history
 
     rows = experiment().collect("steps", "test.loss")
     assert rows[0] == [4, 8, 12, 16, 20]
@@ -282,9 +265,8 @@ def test_an_error_in_finish_names_the_action_and_closes_it():
             raise RuntimeError("no way back")
 
     action = Fails()
-    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[action]))
     with pytest.raises(RuntimeError, match="no way back") as caught:
-        outer_loop(STATE, BATCHES, 10)
+        experiment(action)(STATE, BATCHES, 10)
     assert any("in Fails.finish of Fails(interval=1)" in note for note in caught.value.__notes__)
     assert action.closed
 

@@ -39,11 +39,7 @@ def flip_a_bit(path, bit=None):
     ("name", "damage", "problem"),
     [
         ("0/deeper/file0", lambda path: path.unlink(), r"^0/deeper/file0 is missing$"),
-        (
-            "0/deeper/file0",
-            lambda path: path.write_bytes(path.read_bytes()[:-1]),
-            "has 999 bytes, but the seal says 1000",
-        ),
+        ("0/deeper/file0", lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 999 bytes, but .* says 1000"),
         ("0/deeper/file0", lambda path: path.write_bytes(b""), "has 0 bytes, but the seal says 1000"),
         ("1/deeper/file1", lambda path: path.write_bytes(b"?"), "has 1 bytes, but the seal says 0"),
         ("2/deeper/file2", flip_a_bit, "has changed: its CRC-32 is [0-9a-f]{8}, but the seal says [0-9a-f]{8}"),
@@ -54,11 +50,7 @@ def flip_a_bit(path, bit=None):
             "can't be read: .*link",
         ),
         (seal.NAME, lambda path: path.unlink(), "SEAL, the file with the checksums, is missing"),
-        (
-            seal.NAME,
-            lambda path: path.write_text("crc32 00000000\n" + "[" * 1_000_000),
-            "does not match its own checksum",
-        ),
+        (seal.NAME, lambda path: path.write_text("crc32 00000000\n" + "[" * 1_000_000), "its own checksum"),
         (seal.NAME, lambda path: path.write_bytes(b""), "SEAL, the file with the checksums, has changed"),
         (seal.NAME, lambda path: path.write_text(path.read_text().replace("1000", "1001")), "SEAL.* has changed"),
         (seal.NAME, lambda path: path.write_text(path.read_text().replace("2.5", "2.4")), "SEAL.* has changed"),

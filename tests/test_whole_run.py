@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from programs import whole_run
-from programs.acts import Do
+from programs.acts import Do, Record
+from programs.whole_run import once
 
 import jaxloop
 from jaxloop import actions, every
@@ -40,52 +41,35 @@ def test_a_run_can_be_resumed_from_every_step(options, tmp_path):
         whole_run.assert_resumed_exactly(resumed, whole, step)
 
 
-class Record(actions.Action):
+def record(interval, category):
     """Records the steps at which it is called, after the evaluations or with the checkpoints."""
-
-    uses_outputs = False
-    runs_last = True
-
-    def __init__(self, interval, category):
-        super().__init__(interval)
-        self.time_category, self.steps = category, []
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        self.steps.append(step_num)
+    return Record(interval, uses_outputs=False, runs_last=True, time_category=category)
 
 
-def interrupting(event, number):
-    """Returns a `watch` that raises SIGINT the first time it sees this event."""
-
-    def watch(found, value):
-        if (found, value) == (event, number) and not seen:
-            seen.append(value)
-            signal.raise_signal(signal.SIGINT)
-
-    seen = []
-    return watch
+def press_ctrl_c():
+    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("place", ["eval", "writer"])
 def test_a_resumed_run_that_is_stopped_again_calls_everything_once(place, tmp_path):
     whole, parts = run(tmp_path / "whole"), []
-    after, export = Record(every(4), "actions"), Record(every(4), "checkpoints")
+    after, export = record(every(4), "actions"), record(every(4), "checkpoints")
     # An evaluation is due after step 8. The first signal keeps it from starting, and the second comes while the resumed
     # run makes up for it.
     for event, number in (("action", 8), (place, 101 if place == "eval" else 8), (None, None)):
-        parts.append(run(tmp_path / "stopped", watch=interrupting(event, number), more_actions=[after, export]))
+        parts.append(run(tmp_path / "stopped", watch=once(event, number, press_ctrl_c), more_actions=[after, export]))
     first, second, last = (part["step"] for part in parts)
     # An interrupted evaluation begins again. After a complete one, the run makes a step, whose checkpoint contains it.
     assert first == 8 and last == 10 and (second == 8 if place == "eval" else second > 8)
     assert sorted(str(row) for part in parts for row in part["written"]) == sorted(map(str, whole["written"]))
     assert parts[-1]["state"] == whole["state"] and parts[-1]["history"] == whole["history"]
-    assert after.steps == export.steps == [4, 8]
+    assert after.seen == export.seen == [4, 8]
 
 
 def test_what_an_evaluation_saves_is_saved_once_despite_signals(tmp_path):
     program, steps, exported = PROGRAM(), [], []
     for event, number in (("action", 8), ("evaluated", 8), (None, None)):
-        watch, export = interrupting(event, number), Record(1, "checkpoints")
+        watch, export = once(event, number, press_ctrl_c), record(1, "checkpoints")
         program.train_step.ids, program.train_step.watch, program.eval_step.watch = [], watch, watch
         evaluated = Do(lambda step_num, watch=watch, **_: watch("evaluated", step_num))
         outer_loop = jaxloop.OuterLoop(
@@ -100,7 +84,7 @@ def test_what_an_evaluation_saves_is_saved_once_despite_signals(tmp_path):
         state = jax.tree.map(jnp.copy, program.state)
         state, _ = outer_loop(state, batches, 10, 4, [jaxloop.EvalSpec(batches[:1], eval_loop_interval=1)])
         steps.append(int(state.step))
-        exported += export.steps
+        exported += export.seen
     assert steps == [8, 9, 10] and exported == [4, 8, 10]
 
 

@@ -52,10 +52,6 @@ def new_step(partitioner=None):
     return Player(jax.random.key(0), None, OPTIMIZER, partitioner, train=True)
 
 
-def assert_same(one, two):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(two))
-
-
 @pytest.fixture(scope="module")
 def uninterrupted():
     step = new_step()
@@ -78,7 +74,7 @@ def test_a_step_without_a_model_trains_without_data(uninterrupted):
 @pytest.mark.parametrize(
     "partitioner", [None, partition.DataParallelPartitioner(partition.create_mesh(data=-1), "data")]
 )
-def test_an_outer_loop_without_data_gives_the_same_result(uninterrupted, steps_per_dispatch, partitioner):
+def test_an_outer_loop_without_data_gives_the_same_result(uninterrupted, steps_per_dispatch, partitioner, assert_same):
     run, step = outer_loop(partitioner=partitioner, steps_per_dispatch=steps_per_dispatch)
     state = step.initialize_model()
     report = run.check(state, None, 12, 6)
@@ -89,7 +85,7 @@ def test_an_outer_loop_without_data_gives_the_same_result(uninterrupted, steps_p
         assert_same(state, uninterrupted[0])
 
 
-def test_a_run_without_data_resumes_bit_for_bit(tmp_path, uninterrupted, logs):
+def test_a_run_without_data_resumes_bit_for_bit(tmp_path, uninterrupted, logs, assert_same):
     seen = []
     for total in (5, 12):
         run, step = outer_loop(tmp_path / "run")
@@ -110,10 +106,7 @@ def test_jf_loop_needs_no_data(tmp_path):
         assert batch is None and elapsed.samples == elapsed.steps
         return {"count": state}, state + 1
 
-    tasks = lambda: {
-        jaxloop.every(1): count,
-        jaxloop.every(2): jf.checkpoint(tmp_path / "run", resume=True),
-    }
+    tasks = lambda: {jaxloop.every(1): count, jaxloop.every(2): jf.checkpoint(tmp_path / "run", resume=True)}
     jf.loop(jnp.zeros([]), None, tasks(), stop=3)
     state, history, elapsed = jf.loop(jnp.zeros([]), None, tasks(), stop=7)
     assert int(state) == 7 and elapsed.steps == 7
@@ -123,10 +116,7 @@ def test_jf_loop_needs_no_data(tmp_path):
 @pytest.mark.parametrize(
     ("run", "match"),
     [
-        (
-            lambda step: jaxloop.TrainLoop(step)(step.initialize_model(), None),
-            "no dataset, so nothing ends it. Give num_steps",
-        ),
+        (lambda step: jaxloop.TrainLoop(step)(step.initialize_model(), None), "nothing ends it. Give num_steps"),
         (lambda step: jaxloop.OuterLoop(jaxloop.TrainLoop(step))(step.initialize_model()), "train_total_steps or stop"),
         (
             lambda step: jaxloop.OuterLoop(jaxloop.TrainLoop(step))(step.initialize_model(), None, 5, train_epochs=2),

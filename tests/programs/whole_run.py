@@ -34,6 +34,18 @@ def watch_nothing(place: str, number: int) -> None:
     pass
 
 
+def once(place: str, number: int | None, do: Callable[[], object]) -> Callable[[str, int], None]:
+    """Returns a watcher that calls a function once, at a place and number."""
+    left = [(place, number)]
+
+    def watch(place: str, number: int) -> None:
+        if (place, number) in left:
+            left.clear()
+            do()
+
+    return watch
+
+
 def batch_of(index: int) -> jaxloop.Batch:
     return {"id": np.full([ROWS], index, np.int32), **models.batch_of(index, ROWS)}
 
