@@ -295,17 +295,9 @@ def make_run(seed):
     """The state, `run`, `trees` and metadata of a small run."""
     rng = np.random.default_rng(seed)
     state = {"w": jnp.asarray(rng.standard_normal([64, 8]), jnp.float32), "key": jax.random.key(seed)}
-    trees = {
-        "loop/0": {
-            "sum": rng.standard_normal(3),
-            "n": np.float32(seed),
-            "key": jax.random.key(seed + 1),
-            "none": None,
-            "empty": {},
-        },
-        "best": optax.adam(0.1).init({"w": jnp.asarray(rng.standard_normal([4, 2]), jnp.bfloat16)}),
-        "nothing": (),
-    }
+    loop = {"sum": rng.standard_normal(3), "n": np.float32(seed), "key": jax.random.key(seed + 1)}
+    best = optax.adam(0.1).init({"w": jnp.asarray(rng.standard_normal([4, 2]), jnp.bfloat16)})
+    trees = {"loop/0": {**loop, "none": None, "empty": {}}, "best": best, "nothing": ()}
     return state, {"seed": seed, "list": list(range(50))}, trees, {"elapsed": seed}
 
 

@@ -1,6 +1,7 @@
 """Commands that a run executes while it trains."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from programs.tiny import BATCHES, STATE, STEP, experiment
+from programs.tiny import BATCHES, STATE, experiment
 
 import jaxloop
 from jaxloop import __main__ as command_line
@@ -34,14 +35,11 @@ class Commander:
         return BATCHES[number % 100]
 
 
-def train(workdir, given=None, total=60, *, saves_every=20, log_interval=None, more=(), **options):
+def train(workdir, given=None, total=60, *, saves_every=20, more=(), **options):
     """Trains, and returns the state, the outer loop and the outputs. Log points, every 5 steps, read the commands."""
     save = jaxloop.CheckpointAction(workdir, interval=every(steps=saves_every), keep=None)
-    outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(STEP, end_actions=[*more, save], **options),
-        checkpoint_spec=jaxloop.CheckpointSpec(workdir),
-        log_interval=log_interval or every(steps=5),
-    )
+    loop_class = functools.partial(jaxloop.TrainLoop, **options)
+    outer_loop = experiment(*more, save, directory=workdir, loop_class=loop_class, log_interval=every(steps=5))
     data = jaxloop.from_index(Commander(workdir, given or {}))
     state, outputs = outer_loop(STATE, data, train_total_steps=total)
     return state, outer_loop, outputs

@@ -5,10 +5,10 @@ import contextlib
 import numpy as np
 import pytest
 from programs.acts import Do, raising, then_fail
-from programs.tiny import BATCHES, STATE, STEP, experiment
+from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP, Regression, experiment, make_step
 
 import jaxloop
-from jaxloop import at, checkpoint, every, examples
+from jaxloop import at, checkpoint, every
 from jaxloop.engine.agenda import Item, Rank
 
 
@@ -123,9 +123,8 @@ def test_an_error_at_the_end_is_logged_and_the_others_are_told(caplog):
 
 def test_a_run_without_training_is_watched_too():
     watching = Watching()
-    step, state, batches = examples.tiny_regression(train=False)
-    outer_loop = jaxloop.OuterLoop(None, [jaxloop.EvalLoop(step)], extensions=[watching])
-    outer_loop(state, eval_specs=[jaxloop.EvalSpec(batches[:3])])
+    outer_loop = jaxloop.OuterLoop(None, [jaxloop.EvalLoop(EVAL_STEP)], extensions=[watching])
+    outer_loop(STATE, eval_specs=[jaxloop.EvalSpec(BATCHES[:3])])
     assert watching.calls == [("begin", None), ("end", 0, "finished", None)]
 
 
@@ -161,17 +160,14 @@ def test_a_batch_comes_with_the_number_of_its_step_also_after_a_failed_step(at_o
         return batch
 
     def batch_of(number):
-        return {**batches[number % 100], "number": np.full([8], number)}
+        return {**BATCHES[number % 100], "number": np.full([8], number)}
 
     for fails in (True, False):
-        step, state, batches = examples.tiny_regression()
-        step = type("Fails", (type(step),), {"preprocess_batch": preprocess})(
-            step.base_prng, step.model, step.optimizer, train=True
-        )
+        step = make_step(type("Fails", (Regression,), {"preprocess_batch": preprocess}))
         loop = jaxloop.TrainLoop(step, steps_per_dispatch=at_once)
         outer_loop = jaxloop.OuterLoop(loop, workdir=tmp_path, extensions=[Numbers(seen)])
         with pytest.raises(OSError, match="a bad batch") if fails else contextlib.nullcontext():
-            outer_loop(state, jaxloop.from_index(batch_of), 40)
+            outer_loop(STATE, jaxloop.from_index(batch_of), 40)
         assert seen == [(number + 1, number) for number in range(25 if fails else 40)]
 
 

@@ -5,7 +5,6 @@ import json
 import os
 
 import pytest
-from absl import logging
 from programs.acts import Fail
 from programs.tiny import STEP
 
@@ -109,13 +108,11 @@ def test_malformed_lines_are_ignored_and_a_run_continues_the_log(tmp_path, junk)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)])
-def test_a_run_continues_if_its_log_cannot_be_written(tmp_path, make, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(logging, "warning", lambda text, *values: warnings.append(text % values))
+def test_a_run_continues_if_its_log_cannot_be_written(tmp_path, make, warnings_logged):
     make(tmp_path / "goodput.jsonl")
     state, _ = train(tmp_path)
     assert int(state.step) == 20
-    assert len([text for text in warnings if "continues without its log" in text]) == 1
+    assert len([text for text in warnings_logged() if "continues without its log" in text]) == 1
 
 
 # Status ---------------------------------------------------------------------------------------------------

@@ -113,13 +113,13 @@ class Plan:
         options = {"train_total_steps": 300, "train_loop_steps": 100, "eval_specs": specs, **self.options}
         return outer_loop, (state, self.data), options
 
-    def initial_state(self):
-        key = jax.random.key(self.seed)
-        return self.step(key, self.model, self.optimizer, self.partitioner, train=True).initialize_model([1, 3])
-
     def check(self):
         outer_loop, arguments, options = self.make()
         return outer_loop.check(*arguments, **options)
+
+
+def initial_state(outer_loop):
+    return outer_loop.train_loop.step.initialize_model([1, 3])
 
 
 @pytest.fixture
@@ -455,9 +455,8 @@ def test_check_reports_two_actions_that_save_to_one_directory(plan, tmp_path):
 @pytest.fixture
 def saved(plan):
     """Trains to step 100 and saves checkpoints."""
-    a_plan = plan(options={"train_total_steps": 100})
-    outer_loop, (_, data), options = a_plan.make()
-    outer_loop(a_plan.initial_state(), data, **options)
+    outer_loop, (_, data), options = plan(options={"train_total_steps": 100}).make()
+    outer_loop(initial_state(outer_loop), data, **options)
 
 
 def test_the_plan_starts_at_the_newest_checkpoint(saved, plan):
@@ -496,7 +495,7 @@ def test_a_checkpoint_behind_the_state_is_ignored(saved, plan):
 def test_check_reports_a_run_that_was_stopped(plan):
     planned = lambda end: plan(train_actions=(Stop(),), options={"stop": at(end)})
     outer_loop, (_, data), options = planned(200).make()
-    outer_loop(planned(200).initial_state(), data, **options)
+    outer_loop(initial_state(outer_loop), data, **options)
     report = planned(300).check()
     assert [problem.where for problem in report.problems] == ["the train loop"], str(report)
     assert "an evaluation or an action stopped the run at step 100" in report.problems[0].text
@@ -531,16 +530,15 @@ def test_check_consumes_no_batch_and_runs_no_step(plan, tmp_path):
     )
     batches = (batch_of(x=np.full([8, 3], number, np.float32)) for number in range(20))
     tested = iter([batch_of()] * 4)
-    changes = {"data": batches, "step": step, "options": {"train_total_steps": 20, "train_loop_steps": None}}
     specs = [jaxloop.EvalSpec(None, dataset_iterator=tested, num_steps=2, name="test", interval=first() | last())]
-    a_plan = plan(**changes, save=None, resumes=False, log_interval=last())
-    a_plan.options["eval_specs"] = specs
-    outer_loop, (state, data), options = a_plan.make()
+    options = {"train_total_steps": 20, "train_loop_steps": None, "eval_specs": specs}
+    changes = {"data": batches, "step": step, "options": options, "log_interval": last(), **NO_CHECKPOINTS}
+    outer_loop, (state, data), options = plan(**changes).make()
     for _ in range(2):
         report = outer_loop.check(state, data, **options)
         assert report.ok, str(report)
     assert not seen
-    outer_loop(a_plan.initial_state(), data, **options)
+    outer_loop(initial_state(outer_loop), data, **options)
     jax.effects_barrier()
     assert sorted(seen) == sorted([*range(20), 1, 1, 1, 1])  # The batches of ones are those of the evaluations.
     assert next(tested, None) is None
@@ -553,13 +551,12 @@ def test_check_allocates_no_state_and_the_run_reuses_its_compilation(plan, caplo
         traces.append(self.train)
         return GoodStep.run(self, state, batch)
 
-    a_plan = plan(step=step_with(run=run))
-    outer_loop, (state, data), options = a_plan.make()
+    outer_loop, (state, data), options = plan(step=step_with(run=run)).make()
     assert outer_loop.check(state, data, **options).ok
     assert len(jax.live_arrays()) - before < 5  # PRNG keys.
     assert traces == [True, False, True]  # Once per loop, and once to compile the train step.
     with caplog.at_level(logging.WARNING), jax.log_compiles():
-        outer_loop(a_plan.initial_state(), data, **options)
+        outer_loop(initial_state(outer_loop), data, **options)
     compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling jit(")]
     assert any("jit(evaluate)" in each for each in compiled)  # The evaluation step,
     assert not any("jit(run)" in each for each in compiled)  # but not the train step.

@@ -21,9 +21,15 @@ PARAMS = {
 }
 
 
-def test_saved_params_load_bit_for_bit(tmp_path, assert_same):
+@pytest.fixture
+def path(tmp_path):
+    """The path of the saved parameters."""
     path = tmp_path / "weights.safetensors"
     checkpoint.save_params(PARAMS, path)
+    return path
+
+
+def test_saved_params_load_bit_for_bit(path, tmp_path, assert_same):
     checkpoint.save_params(PARAMS, path)  # Replaces the file.
     assert os.listdir(tmp_path) == ["weights.safetensors"]
     loaded = checkpoint.load_params(path, into=PARAMS)
@@ -34,9 +40,7 @@ def test_saved_params_load_bit_for_bit(tmp_path, assert_same):
     assert {*safetensors.load_file(path)} >= {"encoder.kernel", "layers.0.scale"}
 
 
-def test_each_device_loads_its_shard(tmp_path, assert_same):
-    path = tmp_path / "weights.safetensors"
-    checkpoint.save_params(PARAMS, path)
+def test_each_device_loads_its_shard(path, assert_same):
     sharding = NamedSharding(create_mesh(data=8), PartitionSpec("data"))
     into = {"kernel": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
     loaded = checkpoint.load_params(path, into=into, paths={"encoder/kernel": "kernel"})
@@ -72,18 +76,14 @@ def test_unsupported_names_raise(tmp_path, params, name, message):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "text", "empty", "lengths"])
-def test_a_damaged_file_raises_and_is_named(tmp_path, damage):
-    path = tmp_path / "weights.safetensors"
-    checkpoint.save_params(PARAMS, path)
+def test_a_damaged_file_raises_and_is_named(path, damage):
     content = path.read_bytes()
     path.write_bytes({"truncated": content[:-9], "text": b"no weights", "empty": b"", "lengths": b"\xff" * 64}[damage])
     with pytest.raises(ValueError, match="weights.safetensors is damaged, or not a safetensors file"):
         checkpoint.load_params(path)
 
 
-def test_wrong_paths_and_steps_raise(tmp_path):
-    path = tmp_path / "weights.safetensors"
-    checkpoint.save_params(PARAMS, path)
+def test_wrong_paths_and_steps_raise(path, tmp_path):
     with pytest.raises(ValueError, match="has neither steps nor an average"):
         checkpoint.load_params(path, 100)
     with pytest.raises(FileNotFoundError):

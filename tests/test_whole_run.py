@@ -88,17 +88,8 @@ def test_what_an_evaluation_saves_is_saved_once_despite_signals(tmp_path):
     assert steps == [8, 9, 10] and exported == [4, 8, 10]
 
 
-class InterruptAtBegin(actions.Action):
-    """Raises SIGINT when a run begins."""
-
-    def begin_run(self, step_num, *, can_resume):
-        signal.raise_signal(signal.SIGINT)
-
-    def __call__(self, state, outputs, **kwargs):
-        pass
-
-
 def test_a_signal_before_anything_was_called_costs_no_step(tmp_path):
     assert run(tmp_path, total=6)["step"] == 6
-    stopped = run(tmp_path, more_actions=[InterruptAtBegin(never())])
+    interrupt = Do(print, never(), begin_run=lambda step_num, can_resume: press_ctrl_c())
+    stopped = run(tmp_path, more_actions=[interrupt])
     assert stopped["step"] == 6 and stopped["ids"] == [] and run(tmp_path)["step"] == 10
