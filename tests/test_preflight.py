@@ -17,13 +17,12 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from programs.acts import Record, Stop
+from programs.acts import Record, Stop, raising
 
 import jaxloop
 from jaxloop import after, at, checkpoint, every, examples, first, last
 from jaxloop.check import preflight
 from jaxloop.partition import create_mesh
-from jaxloop.processes import lock
 from jaxloop.processes.lock import DirectoryInUseError
 
 
@@ -71,6 +70,7 @@ class Plan:
     """An experiment without problems, which the tests modify."""
 
     directory: object
+    patches: dict = dataclasses.field(default_factory=dict)  # What the test replaces by other objects.
     step: type = GoodStep
     partitioner: jaxloop.Partitioner = dataclasses.field(default_factory=jaxloop.SingleDevicePartitioner)
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.sgd(0.1, momentum=0.9))
@@ -369,6 +369,21 @@ MISTAKES = {
     ),
     # Checkpoints.
     "checkpoints that are never saved": warning("the checkpoints", "has no CheckpointAction", save=None),
+    "a directory in use": error(
+        "/checkpoints",
+        "process 7",
+        patches={"jaxloop.processes.lock.locked": raising(DirectoryInUseError("process 7"))},
+    ),
+    # Memory and disk space.
+    "too little memory": loop_error(
+        r"A step needs 800 B of 100 B per device: parameters 84 B.*check.largest_batch\(step, state, batch\)",
+        patches={"jaxloop.check.costs.memory_of": lambda device: 100},
+    ),
+    "too little disk space": warning(
+        "the checkpoints",
+        "3 checkpoints of 172 B and one that is being written need 860 B, but .* has 500 B free",
+        patches={"shutil.disk_usage": lambda directory: types.SimpleNamespace(free=500)},
+    ),
     # The arguments.
     "both train_epochs and train_loop_steps": error(
         "the arguments", "train_epochs=2 and train_loop_steps=100", options={"train_epochs": 2}
@@ -378,8 +393,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_check_finds_each_mistake(mistake, plan, tmp_path):
+def test_check_finds_each_mistake(mistake, plan, tmp_path, monkeypatch):
     where, text, is_error, changes = MISTAKES[mistake]
+    for name, value in changes.get("patches", {}).items():
+        monkeypatch.setattr(name, value)
     if changes.get("train_actions") == ("profile",):
         changes = {**changes, "train_actions": (jaxloop.ProfileAction(tmp_path / "profile", first_step=5000),)}
     report = plan(**changes).check()
@@ -413,32 +430,6 @@ def test_check_reports_several_mistakes_at_once(plan, tmp_path):
 def test_check_reports_only_invalid_arguments_if_there_are_any(plan):
     report = plan(eval_data=data_of(), options={"stop": 20, "train_loop_steps": 0}).check()
     assert {problem.where for problem in report.problems} == {"the arguments"} and not report.plan, str(report)
-
-
-@pytest.mark.parametrize(
-    ("patched", "value", "where", "text", "is_error"),
-    [
-        (
-            "jaxloop.check.costs.memory_of",
-            lambda device: 100,
-            "the train loop",
-            r"A step needs 800 B of 100 B per device: parameters 84 B.*check.largest_batch\(step, state, batch\)",
-            True,
-        ),
-        (
-            "shutil.disk_usage",
-            lambda directory: types.SimpleNamespace(free=500),
-            "the checkpoints",
-            "3 checkpoints of 172 B and one that is being written need 860 B, but .* has 500 B free",
-            False,
-        ),
-    ],
-)
-def test_check_reports_insufficient_memory_and_disk_space(patched, value, where, text, is_error, plan, monkeypatch):
-    monkeypatch.setattr(patched, value)
-    report = plan().check()
-    assert [(problem.where, problem.is_error) for problem in report.problems] == [(where, is_error)], str(report)
-    assert re.search(text, report.problems[0].text), report.problems[0].text
 
 
 def test_check_reports_two_actions_that_save_to_one_directory(plan, tmp_path):
@@ -499,15 +490,6 @@ def test_check_reports_a_run_that_was_stopped(plan):
     report = planned(300).check()
     assert [problem.where for problem in report.problems] == ["the train loop"], str(report)
     assert "an evaluation or an action stopped the run at step 100" in report.problems[0].text
-
-
-def test_check_reports_a_directory_in_use(plan, tmp_path, monkeypatch):
-    def is_held(*place):
-        raise DirectoryInUseError("It is held by process 7.")
-
-    monkeypatch.setattr(lock, "locked", is_held)
-    report = plan().check()
-    assert "process 7" in report.errors[0].text and str(tmp_path) in report.errors[0].where
 
 
 def test_check_reports_a_donated_state(plan):
