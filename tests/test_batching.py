@@ -212,12 +212,7 @@ def grain_rows():
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: [ByIndex()[row] for row in range(ROWS)],
-        ByIndex,
-        grain_rows,
-        lambda: jax.tree.map(jnp.asarray, DATASET),
-    ],
+    [lambda: [ByIndex()[row] for row in range(ROWS)], ByIndex, grain_rows, lambda: jax.tree.map(jnp.asarray, DATASET)],
     ids="list,sequence,grain,jax".split(","),
 )
 def test_batched_accepts_many_kinds_of_examples(make):

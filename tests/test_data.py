@@ -54,20 +54,10 @@ def test_other_leaves_are_unchanged():
     assert all(converted[name] is value for name, value in batch.items())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: BATCHES,
-        lambda: tuple(BATCHES),
-        lambda: iter(BATCHES),
-        lambda: (batch for batch in BATCHES),
-        lambda: lambda: BATCHES,
-        lambda: lambda: (batch for batch in BATCHES),
-    ],
-    ids=["list", "tuple", "iterator", "generator", "function", "generator function"],
-)
-def test_batches_accepts_any_iterable(make):
-    assert list(data.batches(make())) == BATCHES
+def test_batches_accepts_any_iterable():
+    generate = lambda: (batch for batch in BATCHES)
+    for dataset in (BATCHES, tuple(BATCHES), iter(BATCHES), generate(), lambda: BATCHES, generate):
+        assert list(data.batches(dataset)) == BATCHES
 
 
 def test_batches_accepts_tensorflow_datasets():
@@ -103,12 +93,7 @@ def test_non_dataset_raises(given, message):
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [
-        (BATCHES, False),
-        (iter(BATCHES), True),
-        (lambda: iter(BATCHES), False),
-        (DataLoader(), False),
-    ],
+    [(BATCHES, False), (iter(BATCHES), True), (lambda: iter(BATCHES), False), (DataLoader(), False)],
 )
 def test_is_one_pass(source, expected):
     assert data.is_one_pass(source) is expected

@@ -269,10 +269,7 @@ def arena(tmp_path_factory):
         yield arena
 
 
-@pytest.mark.parametrize(
-    ("fault", "count"),
-    [("sigkill", 8), ("signals", 12), ("two_trainers", 2), ("damaged", 20)],
-)
+@pytest.mark.parametrize(("fault", "count"), [("sigkill", 8), ("signals", 12), ("two_trainers", 2), ("damaged", 20)])
 def test_runs_survive_faults(arena, fault, count):
     done = 0
     for faults, problems in chaos.PARTS[fault][0](arena, count, seed=0):

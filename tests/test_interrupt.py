@@ -4,11 +4,11 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 from programs import stubborn
+from programs.acts import in_a_thread
 from programs.clock import Clock
 
 import jaxloop.processes.interrupt
@@ -88,9 +88,8 @@ def test_after_sigterm_only_the_outermost_context_exits_with_143(warnings_logged
         reached.append(outer.signal_name)
     assert exit_.value.code == 143 and reached == ["SIGTERM"]
     assert handlers() == [signal.default_int_handler, signal.SIG_DFL]
-    assert warnings_logged() == [
-        "SIGTERM: the run stops after this step, saves, and exits with 143. A second one ends it at once."
-    ]
+    (warning,) = warnings_logged()
+    assert warning.startswith("SIGTERM: the run stops after this step, saves, and exits with 143. A second one ends it")
 
 
 def test_an_immediately_repeated_sigterm_counts_once(monkeypatch):
@@ -112,9 +111,8 @@ def test_an_exception_propagates_with_a_note_about_sigterm():
     with pytest.raises(OSError, match="the disk is full") as error, Interruptible():
         terminate()
         raise OSError("the disk is full")
-    assert error.value.__notes__ == [
-        "SIGTERM was received. Without this error, the process would have exited with 143."
-    ]
+    (note,) = error.value.__notes__
+    assert note == "SIGTERM was received. Without this error, the process would have exited with 143."
 
 
 @pytest.mark.parametrize(
@@ -151,9 +149,7 @@ def test_other_threads_install_no_handlers():
         with Interruptible() as interrupt:
             seen.append((handlers(), interrupt.requested))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    in_a_thread(work)
     assert seen == [(before, False)]
 
 
@@ -167,9 +163,7 @@ def test_a_run_in_another_thread_shares_the_request_and_does_not_exit():
 
     with pytest.raises(SystemExit), Interruptible():
         terminate()
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        in_a_thread(work)
     assert ended == ["SIGTERM", "quietly"]
 
 

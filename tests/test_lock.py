@@ -1,4 +1,3 @@
-import concurrent.futures
 import contextlib
 import errno
 import os
@@ -12,7 +11,7 @@ import tempfile
 
 import pytest
 from etils import epath
-from programs.acts import raising
+from programs.acts import in_a_thread, raising
 
 import jaxloop.processes.lock
 from jaxloop.processes.lock import DirectoryInUseError, DirectoryLostError, check, locked
@@ -132,16 +131,10 @@ def test_the_description_of_the_holder_is_untrusted(content, holder, tmp_path):
     assert error.isprintable()
 
 
-def in_a_thread(function):
-    """Returns the result of calling a function in another thread."""
-    with concurrent.futures.ThreadPoolExecutor(1, "other") as pool:
-        return pool.submit(function).result()
-
-
 def test_another_thread_is_refused_until_the_first_releases_the_lock(tmp_path):
     with locked(tmp_path):
-        assert f"is in use by process {os.getpid()} on" in in_a_thread(lambda: acquire_error(tmp_path))
-    assert in_a_thread(lambda: is_free(tmp_path))
+        assert f"is in use by process {os.getpid()} on" in in_a_thread(acquire_error, tmp_path)
+    assert in_a_thread(is_free, tmp_path)
 
 
 @pytest.mark.parametrize("path", ["run", "link", "~/run"])

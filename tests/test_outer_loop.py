@@ -1,4 +1,3 @@
-import concurrent.futures
 import errno
 import itertools
 import os
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from absl import logging
-from programs.acts import Do, Fail, Record, Stop, raising, then_fail
+from programs.acts import Do, Fail, Record, Stop, in_a_thread, raising, then_fail
 from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP, experiment
 
 from jaxloop import STOP_LOOP, actions, checkpoint, examples
@@ -595,14 +594,13 @@ def test_two_runs_in_one_workdir_do_not_mix_their_rows(tmp_path, trains):
     outer_loop = OuterLoop(train_loop, eval_loops, workdir=tmp_path)
     options = {"train_dataset": BATCHES, "train_total_steps": 2} if trains else {"eval_specs": [EvalSpec(BATCHES)]}
     own, other = (lock.TRAINER, lock.EVALUATOR) if trains else (lock.EVALUATOR, lock.TRAINER)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with lock.locked(tmp_path, other):  # The rows of this run are in a different file.
-            state, _ = pool.submit(outer_loop, STATE, **options).result()
-        before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
-        with lock.locked(tmp_path, own):
-            with pytest.raises(lock.DirectoryInUseError, match="is in use by process"):
-                pool.submit(outer_loop, state, **options).result()
-            report = pool.submit(outer_loop.check, state, **options).result()
+    with lock.locked(tmp_path, other):  # The rows of this run are in a different file.
+        state, _ = in_a_thread(outer_loop, STATE, **options)
+    before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
+    with lock.locked(tmp_path, own):
+        with pytest.raises(lock.DirectoryInUseError, match="is in use by process"):
+            in_a_thread(outer_loop, state, **options)
+        report = in_a_thread(outer_loop.check, state, **options)
     assert any(finding.where.startswith("the work directory") for finding in report.problems)
     assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == before
 
@@ -620,10 +618,9 @@ def test_one_of_two_trainers_in_one_directory_is_refused(tmp_path):
 
     def train_at_the_same_time(**_):
         with pytest.raises(lock.DirectoryInUseError):
-            pool.submit(train).result()
+            in_a_thread(train)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert int(train(Do(train_at_the_same_time)).step) == 1
+    assert int(train(Do(train_at_the_same_time)).step) == 1
 
 
 def test_a_failed_save_after_ctrl_c_raises(tmp_path, interrupted, monkeypatch):

@@ -134,9 +134,7 @@ def test_a_correct_experiment_has_no_problems(plan):
     assert 0 < report.secs <= time.perf_counter() - began
     assert report.plan["train"] == "the run goes to step 300; loops end 3 times, at steps 100, 200, 300"
     assert report.plan["eval 'test'"] == "3 times, at steps 100, 200, 300; 2 batches"
-    assert report.plan["saves"].startswith(
-        "3 times, at steps 100, 200, 300; 172 B each, the newest 3 and the best kept"
-    )
+    assert report.plan["saves"].startswith("3 times, at steps 100, 200, 300; 172 B each, the newest 3 and the best")
     assert report.plan["saves"].endswith("; the best by test/loss (smaller is better)")
     assert "FLOPs" in report.plan["step"] and "parameters 84 B, optimizer 84 B" in report.plan["state"]
     report.raise_errors()
@@ -175,9 +173,8 @@ def with_step(number):
 
 
 def on_four_devices(**options):
-    return {
-        "partitioner": jaxloop.DataParallelPartitioner(create_mesh(data=4, devices=jax.devices()[:4]), "data")
-    } | options
+    mesh = create_mesh(data=4, devices=jax.devices()[:4])
+    return {"partitioner": jaxloop.DataParallelPartitioner(mesh, "data"), **options}
 
 
 class Forgetful(Record):
@@ -317,9 +314,7 @@ MISTAKES = {
         "eval 'test'", r"ScopeParamShapeError|\(2, 4\)", eval_data=[batch_of(x=np.ones([8, 2], np.float32))]
     ),
     # Schedules.
-    "a schedule that never fires": mistaken(
-        Record(every(1000)), "interval=every.steps=1000., and the run goes to step 300"
-    ),
+    "a schedule that never fires": mistaken(Record(every(1000)), "interval=every.steps=1000., and the run goes"),
     "two schedules that never coincide": mistaken(Record(every(7) & at(100)), "never be called"),
     "an interval of more loops than the run has": mistaken(Record(4), "interval=4 counts loops"),
     "an interval of more steps than a loop has": warning(

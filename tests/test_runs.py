@@ -179,11 +179,7 @@ def test_the_report_separates_compiling_from_dispatching(logs, set_clock):
 
 
 def test_finish_can_replace_the_returned_state():
-    class Back(Record):
-        def finish(self, state):
-            return self.seen[0]
-
-    back = Back(at(12), lambda state, **_: jax.tree.map(np.array, state))
+    back = Record(at(12), lambda state, **_: jax.tree.map(np.array, state), finish=lambda state: back.seen[0])
     _, state, _ = run(30, train_actions=[back])
     assert int(state.step) == 12
 

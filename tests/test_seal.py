@@ -44,11 +44,7 @@ def flip_a_bit(path, bit=None):
         ("1/deeper/file1", lambda path: path.write_bytes(b"?"), "has 1 bytes, but the seal says 0"),
         ("2/deeper/file2", flip_a_bit, "has changed: its CRC-32 is [0-9a-f]{8}, but the seal says [0-9a-f]{8}"),
         ("0/deeper/file0", lambda path: [path.unlink(), path.mkdir()], "(has|can't be read)"),
-        (
-            "0/deeper/file0",
-            lambda path: path.rename(path.parent / "a") and path.symlink_to("a"),
-            "can't be read: .*link",
-        ),
+        ("0/deeper/file0", lambda path: path.rename(path.parent / "a") and path.symlink_to("a"), "be read: .*link"),
         (seal.NAME, lambda path: path.unlink(), "SEAL, the file with the checksums, is missing"),
         (seal.NAME, lambda path: path.write_text("crc32 00000000\n" + "[" * 1_000_000), "its own checksum"),
         (seal.NAME, lambda path: path.write_bytes(b""), "SEAL, the file with the checksums, has changed"),

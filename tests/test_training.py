@@ -142,10 +142,7 @@ def test_joined_loops_give_the_same_results_as_separate_ones(plan, tmp_path_fact
     assert observed(jaxloop.TrainLoop, one, plan) == observed(OneByOne, other, plan)
 
 
-@pytest.mark.parametrize(
-    ("log_interval", "ends"),
-    [(never(), 1), (1, 50), (10, 5)],  # The last loop ends the run.
-)
+@pytest.mark.parametrize(("log_interval", "ends"), [(never(), 1), (1, 50), (10, 5)])  # The last loop ends the run.
 def test_loops_are_joined_if_nothing_is_due_at_their_ends(log_interval, ends, monkeypatch):
     ended, end = [], jaxloop.loop.Loop.end
     monkeypatch.setattr(jaxloop.loop.Loop, "end", lambda *arguments: ended.append(1) or end(*arguments))

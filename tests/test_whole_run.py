@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from programs import whole_run
 from programs.acts import Do, Record
+from programs.tiny import experiment
 from programs.whole_run import once
 
 import jaxloop
-from jaxloop import actions, every
+from jaxloop import every
 from jaxloop.schedules import never
 
 PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
@@ -72,14 +73,8 @@ def test_what_an_evaluation_saves_is_saved_once_despite_signals(tmp_path):
         watch, export = once(event, number, press_ctrl_c), record(1, "checkpoints")
         program.train_step.ids, program.train_step.watch, program.eval_step.watch = [], watch, watch
         evaluated = Do(lambda step_num, watch=watch, **_: watch("evaluated", step_num))
-        outer_loop = jaxloop.OuterLoop(
-            jaxloop.TrainLoop(
-                program.train_step,
-                end_actions=[whole_run.ReportSteps(watch), actions.CheckpointAction(tmp_path, every(4))],
-            ),
-            [jaxloop.EvalLoop(program.eval_step, end_actions=[evaluated, export])],
-            jaxloop.CheckpointSpec(tmp_path),
-        )
+        steps_of = {"step": program.train_step, "eval_step": program.eval_step, "evals": [[evaluated, export]]}
+        outer_loop = experiment(whole_run.ReportSteps(watch), directory=tmp_path, saves=every(4), **steps_of)
         batches = [whole_run.batch_of(number) for number in range(12)]
         state = jax.tree.map(jnp.copy, program.state)
         state, _ = outer_loop(state, batches, 10, 4, [jaxloop.EvalSpec(batches[:1], eval_loop_interval=1)])

@@ -3,6 +3,7 @@
 The actions record their calls, call a function, stop the run or raise an error.
 """
 
+import concurrent.futures
 import contextlib
 import os
 import resource
@@ -82,6 +83,12 @@ def raising(error):
         raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
 
     return fail
+
+
+def in_a_thread(function, *arguments, **options):
+    """Returns the result of a call in another thread."""
+    with concurrent.futures.ThreadPoolExecutor(1, "other") as pool:
+        return pool.submit(function, *arguments, **options).result()
 
 
 @contextlib.contextmanager
