@@ -39,9 +39,8 @@ def measured(printed):
 def assert_is_documented(printed, documented):
     assert measured(printed).keys() == measured(documented).keys()
     for step, values in measured(printed).items():
-        assert [float(each) for each in values] == pytest.approx(
-            [float(each) for each in measured(documented)[step]], abs=0.02
-        )
+        expected = [float(each) for each in measured(documented)[step]]
+        assert [float(each) for each in values] == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.slow
@@ -53,11 +52,9 @@ def test_the_readme_program_is_killed_and_resumes_as_documented(tmp_path):
     assert re.search(r"Resumed at step \d+ from", second) and re.search(r"Resumed at step 500 from", documented)
     both = {**measured(first), **measured(second)}
     assert both == measured(whole)
-    final = r"step 1000: test loss ([\d.]+)$"
-    assert re.search(final, second.strip())[1] == re.search(final, whole.strip())[1]
-    assert float(re.search(final, documented.strip())[1]) == pytest.approx(
-        float(re.search(final, whole.strip())[1]), abs=0.02
-    )
+    final = lambda printed: re.search(r"step 1000: test loss ([\d.]+)$", printed.strip())[1]
+    assert final(second) == final(whole)
+    assert float(final(documented)) == pytest.approx(float(final(whole)), abs=0.02)
 
 
 def test_the_step_of_the_readme_prints_the_documented_output(capsys, monkeypatch, tmp_path, checked_first):

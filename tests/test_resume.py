@@ -42,12 +42,6 @@ def run(directory, total=10, dataset=None, *, step=STEP, train_actions=(), save=
     return outer_loop, state
 
 
-def record_batches(dataset, into):
-    for batch in dataset:
-        into.append(batch)
-        yield batch
-
-
 def test_resuming_with_different_keys_raises(tmp_path):
     run(tmp_path)
     other = type(STEP)(jax.random.key(7), STEP.model, STEP.optimizer, train=True)
@@ -121,8 +115,8 @@ def test_a_changed_hyperparameter_causes_a_warning_and_can_be_taken(tmp_path, wa
 
 def test_data_without_a_position_are_used_as_they_come_with_a_warning(tmp_path, warnings_logged):
     batches = []
-    run(tmp_path, 10, iter(record_batches(BATCHES, [])))
-    run(tmp_path, 15, iter(record_batches(BATCHES, batches)))
+    run(tmp_path, 10, (batch for batch in BATCHES))
+    run(tmp_path, 15, (batches.append(batch) or batch for batch in BATCHES))
     assert batches[0] is BATCHES[0]
     (warning,) = [text for text in warnings_logged() if "can't be restored" in text]
     words = "after 10 batches", "skippable", "continues with the next batch that the training dataset returns"

@@ -61,9 +61,8 @@ class Experiment:
         saving = jaxloop.CheckpointAction(workdir / "checkpoints", save | at(0), keep=keep)
         self.loop = jaxloop.TrainLoop(self.step, end_actions=[*actions, saving], steps_per_dispatch=fused)
         spec = jaxloop.CheckpointSpec(workdir / "checkpoints")
-        self.outer_loop = jaxloop.OuterLoop(
-            self.loop, checkpoint_spec=spec, workdir=workdir, log_interval=log_interval, skip=skip
-        )
+        options = {"log_interval": log_interval, "skip": skip}
+        self.outer_loop = jaxloop.OuterLoop(self.loop, checkpoint_spec=spec, workdir=workdir, **options)
 
     def __call__(self, dataset, total=100, **options):
         state, _ = self.outer_loop(self.state, dataset, total, **options)
