@@ -125,7 +125,7 @@ class ProgressAction(Action):
 
 
 class _Bar:
-    """Shows progress as a tqdm bar (in notebooks with ipywidgets, as a widget), with log lines above it."""
+    """Shows progress as a tqdm bar (a widget in notebooks with ipywidgets), with log lines above it."""
 
     module = "tqdm.auto"
 

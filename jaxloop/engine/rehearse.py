@@ -137,7 +137,7 @@ class Course:
 
     @functools.cached_property
     def loops(self) -> Calls:
-        """The predicted ends of the loops."""
+        """The points at which loops are predicted to end."""
         return self.calls(1)
 
     @property

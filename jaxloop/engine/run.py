@@ -117,7 +117,7 @@ class Run:
         self.begin(Elapsed())
 
     def begin(self, now: Elapsed) -> None:
-        """Starts counting from the given progress, and forgets all outputs and calls."""
+        """Sets the counters to the given progress, and discards all outputs and the record of earlier calls."""
         self.now: Elapsed = now.without_previous()
         self.loops: int = now.loops
         self.batches: int = 0

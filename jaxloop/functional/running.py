@@ -233,7 +233,7 @@ class TaskLoop(Loop):
     def close(self, failure: BaseException | None) -> None:
         """Finishes the history and closes the actions and the data.
 
-        If an error ended the loop (`failure`), any errors raised while closing are only logged.
+        If an error (`failure`) ended the loop, any errors raised while closing are only logged.
         """
         history, status = self.loop_state.history, self.job.requests.run_status(failure)
         ends = [("the last row", functools.partial(end_row, self.loop_state))]
