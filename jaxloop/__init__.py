@@ -40,6 +40,7 @@ from jaxloop.experiment.extension import Extension as Extension
 from jaxloop.history import History as History
 from jaxloop.metrics import summarize as summarize
 from jaxloop.models import optimizers as optimizers
+from jaxloop.models.ensemble import Ensemble as Ensemble
 from jaxloop.models.export import export as export
 from jaxloop.models.fit import fit as fit
 from jaxloop.models.loss_step import LossStep as LossStep
