@@ -370,6 +370,8 @@ class History:
         last expression in a cell; `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib,
         but doesn't change its backend or settings.
 
+        For a `jaxloop.Ensemble`, each line is the mean of the members, in a band from the smallest to the largest.
+
         Args:
           *names: The values to plot. By default, all numbers except for loop statistics (`jaxloop/...`) are plotted.
           x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
@@ -383,7 +385,8 @@ class History:
         from matplotlib.figure import Figure
 
         numbers = [path for path in self.paths() if not isinstance((self.last(path) or ("",))[-1], str)]
-        of_steps = (path.rpartition(".")[2] for path in numbers if "jaxloop" not in path.split(".")[:2])
+        shown = (path for path in numbers if "jaxloop" not in path.split(".")[:2] and not metrics.is_of_members(path))
+        of_steps = (path.rpartition(".")[2] for path in shown)
         if not (names := names or tuple(of_steps)):
             raise ValueError("There is nothing to plot, because the history has no numbers yet.")
         curves = {name: matching(name, numbers) or [find_path(name, numbers)] for name in names}
@@ -396,6 +399,8 @@ class History:
                 xs, ys = self.collect(x, path)
                 label = path.removesuffix(_dotted(name)).removesuffix(".") or name
                 axes.plot(xs, list(_smoothed(ys, smoothing)), label=label, marker="." if len(xs) < 50 else None)
+                if (low := f"{path}.members.min") in numbers:
+                    axes.fill_between(*self.collect(x, low, f"{path}.members.max"), alpha=0.2)
             if paths != [_dotted(name)]:
                 axes.legend(frameon=False)
             axes.grid(alpha=0.25)

@@ -356,6 +356,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
+def is_of_members(name: str) -> bool:
+    """Returns True for the name of a value that describes the members of a `jaxloop.Ensemble`, not their mean.
+
+    >>> is_of_members("test/loss/members/3"), is_of_members("train.loss.members.max"), is_of_members("loss")
+    (True, True, False)
+    """
+    return ".members." in name.replace("/", ".")
+
+
 def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
     """Returns the result of `summarize`, and the non-scalar outputs of a loop as `MetricWithMetadata` objects.
 

@@ -1,18 +1,21 @@
 """Ensembles: each member is like a single run, and nothing that happens to a member changes the others."""
 
-import functools
+import contextlib
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from programs import ensembles
 from programs.ensembles import Model, batches, sgd, squared_error
 
 import jaxloop
-from jaxloop import every
+from jaxloop import checkpoint, every
+from jaxloop.models.ensemble import MemberMeans
+from jaxloop.runs import comparison
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -46,25 +49,16 @@ def make_step(kind="mlp", *, seed=0, train=True, rate=0.02, cls=jaxloop.LossStep
     return cls(jax.random.key(seed), model, optimizer, train=train, **arguments, **options)
 
 
-def run(step, eval_step, data, *, actions=(), eval_actions=(), state=None, **options):
-    """Trains with an evaluation of ragged batches; returns the state and the history."""
-    state = step.initialize_model([1, 3]) if state is None else state
-    train_loop = jaxloop.TrainLoop(step, end_actions=list(actions), **options)
-    outer_loop = jaxloop.OuterLoop(
-        train_loop, [jaxloop.EvalLoop(eval_step, end_actions=list(eval_actions))], log_interval=every(25)
-    )
-    evaluation = [*batches(2, seed=1), *batches(1, rows=3, seed=2)]
-    spec = jaxloop.EvalSpec(evaluation, interval=every(len(data) // 2), name="test")
-    state, _ = outer_loop(state, data, len(data), eval_specs=[spec])
+EVALUATION = [*batches(2, seed=1), *batches(1, rows=3, seed=2)]
+
+
+def run(step, eval_step, data, *, eval_actions=(), eval_every=None, log_every=25, **options):
+    """Trains with evaluations of ragged batches; returns the state and the history."""
+    eval_loop = jaxloop.EvalLoop(eval_step, end_actions=eval_actions)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, **options), [eval_loop], log_interval=every(log_every))
+    spec = jaxloop.EvalSpec(EVALUATION, interval=every(eval_every or len(data) // 2), name="test")
+    state, _ = outer_loop(step.initialize_model([1, 3]), data, len(data), eval_specs=[spec])
     return state, outer_loop.history
-
-
-@functools.cache
-def shared(policy="ignore"):
-    """Returns an ensemble of four members, its state after some steps, and its history."""
-    ensemble = jaxloop.Ensemble(make_step(), seeds=[3, 4], hyperparams={"learning_rate": [0.02, 0.01]})
-    state, history = run(ensemble, ensemble.for_evaluation(make_step(train=False)), batches(10))
-    return ensemble, state, history
 
 
 def assert_close(one, other):
@@ -141,16 +135,229 @@ def test_the_run_ends_when_all_members_have_diverged():
     assert int(state.step) == 5 and (outputs or {})[jaxloop.STOP_LOOP] and state.frozen.all()
 
 
-def test_members_that_stop_early_are_frozen():
-    ensemble = jaxloop.Ensemble(make_step(), hyperparams={"learning_rate": [0.0, 0.02]})
+def test_a_member_that_stops_early_is_frozen_and_the_run_ends_when_all_are():
+    rates = {"learning_rate": [0.0, 0.02]}
+    ensemble, single = jaxloop.Ensemble(make_step(), hyperparams=rates), make_step(rate=0.02)
+    stopping = ensemble.early_stopping("test/loss", patience=2, min_delta=0.01)
     evaluation = ensemble.for_evaluation(make_step(train=False))
-    start = jax.tree.map(np.array, ensemble.initialize_model([1, 3]))
-    actions = ensemble.early_stopping("test/loss", patience=1)
-    with pytest.raises(TypeError, match="begin_actions"):
-        actions[0](start, None, step_num=1)
-    state, history = run(ensemble, evaluation, batches(4), eval_actions=actions)
-    assert state.frozen.tolist() == [False, False]  # It stopped at the last step.
-    ensemble = jaxloop.Ensemble(make_step(), hyperparams={"learning_rate": [0.0, 0.0]}, seeds=[1, 2], combine="zip")
-    evaluation = ensemble.for_evaluation(make_step(train=False))
-    state, history = run(ensemble, evaluation, batches(60), eval_actions=ensemble.early_stopping("loss", patience=1))
-    assert int(state.step) == 60 and len(history.collect("test.loss")) == 2
+    state, history = run(ensemble, evaluation, batches(60), eval_every=6, eval_actions=stopping)
+    assert 18 < int(state.step) < 60 and state.frozen[0] and not state.diverged.any()
+    early = jaxloop.EarlyStoppingAction("test/loss", patience=2, min_delta=0.01)
+    expected, rows = run(single, make_step(train=False), batches(60), eval_every=6, eval_actions=[early])
+    assert int(expected.step) == int(state.step)
+    assert_close(ensemble.member(state, 1).params, expected.params)
+    assert_close(ensemble.collect(history, "test.loss")[:, 1], np.array(rows.collect("test.loss")))
+    assert len(set(ensemble.collect(history, "test.loss")[:, 0])) == 1  # It still counts in evaluations.
+
+
+# Metrics ------------------------------------------------------------------------------------------------
+
+
+class Reporting(jaxloop.LossStep):
+    def loss(self, outputs, batch):
+        error = squared_error(outputs, batch)
+        image = jaxloop.MetricWithMetadata(jnp.ones([2, 4, 4, 1]) * error[0], jaxloop.MetricType.IMAGE)
+        return error, {"pooled": jaxloop.Weighted(error, batch["x"][:, 0] > 0), "image": image}
+
+
+class Writer:
+    def __init__(self):
+        self.scalars, self.images = {}, {}
+
+    def write_scalars(self, step, scalars):
+        self.scalars |= scalars
+
+    def write_images(self, step, images):
+        self.images |= images
+
+    def flush(self):
+        pass
+
+
+def test_a_metric_has_one_value_per_member(tmp_path):
+    options = {"cls": Reporting, "loss": None}
+    ensemble = jaxloop.Ensemble(make_step(**options), seeds=[3, 4], hyperparams={"learning_rate": [0.02, 0.01]})
+    evaluation, writer, each = ensemble.for_evaluation(make_step(train=False, **options)), Writer(), Writer()
+    summaries = [jaxloop.SummaryAction(writer), jaxloop.SummaryAction(each, members=True)]
+    state, history = run(ensemble, evaluation, batches(10), eval_actions=summaries, log_every=5)
+    single = make_step(train=False, **options)
+    for index in range(4):
+        _, outputs = jaxloop.EvalLoop(single)(ensemble.member(state, index), EVALUATION)
+        for name, value in jaxloop.summarize(outputs).items():
+            if not name.startswith("jaxloop/"):
+                assert ensemble.collect(history, f"test.{name}")[-1, index] == pytest.approx(value, rel=1e-6)
+    values = ensemble.collect(history, "test.loss")
+    assert values.shape == (2, 4)
+    steps, means = history.collect("steps", "test.loss")
+    assert steps == [5, 10] and means == pytest.approx(values.mean(axis=1))
+    assert history.collect("test.loss.members.min") == values.min(axis=1).tolist()
+    assert history.collect("test.loss.members.std") == pytest.approx(values.std(axis=1, ddof=1).tolist())
+    assert ensemble.best(history, "test.loss") == np.argmin(values[-1])
+    assert ensemble.best(history, "test.loss", mode="max") == np.argmax(values[-1])
+    names = {name for name in writer.scalars if not name.startswith("jaxloop/")}
+    spread = {f"{name}/members/{end}" for name in ("loss", "pooled") for end in ("min", "max", "std")}
+    assert names == {"loss", "pooled", *spread}
+    assert {name for name in each.scalars if name[-1].isdigit()} == {
+        f"{name}/members/{index}" for name in ("loss", "pooled") for index in range(4)
+    }
+    assert writer.images["image"].shape == (8, 4, 4, 1)
+    figure = history.plot()
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "pooled"]
+    assert len(figure.axes[0].collections) == 2  # The bands of train and test.
+
+
+def test_means_of_members_are_as_exact_as_in_float64():
+    rng = np.random.default_rng(0)
+    values = (rng.random([4000, 2]) + np.array([0, 1e4])).astype(np.float32)
+    add = jax.jit(lambda one, other: one.merge(other))
+    merged = MemberMeans.empty()
+    for value in values:
+        merged = add(merged, MemberMeans(value, np.zeros(2, np.float32), np.ones(2, np.float32)))
+    expected = values.astype(np.float64).mean(axis=0)
+    found = merged.compute()
+    assert [found["0"], found["1"]] == pytest.approx(expected, rel=1e-12)
+
+
+# States ---------------------------------------------------------------------------------------------------
+
+
+def test_members_are_combinations():
+    rates = {"learning_rate": [0.02, 0.01], "momentum": [0.9, 0.5]}
+    product = jaxloop.Ensemble(make_step(), seeds=[3, 4], hyperparams=rates)
+    assert len(product.members) == 8
+    assert product.members[1] == {"learning_rate": 0.02, "momentum": 0.9, "seed": 4}
+    state = product.initialize_model([1, 3])
+    assert state.opt_state.hyperparams["momentum"].tolist() == pytest.approx([0.9, 0.9, 0.5, 0.5] * 2)
+    zipped = jaxloop.Ensemble(make_step(), seeds=[3, 4], hyperparams=rates, combine="zip")
+    assert [tuple(each.values()) for each in zipped.members] == [(0.02, 0.9, 3), (0.01, 0.5, 4)]
+
+
+def test_keys_are_those_of_a_single_run():
+    model = (lambda key, x: {"w": jax.random.normal(key, [3])}, lambda params, x: x @ params["w"])
+    for key in (jax.random.key(7, impl="rbg"), jax.random.PRNGKey(7)):
+        make = lambda key: jaxloop.LossStep(key, model, train=False, loss=lambda outputs, batch: outputs)
+        found = jaxloop.Ensemble(make(key), seeds=[7]).initialize_model([1, 3]).params["w"][0]
+        assert_same(found, make(key).initialize_model([1, 3]).params["w"])
+    keys = {"params": jax.random.key(0), "noise": jax.random.key(1)}
+    found = jaxloop.Ensemble(make(keys), seeds=[7]).initialize_model([1, 3]).params["w"][0]
+    expected = {name: jax.random.fold_in(key, 7) for name, key in keys.items()}
+    assert_same(found, make(expected).initialize_model([1, 3]).params["w"])
+
+
+def test_a_member_of_a_checkpoint_can_be_loaded_and_used(tmp_path):
+    ensemble, single = jaxloop.Ensemble(make_step(), seeds=range(3)), make_step(train=False)
+    state = ensemble.initialize_model([1, 3])
+    with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
+        writer.save(0, state)
+    assert_same(checkpoint.load_params(tmp_path, member=2), jax.tree.map(lambda leaf: leaf[2], state.params))
+    with pytest.raises(ValueError, match="has 3 members, got member=3"):
+        checkpoint.load_params(tmp_path, member=3)
+    with pytest.raises(ValueError, match="either member or into"):
+        checkpoint.load_params(tmp_path, member=0, into=state.params)
+    with pytest.raises(IndexError, match="The members are 0 to 2, got 3"):
+        ensemble.member(state, 3)
+    restored = ensemble.restore_model(ensemble.initialize_model([1, 3]), tmp_path)
+    assert single.predict(ensemble.member(restored, 1), batches(1)).shape == (8, 1)
+    jaxloop.export(single, ensemble.member(state, 1), [1, 3], tmp_path / "model", platforms=["cpu"])
+
+
+def test_members_on_several_devices_equal_those_on_one_and_do_not_communicate():
+    one = jaxloop.Ensemble(make_step(), seeds=range(8))
+    mesh = jax.make_mesh((4,), ("members",))
+    several = jaxloop.Ensemble(make_step(), seeds=range(8), mesh=mesh)
+    states = []
+    for ensemble in (one, several):
+        evaluation = ensemble.for_evaluation(make_step(train=False))
+        states.append(run(ensemble, evaluation, batches(6))[0])
+    assert_close(states[0].params, states[1].params)
+    assert "members" in str(jax.tree.leaves(states[1].params)[0].sharding.spec)
+    lowered = jax.jit(several.run).lower(states[1], several.begin(states[1], batches(1)[0])[1])
+    text = lowered.compile().as_text()
+    assert "all-gather" not in text and "all-to-all" not in text and "collective-permute" not in text
+    with pytest.raises(ValueError, match="can't be divided evenly"):
+        jaxloop.Ensemble(make_step(), seeds=range(6), mesh=mesh).initialize_model([1, 3])
+
+
+def test_fit_trains_an_ensemble(tmp_path):
+    options = {"loss": squared_error, "optimizer": optax.sgd(0.02), "train_epochs": 2, "progress": None}
+    data = [*batches(3), *batches(1, rows=5)]
+    state, history = jaxloop.fit(Model(), data, EVALUATION, seeds=2, workdir=tmp_path, **options)
+    expected, rows = jaxloop.fit(Model(), data, EVALUATION, seed=1, **options)
+    assert_close(jax.tree.map(lambda leaf: leaf[1], state.params), expected.params)
+    assert history.collect("eval.loss.members.1") == pytest.approx(rows.collect("eval.loss"), rel=1e-5)
+    compared = str(comparison.compare([tmp_path], "eval.loss"))
+    assert f"{min(history.collect('eval.loss')):.4g} ± " in compared
+    report = jaxloop.fit(Model(), data, EVALUATION, seeds=[0, 1], dry_run=True, **options)
+    assert not report.errors, report
+
+
+# Mistakes -----------------------------------------------------------------------------------------------
+
+
+class Ending(jaxloop.LossStep):
+    def end(self, state, outputs):
+        return state, outputs
+
+
+class Beginning(jaxloop.LossStep):
+    def begin(self, state, batch):
+        return super().begin(state.replace(step=state.step), batch)
+
+
+class Holding(jaxloop.LossStep):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.noise_key = jax.random.key(0)
+
+
+def train_once(**options):
+    ensemble = jaxloop.Ensemble(make_step(**options), seeds=[0, 1])
+    ensemble(ensemble.initialize_model([1, 3]), batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxloop.Ensemble(make_step()), "needs seeds, hyperparams or both"),
+        (lambda: jaxloop.Ensemble(make_step(), seeds=[]), "got 0 of 'seed'"),
+        (lambda: jaxloop.Ensemble(make_step(), seeds=[1, 2, 1]), "Two members would be the same run"),
+        (
+            lambda: jaxloop.Ensemble(make_step(), seeds=range(3), hyperparams={"learning_rate": [1]}, combine="zip"),
+            "got 1 of 'learning_rate', 3 of 'seed'",
+        ),
+        (lambda: jaxloop.Ensemble(make_step(), seeds=[1], **{"combine": "grid"}), "'product' or 'zip', got 'grid'"),
+        (lambda: jaxloop.Ensemble(make_step(), seeds=[1], **{"data": "owned"}), "'shared' or 'own', got 'owned'"),
+        (lambda: jaxloop.Ensemble(make_step(cls=Ending), seeds=[1]), "it has its own `end`"),
+        (lambda: jaxloop.Ensemble(make_step(cls=Holding), seeds=[1]), "share the key 'noise_key'"),
+        (
+            lambda: jaxloop.Ensemble(
+                jaxloop.LossStep(jax.random.key(0), Normalized(2, rngs=nnx.Rngs(0)), loss=squared_error), seeds=[1]
+            ),
+            "share the key .* NNX class",
+        ),
+        (lambda: jaxloop.Ensemble(jaxloop.Ensemble(make_step(), seeds=[1]), seeds=[1]), "the step of a single run"),
+        (
+            lambda: jaxloop.Ensemble(make_step(), hyperparams={"decay": [1]}).initialize_model([1, 3]),
+            "must set 'decay' once.*sets learning_rate, momentum",
+        ),
+        (lambda: train_once(cls=Beginning), "`begin` changes the state"),
+        (
+            lambda: jaxloop.Ensemble(make_step(), seeds=[1]).member(make_step().initialize_model([1, 3]), 0),
+            "single run",
+        ),
+        (
+            lambda: jaxloop.Ensemble(make_step(), seeds=[1, 2], data="own").num_examples(batches(1)[0]),
+            r"batch\['x'\] needs a leading axis of 2 members, got float32\[8, 3\]",
+        ),
+        (
+            lambda: jaxloop.Ensemble(
+                make_step(partitioner=jaxloop.DataParallelPartitioner(jax.make_mesh((8,), ("data",)), "data")),
+                seeds=[1],
+            ),
+            "Give the mesh to the Ensemble",
+        ),
+    ],
+)
+def test_mistakes_are_explained(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()

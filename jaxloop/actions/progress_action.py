@@ -215,6 +215,7 @@ class _Results:
             for path, value in sorted(record.items()):
                 group, _, name = path.partition(".")
                 hidden = not name or group in _NOT_EVALUATED or name.startswith("jaxloop")
+                hidden |= metrics.is_of_members(path)
                 if not hidden and not isinstance(value, str):
                     shown = f"{printable(name.replace('.', '/'))} {_number(value)}"
                     results.setdefault((record["steps"], group), []).append(shown)

@@ -44,6 +44,8 @@ class SummaryAction(WriterAction):
       interval: See `Action`.
       prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from that of the
         train loop.
+      members: Whether to write the values of each member of a `jaxloop.Ensemble`, in addition to their mean, minimum,
+        maximum and standard deviation.
       summary_writer: Another name for `writer`.
     """
 
@@ -53,18 +55,20 @@ class SummaryAction(WriterAction):
         interval: int | Schedule = 1,
         *,
         prefix: str = "",
+        members: bool = False,
         summary_writer: Any = None,
     ):
         writer = checks.only_one("SummaryAction", writer=writer, summary_writer=summary_writer)
         super().__init__(writer, interval)
-        self._prefix = prefix
+        self._prefix, self._members = prefix, members
         self._warned: set[str] = set()
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         scalars, media = metrics.scalars_and_media(outputs)
         calls = []
         if scalars:
-            values = {self._prefix + name: value for name, value in scalars.items()}
+            is_left_out = lambda name: not self._members and name[-1].isdigit() and metrics.is_of_members(name)
+            values = {self._prefix + name: value for name, value in scalars.items() if not is_left_out(name)}
             calls.append(Call(self, step_num, "write_scalars", values))
         calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in self._methods]
         self._queue.put(*calls)

@@ -27,6 +27,7 @@ def load_params(
     into: Any = None,
     paths: Mapping[str, str] | None = None,
     ema: bool = False,
+    member: int | None = None,
 ) -> Any:
     """Loads only the parameters from a checkpoint or a safetensors file.
 
@@ -59,6 +60,8 @@ def load_params(
         unchanged. If None, every leaf of `into` is loaded from the same path.
       ema: Whether to load the parameters' moving average (from `LossStep(ema=...)` or `jaxloop.optimizers.ema`) instead
         of the parameters themselves.
+      member: The index of the member to load from a checkpoint of a `jaxloop.Ensemble`. This can't be combined with
+        `into`.
 
     Returns:
       The parameters, with the structure of `into`.
@@ -70,6 +73,16 @@ def load_params(
         shape or dtype, if a pattern matches no leaf, or if a safetensors file is damaged. The message lists the leaves
         that differ.
     """
+    if member is not None:
+        if into is not None:
+            raise ValueError(
+                "load_params takes either member or into. Without into, it returns nested dicts of arrays."
+            )
+        params = load_params(directory, step, paths=paths, ema=ema)
+        number = min(np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in jax.tree.leaves(params))
+        if member not in range(number):
+            raise ValueError(f"{directory} has {number} members, got member={member}.")
+        return jax.tree.map(lambda leaf: leaf[member], params)
     if not is_safetensors(directory):
         return _load(directory, step, lambda opened: _load_part(opened, _saved_params(opened, ema), into, paths))
     if ema or step != "newest":

@@ -24,6 +24,7 @@ from jaxloop.base.text import suggests
 from jaxloop.data.sources import pass_of
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.experiment.specs import CheckpointSpec, EvalSpec
+from jaxloop.models.ensemble import Ensemble
 from jaxloop.models.loss_step import LossFn, LossStep
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.schedules import Schedule, every, last
@@ -62,6 +63,7 @@ def fit(
     partitioner: partition.Partitioner | None = None,
     progress: str | bool | None = "auto",
     seed: int = 0,
+    seeds: int | Sequence[int] | None = None,
     steps_per_dispatch: int = 1,
     actions: Sequence[Action] = (),
     dry_run: bool = False,
@@ -126,6 +128,8 @@ def fit(
         device is used.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for parameter initialization and dropout.
+      seeds: The seeds of a `jaxloop.Ensemble`, which trains one model per seed in one dispatch, or their number. The
+        state and the history are those of the ensemble.
       steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: Whether to check the arguments instead of training. If True, `fit` doesn't allocate memory for the state,
@@ -165,9 +169,11 @@ def fit(
     options["params_to_evaluate"] = params_to_evaluate
     make_step = functools.partial(LossStep, jax.random.key(seed), model, optimizer, partitioner, **options)
     step = make_step(train=True, batch_size=checks.num_examples(passes.first()))
-    step_for_eval = make_step(use_ema=ema is not None)
-    make_state = step.abstract_state if dry_run else step.initialize_model
-    state = make_state(step.input_spec(passes.first()))
+    step_for_eval, spec = make_step(use_ema=ema is not None), step.input_spec(passes.first())
+    if seeds is not None:
+        step = Ensemble(step, seeds=range(seeds) if isinstance(seeds, int) else seeds)
+        step_for_eval = step.for_evaluation(step_for_eval)
+    state = (step.abstract_state if dry_run else step.initialize_model)(spec)
     monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
 
     rows, saves = _schedule("log_interval", log_interval), every(loops=1) | last()

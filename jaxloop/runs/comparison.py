@@ -24,8 +24,9 @@ class Comparison:
       by: The path of the metric in the history.
       mode: "max" if larger values are better, or "min" if smaller values are better.
       runs: One dict per run. Its keys are `workdir`, `best` (the best value), `step` (the step at which that value was
-        reached), `secs` (the wall time in seconds), `productive` (the fraction of that time spent on new steps) and
-        `notes`. `best` and `step` are None if the metric was never finite.
+        reached), `std` (the standard deviation of the members of a `jaxloop.Ensemble`, or None), `secs` (the wall time
+        in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and `step` are None
+        if the metric was never finite.
     """
 
     by: str
@@ -38,7 +39,8 @@ class Comparison:
         rows = [
             [
                 run["workdir"],
-                "" if run["best"] is None else f"{run['best']:.4g}",
+                ("" if run["best"] is None else f"{run['best']:.4g}")
+                + ("" if run["std"] is None else f" ± {run['std']:.2g}"),
                 "" if run["step"] is None else f"{run['step']:,}",
                 duration(run["secs"]),
                 f"{run['productive']:.0%}",
@@ -75,24 +77,28 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
 def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
     attempts = run_log.read(workdir)
     spent = accounts.of_attempts(attempts)
-    best, step = _best(workdir, monitor)
+    best, step, std = _best(workdir, monitor)
     return {
         "workdir": os.fspath(workdir),
         "best": best,
         "step": step,
+        "std": std,
         "secs": spent.total,
         "productive": spent.parts.get("productive", 0.0) / max(spent.total, 1e-9),
         "notes": attempts[-1].described.get("notes", {}),
     }
 
 
-def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None]:
-    """Returns a metric's best finite value in a history, and the first step at which that value was reached."""
+def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None, float | None]:
+    """Returns a metric's best finite value, the first step with that value, and the deviation of an ensemble there."""
     name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
     history = run_log.read_history(workdir)
     pairs = zip(*history.collect(name, "steps"), strict=True) if name in history.paths() else ()
     finite = [(value, step) for value, step in pairs if isinstance(value, int | float) and math.isfinite(value)]
-    return min(finite, key=lambda pair: sign * pair[0], default=(None, None))
+    best, step = min(finite, key=lambda pair: sign * pair[0], default=(None, None))
+    spread = f"{name}.members.std"
+    stds = dict(zip(*history.collect("steps", spread), strict=True)) if spread in history.paths() else {}
+    return best, step, stds.get(step)
 
 
 def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:
