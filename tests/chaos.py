@@ -46,6 +46,7 @@ from absl import logging
 from programs import (
     copies,
     directories,
+    ensembles,
     hanging,
     launching,
     pipelines,
@@ -432,6 +433,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "long": run_many_steps,
     "pipeline": pipelines.run,
     "copies": copies.resume_from_each,
+    "ensemble": ensembles.run,
     "spikes": spikes.run,
     "without_spikes": spikes.without,
 }
@@ -841,6 +843,29 @@ def event_files(arena: Arena, count: int, seed: int, per_run: int = 4) -> Result
         yield len(kills), [f"{api}, killed at {kills}: {name}: {found.get(name)}" for name in names]
 
 
+def ensemble(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
+    """Kills an ensemble at random moments, mostly after the first step, and resumes it."""
+    rng, killed, options = random.Random(seed), 0, {"total": ensembles.NUM_STEPS, "pace": 0.02}
+    reference = arena.reference(options, "ensemble", begins="step")
+    while killed < count:
+        directory, kills, code = arena.new_directory("ensemble"), 0, -signal.SIGKILL
+        while code == -signal.SIGKILL and kills < min(per_run, count - killed):
+            child = arena.server.start(directory, "ensemble", **options)
+            if rng.random() < 0.75:
+                child.wait_for("step")
+            time.sleep(rng.uniform(0, 0.6 * reference.secs))
+            child.send(signal.SIGKILL)
+            code = child.wait()
+            kills += code == -signal.SIGKILL
+        child = arena.server.start(directory, "ensemble", **options)
+        if child.wait() != 0:
+            problems = [f"the last run failed: {child.tail}"]
+        else:
+            problems = [f"{name} differs" for name, value in reference.result.items() if child.result()[name] != value]
+        killed += kills
+        yield kills, problems
+
+
 def trackers(arena: Arena, count: int, seed: int) -> Results:
     """Kills runs at random moments. In the end, each installed tracker must show the points of the history."""
     for number, tracker in enumerate(TRACKERS):
@@ -1064,6 +1089,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Results], int]] = {
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),
     "stuck": (stuck, 8),
+    "ensemble": (ensemble, 20),
     "event_files": (event_files, 12),
     "transformer": (transformer, 1),
 }

@@ -316,6 +316,11 @@ def thumbnails():
     picture = new("sweep")
     for k, color in enumerate((BLUE, GREEN, ORANGE)):
         curve(picture, [(20 + 5 * i, 80 - (56 - 14 * k) * (1 - math.exp(-i / (6 + 5 * k)))) for i in range(41)], color)
+    picture = new("ensemble")
+    for i in range(12):
+        x, y, deviation = 32 + 16 * i, 22 + 0.1 * (6.5 - i) ** 4 / 2, 4 + abs(6 - i)
+        curve(picture, [(x, min(y, 78) - deviation), (x, min(y, 78) + deviation)], SLATE, width=1)
+        picture.dot(x, min(y, 78), BLUE, 3)
     picture = new("torch_dataloader")
     for k in range(3):
         picture.rectangle(30, 14 + 26 * k, 52, 18, SLATE, 0.3)
@@ -471,7 +476,7 @@ def recipe_plots():
     savefig = matplotlib.figure.Figure.savefig
     figures = []
     keep = lambda figure, *args, **kwargs: figures.append(figure)
-    for name in ("sweep", "vae"):
+    for name in ("sweep", "ensemble", "vae"):
         with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory), plt.rc_context(plot_settings()):
             matplotlib.figure.Figure.savefig = keep
             try:

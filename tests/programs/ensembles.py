@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import time
 
 import flax.linen as nn
 import jax
@@ -39,16 +40,21 @@ def sgd(rate=0.1):
 class Report(actions.Action):
     uses_outputs = False
 
-    def __init__(self, report):
+    def __init__(self, report, pace):
         super().__init__(every(1))
-        self._report = report
+        self._report, self._pace = report, pace
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
         self._report("step", step_num)
+        time.sleep(self._pace)
 
 
-def run(directory, report=lambda place, number: None, *, total=NUM_STEPS):
-    """Runs or resumes the experiment. One member diverges, and others stop early."""
+def run(directory, report=lambda place, number: None, *, total=NUM_STEPS, pace=0.0):
+    """Runs or resumes the experiment. Two members diverge, and others stop early.
+
+    Args:
+      pace: The minimum number of seconds per step.
+    """
     directory, key = pathlib.Path(directory), jax.random.key(0)
     step = jaxloop.LossStep(key, Model(), sgd(), train=True, loss=squared_error)
     eval_step = jaxloop.LossStep(key, Model(), loss=squared_error)
@@ -57,7 +63,7 @@ def run(directory, report=lambda place, number: None, *, total=NUM_STEPS):
     stopping = ensemble.early_stopping("loss", patience=2, min_delta=0.01)
     save = actions.CheckpointAction(directory / "checkpoints", every(SAVE), keep=2)
     outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(ensemble, end_actions=[save, Report(report)], nan_policy="skip"),
+        jaxloop.TrainLoop(ensemble, end_actions=[save, Report(report, pace)], nan_policy="skip"),
         [jaxloop.EvalLoop(ensemble.for_evaluation(eval_step), end_actions=stopping)],
         jaxloop.CheckpointSpec(directory / "checkpoints"),
         workdir=directory,
