@@ -78,7 +78,7 @@ BUDGET = {
     "outer_loop": 328,
     "partition": 491,
     "processes": 505,
-    "runs": 1054,
+    "runs": 1053,
     "schedules": 262,
     "stat_loop": 99,
     "step": 1154,

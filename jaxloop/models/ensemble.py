@@ -44,20 +44,24 @@ class _EnsembleRunner(Runner):
     def filler(self) -> Any:
         return self.step._step._runner.filler()
 
-    def ready_batch(self, batch: types.Batch, state: Any = None) -> _Given | None:
+    def ready_batch(self, batch: types.Batch) -> tuple[_Given, int] | None:
+        given = self.prepared(batch)
+        return given and (given, int(given.num_examples[0]))
+
+    def prepared(self, batch: types.Batch, state: Any = None) -> _Given | None:
+        """Passes the batch of each member through the step's hooks. Returns None if these need the state."""
         ensemble, runner = self.step, self.step._step._runner
         ready, parts = [], self.parts(batch)
         for part in parts:
-            found = runner.ready_batch(part) if runner.has_own("begin") else runner.preprocessed(part)
+            found = runner.ready_batch(part) if runner.has_own("begin") else [runner.preprocessed(part)]
             if found is None and state is None:
                 return None
             if found is None:
-                is_abstract = isinstance(state.step, jax.ShapeDtypeStruct)
-                member = jax.eval_shape(self._first, state) if is_abstract else self._first(state)
-                new, found = runner.before_run(member, part)
+                member = self._first(state) if isinstance(state.step, jax.Array) else self._first.eval_shape(state)
+                new, *found = runner.before_run(member, part)
                 if new is not member:
                     raise ValueError(f"An Ensemble can't run {runner.step!r}, because its `begin` changes the state.")
-            ready.append(found)
+            ready.append(found[0])
         numbers = np.broadcast_to(np.array([*map(runner.count_examples, parts)], np.float32), len(ensemble.members))
         # The actions of a run that is over don't stop members of the next run.
         stopped = [each.stopped and not each._is_over for each in ensemble._stopping] or [False] * len(numbers)
@@ -196,8 +200,7 @@ class Ensemble(Step):
         return _state_class(type(state))(**fields, frozen=none, diverged=none)
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        runner: Any = self._runner
-        return state, runner.ready_batch(batch, state)
+        return state, self._runner.prepared(batch, state)  # pyright: ignore[reportAttributeAccessIssue]
 
     def num_examples(self, batch: types.Batch) -> int:
         return self._step._runner.count_examples(self._runner.parts(batch)[0])  # pyright: ignore
@@ -217,9 +220,8 @@ class Ensemble(Step):
             return state, reported
         if skips or self._stopping:
             reported |= {"frozen": frozen.sum(dtype=jnp.float32), types.STOP_LOOP: frozen.all()}
-        diverged = state.diverged | (frozen & ~was_frozen)
-        fields = {**vars(members), "step": members.step[0], "frozen": frozen, "diverged": diverged}
-        return state.replace(**fields), reported
+        changed = {"frozen": frozen, "diverged": state.diverged | (frozen & ~was_frozen), "step": members.step[0]}
+        return state.replace(**vars(members) | changed), reported
 
     def _run_member(self, step_num: Any, skips: bool, member: Any, key: Any, batch: Any, is_frozen: Any) -> Any:
         """Returns the new state of one member, its outputs, and whether it is frozen."""
