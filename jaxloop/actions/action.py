@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxloop import types
 from jaxloop.base import checks
-from jaxloop.schedules import Schedule
+from jaxloop.schedules import Elapsed, Schedule
 
 # The keyword arguments that a loop passes to its actions.
 _CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot")
@@ -188,3 +188,25 @@ def check_state_dict(action: Action, names: Iterable[str], state_dict: Mapping[s
             f"{action!r} expects {remembered} in its state_dict, got {sorted(state_dict)}. Was it saved by a different "
             "action?"
         )
+
+
+def as_action(action: Any) -> Action:
+    """Returns the given object unchanged, or raises a `TypeError` if it isn't an `Action`."""
+    if not isinstance(action, Action):
+        raise TypeError(f"An action must be a jaxloop.Action, got {action!r}. Write a subclass.")
+    return action
+
+
+def is_due(action: Action, count: int, elapsed: Elapsed) -> bool:
+    """Returns True if a step's action is due at the end of the `count`-th step of a loop."""
+    interval = action.interval
+    return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
+
+
+def call_action(action: Action, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
+    """Calls an action. If it raises an exception, adds a note that names the action and the step."""
+    try:
+        action(state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
+    except BaseException as error:
+        error.add_note(f"in {action!r}, after step {elapsed.steps}")
+        raise

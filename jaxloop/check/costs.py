@@ -90,7 +90,7 @@ def moved_to(step: Step, devices: Sequence[Any]) -> Step:
     """Returns a copy of a step that can be compiled for other devices; see `Partitioner.moved_to`."""
     moved, runner = copy.copy(step), step._runner
     moved._partitioner = step.partitioner.moved_to(devices)
-    moved._runner = type(runner)(moved, Step, *(each.actions for each in runner.action_lists))
+    moved._runner = type(runner)(moved, Step, *runner.action_lists)
     moved._runner.programs.jit_kwargs = runner.programs.jit_kwargs
     return moved
 

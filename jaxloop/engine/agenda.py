@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple, final
 from absl import logging
 
 from jaxloop import metrics, types
-from jaxloop.actions.action import Action
-from jaxloop.actions.action_list import as_action
+from jaxloop.actions.action import Action, as_action, call_action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import encoding
 from jaxloop.base.timing import Spent, Stopwatch
@@ -223,11 +222,7 @@ class ActionItem(Item):
 
     def call(self, moment: Moment) -> bool:
         state, now, outputs, spent = moment
-        try:
-            self.action(state, outputs, step_num=now.steps, elapsed=now, spent=spent, **self.context)
-        except BaseException as error:
-            error.add_note(f"in {self.action!r}, after step {now.steps}")
-            raise
+        call_action(self.action, state, outputs, now, spent=spent, **self.context)
         return True
 
     def state_dict(self) -> Mapping[str, Any]:

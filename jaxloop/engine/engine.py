@@ -87,8 +87,8 @@ class Engine:
                 item.reset(spent, position)
         for item in (*self.actions.begin, *self.actions.end):
             item.context = self.plan.context
-        lists = self._loop.step._runner.action_lists
-        of_step = [ActionItem(action, {}, Rank.ELSEWHERE) for each in lists for action in each.actions]
+        step = self._loop.step
+        of_step = [ActionItem(action, {}, Rank.ELSEWHERE) for action in (*step.begin_actions, *step.end_actions)]
         items = [*self.plan.items, *self.actions.begin, *self.actions.end, *of_step]
         agenda.items = sorted(items, key=operator.attrgetter("rank"))
         agenda.begin_call()

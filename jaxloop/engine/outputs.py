@@ -170,8 +170,9 @@ class Pending:
             self.send()
         taken = self._queue[:number]
         if taken:
+            read = metrics.fetch if number is None or not metrics.is_on_cpu() else metrics.view
             with self.in_flight.waiting():
-                values = metrics.fetch([each.groups if isinstance(each, Chunk) else each.sums for each in taken])
+                values = read([each.groups if isinstance(each, Chunk) else each.sums for each in taken])
             pairs = zip(taken, values, strict=True)
             taken = [each._replace(groups=found) if isinstance(each, Chunk) else Cut(found) for each, found in pairs]
             self.num_steps -= sum([len(each.examples) for each in taken if isinstance(each, Chunk)])

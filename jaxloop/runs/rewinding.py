@@ -185,17 +185,14 @@ def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
 @contextlib.contextmanager
 def _muted(loop: Any, row: Recorder) -> Iterator[None]:
     """Returns a context manager that disables all actions of a loop and its step, but lets `row` add history rows."""
-    engine, lists = loop.engine, loop.step._runner.action_lists
-    own, actions = engine.actions, [each.actions for each in lists]
+    engine, runner = loop.engine, loop.step._runner
+    of_loop, of_step = engine.actions, runner.action_lists
     engine.run.agenda.items, engine.actions = [row], LoopActions()
-    for each in lists:
-        each.actions = ()
+    runner.action_lists = (), ()
     try:
         yield
     finally:
-        engine.actions = own
-        for each, before in zip(lists, actions, strict=True):
-            each.actions = before
+        engine.actions, runner.action_lists = of_loop, of_step
 
 
 def _verified(rows: Iterable[Row], past: History) -> int:

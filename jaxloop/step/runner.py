@@ -14,10 +14,9 @@ import numpy as np
 from absl import logging
 
 from jaxloop import metrics, types
-from jaxloop.actions.action import Action
-from jaxloop.actions.action_list import ActionList
+from jaxloop.actions.action import Action, as_action, call_action, is_due
 from jaxloop.base import checks
-from jaxloop.schedules import Elapsed
+from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.step import forward, nonfinite
 from jaxloop.step.compiled import Programs
 
@@ -43,7 +42,7 @@ class Runner:
       batch_watch: The object that checks training batches before they are passed to `run`, and counts their rows.
       programs: The compiled versions of `run`.
       states: The object that prepares states and remembers the last state that the step returned.
-      action_lists: The begin actions and the end actions.
+      action_lists: The begin actions and the end actions, in the order in which they are called.
       has_schedules: True if any of the step's actions has a schedule as its interval.
     """
 
@@ -57,8 +56,9 @@ class Runner:
         self.batch_watch: checks.BatchWatch = self.watch_class()
         self.programs: Programs = Programs(step, self.batch_watch)
         self.states: States = States(step)
-        self.action_lists: tuple[ActionList, ActionList] = (ActionList(begin_actions), ActionList(end_actions))
-        self.has_schedules: bool = any(each.has_schedules for each in self.action_lists)
+        begin, end = (tuple(map(as_action, actions or ())) for actions in (begin_actions, end_actions))
+        self.action_lists: tuple[Sequence[Action], Sequence[Action]] = begin, end
+        self.has_schedules: bool = any(isinstance(action.interval, Schedule) for action in (*begin, *end))
         self._has_warned_of_count = False
 
     def has_own(self, name: str) -> bool:
@@ -78,7 +78,7 @@ class Runner:
                 return f"it has its own `{name}`, which is called after each step"
         if checks.is_user_defined(self.step, "shard_batch"):
             return "it has its own `shard_batch`, which places one batch"
-        if any(each.actions for each in self.action_lists):
+        if any(self.action_lists):
             return "it has actions, which are called for each step; move them to the loop, with a schedule"
         return None
 
@@ -145,7 +145,7 @@ class Runner:
           elapsed: The progress of the run after this step.
         """
         state, batch = self.before_run(state, batch)
-        _call_actions(self.action_lists[0], state, None, number, elapsed)
+        _call_due(self.action_lists[0], state, None, number, elapsed)
         return state, batch
 
     # `run` ---------------------------------------------------------------------------------------
@@ -213,15 +213,15 @@ class Runner:
                 result = self.step.end(state, outputs)
             state, outputs = checks.check_result(result, f"{type(self.step).__name__}.end")
             outputs = _copy_donated(outputs, state)
-        _call_actions(self.action_lists[1], state, outputs, number, elapsed)
+        _call_due(self.action_lists[1], state, outputs, number, elapsed)
         return state, outputs
 
 
-def _call_actions(actions: ActionList, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> None:
-    for index in range(len(actions.actions)):
-        if actions.is_due(index, number + 1, elapsed):
+def _call_due(actions: Sequence[Action], state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> None:
+    for action in actions:
+        if is_due(action, number + 1, elapsed):
             step_num = int(metrics.fetch(getattr(state, "step", 0)))
-            actions.call(index, state, outputs, dataclasses.replace(elapsed, steps=step_num))
+            call_action(action, state, outputs, dataclasses.replace(elapsed, steps=step_num))
 
 
 def _copy_donated(outputs: types.Output, state: Any) -> types.Output:

@@ -545,12 +545,12 @@ class Step:
     @property
     def begin_actions(self) -> Sequence[Action]:
         """The actions that are called before `run`."""
-        return self._runner.action_lists[0].actions
+        return self._runner.action_lists[0]
 
     @property
     def end_actions(self) -> Sequence[Action]:
         """The actions that are called after `end`."""
-        return self._runner.action_lists[1].actions
+        return self._runner.action_lists[1]
 
 
 class NumpyStep(Step):
