@@ -1,5 +1,6 @@
 """Non-finite values are found in the compiled step, named, and kept out of checkpoints."""
 
+import itertools
 import signal
 
 import jax
@@ -39,7 +40,8 @@ def make(devices, data_parallel):
 
 def batches(number, bad=()):
     """Returns batches, of which those for the steps in `bad` contain a NaN."""
-    made = [{**jax.tree.map(np.copy, batch), "divisor": np.ones(8, np.float32)} for batch in tiny.BATCHES[:number]]
+    copied = map(lambda batch: jax.tree.map(np.copy, batch), itertools.islice(itertools.cycle(tiny.BATCHES), number))
+    made = [{**batch, "divisor": np.ones(8, np.float32)} for batch in copied]
     for step_num in bad:
         made[step_num - 1]["x"][0, 0] = np.nan
     return made
