@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks import gpu, lineup, moments, workloads
+from benchmarks import ensembles, gpu, lineup, moments, workloads
 from benchmarks.rounds import Comparison, compare
 
-MOMENTS, GPU = "moments", "gpu"
-NAMES = (*workloads.NAMES, MOMENTS, GPU)
+MOMENTS, ENSEMBLES, GPU = "moments", "ensembles", "gpu"
+NAMES = (*workloads.NAMES, MOMENTS, ENSEMBLES, GPU)
 
 NUM_ROUNDS = {"W0": 12, "W1": 12, "W2": 8, "W3": 8, "W4": 8}
 
@@ -55,6 +55,8 @@ def measure_here(name: str, num_rounds: int | None, num_steps: int | None, num_d
         return gpu.compare_all()
     if name == MOMENTS:
         return [moment() for moment in moments.MOMENTS.values()]
+    if name == ENSEMBLES:
+        return [ensembles.compare_members(each) for each in ensembles.NUM_STEPS]
     workload = workloads.workload(name, num_devices)
     return [compare(workload, lineup.contestants_for(workload), num_rounds or NUM_ROUNDS[name], num_steps)]
 

@@ -15,7 +15,6 @@ from programs.ensembles import Model, batches, sgd, squared_error
 
 import jaxloop
 from jaxloop import checkpoint, every
-from jaxloop.models.ensemble import MemberMeans
 from jaxloop.runs import comparison
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -82,23 +81,21 @@ def test_a_member_equals_the_single_run(kind):
     fused = {"steps_per_dispatch": 25}
     state, history = run(ensemble, ensemble.for_evaluation(make_step(kind, train=False)), batches(200), **fused)
     assert state.step.shape == () and int(state.step) == 200
-    for index in (0, 6):
-        seed, rate = ensemble.members[index]["seed"], ensemble.members[index]["learning_rate"]
-        single = make_step(kind, seed=seed, rate=rate)
-        expected, rows = run(single, make_step(kind, seed=seed, train=False), batches(200), **fused)
-        found = ensemble.member(state, index)
-        assert type(found) is type(expected)
-        assert_close(found.params, expected.params)
-        assert_close(found.batch_stats, expected.batch_stats)
-        for name in ("train.loss", "test.loss"):
-            assert_close(ensemble.collect(history, name)[:, index], np.array(rows.collect(name)))
+    seed, rate = ensemble.members[6]["seed"], ensemble.members[6]["learning_rate"]
+    single, single_eval = make_step(kind, seed=seed, rate=rate), make_step(kind, seed=seed, train=False)
+    expected, rows = run(single, single_eval, batches(200), **fused)
+    found = ensemble.member(state, 6)
+    assert type(found) is type(expected)
+    assert_close((found.params, found.batch_stats), (expected.params, expected.batch_stats))
+    for name in ("train.loss", "test.loss"):
+        assert_close(ensemble.collect(history, name)[:, 6], np.array(rows.collect(name)))
 
 
 def test_a_resumed_ensemble_equals_an_uninterrupted_one(tmp_path):
-    whole = ensembles.run(tmp_path / "whole")
+    whole = ensembles.run(tmp_path / "whole", save=12)
     assert whole["frozen"][4:] == [True, True] and any(whole["frozen"][:4])  # Some diverged, others stopped early.
-    ensembles.run(tmp_path / "resumed", total=26)
-    assert ensembles.run(tmp_path / "resumed") == whole
+    ensembles.run(tmp_path / "resumed", save=12, total=26)
+    assert ensembles.run(tmp_path / "resumed", save=12) == whole
 
 
 def own_batches(number, members=8):
@@ -207,16 +204,24 @@ def test_a_metric_has_one_value_per_member(tmp_path):
     assert len(figure.axes[0].collections) == 2  # The bands of train and test.
 
 
+class Batches(jaxloop.Step):
+    """Reports the sum of each batch."""
+
+    def make_state(self, spec=None, **init_kwargs):
+        return jaxloop.TrainState.create(apply_fn=None, params={"w": jnp.zeros(1)}, tx=optax.identity())
+
+    def run(self, state, batch):
+        return state, {"sum": batch["x"].sum()}
+
+
 def test_means_of_members_are_as_exact_as_in_float64():
-    rng = np.random.default_rng(0)
-    values = (rng.random([4000, 2]) + np.array([0, 1e4])).astype(np.float32)
-    add = jax.jit(lambda one, other: one.merge(other))
-    merged = MemberMeans.empty()
-    for value in values:
-        merged = add(merged, MemberMeans(value, np.zeros(2, np.float32), np.ones(2, np.float32)))
+    values = (1e4 + np.random.default_rng(0).random([1000, 2])).astype(np.float32)
+    ensemble = jaxloop.Ensemble(Batches(jax.random.key(0), None), seeds=[0, 1], data="own")
+    state, data = ensemble.initialize_model(), [{"x": each[:, None]} for each in values]
+    _, outputs = jaxloop.EvalLoop(ensemble)(state, data)
+    means = jaxloop.summarize(outputs)
     expected = values.astype(np.float64).mean(axis=0)
-    found = merged.compute()
-    assert [found["0"], found["1"]] == pytest.approx(expected, rel=1e-12)
+    assert [means["sum/members/0"], means["sum/members/1"]] == pytest.approx(expected, rel=1e-12)
 
 
 # States ---------------------------------------------------------------------------------------------------

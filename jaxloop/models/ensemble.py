@@ -50,8 +50,7 @@ class _EnsembleRunner(Runner):
 
     def prepared(self, batch: types.Batch, state: Any = None) -> _Given | None:
         """Passes the batch of each member through the step's hooks. Returns None if these need the state."""
-        ensemble, runner = self.step, self.step._step._runner
-        ready, parts = [], self.parts(batch)
+        runner, ready, parts = self.step._step._runner, [], self.parts(batch)
         for part in parts:
             found = runner.ready_batch(part) if runner.has_own("begin") else [runner.preprocessed(part)]
             if found is None and state is None:
@@ -62,11 +61,12 @@ class _EnsembleRunner(Runner):
                 if new is not member:
                     raise ValueError(f"An Ensemble can't run {runner.step!r}, because its `begin` changes the state.")
             ready.append(found[0])
-        numbers = np.broadcast_to(np.array([*map(runner.count_examples, parts)], np.float32), len(ensemble.members))
+        numbers = tuple(map(runner.count_examples, parts)) * (len(self.step.members) // len(parts))
         # The actions of a run that is over don't stop members of the next run.
-        stopped = [each.stopped and not each._is_over for each in ensemble._stopping] or [False] * len(numbers)
-        whole = jax.tree.map(lambda *leaves: np.stack(leaves), *ready) if ensemble._should_shard_batch else ready[0]
-        return _Given(whole, numbers, np.array(stopped))
+        stopped = [each.stopped and not each._is_over for each in self.step._stopping] or [False] * len(numbers)
+        is_own = self.step._should_shard_batch
+        whole = jax.tree.map(lambda *leaves: np.stack(leaves), *ready) if is_own else ready[0]
+        return _Given(whole, _float_array(numbers), _bool_array(tuple(stopped)))
 
     def parts(self, batch: types.Batch) -> list[types.Batch]:
         """Returns the batch of each member, or a list with the only batch if the members share it."""
@@ -203,6 +203,8 @@ class Ensemble(Step):
         return state, self._runner.prepared(batch, state)  # pyright: ignore[reportAttributeAccessIssue]
 
     def num_examples(self, batch: types.Batch) -> int:
+        if isinstance(batch, _Given):
+            return int(batch.num_examples[0])
         return self._step._runner.count_examples(self._runner.parts(batch)[0])  # pyright: ignore
 
     def begin_evaluation(self) -> None:
@@ -299,42 +301,31 @@ class Ensemble(Step):
             step._base_prng, step._init_fn = before
 
 
-@final
 @struct.dataclass
-class MemberMeans:
+class _MemberMeans:
     """The weighted means of a value, one per member, as a metric with `merge` and `compute`.
 
     The means are as exact as those that are computed in float64 on the host.
 
-    >>> one, other = MemberMeans(np.array([1.0, 8.0]), 0.0, np.array([2.0, 2.0])), MemberMeans.empty()
-    >>> {name: float(value) for name, value in one.merge(other).compute().items()}
-    {'0': 0.5, '1': 4.0, 'min': 0.5, 'max': 4.0, 'std': 2.4748737341529163}
-
     Attributes:
-      total: The weighted sums of the values.
-      rest: The rounding errors of these sums.
-      weight: The sums of the weights.
+      sums: An array of shape `[3, members]`: the weighted sums, their rounding errors, and the sums of the weights.
     """
 
-    total: Any
-    rest: Any
-    weight: Any
+    sums: Any
 
     @classmethod
-    def empty(cls) -> "MemberMeans":
-        """Returns the means of nothing."""
-        return cls(0.0, 0.0, 0.0)
+    def empty(cls) -> "_MemberMeans":
+        return cls(np.zeros([3, 1], np.float32))
 
-    def merge(self, other: "MemberMeans") -> "MemberMeans":
+    def merge(self, other: "_MemberMeans") -> "_MemberMeans":
         """Adds the sums, and their rounding error (Knuth's 2Sum)."""
-        total = self.total + other.total
-        added = total - self.total
-        error = (self.total - (total - added)) + (other.total - added)
-        return MemberMeans(total, self.rest + other.rest + error, self.weight + other.weight)
+        sums, one, two = self.sums + other.sums, self.sums[0], other.sums[0]
+        added = sums[0] - one
+        return _MemberMeans(jnp.asarray(sums).at[1].add((one - (sums[0] - added)) + (two - added)))
 
     def compute(self) -> dict[str, np.float64]:
         """Returns the mean of each member whose weight isn't 0, and the smallest, the largest and the deviation."""
-        total, rest, weight = (np.asarray(leaf, np.float64) for leaf in fetch((self.total, self.rest, self.weight)))
+        total, rest, weight = np.asarray(fetch(self.sums), np.float64)
         measured = np.flatnonzero(weight)
         means = (total + rest)[measured] / weight[measured]
         spread = {"min": means.min(), "max": means.max(), "std": means.std(ddof=1)} if len(means) > 1 else {}
@@ -354,6 +345,11 @@ class _MemberStopping(EarlyStoppingAction):
             super().__call__(state, outputs if outputs is None else dict(summarize(outputs)), **kwargs)
         if outputs is not None and all(is_frozen | [each.stopped for each in self._actions]):
             outputs[types.STOP_LOOP] = True
+
+
+# The steps of a run share these arrays.
+_float_array = functools.lru_cache(functools.partial(np.array, dtype=np.float32))
+_bool_array = functools.lru_cache(functools.partial(np.array, dtype=bool))
 
 
 @functools.cache
@@ -376,7 +372,7 @@ def _of_members(name: str, value: Any, num_examples: jax.Array) -> dict[str, Any
     mean = mean.astype(jnp.promote_types(mean.dtype, jnp.float32))
     weight = jnp.where(num_examples == 0, 0, value.weight) if isinstance(value, types.Weighted) else num_examples
     weight = weight.astype(mean.dtype)
-    means = MemberMeans(jnp.where(weight == 0, 0, mean * weight), jnp.zeros_like(mean), weight)
+    means = _MemberMeans(jnp.stack([jnp.where(weight == 0, 0, mean * weight), jnp.zeros_like(mean), weight]))
     return {name: types.Weighted(mean, weight), f"{name}/members": means}
 
 

@@ -13,7 +13,7 @@ from programs.whole_run import digests
 import jaxloop
 from jaxloop import actions, every
 
-NUM_STEPS, SAVE = 60, 4
+NUM_STEPS = 60
 
 
 def batches(number, rows=8, seed=0):
@@ -49,10 +49,11 @@ class Report(actions.Action):
         time.sleep(self._pace)
 
 
-def run(directory, report=lambda place, number: None, *, total=NUM_STEPS, pace=0.0):
+def run(directory, report=lambda place, number: None, *, total=NUM_STEPS, save=4, pace=0.0):
     """Runs or resumes the experiment. Two members diverge, and others stop early.
 
     Args:
+      save: The number of steps between checkpoints.
       pace: The minimum number of seconds per step.
     """
     directory, key = pathlib.Path(directory), jax.random.key(0)
@@ -61,7 +62,7 @@ def run(directory, report=lambda place, number: None, *, total=NUM_STEPS, pace=0
     rates = {"learning_rate": [0.02, 0.01, 1e20]}
     ensemble = jaxloop.Ensemble(step, seeds=range(2), hyperparams=rates)
     stopping = ensemble.early_stopping("loss", patience=2, min_delta=0.01)
-    save = actions.CheckpointAction(directory / "checkpoints", every(SAVE), keep=2)
+    save = actions.CheckpointAction(directory / "checkpoints", every(save), keep=2)
     outer_loop = jaxloop.OuterLoop(
         jaxloop.TrainLoop(ensemble, end_actions=[save, Report(report, pace)], nan_policy="skip"),
         [jaxloop.EvalLoop(ensemble.for_evaluation(eval_step), end_actions=stopping)],
