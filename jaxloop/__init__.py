@@ -36,7 +36,6 @@ from jaxloop.data import from_index as from_index
 from jaxloop.data import prefetch as prefetch
 from jaxloop.data import skippable as skippable
 from jaxloop.eval_loop import EvalLoop as EvalLoop
-from jaxloop.experiment.extension import Extension as Extension
 from jaxloop.history import History as History
 from jaxloop.metrics import summarize as summarize
 from jaxloop.models import optimizers as optimizers
@@ -48,6 +47,7 @@ from jaxloop.outer_loop import STOP_LOOP as STOP_LOOP
 from jaxloop.outer_loop import CheckpointSpec as CheckpointSpec
 from jaxloop.outer_loop import EvalSpec as EvalSpec
 from jaxloop.outer_loop import OuterLoop as OuterLoop
+from jaxloop.outer_loop.extension import Extension as Extension
 from jaxloop.partition import DataParallelPartitioner as DataParallelPartitioner
 from jaxloop.partition import ExplicitPartitioner as ExplicitPartitioner
 from jaxloop.partition import FSDPPartitioner as FSDPPartitioner

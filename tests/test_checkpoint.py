@@ -25,8 +25,8 @@ from jaxloop import CheckpointSpec, LossStep, TrainLoop, checkpoint, examples
 from jaxloop.actions import CheckpointAction
 from jaxloop.base import checks, files
 from jaxloop.checkpoint import seal
+from jaxloop.distributed.lock import locked
 from jaxloop.history import History
-from jaxloop.processes.lock import locked
 from jaxloop.schedules import Elapsed, every
 from jaxloop.step import Step
 

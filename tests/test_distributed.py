@@ -17,7 +17,7 @@ import yaml
 from programs.launching import JOB, break_and_resume, final_of, launch, output_of
 
 from jaxloop import checkpoint, distributed, functional
-from jaxloop.processes import agreement
+from jaxloop.distributed import agreement
 
 PROGRAM, TOGETHER, ALL_APIS = (
     pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py", "all_apis.py")

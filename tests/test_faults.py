@@ -17,8 +17,8 @@ from programs.whole_run import assert_resumed_exactly, copy_until, once
 import jaxloop
 from jaxloop import checkpoint
 from jaxloop.checkpoint import seal
-from jaxloop.experiment import data as training_data
-from jaxloop.experiment import whole_run as wholes
+from jaxloop.outer_loop import data as training_data
+from jaxloop.outer_loop import whole_run as wholes
 
 PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
 

@@ -21,7 +21,7 @@ import jaxloop
 from jaxloop import actions, examples
 from jaxloop import checkpoint as checkpoints
 from jaxloop import functional as jf
-from jaxloop.processes import lock
+from jaxloop.distributed import lock
 
 BATCHES = [{"x": np.full(4, number, np.float32)} for number in range(100)]
 

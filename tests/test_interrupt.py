@@ -11,8 +11,8 @@ from programs import stubborn
 from programs.acts import in_a_thread
 from programs.clock import Clock
 
-import jaxloop.processes.interrupt
-from jaxloop.processes.interrupt import Interruptible
+import jaxloop.distributed.interrupt
+from jaxloop.distributed.interrupt import Interruptible
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -204,7 +204,7 @@ def start():
     processes = []
 
     def run(how, *signals):
-        command = [sys.executable, "-c", LOAD + RUN, jaxloop.processes.interrupt.__file__, how]
+        command = [sys.executable, "-c", LOAD + RUN, jaxloop.distributed.interrupt.__file__, how]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         processes.append(process)
         said = []
@@ -238,7 +238,7 @@ with module.Interruptible() as interrupt:
 
 
 def test_a_worker_that_the_signal_has_ended_does_not_raise_in_the_main_thread():
-    command = [sys.executable, "-c", LOAD + WITH_A_WORKER, jaxloop.processes.interrupt.__file__]
+    command = [sys.executable, "-c", LOAD + WITH_A_WORKER, jaxloop.distributed.interrupt.__file__]
     run = subprocess.run(command, capture_output=True, text=True, timeout=20, start_new_session=True)
     assert (run.returncode, run.stdout) == (143, "saved\n"), run.stderr
 
@@ -276,7 +276,7 @@ with module.Interruptible() as interrupt:
 
 
 def test_a_worker_forked_during_a_run_can_be_terminated():
-    command = [sys.executable, "-c", LOAD + FORK, jaxloop.processes.interrupt.__file__]
+    command = [sys.executable, "-c", LOAD + FORK, jaxloop.distributed.interrupt.__file__]
     run = subprocess.run(command, capture_output=True, text=True, timeout=25)
     assert run.stdout == "-15 False\n", run.stderr
 

@@ -13,8 +13,8 @@ import pytest
 from etils import epath
 from programs.acts import in_a_thread, raising
 
-import jaxloop.processes.lock
-from jaxloop.processes.lock import DirectoryInUseError, DirectoryLostError, check, locked
+import jaxloop.distributed.lock
+from jaxloop.distributed.lock import DirectoryInUseError, DirectoryLostError, check, locked
 
 # Loads only the module, because importing jaxloop takes seconds.
 LOAD = """
@@ -41,7 +41,7 @@ def start():
     processes = []
 
     def run(program, directory):
-        command = [sys.executable, "-c", LOAD + program, jaxloop.processes.lock.__file__, str(directory)]
+        command = [sys.executable, "-c", LOAD + program, jaxloop.distributed.lock.__file__, str(directory)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         return process, process.stdout.readline().strip()
@@ -181,9 +181,9 @@ FULL = r"No space left on device\). Use a different directory, or free space and
 @pytest.mark.parametrize(
     ("function", "error", "match"),
     [
-        ("jaxloop.processes.lock._this_process", errno.ENOSPC, FULL),
+        ("jaxloop.distributed.lock._this_process", errno.ENOSPC, FULL),
         ("fcntl.flock", errno.EIO, r"\(Input/output error\). Use a different directory, or make this one"),
-        ("jaxloop.processes.lock._this_process", KeyboardInterrupt("stop"), "stop"),
+        ("jaxloop.distributed.lock._this_process", KeyboardInterrupt("stop"), "stop"),
     ],
 )
 def test_a_failed_acquire_explains_the_error_and_frees_the_directory(function, error, match, tmp_path, monkeypatch):

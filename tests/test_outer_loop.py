@@ -15,9 +15,9 @@ from programs.tiny import BATCHES, EVAL_STEP, STATE, STEP, experiment
 
 from jaxloop import STOP_LOOP, actions, checkpoint, examples
 from jaxloop.checkpoint import seal
+from jaxloop.distributed import lock
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.outer_loop import CheckpointSpec, EvalContext, EvalSpec, OuterLoop
-from jaxloop.processes import lock
 from jaxloop.schedules import every, last
 from jaxloop.train_loop import TrainLoop
 

@@ -14,7 +14,7 @@ import jaxloop
 from jaxloop import data, examples
 from jaxloop.data.fingerprint import END
 from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, prove, skippable
-from jaxloop.experiment.data import go_to
+from jaxloop.outer_loop.data import go_to
 
 LENGTH = 12
 BATCHES = [{"x": np.full((2, 3), number, np.float32)} for number in range(LENGTH)]

@@ -22,8 +22,8 @@ from programs.acts import Record, Stop, raising
 import jaxloop
 from jaxloop import after, at, checkpoint, every, examples, first, last
 from jaxloop.check import preflight
+from jaxloop.distributed.lock import DirectoryInUseError
 from jaxloop.partition import create_mesh
-from jaxloop.processes.lock import DirectoryInUseError
 
 
 class Network(nn.Module):
@@ -367,7 +367,7 @@ MISTAKES = {
     "a directory in use": error(
         "/checkpoints",
         "process 7",
-        patches={"jaxloop.processes.lock.locked": raising(DirectoryInUseError("process 7"))},
+        patches={"jaxloop.distributed.lock.locked": raising(DirectoryInUseError("process 7"))},
     ),
     # Memory and disk space.
     "too little memory": loop_error(

@@ -493,7 +493,7 @@ def modules():
     third, half = (width - 2 * gap) / 3, (width - gap) / 2
     rows = [
         [("APIs and tools", "models · functional · check · runs · testing · examples", width, VIOLET)],
-        [("The experiment", "outer_loop · experiment", width, BLUE)],
+        [("The experiment", "outer_loop", width, BLUE)],
         [("Loops", "loop · stat_loop · action_loop · train_loop · eval_loop", width, BLUE)],
         [("The engine", "engine", width, BLUE)],
         [("Steps", "step", half, BLUE), ("Actions", "history · actions", half, BLUE)],
@@ -502,7 +502,7 @@ def modules():
             ("Metrics", "metrics", third, GREEN),
             ("On disk", "checkpoint", third, GREEN),
         ],
-        [("Placement", "partition", half, ORANGE), ("Processes", "distributed · processes", half, ORANGE)],
+        [("Placement", "partition", half, ORANGE), ("Processes", "distributed", half, ORANGE)],
         [("Basics", "types · schedules · base", width, SLATE)],
     ]
     notes = [

@@ -14,11 +14,11 @@ from jaxloop.check.data import TrainData
 from jaxloop.check.experiment import Checked, State
 from jaxloop.check.report import Findings
 from jaxloop.data.position import check_kind, prove
+from jaxloop.distributed import lock
 from jaxloop.engine.rehearse import Course
-from jaxloop.experiment import whole_run
-from jaxloop.experiment.specs import CheckpointSpec
+from jaxloop.outer_loop import whole_run
+from jaxloop.outer_loop.specs import CheckpointSpec
 from jaxloop.partition.layout import readable
-from jaxloop.processes import lock
 from jaxloop.schedules import Elapsed, Schedule
 
 # Resuming ---------------------------------------------------------------------------------------------------

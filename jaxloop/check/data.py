@@ -17,7 +17,7 @@ from jaxloop.data.sources import NO_DATA
 from jaxloop.engine.feed import as_iterator
 from jaxloop.engine.rehearse import END, Course
 from jaxloop.engine.run import Plan
-from jaxloop.experiment.specs import EvalSpec
+from jaxloop.outer_loop.specs import EvalSpec
 from jaxloop.schedules import Elapsed
 
 # Training data ----------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
 from jaxloop.check.report import Findings
 from jaxloop.engine.rehearse import Calls
-from jaxloop.experiment.data import Sources
-from jaxloop.experiment.extension import Experiment
-from jaxloop.experiment.specs import EvalSpec
+from jaxloop.outer_loop.data import Sources
+from jaxloop.outer_loop.extension import Experiment
+from jaxloop.outer_loop.specs import EvalSpec
 from jaxloop.schedules import Schedule
 
 

@@ -25,7 +25,7 @@ from jaxloop.check.experiment import Checked, Part, State
 from jaxloop.check.report import CheckError, Findings, Problem, Report
 from jaxloop.check.step import check_memory, check_model, check_state, check_step
 from jaxloop.engine.rehearse import Calls, Course
-from jaxloop.experiment.specs import EvalSpec
+from jaxloop.outer_loop.specs import EvalSpec
 from jaxloop.partition.layout import bytes_of
 from jaxloop.schedules import Schedule, is_never
 

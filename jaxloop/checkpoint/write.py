@@ -24,7 +24,7 @@ from jaxloop.base import checks, files, timing
 from jaxloop.checkpoint import read, seal, stored
 from jaxloop.checkpoint.listing import METADATA_FILE, all_paths
 from jaxloop.checkpoint.read import CheckpointError
-from jaxloop.processes import agreement, lock
+from jaxloop.distributed import agreement, lock
 
 # Orbax numbers the saves of a process and keeps the current number in a global variable. If two threads started saves
 # at the same time, each would wait forever for the directory of the other.

@@ -13,9 +13,9 @@ from jaxloop.actions.action import Action, as_action, call_action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import encoding
 from jaxloop.base.timing import Spent, Stopwatch
+from jaxloop.distributed.agreement import Job, report_failure
 from jaxloop.engine.outputs import Outputs
 from jaxloop.metrics import LoopOutputs
-from jaxloop.processes.agreement import Job, report_failure
 from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 
 

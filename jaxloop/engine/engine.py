@@ -12,13 +12,13 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.base import checks
+from jaxloop.distributed import agreement
 from jaxloop.engine.agenda import ActionItem, Ended, Moment, Rank
 from jaxloop.engine.call import Call, Failure, Options, Outcome
 from jaxloop.engine.feed import LoopData, as_iterator
 from jaxloop.engine.program import Program
 from jaxloop.engine.run import Plan, Run, Steps
 from jaxloop.metrics import LoopOutputs
-from jaxloop.processes import agreement
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import nonfinite
 

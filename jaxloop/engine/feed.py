@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 from jaxloop import types
 from jaxloop.base import checks, timing
 from jaxloop.data.sources import NO_DATA, check_is_dataset, is_function
-from jaxloop.processes.agreement import Job, JointReader, OwnBatches
+from jaxloop.distributed.agreement import Job, JointReader, OwnBatches
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:

@@ -13,8 +13,8 @@ from absl import logging
 
 from jaxloop import metrics, types
 from jaxloop.base import checks, timing
+from jaxloop.distributed.interrupt import Interruptible
 from jaxloop.engine.feed import Feed
-from jaxloop.processes.interrupt import Interruptible
 from jaxloop.step import FusingError, Step
 from jaxloop.step.compiled import Compiled, stacked
 

@@ -8,12 +8,12 @@ from typing import Any, final
 from jaxloop import metrics
 from jaxloop.base import checks
 from jaxloop.base.timing import Stopwatch
+from jaxloop.distributed.agreement import Job
 from jaxloop.engine.agenda import Agenda, Item, Rank
 from jaxloop.engine.call import Call, Options
 from jaxloop.engine.feed import LoopData, Source
 from jaxloop.engine.outputs import Outputs
 from jaxloop.engine.program import Ran
-from jaxloop.processes.agreement import Job
 from jaxloop.schedules import NEVER, Elapsed, Goal, Schedule
 
 _NO_CONTEXT = {"history": None, "total_steps": None, "snapshot": None}

@@ -18,22 +18,22 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, encoding, timing
 from jaxloop.base.text import announce, quiet_orbax, suggests
+from jaxloop.distributed import agreement, lock
+from jaxloop.distributed.interrupt import Interruptible
 from jaxloop.engine.agenda import Rank
 from jaxloop.engine.feed import Feed, Source
 from jaxloop.engine.program import Program, Ran
 from jaxloop.engine.rehearse import Course
 from jaxloop.engine.run import Plan
-from jaxloop.experiment.data import LeftOut, Sources, TrainingData
-from jaxloop.experiment.specs import RunSpec
-from jaxloop.experiment.whole_run import WholeRun, end_all, reconcile_hyperparams, saved_paths, withdraw_stop
 from jaxloop.functional.callbacks import ActionTask, FunctionTask, LoopState, Tasks, end_row
 from jaxloop.functional.counting import as_stop, counter, is_over, warn_of_early_end
 from jaxloop.functional.tools import as_kind, kind_on_host
 from jaxloop.history import HISTORY_FILE, History
 from jaxloop.loop import Loop
 from jaxloop.models.function_step import FunctionStep, name_of
-from jaxloop.processes import agreement, lock
-from jaxloop.processes.interrupt import Interruptible
+from jaxloop.outer_loop.data import LeftOut, Sources, TrainingData
+from jaxloop.outer_loop.specs import RunSpec
+from jaxloop.outer_loop.whole_run import WholeRun, end_all, reconcile_hyperparams, saved_paths, withdraw_stop
 from jaxloop.schedules import Elapsed, Schedule, is_always, is_never, never, planned_steps
 
 

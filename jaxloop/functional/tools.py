@@ -17,12 +17,12 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.progress_action import ProgressAction
 from jaxloop.base import checks
-from jaxloop.experiment.whole_run import elapsed_at
+from jaxloop.distributed import interrupt
 from jaxloop.functional.callbacks import LoopState, call_of
 from jaxloop.functional.log_entries import Logs, NewestReady, aggregate, named
 from jaxloop.history import History
 from jaxloop.models.function_step import CompiledFunction
-from jaxloop.processes import interrupt
+from jaxloop.outer_loop.whole_run import elapsed_at
 from jaxloop.schedules import Elapsed, Schedule
 
 

@@ -23,10 +23,10 @@ from jaxloop.base.files import absolute
 from jaxloop.base.text import suggests
 from jaxloop.data.sources import pass_of
 from jaxloop.eval_loop import EvalLoop
-from jaxloop.experiment.specs import CheckpointSpec, EvalSpec
 from jaxloop.models.ensemble import Ensemble
 from jaxloop.models.loss_step import LossFn, LossStep
 from jaxloop.outer_loop import OuterLoop
+from jaxloop.outer_loop.specs import CheckpointSpec, EvalSpec
 from jaxloop.schedules import Schedule, every, last
 from jaxloop.train_loop import TrainLoop
 

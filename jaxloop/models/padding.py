@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxloop import types
 from jaxloop.base import checks
+from jaxloop.distributed import agreement
 from jaxloop.metrics import fetch, value_of
 from jaxloop.models.function_step import FunctionStep
-from jaxloop.processes import agreement
 from jaxloop.step import Step, forward
 from jaxloop.step.runner import Runner
 

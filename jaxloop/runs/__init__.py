@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxloop.experiment.extension import Extension
+from jaxloop.outer_loop.extension import Extension
 from jaxloop.runs.commands import Tell
 from jaxloop.runs.failures import Failures
 from jaxloop.runs.run_log import RunLog

@@ -18,9 +18,9 @@ from etils import epath
 from jaxloop.actions.action import Action
 from jaxloop.base import files
 from jaxloop.base.text import printable
+from jaxloop.distributed import agreement, interrupt
 from jaxloop.engine.agenda import Agenda, Item, Moment, Rank
-from jaxloop.experiment.extension import Experiment, Extension
-from jaxloop.processes import agreement, interrupt
+from jaxloop.outer_loop.extension import Experiment, Extension
 from jaxloop.runs import run_log
 from jaxloop.schedules import Elapsed, every, last
 

@@ -16,7 +16,7 @@ from etils import epath
 from jaxloop import checkpoint, metrics, types
 from jaxloop.base import checks, encoding, files
 from jaxloop.base.text import printable
-from jaxloop.experiment.extension import Experiment, Extension
+from jaxloop.outer_loop.extension import Experiment, Extension
 from jaxloop.schedules import Elapsed
 from jaxloop.step import Step, nonfinite
 from jaxloop.train_loop import TrainLoop

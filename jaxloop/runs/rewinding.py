@@ -13,13 +13,13 @@ from jaxloop.base import checks, files
 from jaxloop.engine.engine import LoopActions
 from jaxloop.engine.feed import Source
 from jaxloop.engine.run import Plan
-from jaxloop.experiment.data import LeftOut, TrainingData, batches_of
-from jaxloop.experiment.evaluations import Recorder
-from jaxloop.experiment.specs import RunSpec
-from jaxloop.experiment.training import steps_of_next_loop
-from jaxloop.experiment.whole_run import WholeRun, step_num_of
 from jaxloop.history import HISTORY_FILE, History, Row
 from jaxloop.outer_loop import OuterLoop
+from jaxloop.outer_loop.data import LeftOut, TrainingData, batches_of
+from jaxloop.outer_loop.evaluations import Recorder
+from jaxloop.outer_loop.specs import RunSpec
+from jaxloop.outer_loop.training import steps_of_next_loop
+from jaxloop.outer_loop.whole_run import WholeRun, step_num_of
 from jaxloop.runs import run_log
 from jaxloop.schedules import Elapsed
 

@@ -20,8 +20,8 @@ from jaxloop.base import files
 from jaxloop.base.text import printable
 from jaxloop.base.timing import Spent
 from jaxloop.engine.agenda import Item
-from jaxloop.experiment.extension import Experiment, Extension
 from jaxloop.history import HISTORY_FILE, History
+from jaxloop.outer_loop.extension import Experiment, Extension
 from jaxloop.schedules import Elapsed
 
 FILE = "goodput.jsonl"

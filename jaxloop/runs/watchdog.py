@@ -21,10 +21,10 @@ from etils import epath
 from jaxloop import distributed, metrics
 from jaxloop.base import files, timing
 from jaxloop.base.text import printable
+from jaxloop.distributed import agreement
 from jaxloop.engine.agenda import Item
 from jaxloop.engine.engine import Engine
-from jaxloop.experiment.extension import Experiment, Extension
-from jaxloop.processes import agreement
+from jaxloop.outer_loop.extension import Experiment, Extension
 from jaxloop.runs.failures import FOLDER
 from jaxloop.schedules import Elapsed
 

@@ -16,7 +16,7 @@ from jaxloop import types
 from jaxloop.base import checks
 from jaxloop.base.structures import MAX_STRUCTURES, put_together, take_apart
 from jaxloop.base.timing import Stopwatch, duration
-from jaxloop.processes import agreement
+from jaxloop.distributed import agreement
 from jaxloop.step import cost, forward, nonfinite
 
 

@@ -8,7 +8,7 @@ from programs.models import batch_of, squares
 
 import jaxloop
 from jaxloop import distributed, metrics, partition
-from jaxloop.processes import agreement
+from jaxloop.distributed import agreement
 
 distributed.initialize()
 first = jax.process_index() == 0

@@ -17,21 +17,21 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, files
 from jaxloop.base.text import quiet_orbax, suggests
 from jaxloop.base.timing import Spent
+from jaxloop.distributed import agreement, lock
 from jaxloop.engine.agenda import ActionItem, Item
 from jaxloop.engine.feed import Source
 from jaxloop.engine.run import Plan
 from jaxloop.eval_loop import EvalLoop
-from jaxloop.experiment.data import LeftOut, Sources, TrainingData
-from jaxloop.experiment.evaluations import Evaluation, LastActions, Recorder, evaluate
-from jaxloop.experiment.extension import Experiment, Extension, Extensions
-from jaxloop.experiment.specs import STOPPED_FILE as STOPPED_FILE
-from jaxloop.experiment.specs import CheckpointSpec, EvalSpec, RunSpec, named
-from jaxloop.experiment.specs import EvalContext as EvalContext
-from jaxloop.experiment.training import Training, end_of
-from jaxloop.experiment.whole_run import WholeRun, checkpoint_actions, end_all
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
-from jaxloop.processes import agreement, lock
+from jaxloop.outer_loop.data import LeftOut, Sources, TrainingData
+from jaxloop.outer_loop.evaluations import Evaluation, LastActions, Recorder, evaluate
+from jaxloop.outer_loop.extension import Experiment, Extension, Extensions
+from jaxloop.outer_loop.specs import STOPPED_FILE as STOPPED_FILE
+from jaxloop.outer_loop.specs import CheckpointSpec, EvalSpec, RunSpec, named
+from jaxloop.outer_loop.specs import EvalContext as EvalContext
+from jaxloop.outer_loop.training import Training, end_of
+from jaxloop.outer_loop.whole_run import WholeRun, checkpoint_actions, end_all
 from jaxloop.schedules import Schedule, every, is_never, last
 from jaxloop.train_loop import TrainLoop
 from jaxloop.types import Batch as Batch

@@ -15,13 +15,14 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.base import checks
 from jaxloop.base.text import announce
+from jaxloop.distributed import agreement
 from jaxloop.engine.agenda import ActionItem
 from jaxloop.engine.call import Failure
-from jaxloop.experiment.data import TrainingData, check_not_empty
-from jaxloop.experiment.evaluations import Evaluation
-from jaxloop.experiment.extension import Experiment
-from jaxloop.experiment.specs import CheckpointSpec
-from jaxloop.experiment.whole_run import (
+from jaxloop.outer_loop.data import TrainingData, check_not_empty
+from jaxloop.outer_loop.evaluations import Evaluation
+from jaxloop.outer_loop.extension import Experiment
+from jaxloop.outer_loop.specs import CheckpointSpec
+from jaxloop.outer_loop.whole_run import (
     WholeRun,
     check_no_newer_checkpoints,
     restore_newest,
@@ -29,7 +30,6 @@ from jaxloop.experiment.whole_run import (
     step_num_of,
     withdraw_stop,
 )
-from jaxloop.processes import agreement
 from jaxloop.schedules import Elapsed
 
 

@@ -14,10 +14,10 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.base import checks, encoding
+from jaxloop.distributed import agreement
 from jaxloop.engine.agenda import Agenda
-from jaxloop.experiment.specs import CheckpointSpec
 from jaxloop.history import History
-from jaxloop.processes import agreement
+from jaxloop.outer_loop.specs import CheckpointSpec
 from jaxloop.schedules import Elapsed
 
 # In the state of `optax.inject_hyperparams`: a hyperparameter, and the state of a schedule that sets one.

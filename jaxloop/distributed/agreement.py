@@ -24,8 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxloop import distributed, types
 from jaxloop.base import checks, timing
-from jaxloop.distributed import ProcessError
-from jaxloop.processes import interrupt
+from jaxloop.distributed import ProcessError, interrupt
 
 # The status of a process: it has more data, it failed, its data ended, or its data ended before the first batch.
 OK, FAILED, ENDED, EMPTY = range(4)

@@ -12,13 +12,13 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks
 from jaxloop.data.position import PositionedIterator
 from jaxloop.data.sources import keeping_random_state
+from jaxloop.distributed import agreement
 from jaxloop.engine.agenda import Item, Moment, Rank
 from jaxloop.engine.feed import as_iterator
 from jaxloop.engine.run import Plan
-from jaxloop.experiment.specs import CheckpointSpec, EvalContext, EvalSpec
-from jaxloop.experiment.whole_run import elapsed_at, step_num_of
 from jaxloop.history import History
-from jaxloop.processes import agreement
+from jaxloop.outer_loop.specs import CheckpointSpec, EvalContext, EvalSpec
+from jaxloop.outer_loop.whole_run import elapsed_at, step_num_of
 from jaxloop.schedules import Elapsed, Schedule, last
 
 _POLL_SECS = 0.2

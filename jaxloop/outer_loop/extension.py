@@ -14,8 +14,8 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.base import checks, encoding, files
 from jaxloop.engine.agenda import Item, Moment, Rank
-from jaxloop.experiment.specs import CheckpointSpec, RunSpec
 from jaxloop.history import History
+from jaxloop.outer_loop.specs import CheckpointSpec, RunSpec
 from jaxloop.schedules import Elapsed
 
 

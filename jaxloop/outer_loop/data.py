@@ -13,11 +13,11 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.base import checks
 from jaxloop.data.position import DatasetPosition, PositionedIterator, PositionUnknownError, number_before, skip_to
 from jaxloop.data.sources import num_batches
+from jaxloop.distributed.agreement import Job
 from jaxloop.engine.engine import Engine
-from jaxloop.experiment.evaluations import Evaluation
-from jaxloop.experiment.specs import RunSpec
 from jaxloop.history import History
-from jaxloop.processes.agreement import Job
+from jaxloop.outer_loop.evaluations import Evaluation
+from jaxloop.outer_loop.specs import RunSpec
 from jaxloop.schedules import Elapsed
 
 

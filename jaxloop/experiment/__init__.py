@@ -1,1 +1,0 @@
-"""The parts of an experiment: its arguments, data, training, evaluations and checkpoints."""
