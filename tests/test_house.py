@@ -61,7 +61,7 @@ BUDGET = {
     "action_loop": 38,
     "actions": 1302,
     "base": 637,
-    "check": 903,
+    "check": 917,
     "checkpoint": 838,
     "data": 877,
     "distributed": 566,

@@ -13,7 +13,7 @@ from programs.models import squares
 
 import jaxloop
 from jaxloop import check, partition
-from jaxloop.check import topology
+from jaxloop.check import costs, topology
 from jaxloop.check.costs import moved_to
 from jaxloop.partition import create_mesh
 from jaxloop.step import cost
@@ -119,6 +119,27 @@ def test_largest_batch_raises_if_the_memory_is_unknown():
     step = new_step()
     with pytest.raises(ValueError, match="The memory of cpu is unknown"):
         check.largest_batch(step, step.abstract_state([1, 256]), BATCH)
+    with pytest.raises(ValueError, match="The memory of cpu is unknown"):
+        check.largest_ensemble(lambda number: (step, step.abstract_state([1, 256])), BATCH)
+
+
+def test_the_largest_batch_and_ensemble_fit_in_memory(monkeypatch, warnings_logged):
+    memory = 2**21
+    monkeypatch.setattr(costs, "memory_of", lambda device: memory)
+    step = new_step(width=8)
+    shapes = step.abstract_state([1, 256])
+    rows_of = lambda rows: {"x": ((rows, 256), np.float32), "y": ((rows, 1), np.float32)}
+    rows = check.largest_batch(step, shapes, rows_of(1))
+    fits = lambda *args: check.cost_analysis(*args).peak_bytes <= memory
+    assert rows > 2**9 and fits(step, shapes, rows_of(rows)) and not fits(step, shapes, rows_of(rows + 1))
+
+    def make(number):
+        ensemble = jaxloop.Ensemble(step, seeds=range(number))
+        return ensemble, ensemble.abstract_state([1, 256])
+
+    members = check.largest_ensemble(make, rows_of(8))
+    assert members > 4 and fits(*make(members), rows_of(8)) and not fits(*make(members + 1), rows_of(8))
+    assert not warnings_logged()
 
 
 # With libtpu ----------------------------------------------------------------------------------------------
@@ -150,6 +171,22 @@ def test_each_partitioner_compiles_for_tpus(name):
     step = new_step(PARTITIONERS[name](), annotated=name == "spmd")
     found = check.cost_analysis(step, step.abstract_state([1, 256]), BATCH, topology="v5e:2x4")
     assert found.peak_bytes > 0
+
+
+@needs_libtpu
+def test_largest_ensemble_is_the_largest_that_fits():
+    batch = {"x": ((8, 256), np.float32), "y": ((8, 1), np.float32)}
+
+    def make(number):
+        ensemble = jaxloop.Ensemble(new_step(width=2**20), seeds=range(number))  # A member takes at least 2 GiB.
+        return ensemble, ensemble.abstract_state([1, 256])
+
+    most = check.largest_ensemble(make, batch, topology="v5e:1x1")
+    assert 2 <= most <= 7
+    memory = topology.memory_of(topology.devices_of("v5e:1x1")[0])
+    assert check.cost_analysis(*make(most), batch, topology="v5e:1x1").peak_bytes <= memory
+    with pytest.raises(cost.DeviceMemoryError):
+        check.cost_analysis(*make(most + 1), batch, topology="v5e:1x1")
 
 
 @needs_libtpu

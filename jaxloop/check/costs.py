@@ -2,7 +2,7 @@
 
 import bisect
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxloop.check import topology as topologies
 from jaxloop.step import Step, forward
 from jaxloop.step.cost import Cost, DeviceMemoryError
 
-_MOST_ROWS = 2**20
+_MOST = 2**20
 
 
 def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str | None = None) -> Cost:
@@ -63,33 +63,81 @@ def largest_batch(step: Step, state: Any, batch: types.BatchSpec, topology: str 
       ValueError: If the size of the devices' memory is unknown.
     """
     step, state, memory = on_devices(step, jax.tree.map(checks.shape_of, state), topology)
-    partitioner = step.partitioner
-    if memory is None:
-        raise ValueError(
-            f"The memory of {jax.devices()[0].device_kind} is unknown, so the largest batch is, too. Give a topology, "
-            'such as "v5e:2x4".'
-        )
-    example = forward.example_batch(batch)
+    shards, example = step.partitioner.shards, forward.example_batch(batch)
 
     def fits(rows: int) -> bool:
-        resize = lambda leaf: np.broadcast_to(leaf[:1], (rows * partitioner.shards, *leaf.shape[1:]))
+        resize = lambda leaf: np.broadcast_to(leaf[:1], (rows * shards, *leaf.shape[1:]))
         resized = jax.tree.map(lambda leaf: resize(leaf) if np.ndim(leaf) else leaf, example)
-        try:
-            return cost_analysis(step, state, resized).peak_bytes <= memory
-        except DeviceMemoryError:
-            return False
+        return _fits(step, state, resized, memory)
 
+    return _largest(fits)
+
+
+def largest_ensemble(
+    make: Callable[[int], tuple[Step, Any]], batch: types.BatchSpec, topology: str | None = None
+) -> int:
+    """Returns the largest number of members for which a training step of a `jaxloop.Ensemble` fits in device memory.
+
+    Searches by bisection, like `largest_batch`. For example::
+
+        def make(number):
+            ensemble = jaxloop.Ensemble(step, seeds=range(number))
+            return ensemble, ensemble.abstract_state([1, 28, 28, 1])
+
+        jaxloop.check.largest_ensemble(make, batch, "v5e:1x1")
+
+    Args:
+      make: A function that returns the ensemble with a given number of members, and its state or the state's shapes.
+        If the ensemble has a mesh, return that number of members for each of the devices.
+      batch: A batch or its shapes; see `Step.compile`.
+      topology: See `largest_batch`.
+
+    Returns:
+      The largest number for which the ensemble fits, at most 2**20. It is 0 if not even one member fits.
+
+    Raises:
+      ValueError: If the size of the devices' memory is unknown.
+    """
+
+    def fits(number: int) -> bool:
+        step, state = make(number)
+        step, state, memory = on_devices(step, jax.tree.map(checks.shape_of, state), topology)
+        return _fits(step, state, batch, memory)
+
+    return _largest(fits)
+
+
+def _fits(step: Step, state: Any, batch: types.BatchSpec, memory: int | None) -> bool:
+    """Returns True if a step fits in a device's memory, whose size is given in bytes."""
+    if memory is None:
+        kind = jax.devices()[0].device_kind
+        raise ValueError(f'The memory of {kind} is unknown, so what fits is, too. Give a topology, such as "v5e:2x4".')
+    step = _copied(step, step.partitioner)  # It neither warns of each new shape nor reaches `max_batch_shapes`.
+    try:
+        step.compile(state, batch)
+        return step._runner.programs.cost.peak_bytes <= memory
+    except DeviceMemoryError:
+        return False
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Returns the largest number up to `_MOST` that fits, or 0."""
     high = 1
-    while high <= _MOST_ROWS and fits(high):
+    while high <= _MOST and fits(high):
         high *= 2
-    sizes = range(high // 2 + 1, min(high, _MOST_ROWS + 1))
-    return high // 2 + bisect.bisect(sizes, False, key=lambda rows: not fits(rows))
+    sizes = range(high // 2 + 1, min(high, _MOST + 1))
+    return high // 2 + bisect.bisect(sizes, False, key=lambda number: not fits(number))
 
 
 def moved_to(step: Step, devices: Sequence[Any]) -> Step:
     """Returns a copy of a step that can be compiled for other devices; see `Partitioner.moved_to`."""
+    return _copied(step, step.partitioner.moved_to(devices))
+
+
+def _copied(step: Step, partitioner: Any) -> Step:
+    """Returns a copy of a step that uses the given partitioner and hasn't compiled anything."""
     moved, runner = copy.copy(step), step._runner
-    moved._partitioner = step.partitioner.moved_to(devices)
+    moved._partitioner = partitioner
     moved._runner = type(runner)(moved, Step, *runner.action_lists)
     moved._runner.programs.jit_kwargs = runner.programs.jit_kwargs
     return moved

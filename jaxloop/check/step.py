@@ -272,7 +272,8 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
                 f"{readable(cost.temp_bytes)} for activations and gradients"
             )
         except DeviceMemoryError as error:
-            needed, memory = error.needed_bytes, error.available_bytes
+            memory = error.available_bytes
+            needed = max(error.needed_bytes, memory + 1)  # XLA rounds both.
         if memory is not None and needed > memory:
             sizes["batch"] = bytes_of(batch) // step.partitioner.shards
             sizes["activations and temporaries"] = max(needed - sum(sizes.values()), 0)
