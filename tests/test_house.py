@@ -59,7 +59,7 @@ BUDGET = {
     "__init__": 62,
     "__main__": 67,
     "action_loop": 38,
-    "actions": 1302,
+    "actions": 1303,
     "base": 637,
     "check": 917,
     "checkpoint": 838,

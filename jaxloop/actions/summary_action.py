@@ -67,8 +67,9 @@ class SummaryAction(WriterAction):
         scalars, media = metrics.scalars_and_media(outputs)
         calls = []
         if scalars:
-            is_left_out = lambda name: not self._members and name[-1].isdigit() and metrics.is_of_members(name)
-            values = {self._prefix + name: value for name, value in scalars.items() if not is_left_out(name)}
+            numbered = {name for name in scalars if name[-1:].isdigit() and metrics.is_of_members(name)}
+            shown = scalars.keys() - (() if self._members else numbered)
+            values = {self._prefix + name: value for name, value in scalars.items() if name in shown}
             calls.append(Call(self, step_num, "write_scalars", values))
         calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in self._methods]
         self._queue.put(*calls)
