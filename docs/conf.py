@@ -66,7 +66,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"Figure"),
     (
         r"py:.*",
-        r"jaxloop\.(data\.sources\.Wrapper|engine\.agenda\.Item|experiment\.(extension\.Extensions|specs\.RunSpec)|"
+        r"jaxloop\.(data\.sources\.Wrapper|engine\.agenda\.Item|outer_loop\.(extension\.Extensions|specs\.RunSpec)|"
         r"functional\.log_entries\.NewestReady)",
     ),
     (r"py:.*", r"jaxloop\..*\._\w+"),  # What some functions return is to be called, not to be named.

@@ -124,13 +124,15 @@ def test_a_poisoned_member_is_frozen_and_the_others_do_not_notice():
     assert rows.collect("train.frozen") == [0.0, pytest.approx(1 / 25), 1.0]
 
 
-def test_the_run_ends_when_all_members_have_diverged():
+def test_the_run_ends_when_all_members_have_diverged(logs):
     ensemble = jaxloop.Ensemble(make_step(), seeds=range(2))
     data = batches(20)
     data[4] = {**data[4], "x": data[4]["x"] * np.nan}
-    train_loop = jaxloop.TrainLoop(ensemble, nan_policy="skip")
+    summaries = jaxloop.SummaryAction(Writer(), every(5))
+    train_loop = jaxloop.TrainLoop(ensemble, end_actions=[summaries], nan_policy="skip")
     state, outputs = jaxloop.OuterLoop(train_loop)(ensemble.initialize_model([1, 3]), data, 20, 5)
     assert int(state.step) == 5 and (outputs or {})[jaxloop.STOP_LOOP] and state.frozen.all()
+    assert "Stopped at step 5 by outputs['jaxloop/stop_loop']" in logs.text  # Not by the action that read them.
 
 
 def test_a_member_that_stops_early_is_frozen_and_the_run_ends_when_all_are():
@@ -146,6 +148,20 @@ def test_a_member_that_stops_early_is_frozen_and_the_run_ends_when_all_are():
     assert_close(ensemble.member(state, 1).params, expected.params)
     assert_close(ensemble.collect(history, "test.loss")[:, 1], np.array(rows.collect("test.loss")))
     assert len(set(ensemble.collect(history, "test.loss")[:, 0])) == 1  # It still counts in evaluations.
+
+
+def test_stopped_members_train_further_with_more_patience(tmp_path):
+    def train(patience):
+        ensemble = jaxloop.Ensemble(make_step(), hyperparams={"learning_rate": [0.0, 0.02]})
+        stopping = ensemble.early_stopping("test/loss", patience, min_delta=0.01)
+        eval_loop = jaxloop.EvalLoop(ensemble.for_evaluation(make_step(train=False)), end_actions=stopping)
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(ensemble), [eval_loop], workdir=tmp_path)
+        spec = jaxloop.EvalSpec(EVALUATION, interval=every(6), name="test")
+        return outer_loop(ensemble.initialize_model([1, 3]), batches(60), 60, eval_specs=[spec])[0]
+
+    before, after = train(2), train(50)
+    assert int(before.step) < 60 and before.frozen[0]
+    assert int(after.step) == 60 and not after.frozen.any()
 
 
 # Metrics ------------------------------------------------------------------------------------------------
@@ -341,9 +357,12 @@ def train_once(**options):
         (lambda: jaxloop.Ensemble(make_step(cls=Holding), seeds=[1]), "share the key 'noise_key'"),
         (
             lambda: jaxloop.Ensemble(
-                jaxloop.LossStep(jax.random.key(0), Normalized(2, rngs=nnx.Rngs(0)), loss=squared_error), seeds=[1]
+                jaxloop.LossStep(
+                    jax.random.key(0), Normalized(2, rngs=nnx.Rngs(0)), sgd(), train=True, loss=squared_error
+                ),
+                seeds=[1, 2],
             ),
-            "share the key .* NNX class",
+            "start with the parameters of .* NNX class",
         ),
         (lambda: jaxloop.Ensemble(jaxloop.Ensemble(make_step(), seeds=[1]), seeds=[1]), "the step of a single run"),
         (

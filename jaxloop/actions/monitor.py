@@ -158,7 +158,7 @@ def _mode_of(name: str) -> str:
     Raises:
       ValueError: If the name doesn't determine the direction.
     """
-    last = _parts(name)[-1].lower()
+    last = _parts(re.split("[./]members[./]", name)[0])[-1].lower()  # Of an ensemble.
     joined = last.replace("cross_entropy", "crossentropy").replace("f1", "fmeasure")
     words = {*re.findall("[a-z]+", joined)} - {*_NEUTRAL.split()}
     if _OF_A_LOSS.fullmatch(last):

@@ -349,6 +349,7 @@ class Agenda:
             item.mark(now, spent, self._outputs.position)
         category = item.time_category
         counting = contextlib.nullcontext() if category is None else self._stopwatch.counting(category)
+        stopped_by = "the step" if outputs.asks_to_stop else item
         try:
             with counting:
                 is_done = item.call(Moment(state, now, outputs, since))
@@ -359,7 +360,7 @@ class Agenda:
         if is_done:
             item.mark(now, spent, self._outputs.position)
             if outputs.asks_to_stop:
-                self.stopped_by = self.stopped_by or item
+                self.stopped_by = self.stopped_by or stopped_by
         return is_done
 
     def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:

@@ -63,9 +63,8 @@ class _EnsembleRunner(Runner):
             ready.append(found[0])
         numbers = tuple(map(runner.count_examples, parts)) * (len(self.step.members) // len(parts))
         # The actions of a run that is over don't stop members of the next run.
-        stopped = [each.stopped and not each._is_over for each in self.step._stopping] or [False] * len(numbers)
-        is_own = self.step._should_shard_batch
-        whole = jax.tree.map(lambda *leaves: np.stack(leaves), *ready) if is_own else ready[0]
+        stopped = [one.is_out_of_patience and not one._is_over for one in self.step._stopping] or [False] * len(numbers)
+        whole = jax.tree.map(lambda *leaves: np.stack(leaves), *ready) if self.step._should_shard_batch else ready[0]
         return _Given(whole, _float_array(numbers), _bool_array(tuple(stopped)))
 
     def parts(self, batch: types.Batch) -> list[types.Batch]:
@@ -171,7 +170,7 @@ class Ensemble(Step):
         self._arguments = {"seeds": seeds, "hyperparams": hyperparams, "combine": combine, "mesh": mesh}
         keys = [step.base_prng if seeds is None else _seeded(step.base_prng, each["seed"]) for each in self.members]
         self._keys = jax.tree.map(lambda *each: jnp.stack(each), *keys)
-        self._stopping: list[_MemberStopping] = []  # One action for each member, or none.
+        self._stopping: list[MemberStopping] = []  # One action for each member, or none.
 
     def for_evaluation(self, step: Step, *, data: Literal["shared", "own"] = "shared") -> "Ensemble":
         """Returns an ensemble with the same members that evaluates their states with the given step.
@@ -213,7 +212,7 @@ class Ensemble(Step):
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         skips, batch_axis = self._runner.programs.policy == "skip", 0 if self._should_shard_batch else None
         run_members = jax.vmap(functools.partial(self._run_member, state.step, skips), (0, 0, batch_axis, 0))
-        was_frozen = state.frozen | batch.stopped
+        was_frozen = state.diverged | batch.stopped
         members, outputs, frozen = run_members(self._stacked(state), self._keys, batch.batch, was_frozen)
         weights, reported = jnp.where(frozen if self.train else state.diverged, 0, batch.num_examples), {}
         for name, value in outputs.items():
@@ -253,8 +252,7 @@ class Ensemble(Step):
         """
         path = find_path(name, history.paths())
         names = [f"{path}.members.{index}" for index in range(len(self.members))]
-        rows = [[row.get(name, np.nan) for name in names] for row in history.to_records() if path in row]
-        return np.array(rows, np.float64)
+        return np.array([[row.get(each, np.nan) for each in names] for row in history.to_records() if path in row])
 
     def best(self, history: History, name: str, mode: str = "auto") -> int:
         """Returns the index of the member with the best value in the last row that contains a metric.
@@ -273,13 +271,15 @@ class Ensemble(Step):
     def early_stopping(self, monitor: str, patience: int, mode: str = "auto", min_delta: float = 0.0) -> list[Action]:
         """Returns one action per member, which freezes the member when its metric stops improving.
 
-        Add the actions to the eval loop that computes the metric. When all members are frozen, the run ends. For the
-        arguments, see `jaxloop.EarlyStoppingAction`.
+        Add the actions to the eval loop that computes the metric. When all members are frozen, the run ends. A frozen
+        member keeps the parameters that it had when it stopped, which is `patience` evaluations after its best one.
+        `state.frozen` doesn't mark the members that stop in the last evaluation of a run. For the arguments, see
+        `jaxloop.EarlyStoppingAction`.
         """
         mode, self._stopping = Monitor(monitor, mode).mode, []
         for index in range(len(self.members)):
             arguments = f"{monitor}/members/{index}", patience, mode, min_delta
-            self._stopping.append(_MemberStopping(self._stopping, index, *arguments))
+            self._stopping.append(MemberStopping(self._stopping, index, *arguments))
         return list(self._stopping)
 
     def _stacked(self, state: Any) -> Any:
@@ -332,7 +332,8 @@ class _MemberMeans:
         return dict(zip(map(str, measured), means, strict=True)) | spread
 
 
-class _MemberStopping(EarlyStoppingAction):
+@final
+class MemberStopping(EarlyStoppingAction):
     """Stops one member, and ends the run when all members have stopped or are frozen."""
 
     def __init__(self, actions: Sequence[EarlyStoppingAction], index: int, *args: Any):
@@ -341,9 +342,9 @@ class _MemberStopping(EarlyStoppingAction):
 
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
         is_frozen = fetch(state.frozen)
-        if outputs is None or not (self.stopped or is_frozen[self._index]):
+        if outputs is None or not (self.is_out_of_patience or is_frozen[self._index]):
             super().__call__(state, outputs if outputs is None else dict(summarize(outputs)), **kwargs)
-        if outputs is not None and all(is_frozen | [each.stopped for each in self._actions]):
+        if outputs is not None and all(is_frozen | [each.is_out_of_patience for each in self._actions]):
             outputs[types.STOP_LOOP] = True
 
 
@@ -370,8 +371,7 @@ def _of_members(name: str, value: Any, num_examples: jax.Array) -> dict[str, Any
     if isinstance(mean, types.MetricWithMetadata) or mean.ndim > 1:
         return {name: jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), value)}
     mean = mean.astype(jnp.promote_types(mean.dtype, jnp.float32))
-    weight = jnp.where(num_examples == 0, 0, value.weight) if isinstance(value, types.Weighted) else num_examples
-    weight = weight.astype(mean.dtype)
+    weight = jnp.where(num_examples == 0, 0, getattr(value, "weight", num_examples)).astype(mean.dtype)
     means = _MemberMeans(jnp.stack([jnp.where(weight == 0, 0, mean * weight), jnp.zeros_like(mean), weight]))
     return {name: types.Weighted(mean, weight), f"{name}/members": means}
 
@@ -386,11 +386,13 @@ def _check_step(step: Any, seeds: Any) -> None:
         raise TypeError(f"An Ensemble can't run {step!r} for each member: {reason}.")
     if step.partitioner.mesh is not None:
         raise ValueError(f"{step!r} has a partitioner with a mesh. Give the mesh to the Ensemble: mesh=...")
-    held = {**vars(step), "model": getattr(step._init_fn.args[0], "arrays", None), "_base_prng": None}
+    if seeds is not None and step.train and jax.tree.leaves(getattr(step._init_fn.args[0], "arrays", None)):
+        raise ValueError(f"All members would start with the parameters of {step!r}. Give an NNX class or Linen module.")
+    held = {**vars(step), "_base_prng": None}
     is_key = lambda leaf: hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     shared = [name for name, value in held.items() if any(map(is_key, jax.tree.leaves(value)))]
     if seeds is not None and shared:
-        raise ValueError(f"All members would share the key {shared[0]!r} of {step!r}. Use prng_key, or an NNX class.")
+        raise ValueError(f"All members would share the key {shared[0]!r} of {step!r}. Use its prng_key instead.")
 
 
 def _members(seeds: Any, hyperparams: Mapping[str, Any], combine: str) -> list[dict[str, Any]]:
@@ -425,7 +427,7 @@ def _with_hyperparam(opt_state: Any, name: str, values: Sequence[float]) -> Any:
     scheduled = [each for _, node in find("hyperparams_states") for each in node]
     if known.count(name) != 1 or name in scheduled:
         got = checks.listed(known) or "none"
-        raise ValueError(f"optax.inject_hyperparams must set {name!r} once, and not to a schedule; it sets {got}.")
+        raise ValueError(f"optax.inject_hyperparams must set {name!r} once, not as a schedule; it sets {got}.")
     is_injected = lambda path, value: [getattr(key, "name", None) for key in path[-2:-1]] == ["hyperparams"]
     ((_, old),) = find(name, is_injected)
     return optax.tree_utils.tree_set(opt_state, is_injected, **{name: jnp.asarray(values, old.dtype)})

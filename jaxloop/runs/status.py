@@ -7,7 +7,7 @@ from typing import Any, final
 
 from etils import epath
 
-from jaxloop import checkpoint
+from jaxloop import checkpoint, metrics
 from jaxloop.base.text import printable, table
 from jaxloop.base.timing import duration
 from jaxloop.runs import run_log
@@ -74,7 +74,8 @@ def status(workdir: epath.PathLike) -> Status:
     seen_at, step, _ = newest.points[-1] if newest.points else (newest.started, 0, {})
     saved = [step for each in newest.described.get("checkpoints", ()) for step in checkpoint.all_steps(each)]
     history = run_log.read_history(workdir)
-    measured = [(path, *last) for path in history.paths() if (last := history.last(path)) is not None]
+    paths = [path for path in history.paths() if not metrics.is_of_members(path)]
+    measured = [(path, *last) for path in paths if (last := history.last(path)) is not None]
     # The run log may lag behind by a second.
     step = max([step, *saved, *(elapsed.steps for _, elapsed, _ in measured)])
     speed, state, total = _speed(newest), newest.state, newest.described.get("total_steps")
