@@ -1,4 +1,4 @@
-"""Trains eight models with different seeds at once, stops each one early, and uses the best one."""
+"""Trains eight models with different seeds at once, stops each one early, and uses the best one at the end."""
 
 import jax
 import numpy as np
