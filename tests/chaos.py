@@ -861,7 +861,7 @@ def ensemble(arena: Arena, count: int, seed: int, per_run: int = 4) -> Results:
         if child.wait() != 0:
             problems = [f"the last run failed: {child.tail}"]
         else:
-            problems = [f"{name} differs" for name, value in reference.result.items() if child.result()[name] != value]
+            problems = differences(result_in(directory, child), reference.result, *reference.result)
         killed += kills
         yield kills, problems
 
