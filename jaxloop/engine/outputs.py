@@ -186,7 +186,7 @@ class Pending:
         return metrics.fetch(self._sums)
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the newest scalars in `newest` or the queue that have been computed. Never waits for the devices."""
+        """Returns the most recent scalars that have already been computed. Never waits for the devices."""
         for outputs in reversed(self.newest):
             if found := metrics.ready_scalars(_last_of(outputs) or {}):
                 return found

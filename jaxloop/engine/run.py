@@ -287,7 +287,7 @@ class Steps:
         return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()
 
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
-        """Returns True if there is another batch, which is then read ahead.
+        """Tries to read a batch ahead. Returns True if there is one.
 
         Also returns True, without reading a batch, if the next loop's `begin` hook will wrap the iterator again.
         """

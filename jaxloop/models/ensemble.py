@@ -49,7 +49,7 @@ class _EnsembleRunner(Runner):
         return given and (given, int(given.num_examples[0]))
 
     def prepared(self, batch: types.Batch, state: Any = None) -> _Given | None:
-        """Passes the batch of each member through the step's hooks. Returns None if these need the state."""
+        """Passes each member's batch through the step's hooks. Returns None if they need a state and it is None."""
         runner, ready, parts = self.step._step._runner, [], self.parts(batch)
         for part in parts:
             found = runner.ready_batch(part) if runner.has_own("begin") else [runner.preprocessed(part)]

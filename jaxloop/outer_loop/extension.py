@@ -36,7 +36,8 @@ class Extension:
       name: The name under which checkpoints store the extension's state; by default, the name of the class.
       begin: Called when a run begins, and again when it returns to an earlier checkpoint.
       batch: Called with each training batch, normally before the batch's step.
-      moment: Called when the first step is known, and whenever a history row, an action or an evaluation may be due.
+      moment: Called as soon as the step at which the run starts or resumes is known, and after each step at which a
+        history row, an action or an evaluation may be due.
       end: Called when the run has ended, for any reason, and all checkpoints have been written to disk.
       state_dict, load_state_dict: Called to save the extension's state in a checkpoint and to restore it.
     """
