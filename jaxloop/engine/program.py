@@ -284,7 +284,7 @@ class InFlight:
 
     def __init__(self, stopwatch: timing.Stopwatch):
         self.set_limit(64)
-        self.waiting = functools.partial(stopwatch.counting, "device")
+        self.waiting: Callable[[], Any] = functools.partial(stopwatch.counting, "device")
         self._markers: collections.deque[tuple[Any, int]] = collections.deque()
         self._num_steps = 0
 

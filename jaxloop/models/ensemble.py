@@ -166,7 +166,7 @@ class Ensemble(Step):
         # The batches of the members are sharded like the members, and a shared batch is replicated.
         super().__init__(step.base_prng, None, step.optimizer, partitioner, step.train, data == "own")
         self._model, self._step = step.model, step
-        self.updates_per_step, self.max_batch_shapes = step.updates_per_step, step.max_batch_shapes
+        vars(self).update(updates_per_step=step.updates_per_step, max_batch_shapes=step.max_batch_shapes)
         self._arguments = {"seeds": seeds, "hyperparams": hyperparams, "combine": combine, "mesh": mesh}
         keys = [step.base_prng if seeds is None else _seeded(step.base_prng, each["seed"]) for each in self.members]
         self._keys = jax.tree.map(lambda *each: jnp.stack(each), *keys)
