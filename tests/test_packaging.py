@@ -104,7 +104,7 @@ def test_an_installed_wheel_trains_without_optional_packages(installed, tmp_path
 
 # Type checkers know the first of these after `import jaxloop` alone.
 KNOWN_MODULES = "actions checkpoint data distributed partition schedules".split()
-MODULES = [*KNOWN_MODULES, *"experiment.specs functional history models stat_loop".split()]
+MODULES = [*KNOWN_MODULES, *"outer_loop.specs functional history models stat_loop".split()]
 
 
 def public_names():
