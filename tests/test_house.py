@@ -60,7 +60,7 @@ BUDGET = {
     "__main__": 67,
     "action_loop": 38,
     "actions": 1303,
-    "base": 637,
+    "base": 636,
     "check": 917,
     "checkpoint": 838,
     "data": 877,

@@ -64,8 +64,7 @@ def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
     >>> leaves, put_together(leaves, step, structure)
     ([2.0, 1.0], {'bias': 2.0, 'kernel': 1.0})
     """
-    leaves, treedef = jax.tree.flatten(state)
-    structure = (hash(treedef), treedef)
+    leaves, structure = flatten(state)
     index = _step_index(structure)
     return leaves, None if index is None else leaves.pop(index), structure
 

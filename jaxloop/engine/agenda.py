@@ -349,7 +349,7 @@ class Agenda:
             item.mark(now, spent, self._outputs.position)
         category = item.time_category
         counting = contextlib.nullcontext() if category is None else self._stopwatch.counting(category)
-        stopped_by = "the step" if outputs.asks_to_stop else item
+        stopped_by = "the step" if types.STOP_LOOP in outputs and outputs.asks_to_stop else item
         try:
             with counting:
                 is_done = item.call(Moment(state, now, outputs, since))

@@ -123,9 +123,8 @@ class FunctionTask(Item):
         self.of: Callback = of
         self.is_compiled: bool = isinstance(of, CompiledFunction | jax.stages.Wrapped)
         self.interval: Schedule = interval  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.name: str = (
-            type(of).__qualname__ if hasattr(of, "__loop_callback__") else f"{self._short_name} {interval!r}"
-        )
+        of_function = f"{self._short_name} {interval!r}"
+        self.name: str = type(of).__qualname__ if hasattr(of, "__loop_callback__") else of_function
         # Whether any of the logs and outputs is part of the state; None before the first logs or outputs.
         self._reports_state: bool | None = None
 

@@ -150,8 +150,9 @@ class TaskLoop(Loop):
                 actions.setdefault(id(callback), ActionTask(callback, action, loop_state)).schedules.append(schedule)
             else:
                 functions.append(FunctionTask(callback, schedule, loop_state))
+        scheduled = (task for task in functions if not is_never(task.interval))
         is_of_each_step = lambda task: is_always(task.interval) and task.time_category is None
-        self.of_each_step: list[FunctionTask] = list(itertools.takewhile(is_of_each_step, functions))
+        self.of_each_step: list[FunctionTask] = list(itertools.takewhile(is_of_each_step, scheduled))
         for task in self.of_each_step:
             task.interval = never()  # The program calls it, so the engine never does.
         self._actions = list(actions.values())

@@ -19,7 +19,7 @@ from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.monitor import Monitor
 from jaxloop.base import checks
 from jaxloop.history import History, find_path
-from jaxloop.metrics import fetch, is_metric, summarize, value_of
+from jaxloop.metrics import fetch, is_metric, value_of
 from jaxloop.step import Step, forward, nonfinite
 from jaxloop.step.runner import Runner
 
@@ -65,7 +65,7 @@ class _EnsembleRunner(Runner):
         # The actions of a run that is over don't stop members of the next run.
         stopped = [one.is_out_of_patience and not one._is_over for one in self.step._stopping] or [False] * len(numbers)
         whole = jax.tree.map(lambda *leaves: np.stack(leaves), *ready) if self.step._should_shard_batch else ready[0]
-        return _Given(whole, _float_array(numbers), _bool_array(tuple(stopped)))
+        return _Given(whole, _array(numbers, np.float32), _array(tuple(stopped), bool))
 
     def parts(self, batch: types.Batch) -> list[types.Batch]:
         """Returns the batch of each member, or a list with the only batch if the members share it."""
@@ -166,7 +166,8 @@ class Ensemble(Step):
         # The batches of the members are sharded like the members, and a shared batch is replicated.
         super().__init__(step.base_prng, None, step.optimizer, partitioner, step.train, data == "own")
         self._model, self._step = step.model, step
-        vars(self).update(updates_per_step=step.updates_per_step, max_batch_shapes=step.max_batch_shapes)
+        self.updates_per_step: int = step.updates_per_step
+        self.max_batch_shapes: int = step.max_batch_shapes
         self._arguments = {"seeds": seeds, "hyperparams": hyperparams, "combine": combine, "mesh": mesh}
         keys = [step.base_prng if seeds is None else _seeded(step.base_prng, each["seed"]) for each in self.members]
         self._keys = jax.tree.map(lambda *each: jnp.stack(each), *keys)
@@ -343,14 +344,12 @@ class MemberStopping(EarlyStoppingAction):
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
         is_frozen = fetch(state.frozen)
         if outputs is None or not (self.is_out_of_patience or is_frozen[self._index]):
-            super().__call__(state, outputs if outputs is None else dict(summarize(outputs)), **kwargs)
+            super().__call__(state, None if outputs is None else outputs.copy(), **kwargs)
         if outputs is not None and all(is_frozen | [each.is_out_of_patience for each in self._actions]):
             outputs[types.STOP_LOOP] = True
 
 
-# The steps of a run share these arrays.
-_float_array = functools.lru_cache(functools.partial(np.array, dtype=np.float32))
-_bool_array = functools.lru_cache(functools.partial(np.array, dtype=bool))
+_array = functools.lru_cache(np.array)  # The steps of a run share the arrays.
 
 
 @functools.cache
