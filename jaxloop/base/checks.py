@@ -130,7 +130,10 @@ def mark_donated(state: Any, by: Any) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns a state's first array, or None if it has none. Skips `state.step`, which is usually not donated."""
+    """Returns the array that carries the record of `mark_donated`: the state's first array, or None if it has none.
+
+    Skips `state.step`, which is usually not donated.
+    """
     step = getattr(state, "step", None)
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf is not step]
     return leaves[0] if leaves else None
@@ -332,7 +335,7 @@ def _wide_integers(leaves: dict[str, Any]) -> list[tuple[int, str, Any]]:
 
 
 def _check_range(tree: Any, wide: Sequence[tuple[int, str, Any]]) -> None:
-    """Raises an error if a 64-bit integer in the leaves listed in `wide` doesn't fit into 32 bits."""
+    """Raises an error if an integer in the leaves listed in `wide` (see `_wide_integers`) doesn't fit into 32 bits."""
     leaves = jax.tree.leaves(tree)
     for place, name, limits in wide:
         leaf = leaves[place]

@@ -22,7 +22,7 @@ _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Opens a regular file on a local file system, like `os.open`.
+    """Opens a regular file on a local file system and returns its file descriptor, like `os.open`.
 
     The last component of the path must not be a symbolic link, but earlier components may be. With `os.O_TRUNC`, the
     file is truncated only after it has been checked.

@@ -65,7 +65,7 @@ def _check_directories(checked: Checked, found: Findings) -> None:
 def _course_from(given: Any, course: Course, checked: Checked) -> Course:
     """Returns the predicted course of a run that starts from a given state rather than from a checkpoint.
 
-    If the train loop's last run ended at the step of the given state, the new run continues that one.
+    If the train loop's last run ended at the step of the given state, the new run continues that run.
     """
     experiment = checked.experiment
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps

@@ -88,7 +88,7 @@ def largest_ensemble(
 
     Args:
       make: A function that returns the ensemble with a given number of members, and its state or the state's shapes.
-        If the ensemble has a mesh, return that number of members for each of the devices.
+        If the ensemble has a mesh, it must have the given number of members per device.
       batch: A batch or its shapes; see `Step.compile`.
       topology: See `largest_batch`.
 
@@ -112,7 +112,7 @@ def _fits(step: Step, state: Any, batch: types.BatchSpec, memory: int | None) ->
     if memory is None:
         kind = jax.devices()[0].device_kind
         raise ValueError(f'The memory of {kind} is unknown, so what fits is, too. Give a topology, such as "v5e:2x4".')
-    step = _copied(step, step.partitioner)  # It neither warns of each new shape nor reaches `max_batch_shapes`.
+    step = _copied(step, step.partitioner)  # So new shapes cause no warnings and don't count for `max_batch_shapes`.
     try:
         step.compile(state, batch)
         return step._runner.programs.cost.peak_bytes <= memory
@@ -121,7 +121,7 @@ def _fits(step: Step, state: Any, batch: types.BatchSpec, memory: int | None) ->
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Returns the largest number up to `_MOST` that fits, or 0."""
+    """Returns the largest number up to `_MOST` for which `fits` returns True, or 0 if there is none."""
     high = 1
     while high <= _MOST and fits(high):
         high *= 2
@@ -130,7 +130,7 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 
 def moved_to(step: Step, devices: Sequence[Any]) -> Step:
-    """Returns a copy of a step that can be compiled for other devices; see `Partitioner.moved_to`."""
+    """Returns a copy of a step, which can be compiled for other devices; see `Partitioner.moved_to`."""
     return _copied(step, step.partitioner.moved_to(devices))
 
 
@@ -144,7 +144,7 @@ def _copied(step: Step, partitioner: Any) -> Step:
 
 
 def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any, int | None]:
-    """Returns a copy of a step for a topology, the shapes of the state, and the memory size of one device.
+    """Returns a copy of a step and the shapes of its state, both for a topology, and the memory size of one device.
 
     The memory size is in bytes, or None if it is unknown.
 

@@ -110,7 +110,7 @@ def check_length(here: Findings, checked: Checked, course: Course, data: TrainDa
 def first_eval_batch(part: Part, spec: EvalSpec, checked: Checked) -> tuple[Sequence[types.Batch], str]:
     """Returns a list with the first batch of an evaluation, and a phrase that describes the number of batches.
 
-    The list is empty if the run is about to start, or if the batch can't be read without consuming it.
+    The list is empty if the run is about to start (see `Checked`), or if reading the batch would consume it.
     """
     if spec.dataset_iterator is not None:
         try:

@@ -114,7 +114,7 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
 @final
 @dataclasses.dataclass(frozen=True)
 class Findings(contextlib.AbstractContextManager[None]):
-    """Collects the problems in one part of a run. As a context manager, records exceptions as errors.
+    """Collects the problems in one part of a run. As a context manager, suppresses exceptions and adds them as errors.
 
     >>> found = Findings()
     >>> with found.at("the train loop"):

@@ -61,8 +61,8 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
       part: The loop to check.
       state: The state that the run would start from.
       first: A list with the first batch, or an empty list if there is none.
-      longest_loop: The number of batches in the longest loop, which determines the size of the outputs, or None if it
-        is unknown.
+      longest_loop: The number of batches in the longest loop, or None if it is unknown. It determines the size of the
+        outputs.
     """
     here, step = part.here, part.loop.step
     with here:
@@ -101,8 +101,9 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
     """Returns a 1-tuple with the batch that the hooks would pass to `run`, or None if that batch is unknown.
 
-    The batch is unknown if methods other than the hooks that are called before `run` are overridden, if `begin` needs
-    values but only the state's shapes are known, or if `begin` returns a different state.
+    The batch is unknown if the user overrides another method that is called before `run`, such as `shard_batch`. It is
+    also unknown if the step's `begin` returns a different state, or if `begin` needs the state's values, but only its
+    shapes are known.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}

@@ -1,4 +1,4 @@
-"""Topologies of TPUs that aren't attached to this machine. JAX can only compile programs for such TPUs."""
+"""Topologies of TPUs that aren't attached to this machine. JAX can compile programs for such TPUs, but not run them."""
 
 import contextlib
 import functools

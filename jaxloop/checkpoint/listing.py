@@ -53,7 +53,7 @@ def missing_error(directory: epath.PathLike) -> FileNotFoundError:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns True if a checkpoint doesn't exist. If it is being deleted, waits until the deletion is complete."""
+    """Returns True if a checkpoint doesn't exist. If it is being deleted, first waits until it is gone."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():

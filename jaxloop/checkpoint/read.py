@@ -93,7 +93,7 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
 
 def metrics(path: epath.Path) -> dict[str, Any]:
-    """Returns the metrics saved with a checkpoint, which determine the best one, or `{}` if none were saved."""
+    """Returns the metrics saved with a checkpoint, by which the best one is chosen, or `{}` if none were saved."""
     return _read_json(Checkpoint.open(path, _METRICS_FILE).path, _METRICS_FILE)
 
 
@@ -225,7 +225,10 @@ def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
 
 
 def quarantine(error: CheckpointError, consequence: str) -> None:
-    """Moves the damaged checkpoint named in `error` to the subdirectory `damaged`, and logs a warning."""
+    """Moves the damaged checkpoint named in `error` to the subdirectory `damaged`.
+
+    Logs a warning that ends with the sentence `consequence`.
+    """
     assert error.directory is not None
     (step,) = error.steps
     try:

@@ -154,7 +154,11 @@ def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> di
 
 
 def as_wide_as(saved: Any, leaf: Any) -> Any:
-    """Returns a NumPy template with the saved dtype if the dtypes differ only in width. Otherwise, returns `leaf`."""
+    """Returns the template for restoring a saved leaf to the place of `leaf`.
+
+    If the two dtypes differ only in width (64 or 32 bits), this is a NumPy array with the saved dtype. Otherwise, it is
+    `leaf` itself.
+    """
     if saved is None or saved.dtype == leaf.dtype or saved.shape != leaf.shape:
         return leaf
     is_same = jax.dtypes.canonicalize_dtype(saved.dtype) == jax.dtypes.canonicalize_dtype(leaf.dtype)

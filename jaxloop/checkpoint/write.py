@@ -38,7 +38,7 @@ class CheckpointWriter:
     Args:
       manager_or_directory: A directory, or an Orbax manager (from the current or the older API) that saves a single
         item. With a manager, which the caller must close, only the state is saved, without a seal. With a directory,
-        the writer creates its own manager at the first save, and creates a new manager after `close` or a failed save.
+        the writer creates its own manager at the first save, and a new one at the next save after `close` or a failure.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.

@@ -105,8 +105,8 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
-    Prefetching helps if creating a batch takes a long time and releases the GIL, as reading files, using the network
-    and running NumPy do. It costs a few microseconds per batch. Even without
+    Prefetching helps if creating a batch takes a long time and releases the GIL. File access, network access
+    and NumPy computations release it. Prefetching costs a few microseconds per batch. Even without
     prefetching, batches are created while the devices compute, because steps are dispatched asynchronously. Grain,
     tf.data and torch `DataLoader`s do their own prefetching, so they don't need this function.
 

@@ -60,8 +60,8 @@ class DatasetPosition:
         - "unknown": No state, and no way to return to the position.
       count: The number of batches consumed since the start of the epoch, including batches that were read but not
         returned (see `PositionedIterator.left_out`).
-      state: The encoded state of the source at a mark before the position; see `PositionedIterator.mark`. May contain
-        raw bytes. For "sequence" and "index", the index of the next batch. None for the start of the epoch.
+      state: The encoded state of the source at a mark, at or before the position; see `PositionedIterator.mark`. May
+        contain raw bytes. For "sequence" and "index", the index of the next batch. None for the start of the epoch.
       skip: The number of batches to read and skip after restoring `state`.
       next: The `fingerprint` of the next batch, which a resumed run compares with the batch that it reads. None if the
         next batch hasn't been read.

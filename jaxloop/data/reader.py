@@ -62,10 +62,10 @@ class Reader:
         return self.peeked[0]
 
     def mark(self, count: int) -> None:
-        """Stores the source's current state, which it reached after `count` batches, as a mark.
+        """Stores the source's current state (after `count` batches) as a mark.
 
         Does nothing if a later batch has already been read, either by `peek` or by the prefetch thread. The thread
-        marks the states itself.
+        stores its own marks.
         """
         is_at_source = not self.peeked and not self.prefetch  # The source has returned no later batch.
         if count > self.marks[-1][0] and is_at_source and (state := self.source.read()) is not None:

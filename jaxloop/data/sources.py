@@ -200,7 +200,7 @@ class _TensorFlow(Source):
 
     Args:
       iterator: The iterator.
-      is_given: Whether the user passed this iterator instead of a dataset, so no other iterator can be created.
+      is_given: Whether the user passed this iterator instead of a dataset. If so, no other iterator can be created.
     """
 
     def __init__(self, iterator: Any, *, is_given: bool):

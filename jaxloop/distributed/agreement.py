@@ -375,7 +375,7 @@ class OwnBatches:
 
 @final
 class JointReader:
-    """Reads the same number of batches in all processes and adds up their numbers of examples.
+    """Reads the same number of batches in all processes and, for each step, sums the processes' numbers of examples.
 
     The processes vote on the next few batches, which each process has read ahead of time. If one process reaches the
     end of its data, raises an error, or receives Ctrl-C or SIGTERM, all processes are notified at the same batch.

@@ -293,8 +293,8 @@ class Agenda:
         """Calls all items that are due and haven't been called at the current step yet.
 
         If an item that is called at the end of a loop asks the run to stop, the current step becomes the last step of
-        the run. The items that are due at the end of a run are then called, too. If an item asks the run to stop inside
-        a loop, the loop ends first, and checkpoints are saved afterwards.
+        the run. The items that are due at the end of a run are then called, too. If an item that is called inside a
+        loop asks the run to stop, the loop ends first, and checkpoints are saved afterwards.
 
         Args:
           state: The state.

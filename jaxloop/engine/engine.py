@@ -212,7 +212,7 @@ class Engine:
         """Begins or continues a loop. Returns the state and the iterator to read batches from.
 
         The `begin` hook is called when a loop begins. If a loop is continued after an interruption, the hook is called
-        again only if it returned a different iterator from the one that it received. In that case, the state that the
+        again only if its first call returned a different iterator from the one that it received. The state that the
         second call returns is ignored.
         """
         run = self.run

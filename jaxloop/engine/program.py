@@ -63,7 +63,7 @@ class Program:
 
     Hooks:
       run: Runs steps.
-      _run_one: Runs one step: `(carry, batch) -> (carry, outputs, num_examples)`.
+      _run_one: Runs one step: `(carry, batch) -> (carry, outputs, num_examples)`. For the carry, see `Compiled`.
 
     Args:
       step: The step.
@@ -97,7 +97,10 @@ class Program:
         requests: Interruptible,
         deadline: float = math.inf,
     ) -> None:
-        """Runs at most `room` steps. Stops early if the data ends, a signal arrives, or the deadline passes."""
+        """Runs at most `room` steps on batches from `feed`, and stores the results in `ran`.
+
+        Stops early if the data ends, a signal or a request to pause arrives, or the deadline passes.
+        """
         read, add_outputs, add_number = feed.reader(), ran.outputs.append, ran.examples.append
         clock = timing.clock
         enter, leave, run_one, observers = self._compiled.enter, self._compiled.leave, self._run_one, self.observers
@@ -158,7 +161,7 @@ class Program:
 
     @functools.cached_property
     def _run_one(self) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]]:
-        """A function that runs one step: `(carry, batch) -> (carry, outputs, num_examples)`."""
+        """A function that runs one step: `(carry, batch) -> (carry, outputs, num_examples)`; see `Compiled`."""
         runner, watch, call, evaluates = self._runner, self._runner.batch_watch, self._compiled.call, self._evaluates
         look, prepares, places = watch.look, self._prepares, evaluates or runner.places_batches
 

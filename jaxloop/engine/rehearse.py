@@ -192,7 +192,7 @@ class Course:
         return self._rehearsed(interval, iter(moments), evaluated.rest)
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, rest: str) -> Calls:
-        """Returns the calls to an item with the given interval, assuming a check at each of `moments`.
+        """Returns the calls to an item with the given interval, assuming that it is checked at each of `moments`.
 
         `rest` describes any calls after the last of these moments.
         """

@@ -104,7 +104,7 @@ class Run:
       agenda: The items.
       now: The run's progress after the latest step. `now.previous` is the progress one batch earlier, but
         `now.previous.time` is the training time at which items were last called.
-      loops: The number of loops that this loop object has completed.
+      loops: The number of loops that the `Loop` object has completed.
       batches: The number of batches in the current loop, including those before a resume.
       began_at: The run's progress at the last check for begin actions that were due.
     """
@@ -255,7 +255,7 @@ class Steps:
         return self._run.agenda.goal(self._run.now, self._plan.stop) if self._call.updates else Goal()
 
     def _call_what_is_due(self, goal: Goal, left: int) -> Goal | None:
-        """Calls the items that are due after the latest steps. Returns the next goal, or None if the loop ends here.
+        """Calls the items that are due after the latest steps. Returns the next `Goal`, or None if the loop ends here.
 
         Args:
           goal: The goal that limited the latest steps.
@@ -289,7 +289,7 @@ class Steps:
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
         """Tries to read a batch ahead. Returns True if there is one.
 
-        Also returns True, without reading a batch, if the next loop's `begin` hook will wrap the iterator again.
+        Also returns True, without reading a batch, if the next loop's `begin` hook will return a new iterator.
         """
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]
@@ -307,7 +307,7 @@ class Steps:
         return has_more
 
     def _passes_end(self) -> bool:
-        """Ends a loop without calling any hook or item. Returns False, without ending it, if the run may end here."""
+        """Ends a loop without calling any hook or item. Returns False, leaving the loop open, if the run may end here."""
         run = self._run
         if not self.has_more(run.now) or self._requests.signum is not None:
             return False
@@ -320,7 +320,7 @@ class Steps:
     # Stretches ---------------------------------------------------------------------------------------
 
     def _room(self, goal: Goal) -> int:
-        """Returns the number of batches to run at once.
+        """Returns the number of batches to process without a pause.
 
         This is the number of batches until the goal or the end of the loop, whichever comes first. The end of the loop
         is ignored if the outputs are plain (see `Pending`) and nothing is scheduled by time.

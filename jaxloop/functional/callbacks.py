@@ -64,7 +64,7 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
-    """Adds the step's outputs to the history and its logs to `rows` (by default, the history), and then clears both."""
+    """Moves a step's outputs to the history, and the step's logs to `rows` or, by default, also to the history."""
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
         if loop_state.newest is not None:
@@ -103,7 +103,7 @@ def _num_arguments(callback: Callable[..., Any]) -> int:
 
 @final
 class FunctionTask(Item):
-    """An item that calls a callback other than an action and stores the returned logs, outputs and state.
+    """An item that calls a callback (but not an action) and stores the logs, outputs and state that it returns.
 
     Args:
       of: The callback.

@@ -74,7 +74,7 @@ def loop(
     the state (including NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
     It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
     and `load_state_dict(state_dict)`. When the loop resumes, it may call callbacks at the step of the checkpoint:
-    for example, if their schedule is `last()` and that was the last step. They receive None as the batch.
+    for example, if their schedule is `last()` and that was the last step. These callbacks receive None as the batch.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.

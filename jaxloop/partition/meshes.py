@@ -76,8 +76,8 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
 
     This number is large enough that the devices never wait for the host. If several devices share one CPU, the number
     is small, because the collectives of many steps would compete for the same threads. For a single CPU device, the
-    number is larger and grows with `steps_per_dispatch`, because a CPU can finish a small dispatch before a waiting
-    thread wakes up.
+    number is larger and grows with `steps_per_dispatch`, because a CPU can finish several small dispatches before the
+    waiting host thread wakes up.
     """
     if is_cpu_mesh(mesh):
         return 8
