@@ -299,7 +299,7 @@ def _problem_of_leaf(leaf: Any, remedy: str) -> str | None:
         )
     dtype = getattr(leaf, "dtype", None)
     is_number = isinstance(leaf, int | float | complex)
-    if isinstance(dtype, np.dtype):  # Not that of a PRNG key, for example.
+    if isinstance(dtype, np.dtype):  # A PRNG key, for example, has another kind of dtype.
         is_number = dtype.kind in "biufcV" and dtype.isnative and not dtype.hasobject
     elif dtype is not None:
         return None
@@ -323,7 +323,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
 
 
 def _is_cut(leaf: Any, kinds: str) -> bool:
-    """Returns True if a leaf is a 64-bit NumPy array of one of the given kinds that JAX would convert to 32 bits."""
+    """Returns True if a leaf is a 64-bit NumPy array (of a dtype kind in `kinds`) that JAX would convert to 32 bits."""
     is_wide = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in kinds and leaf.dtype.itemsize == 8
     return is_wide and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
 
@@ -443,7 +443,7 @@ def check_only_process(who: str) -> None:
 
 
 def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
-    """Returns a hook's result after checking that it is a pair."""
+    """Returns a hook's result after checking that it is a pair, which the error message describes as `names`."""
     if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
         raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
     return result

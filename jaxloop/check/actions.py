@@ -136,7 +136,7 @@ def _check_contract(action: Action, here: Findings) -> None:
 
 
 def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part]) -> None:
-    """Checks that a monitored metric is measured before the action is called."""
+    """Checks that a monitored metric is measured before the action that monitors it is called."""
     known = {part.name: part.outputs and metrics.summarize(part.outputs) for part in parts}
     if monitor.name.startswith("jaxloop/") or _may_be_missing(monitor, known):
         return  # The metric is a statistic, or may exist.

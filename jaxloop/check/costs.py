@@ -112,7 +112,7 @@ def _fits(step: Step, state: Any, batch: types.BatchSpec, memory: int | None) ->
     if memory is None:
         kind = jax.devices()[0].device_kind
         raise ValueError(f'The memory of {kind} is unknown, so what fits is, too. Give a topology, such as "v5e:2x4".')
-    step = _copied(step, step.partitioner)  # So new shapes cause no warnings and don't count for `max_batch_shapes`.
+    step = _copied(step, step.partitioner)  # A new copy each time, so no step counts these batch shapes.
     try:
         step.compile(state, batch)
         return step._runner.programs.cost.peak_bytes <= memory

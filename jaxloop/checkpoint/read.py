@@ -377,7 +377,7 @@ class Checkpoint:
         return self._read(jax.tree_util.tree_map_with_path(chosen, self._described(item)), item)
 
     def _read(self, template: Any, item: str) -> dict[str, Any]:
-        """Returns an item's arrays, keyed by path, except where the template has a placeholder."""
+        """Returns an item's arrays, keyed by path, except those for which the template has a placeholder."""
         leaves, structure = jax.tree.flatten(template)
         # Without dtypes and shapes, because Orbax would cast and pad the arrays to match. Any difference is an error.
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]

@@ -28,6 +28,6 @@ def describe(leaf: Any) -> str:
     try:
         array = np.asarray(leaf)
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    except Exception:  # NumPy can't read every leaf, for example, not an array that is spread over several processes.
+    except Exception:  # NumPy can't read every leaf: for example, an array that is spread over several processes.
         return checks.describe(leaf)
     return f"{checks.describe(array)}, checksum {zlib.crc32(data.data):08x}"

@@ -337,7 +337,7 @@ class OwnBatches:
         self._error: Exception | SystemExit | None = None  # The exception that comes after these batches.
 
     def vote(self, start: int, size: int) -> dict[str, Any]:
-        """Returns a vote on `size` batches of `ahead`, beginning at index `start`. Reads more batches if needed."""
+        """Returns the fields of a vote on `size` batches of `ahead`, from index `start`. Reads batches if needed."""
         records = np.zeros(_MAX_BATCHES, _BATCH)
         try:
             while len(self.ahead) < start + size and self._error is None:

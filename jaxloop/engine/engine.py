@@ -418,7 +418,7 @@ class Engine:
         return state, outputs
 
     def _failure(self, error: BaseException) -> Failure:
-        """Returns the information to keep after an exception: the latest state, or the reason why it can't be used."""
+        """Returns the information to keep after an exception: the latest state, or why that state can't be used."""
         call, outputs, problem, bad = self.call, self.run.outputs, None, "it has values that are not finite"
         failure = call.outcome.failure
         if isinstance(error, nonfinite.NonFiniteError) and outputs.guard is not None and error is outputs.guard.error:

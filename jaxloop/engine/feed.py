@@ -88,7 +88,7 @@ class Feed(Iterator[types.Batch]):
     def count(self, number: int) -> list[int]:
         """Returns the number of examples in each of the first `number` batches that were returned but not counted yet.
 
-        Then forgets all batches that were returned, even those after the first `number`.
+        Then forgets the counts of all returned batches, even of those after the first `number`.
         """
         counted = self.examples[:number]
         del self.examples[: len(self.examples) - len(self.ahead)]

@@ -112,7 +112,7 @@ class Pending:
         self.in_flight.add(values, num_steps, state)
         if self.names is None:
             self.names, self.are_plain = {*(values or {})}, types.STOP_LOOP not in (values or {})
-        # Those of a scalar output are stacked along one axis if several steps were fused.
+        # The values of a scalar output are stacked along one axis if several steps were fused.
         self.are_plain &= all([isinstance(x, jax.Array) and x.ndim == axes for x in (values or {}).values()])
         if len(self._examples) < self.in_flight.chunk:
             return 0

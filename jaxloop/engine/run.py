@@ -106,7 +106,7 @@ class Run:
         `now.previous.time` is the training time at which items were last called.
       loops: The number of loops that the `Loop` object has completed.
       batches: The number of batches in the current loop, including those before a resume.
-      began_at: The run's progress at the last check for begin actions that were due.
+      began_at: The run's progress when the engine last checked whether begin actions were due.
     """
 
     def __init__(self, job: Job):
@@ -307,7 +307,10 @@ class Steps:
         return has_more
 
     def _passes_end(self) -> bool:
-        """Ends a loop without calling any hook or item. Returns False, leaving the loop open, if the run may end here."""
+        """Ends a loop without calling any hook or item.
+
+        Returns False, without ending the loop, if the run may end here.
+        """
         run = self._run
         if not self.has_more(run.now) or self._requests.signum is not None:
             return False

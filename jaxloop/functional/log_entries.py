@@ -143,7 +143,7 @@ def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
     columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)
     before, examples = Elapsed(), 1
     for elapsed, logs in rows:
-        if elapsed.steps != before.steps:  # Otherwise it is the rest of a row.
+        if elapsed.steps != before.steps:  # Otherwise, these logs belong to the same step.
             examples, before = num_examples(elapsed, before), elapsed
         for path, value in metrics.join_weights(entries(logs)).items():
             if isinstance(value, Weighted):

@@ -191,7 +191,7 @@ class _InnerLoop:
 
 
 def inner_loop(name: str, run: Callable[..., tuple[Any, History, Elapsed]]) -> _InnerLoop:
-    """Returns a callback that runs another loop, such as an evaluation during training, and logs that loop's mean values.
+    """Returns a callback that runs another loop, such as an evaluation during training, and logs that loop's means.
 
     `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`,
     the mean over all examples. An evaluation that is interrupted by Ctrl-C doesn't log anything; a resumed loop repeats

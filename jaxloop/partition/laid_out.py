@@ -162,8 +162,8 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. When a state is laid out, also if a rule splits an
-        axis that a parameter lacks or that can't be divided evenly among the devices.
+      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state also raises this error if a
+        rule splits an axis that a parameter lacks or that can't be divided evenly among the devices.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -217,8 +217,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
         `nn.with_logical_constraint` also uses these rules inside `run`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. When a state is laid out, also if the model uses a
-        name that isn't an axis of the mesh and has no rule.
+      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state also raises this error if
+        the model uses a name that isn't an axis of the mesh and has no rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
