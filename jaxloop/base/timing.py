@@ -168,7 +168,7 @@ class Stopwatch:
             self.switch(before)
 
     def spent(self) -> Spent:
-        """Returns the time report so far."""
+        """Returns a report on the time spent so far."""
         self.switch(self.kind)
         return Spent(**self._seconds, steps=self.steps, samples=self.samples)
 

@@ -106,7 +106,7 @@ def _check_patience(called: CalledAction, course: Course) -> None:
 
 
 def _run_check(called: CalledAction, state: Any) -> None:
-    """Adds the problems that the action's `check` method finds."""
+    """Calls the action's `check` method and adds the problems that it reports to the findings."""
     if called.at != "begin" and called.part.outputs is None and checks.is_user_defined(called.action, "check"):
         return  # The outputs are unknown, and the user's method may need them.
     if called.at == "begin" and isinstance(called.action, EarlyStoppingAction | SpikeGuard | SummaryAction):
@@ -162,7 +162,7 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
 
 
 def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Returns True if a metric could come from a loop whose metrics are unknown."""
+    """Returns True if a metric may exist although it isn't in `known`, because a loop's metrics are unknown."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None

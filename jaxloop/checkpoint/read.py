@@ -215,7 +215,7 @@ def open_newest(
 
 
 def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
-    """Quarantines the damaged checkpoints among `paths` that are newer than the newest undamaged one.
+    """Quarantines the damaged checkpoints among `paths` that are newer than the newest undamaged one; see `quarantine`.
 
     In a multi-process job, only the first process may call this function, and it must do so before any process starts
     restoring. If all checkpoints are damaged, none are moved.

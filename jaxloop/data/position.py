@@ -418,7 +418,7 @@ class DataWithOptions(Wrapper, Iterable[types.Batch]):
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
-    """Attaches `PositionedIterator` options to a dataset. Returns an iterator if the dataset is an iterator."""
+    """Attaches options for `PositionedIterator` to a dataset. Returns an iterator if the dataset is an iterator."""
     if isinstance(data, DataWithOptions):
         return dataclasses.replace(data, **options)
     if hasattr(data, "__next__"):

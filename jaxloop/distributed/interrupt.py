@@ -42,7 +42,7 @@ class Interruptible:
     propagate, but after SIGTERM, a note is added to them. After the first signal, the program's own SIGCHLD handler is
     no longer called.
 
-    The second signal ends the process immediately, with exit code 128 + the signal's number. This works even if the
+    The second signal ends the process immediately, with exit code 128 plus the signal's number. This works even if the
     main thread hangs in native code, because another thread watches for signals. No `finally` blocks run, and the child
     processes of `multiprocessing` are killed. In an interactive session, and in a program that uses
     `signal.set_wakeup_fd`, no thread watches for signals. The second signal then has Python's default effect: Ctrl-C

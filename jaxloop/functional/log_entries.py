@@ -107,7 +107,7 @@ def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a dict of the entries, keyed by short name.
+    """Returns a dict of the values in logs, keyed by short name.
 
     Entries in the collections `metrics` and `losses` keep their names, such as `loss`. Names in other collections are
     prefixed with the collection's name, as in `test/loss`. A value that was logged with its weight is returned as a

@@ -70,7 +70,7 @@ class CheckpointTool(Tool):
     action: CheckpointAction  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def restore(self, state: Any) -> tuple[Any, Elapsed]:
-        """Restores the newest checkpoint and returns its state and progress.
+        """Restores the newest checkpoint, and returns its state and the run's progress at its step.
 
         The returned state has the same structure as `state`. To continue, pass it to `loop`, with the progress as
         `elapsed` and a dataset that starts after the first `elapsed.steps` batches. If there is no checkpoint, returns
