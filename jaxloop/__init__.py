@@ -18,7 +18,7 @@ example-weighted means. To write a step with a Linen module or an NNX class, see
 `OuterLoop`.
 
 Steps and train loops donate the state that you pass them, so always continue with the state that they return. The only
-counter is `state.step`, which counts completed optimizer updates.
+step counter is `state.step`, which counts completed optimizer updates.
 """
 
 import inspect

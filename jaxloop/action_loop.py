@@ -39,10 +39,10 @@ class ActionLoop(StatLoop):
         interval counts loops. An action whose interval is a schedule is called if the schedule has fired since the
         previous loop began.
       end_actions: Actions to call between steps or when a loop ends. Each action receives the outputs of all steps
-        since its previous call. An action with an int interval, which counts loops, is called when a loop ends. An
-        action whose interval is a schedule is called right after the step at which the schedule fires. Actions with
-        `runs_last`, such as those that save checkpoints, are called after all other actions and after the evaluations
-        of an `OuterLoop`.
+        since its previous call. An int interval counts loops: with 2, the action is called at the end of every second
+        loop. An action whose interval is a schedule is called right after the step at which the schedule fires. Actions
+        whose `runs_last` is True, such as those that save checkpoints, are called after all other actions and after the
+        evaluations of an `OuterLoop`.
       stat_names: See `StatLoop`, which also describes the remaining arguments.
 
     Without an `OuterLoop`, a call to the loop returns only after the actions have finished all their work, including

@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
     Attributes:
       elapsed: The progress of the run.
-      logs: The metrics, as a (nested) dict of Python numbers and strings with the keys passed to `History.commit`.
+      logs: The metrics: a (nested) dict of Python numbers and strings. Its keys are those passed to `History.commit`.
     """
 
     elapsed: Elapsed
@@ -57,7 +57,7 @@ class _Form:
 
     Attributes:
       paths: The paths of the values.
-      groups: The first key of each path.
+      groups: The set of the first names in the paths, such as `train` for `train.loss`.
       places: A dict that maps each field of `elapsed`, and each path, to its index in a row's tuple.
 
     Raises:
@@ -209,7 +209,7 @@ class History:
         self._write(len(self._rows))
 
     def checksum(self) -> dict[str, Any] | None:
-        """Writes all rows so far and returns the file's length and SHA-256 checksum, or None if there is no file."""
+        """Writes all rows so far. Returns the file's length and SHA-256 checksum, or None if no file is written."""
         self.flush()
         return self._file.checksum() if self._file is not None and self._file.writes else None
 
@@ -226,7 +226,7 @@ class History:
           num_rows: The number of rows that the history had at that point, if known. Later rows for the same step are
             also dropped, because the run will add them again.
           checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
-            is moved to `<path>.damaged`. The rows that can still be read are kept, and a warning lists what was lost.
+            is moved to `<path>.damaged`. The rows that can still be read are kept, and a warning reports how many.
 
         Raises:
           ValueError: If a line of the file is malformed and no checksum was given.
@@ -334,9 +334,10 @@ class History:
         return [form.to_record(stored) for form, stored in self._table()]
 
     def records_after(self, steps: int, *, without: Set[str]) -> list[dict[str, Any]]:
-        """Returns the rows after a step as records, except for rows whose values all belong to groups in `without`.
+        """Returns the rows after a step as records; see `to_records`. This method doesn't wait for the devices.
 
-        The group of a value is the first name in its path, such as `eval`. This method doesn't wait for the devices.
+        A row is left out if all its values belong to the groups in `without`. The group of a value is the first name in
+        its path, such as `eval`.
         """
         newest = zip(reversed(self._forms), reversed(self._rows), strict=True)
         rows = list(itertools.takewhile(lambda each: each[1][0] > steps, newest))
@@ -370,7 +371,7 @@ class History:
         last expression in a cell; `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib,
         but doesn't change its backend or settings.
 
-        For a `jaxloop.Ensemble`, each line is the mean of the members, in a band from the smallest to the largest.
+        For a `jaxloop.Ensemble`, each line is the mean of the members' values, in a band from the smallest to the largest.
 
         Args:
           *names: The values to plot. By default, all numbers except for loop statistics (`jaxloop/...`) are plotted.
@@ -421,7 +422,7 @@ class History:
         self._newest[form] = len(self._rows) - 1
 
     def _table(self) -> Iterator[tuple[_Form, tuple[Any, ...]]]:
-        """Waits for pending values, and then returns all stored rows, each with its form."""
+        """Waits for pending values, and then returns all stored rows, each paired with its `_Form`."""
         self.flush()
         return zip(self._forms, self._rows, strict=True)
 

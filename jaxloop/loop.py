@@ -20,15 +20,15 @@ class Loop:
 
     Hooks:
       begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. If a
-        run resumes in the middle of a loop, `begin` is called again only if the first call returned an iterator other
-        than the one it received. In that case, the state returned by the second call is ignored.
+        run resumes in the middle of a loop, `begin` is called a second time for that loop if the first call returned an
+        iterator other than the one it received. The state that the second call returns is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
       update_outputs: Called for each step, in order, once the step's outputs have reached the host, which may be a few
         steps later.
       _get_next_batch: Called with the dataset whenever the loop needs a batch. Returns the batch.
-      _run_one_step: Called for each batch with `(state, batch, per_loop_step_number)`, to run the step. An override
-        disables the faster paths, so that every step is run by `Step.__call__`.
+      _run_one_step: Called for each batch with `(state, batch, per_loop_step_number)`, to run the step. If this
+        hook is overridden, every step is run by `Step.__call__`, which is slower than the default.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -76,7 +76,7 @@ class Loop:
 
     @property
     def elapsed(self) -> Elapsed:
-        """The loop's training progress. `elapsed.previous` is its progress one step earlier.
+        """The loop's training progress. `elapsed.previous` is the progress one batch earlier.
 
         `elapsed.time` is the number of seconds that this loop has spent training. If the loop is called with a state
         whose step differs from that of the last state it returned, samples and time are reset to zero. Call `resume` to
@@ -138,10 +138,10 @@ class Loop:
         Args:
           state: The train state. It is donated, unless `return_state_from_step` is False.
           dataset_iterator: The batches. An iterable is read from its start. Pass None if the step doesn't need any
-            data. In that case, `run` receives None as the batch, and `num_steps` must be given.
+            data. In that case, `Step.run` receives None as the batch, and `num_steps` must be given.
           num_steps: The maximum number of steps, counted in updates (see `Step.updates_per_step`). If None, all batches
             are used.
-          return_state_from_step: Whether to pass each step's new state to the next step and to return the last one. If
+          return_state_from_step: Whether to pass each step's new state to the next step and return the final state. If
             False, every step receives the given state, and the loop returns that state unchanged.
 
         Returns:

@@ -91,8 +91,8 @@ def _unwrap_scalar(leaf: Any) -> Any:
 class LoopOutputs(dict[str, Any]):
     """The outputs of a loop, on the host. Each name maps to a list with one value per step, in order.
 
-    Metrics with `merge` and `compute` methods, such as those of `clu.metrics`, are merged, so their lists contain
-    merged states. Statistics are plain numbers rather than lists.
+    Metrics with `merge` and `compute` methods, such as those of `clu.metrics`, are merged: their lists contain merged
+    states rather than one state per step. Statistics are plain numbers rather than lists.
 
     Attributes:
       num_examples: The number of examples in each step.
@@ -142,7 +142,7 @@ class LoopOutputs(dict[str, Any]):
         return LoopOutputs(kept, self.num_examples[begin:end])
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the outputs in a JSON-compatible form and the names of the values that can't be encoded."""
+        """Returns a pair: the outputs in a JSON-compatible form, and the names of the values that can't be encoded."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -279,7 +279,7 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns True if a metric's state grows with each merge, so it must be merged on the host."""
+    """Returns True if a metric's state grows with each merge and therefore must be merged on the host."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 
@@ -363,7 +363,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_of_members(name: str) -> bool:
-    """Returns True for the name of a value that describes the members of a `jaxloop.Ensemble`, not their mean.
+    """Returns True for the name of one member's value, or of the members' spread, in a `jaxloop.Ensemble`.
 
     >>> is_of_members("test/loss/members/3"), is_of_members("train.loss.members.max"), is_of_members("loss")
     (True, True, False)

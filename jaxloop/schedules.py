@@ -1,6 +1,6 @@
 """Schedules, which decide when something happens, and `Elapsed`, which describes a run's progress.
 
-A schedule is immutable and stateless: it only answers whether it fires between `before` and `now`.
+A schedule is immutable and stateless: it only answers whether it fires between two given points of a run.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -117,12 +117,12 @@ jax.tree_util.register_pytree_with_keys(
 
 @final
 class Goal(NamedTuple):
-    """The next points in a run at which something may be due. By default, it is never due.
+    """The next points in a run at which something may be due. By default, nothing is ever due.
 
     Attributes:
-      step: The next step within a loop.
+      step: The next step at which something may be due within a loop.
       time: The next training time, in seconds. From that time on, something may be due at any step.
-      loop: The number of the next loop after which something may be due that `step` and `time` don't cover.
+      loop: The next loop after which something may be due, for example because an interval counts loops.
     """
 
     step: int = NEVER[0]
@@ -138,9 +138,9 @@ class Schedule(abc.ABC):
     Schedules are hashed by identity, so two schedules with the same arguments are different dictionary keys.
 
     Hooks:
-      fires: Called after each step; see below. Must be pure.
+      fires: Called after each step at which the schedule may fire; see below. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
-      stops: Called at the start of such a run, and then like `fires`.
+      stops: Called at the start of such a run, and then after the same steps as `fires`.
 
     >>> every(steps=100) | last()
     every(steps=100) | last()
@@ -152,17 +152,17 @@ class Schedule(abc.ABC):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         """Returns True if the schedule fires between `before` (exclusive) and `now` (inclusive).
 
-        A loop calls this method after each step, with the progress after the previous step as `before`, but it leaves
-        out steps at which a built-in schedule, or one joined with it by `&`, can't fire. A run that begins at step 0
-        also calls it once before the first update, with both arguments equal to `Elapsed()`. If `before` is several
-        steps earlier, `a & b` fires if both `a` and `b` have fired since then (even at different steps), and `~a` fires
-        if `a` hasn't fired since then.
+        A loop calls this method after each step, with the progress after the previous step as `before`. The loop skips
+        the steps at which a built-in schedule can't fire. This also applies to a custom schedule that is joined with a
+        built-in one by `&`. A run that begins at step 0 also calls this method once before the first update, with both
+        arguments equal to `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have
+        fired since then, even at different steps. Similarly, `~a` fires if `a` hasn't fired since then.
         """
 
     def _goal(self, now: Elapsed) -> Goal:
-        """Returns the next points at which the schedule can fire: for a custom schedule, the next step and loop end.
+        """Returns the next points at which the schedule can fire: by default, the next step and the next loop.
 
-        `last()` returns an empty goal, because the end of a run is always checked.
+        `last()` returns `Goal()`, which means never, because the end of a run is checked in any case.
         """
         return Goal(step=now.steps + 1, loop=now.loops + 1)
 
@@ -344,7 +344,7 @@ def earliest(found: Iterable[Any]) -> Any:
 
 
 def planned_steps(stop: Any, start: Elapsed) -> int | None:
-    """Returns the step at which a run that begins at `start` ends, or None if `stop` doesn't determine that step.
+    """Returns the step at which `stop` ends a run that begins at `start`, or None if `stop` doesn't determine the step.
 
     >>> planned_steps(at(steps=50), Elapsed()), planned_steps(at(time=60), Elapsed())
     (50, None)
@@ -387,7 +387,7 @@ class _Counted(Schedule):
 
     @abc.abstractmethod
     def _next(self, now: Elapsed) -> Any:
-        """Returns the next value of the unit at which the schedule can fire, or None."""
+        """Returns the next count or time at which the schedule can fire, or None if it can't fire again."""
 
     def _goal(self, now: Elapsed) -> Goal:
         following = self._next(now)
@@ -502,7 +502,7 @@ class _And(_Pair):
             steps.append(one.step)
         if one.time != NEVER[1]:
             steps.append(other.step)
-        # The time is earlier than the pair can fire, so that the progress one step before is known.
+        # The earlier time, although the pair may fire later: from then on, the progress one step before is known.
         return _first_of([one, other])._replace(step=min(steps))
 
 

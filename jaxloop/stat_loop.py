@@ -22,7 +22,7 @@ STAT_BEGIN_TIME = "jaxloop/begin_time"
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
 """Seconds from the construction of the loop to the end of the call."""
 STAT_LOOP_TIME_SECS = "jaxloop/loop_time_secs"
-"""Seconds from the start of the call until the devices finish. For an action: seconds since its previous call."""
+"""Seconds from the start of the call until the devices finish (for an action: since the action's previous call)."""
 STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
 """Steps per second of training time, which excludes evaluations and checkpoints."""
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
@@ -72,7 +72,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent(), updates
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the functions to call with each batch. There are none unless a batch is needed to count the FLOPs.
+        """Returns the functions to call with each batch. The list is empty if no batch is needed to count the FLOPs.
 
         Raises:
           ValueError: If `STAT_MFU` can't be computed, because the loop has no `peak_flops_per_sec`.

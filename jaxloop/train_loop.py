@@ -53,9 +53,9 @@ class TrainLoop(ActionLoop):
         one step per dispatch, small models train several times faster, but convolutions on a CPU run ten times slower.
         A dispatch never runs past the end of a loop or a dataset, or past a step at which a schedule fires: if too few
         steps are left before such a point, they are dispatched one at a time. Time schedules are an exception: they
-        can't be predicted, so they fire only after the dispatch has ended. The results are the same, except that XLA
-        may round the last bit differently. `Step.begin` receives the state before the dispatch and must not change it.
-        A `ValueError` is raised if the step has actions or overrides `end`.
+        can't be predicted, so they fire only after the dispatch has ended. The results are the same as with one step
+        per dispatch, except that XLA may round the last bit differently. `Step.begin` receives the state before the
+        dispatch and must not change it. A `ValueError` is raised if the step has actions or overrides `end`.
       max_steps_in_flight: See `Loop`.
     """
 

@@ -92,10 +92,10 @@ class Action(abc.ABC):
             action, the outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the
             experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
-            A loop also passes `history`, the values measured so far (a `History`, or None); `total_steps`, the planned
-            number of updates (None if unknown); `spent`, the time report for the period since the last call (a
-            `Spent`); and `snapshot`, a function that returns what a checkpoint stores in addition to the state. Later
-            versions may add more keywords.
+            A loop also passes `history`, `total_steps`, `spent` and `snapshot`. `history` contains the values measured
+            so far (a `History`, or None). `total_steps` is the planned number of updates (None if unknown). `spent` is
+            the time report for the period since the last call (a `Spent`). `snapshot` is a function that returns what a
+            checkpoint stores in addition to the state. Later versions may add more keywords.
 
         Raises:
           TurnBack: To make the run return to an earlier checkpoint and skip the batches that the exception specifies.

@@ -168,7 +168,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if the last `patience` measurements brought no improvement, or if the metric became NaN."""
+        """True if the last `patience` measurements brought no improvement, or if the metric became NaN or diverged."""
         return self._memory.waits >= self.patience
 
     def finish(self, state: Any) -> Any:

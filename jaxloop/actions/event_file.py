@@ -89,5 +89,5 @@ class EventFile:
 
     def resume(self, first_hidden: int) -> None:
         """Makes TensorBoard hide all existing points at step `first_hidden` and later steps."""
-        for _ in range(2):  # TensorBoard assumes that the first process wrote the first one.
+        for _ in range(2):  # TensorBoard hides nothing at the first START event.
             self.add_event(self._new_event(session_log={"status": "START"}), first_hidden)

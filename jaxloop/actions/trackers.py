@@ -196,7 +196,7 @@ class MlflowWriter(_TrackerWriter):
     FAILED (an error) or KILLED (a signal).
 
     The writer uses `MlflowClient` with the ID of its own MLflow run, so it doesn't affect the active MLflow run of any
-    thread. MLflow can't delete points, so the writer looks up the existing points and doesn't write them again.
+    thread. MLflow can't delete duplicates, so the writer looks up the existing points and doesn't write them again.
 
     Args:
       workdir: The run's work directory, which stores the ID of the MLflow run.
@@ -354,7 +354,7 @@ class WandbWriter(_MediaWriter):
     In online mode, finishing and resuming take a few seconds.
 
     In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
-    between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory, and a resumed run
+    between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory. A resumed run
     writes the points of repeated steps again. To upload the directories, run `wandb sync --include-offline
     wandb/offline-run-*`.
 

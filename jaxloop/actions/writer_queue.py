@@ -40,7 +40,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, writer: Any) -> None:
-        """Calls the writer's method. Adds a note with the action, the step and the names of the values to any error."""
+        """Calls the writer's method. A note on any error names the action, the step, the method and the values."""
         try:
             if self.method == "resume":
                 writer.resume(self.step, self.options["position"])
@@ -161,8 +161,8 @@ class WriterQueue:
         """Makes the writer hide everything that a killed run wrote after its newest checkpoint.
 
         A resumed run does this once for all actions that share the writer. A new run does it only if this process
-        hasn't written anything yet, because any existing values must then come from a run that was killed before its
-        first checkpoint.
+        hasn't written anything yet. In that case, any existing values come from a run that was killed before its first
+        checkpoint.
 
         Args:
           action: The action that calls this method.
