@@ -371,7 +371,7 @@ class History:
         last expression in a cell; `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib,
         but doesn't change its backend or settings.
 
-        For a `jaxloop.Ensemble`, each line is the mean of the members' values, in a band from the smallest to the largest.
+        For a `jaxloop.Ensemble`, each line is the mean of the members, in a band from their minimum to their maximum.
 
         Args:
           *names: The values to plot. By default, all numbers except for loop statistics (`jaxloop/...`) are plotted.

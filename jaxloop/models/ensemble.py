@@ -49,7 +49,7 @@ class _EnsembleRunner(Runner):
         return given and (given, int(given.num_examples[0]))
 
     def prepared(self, batch: types.Batch, state: Any = None) -> _Given | None:
-        """Passes each member's batch through the step's hooks. Returns None if they need a state and it is None."""
+        """Passes each member's batch through the step's hooks. If they need a state, but none is given, returns None."""
         runner, ready, parts = self.step._step._runner, [], self.parts(batch)
         for part in parts:
             found = runner.ready_batch(part) if runner.has_own("begin") else [runner.preprocessed(part)]
@@ -68,7 +68,7 @@ class _EnsembleRunner(Runner):
         return _Given(whole, _array(numbers, np.float32), _array(tuple(stopped), bool))
 
     def parts(self, batch: types.Batch) -> list[types.Batch]:
-        """Returns the batch of each member, or a list with the only batch if the members share it."""
+        """Returns a list with the batch of each member, or with a single batch if all members share it."""
         number = len(self.step.members)
         if not self.step._should_shard_batch:
             return [batch]
@@ -84,12 +84,12 @@ class _EnsembleRunner(Runner):
 
 @final
 class Ensemble(Step):
-    """A `Step` that trains many copies of a model, its members, in one dispatch.
+    """A `Step` that trains many copies of a model, called members, in one dispatch.
 
-    Member `i` is what the given step alone would be with the member's seed and hyperparameters, up to rounding. The
-    state has the fields of the step's state, and each of its leaves has a leading axis of members, except for
-    `state.step`, which counts the updates. `state.frozen` is True for members that are no longer updated, and
-    `state.diverged` for those of them that yielded NaN or infinity.
+    Up to rounding, each member gets the results that the given step alone would get with that member's seed and
+    hyperparameters. The ensemble's state has the fields of the step's state. Each leaf has a leading axis of members,
+    except for `state.step`, which counts the updates. `state.frozen` is True for members that are no longer updated.
+    `state.diverged` is True for the frozen members that yielded NaN or infinity.
 
     >>> import optax, jaxloop
     >>> from flax import linen as nn
@@ -116,16 +116,16 @@ class Ensemble(Step):
     sample standard deviation) describe the spread. Images and other arrays of all members are joined along the leading
     axis.
 
-    **Frozen members.** The state of a frozen member stays bit-identical, and the other members don't notice. With
-    `TrainLoop(nan_policy="skip")`, a member that yields NaN or infinity is frozen. It has diverged, and counts in no
-    metric from then on. `early_stopping` returns actions that freeze members, which still count in evaluations. If any
-    member may be frozen, `frozen` is the number of frozen members, averaged over the steps. When all members are
-    frozen, the run ends.
+    **Frozen members.** The state of a frozen member stays bit-identical, and the other members aren't affected. With
+    `TrainLoop(nan_policy="skip")`, a member that yields NaN or infinity is frozen. It has diverged and is excluded
+    from all metrics from then on. `early_stopping` returns actions that freeze members. Members frozen in this way
+    still count in evaluations. If members can be frozen, the output `frozen` is the number of frozen members, averaged
+    over the steps. When all members are frozen, the run ends.
 
     Args:
       step: The step of a single run. Its state must be a `TrainState`. Its hooks `begin` and `preprocess_batch` are
-        called once per batch; it can't have actions or override `end`, which would run for each member.
-      seeds: The seed of each member, which replaces the seed of the step's `base_prng`: the members use the keys of a
+        called once per batch. The step can't have actions or override `end`, because these would run for each member.
+      seeds: The seed of each member, which replaces the seed of the step's `base_prng`: a member uses the keys of a
         step with `base_prng=jax.random.key(seed)`. If `base_prng` is a dict, the seed is folded into each key instead.
         If None, all members use the step's keys.
       hyperparams: A dict that maps names of hyperparameters to their values, one per member. The optimizer must be
@@ -174,7 +174,7 @@ class Ensemble(Step):
         self._stopping: list[MemberStopping] = []  # One action for each member, or none.
 
     def for_evaluation(self, step: Step, *, data: Literal["shared", "own"] = "shared") -> "Ensemble":
-        """Returns an ensemble with the same members that evaluates their states with the given step.
+        """Returns an ensemble that evaluates the states of the same members with the given step.
 
         Args:
           step: The eval step of a single run.
@@ -241,7 +241,7 @@ class Ensemble(Step):
     # Members -------------------------------------------------------------------------------------
 
     def member(self, state: Any, index: int) -> Any:
-        """Returns a copy of one member's state, which the single step, `predict` and `jaxloop.export` accept."""
+        """Returns a copy of one member's state, which the original step, `predict` and `jaxloop.export` accept."""
         if index not in range(len(self.members)):
             raise IndexError(f"The members are 0 to {len(self.members) - 1}, got {index}.")
         return jax.tree.map(lambda leaf: leaf[index], self._stacked(state))
@@ -256,7 +256,7 @@ class Ensemble(Step):
         return np.array([[row.get(each, np.nan) for each in names] for row in history.to_records() if path in row])
 
     def best(self, history: History, name: str, mode: str = "auto") -> int:
-        """Returns the index of the member with the best value in the last row that contains a metric.
+        """Returns the index of the member with the best value of a metric in the last row that contains the metric.
 
         Args:
           history: The history of the run.
@@ -273,7 +273,7 @@ class Ensemble(Step):
         """Returns one action per member, which freezes the member when its metric stops improving.
 
         Add the actions to the eval loop that computes the metric. When all members are frozen, the run ends. A frozen
-        member keeps the parameters that it had when it stopped, which is `patience` evaluations after its best one.
+        member keeps the parameters that it had when it stopped, `patience` evaluations after its best evaluation.
         `state.frozen` doesn't mark the members that stop in the last evaluation of a run. For the arguments, see
         `jaxloop.EarlyStoppingAction`.
         """
@@ -292,7 +292,7 @@ class Ensemble(Step):
 
     @contextlib.contextmanager
     def _keyed(self, key: Any) -> Iterator[None]:
-        """Makes the step use a member's key while its methods are traced."""
+        """Makes the step use a member's key while the step's methods are traced."""
         step = self._step
         before = step._base_prng, step._init_fn
         step._base_prng, step._init_fn = key, functools.partial(forward.init_fn, *step._init_fn.args[:2], key)
@@ -319,13 +319,13 @@ class _MemberMeans:
         return cls(np.zeros([3, 1], np.float32))
 
     def merge(self, other: "_MemberMeans") -> "_MemberMeans":
-        """Adds the sums, and their rounding error (Knuth's 2Sum)."""
+        """Adds the sums, and keeps the rounding errors of the additions (Knuth's 2Sum)."""
         sums, one, two = self.sums + other.sums, self.sums[0], other.sums[0]
         added = sums[0] - one
         return _MemberMeans(jnp.asarray(sums).at[1].add((one - (sums[0] - added)) + (two - added)))
 
     def compute(self) -> dict[str, np.float64]:
-        """Returns the mean of each member whose weight isn't 0, and the smallest, the largest and the deviation."""
+        """Returns the mean of each member whose weight isn't 0, and the minimum, maximum and deviation of the means."""
         total, rest, weight = np.asarray(fetch(self.sums), np.float64)
         measured = np.flatnonzero(weight)
         means = (total + rest)[measured] / weight[measured]
@@ -420,7 +420,7 @@ def _seeded(base_prng: types.PRNGType, seed: int) -> types.PRNGType:
 
 
 def _with_hyperparam(opt_state: Any, name: str, values: Sequence[float]) -> Any:
-    """Returns an optimizer's state with other values of a hyperparameter, one per member."""
+    """Returns an optimizer's state with new values of a hyperparameter, one per member."""
     find = functools.partial(optax.tree_utils.tree_get_all_with_path, opt_state)
     known = [each for _, node in find("hyperparams") for each in node]
     scheduled = [each for _, node in find("hyperparams_states") for each in node]

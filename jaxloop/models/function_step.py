@@ -152,7 +152,7 @@ class CompiledFunction:
         Passing a carry is faster than passing a state.
         """
         ready = self._step._runner.states.prepare(state)
-        if self.donates and ready is not state:  # Otherwise, a state that this function returned.
+        if self.donates and ready is not state:  # Otherwise, this function returned the state.
             checks.mark_donated(state, repr(self))
         return Carry([self._compiled.enter(ready)])
 

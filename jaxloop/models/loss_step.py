@@ -88,20 +88,20 @@ class LossStep(NumpyStep):
     A short batch is padded with masked copies of its last row if that doesn't change any value (the loss or a metric).
     This requires that the loss and all metrics are per example and that, in training, the model doesn't mix examples
     (as batch normalization does). The first time that a row is masked, the step is run twice without an update, with
-    different contents in that row, to verify that no value depends on its contents, as a contrastive loss would. In an
-    evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only once. In
+    different contents in that row. This verifies that no value depends on masked rows (as a contrastive loss would). In
+    an evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only once. In
     training, they are padded to `batch_size` or, if it is None, to the next multiple of `accumulate` times the number
     of devices that share a batch. If masked rows would change a value, a batch stays short, and its masked rows are
-    removed. The values are then still exact, but the step has to be compiled again for each number of rows, and
-    training raises an error if the rows can't be divided evenly among the devices or the micro-batches.
+    removed. The values are then still exact, but the step has to be compiled again for each number of rows. Training
+    raises an error if the rows can't be divided evenly among the devices or the micro-batches.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
-    the devices, and sums their gradients, weighted by the number of examples or, for a `Weighted` loss, by its weight.
-    The update is the same as for the whole batch, but needs only a quarter of the memory for activations. However,
-    batch normalization and losses that compare examples use only one micro-batch at a time. The loss and the metrics
-    must not be scalars, which could be means or sums; return `Weighted(mean, rows)` instead. If masked rows don't
-    change any value, the batch size doesn't have to be a multiple of four. On a mesh, each row stays on its device. On
-    CPUs, XLA generates slow code for convolutions inside the loop over micro-batches.
+    the devices, and averages their gradients. Each micro-batch is weighted by its number of examples or by the weight
+    of its `Weighted` loss. The update is the same as for the whole batch, but needs only a quarter of the memory for
+    activations. However, batch normalization and losses that compare examples use only one micro-batch at a time. The
+    loss and the metrics must not be scalars, which could be means or sums; return `Weighted(mean, rows)` instead. If
+    masked rows don't change any value, the batch size doesn't have to be a multiple of four. On a mesh, each row stays
+    on its device. On CPUs, XLA generates slow code for convolutions inside the loop over micro-batches.
 
     **Sown losses and optimizers that need the loss.** Losses that a Linen or NNX model sows, as in `self.sow("losses",
     "name", value)`, are added to the loss in both training and evaluation. Each sown loss must be a scalar (a mean) or
@@ -133,7 +133,7 @@ class LossStep(NumpyStep):
       use_ema: Whether to use the average of the parameters in evaluation, `predict` and `jaxloop.export`. This requires
         a state from a step with `ema`. Batch statistics are not averaged.
       params_to_evaluate: A function of the state that returns the parameters to use in evaluation, `predict` and
-        `jaxloop.export`. For the default, used if neither this nor `use_ema` is given, see `Step.params_to_evaluate`.
+        `jaxloop.export`. If neither this nor `use_ema` is given, `Step.params_to_evaluate` determines the parameters.
       **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:

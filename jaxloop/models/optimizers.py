@@ -28,7 +28,7 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     """Returns an Optax transformation that keeps an exponential moving average of the parameters in its state.
 
     After each update, `average += (1 - decay) * (params - average)`. The average starts at the parameters passed to
-    the first update, which may have been loaded after the optimizer's state was created. The average is sharded
+    the first update, even if they were loaded after the optimizer's state was created. The average is sharded
     like the parameters and saved with the optimizer's state. The updates pass through unchanged. `LossStep(ema=...)`
     adds this transformation.
 

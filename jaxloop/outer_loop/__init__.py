@@ -218,8 +218,8 @@ class OuterLoop:
         Args:
           state: The train state. The train loop donates it; without a train loop, it stays usable.
           train_dataset: An iterable or iterator of batches. If the train step doesn't need any data, pass None, and
-            give `train_total_steps` or `stop` to end the run. In that case, `run` receives None as its batch, which
-            counts as one example.
+            give `train_total_steps` or `stop` to end the run. In that case, `Step.run` receives None as its batch,
+            which counts as one example.
           train_total_steps: The total number of optimizer updates, including those made before the run was resumed. If
             None, training continues until the dataset ends. `train_total_steps` and `train_loop_steps` must be
             multiples of `Step.updates_per_step`.
@@ -230,9 +230,9 @@ class OuterLoop:
           stop: A schedule that ends the run when it fires, such as `at(time=3600)` or `at(samples=1_000_000)`.
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
             loop, so `train_loop_steps` must be None. If `train_total_steps` is also given, the run ends at whichever
-            limit is reached first. A checkpoint stores the epoch and the position within it. A resumed run uses the
-            same batches as an uninterrupted one if a new iterator over the dataset returns the batches of each epoch in
-            the same order as before.
+            limit is reached first. A checkpoint stores the epoch and the position within it. For a resumed run to use
+            the same batches as an uninterrupted one, a new iterator over the dataset must return the batches of each
+            epoch in the same order as before.
 
         Returns:
           `(state, outputs)`. The outputs are those of the last train loop or, without a train loop, those of the last

@@ -27,7 +27,7 @@ class Sources:
 
     Attributes:
       passes: The number of completed epochs.
-      is_new: True if the run was resumed with `restore_data=False`. Its positions then refer to a new dataset; see
+      is_new: True if the run was resumed with `restore_data=False`. The positions then refer to a new dataset; see
         `CheckpointSpec`.
     """
 
@@ -85,7 +85,7 @@ class TrainingData:
           restores: Whether to move to the restored position.
           warns: Whether to warn about each dataset whose position can't be saved and restored.
           must_return: Whether to raise an error if the dataset can't move to the restored position. After a return to
-            an earlier checkpoint, an error is always raised.
+            an earlier checkpoint, this error is raised even if `must_return` is False.
           raises: Whether to raise an error if the next batch has changed since the checkpoint was saved.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None

@@ -45,7 +45,7 @@ class Extension:
     name: str = ""
 
     def begin(self, experiment: "Experiment") -> Sequence[Item] | None:
-        """Starts observing a run, and may return items to add to its agenda.
+        """Starts observing a run. Returns items for the run to call when they are due (see `Item`), or None.
 
         Called before a checkpoint is restored, so the first step isn't known yet.
 
@@ -62,7 +62,7 @@ class Extension:
         Args:
           batch: The batch.
           step_num: The number of completed updates after this batch's step. If the step fails, a resumed run repeats
-            it.
+            the step.
         """
 
     def moment(self, now: Elapsed) -> None:
@@ -83,7 +83,7 @@ class Extension:
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores the extension from the result of `state_dict`. Not called if the checkpoint has no state for it."""
+        """Restores the extension from the result of `state_dict`. Not called if the checkpoint has no such result."""
 
 
 @final
@@ -109,7 +109,7 @@ class Extensions:
             for hook in ("batch", "moment", "state_dict", "load_state_dict")
         }
         self._begun: list[Extension] = []
-        self._step_num = self._updates = 0  # Of the latest batch, and per batch.
+        self._step_num = self._updates = 0  # The step of the latest batch; the updates per batch.
 
     def begin(self, experiment: "Experiment") -> list[Item]:
         """Calls `begin` on all extensions and returns the items that they add to the run."""
@@ -151,7 +151,7 @@ class Extensions:
             raise raised
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the states of all extensions that have a state."""
+        """Returns a dict with the states of all extensions that have a state, and an empty dict."""
         states = {name: _call(hook) for name, hook in self._hooks["state_dict"].items()}
         return {name: encoding.encode(state) for name, state in states.items() if state}, {}
 

@@ -151,7 +151,7 @@ class Rows:
         self._saved: Mapping[str, Any] = {}
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: the number of history rows with a checksum of the history file, and an empty dict."""
+        """Returns a dict with the number of history rows and the history file's checksum, and an empty dict."""
         self._history.flush()
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
@@ -225,7 +225,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
-    """Cancels a run's early stop if none of the actions that requested it is out of patience any longer."""
+    """Cancels an early stop if all actions that requested it have patience left, because `patience` was increased."""
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
     if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
         agenda.stopped_by = None

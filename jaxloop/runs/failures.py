@@ -39,8 +39,8 @@ class Failures(Extension):
 
     The directory contains the batch of the failed step, the PRNG keys, and the state before the step if that state
     still exists. If it no longer exists, the directory instead contains the path of the latest earlier checkpoint and
-    the batches since that checkpoint, provided that these batches are from the last 128 steps and fit in 64 MiB. The
-    five newest records are kept. Errors that occur while recording are logged rather than raised. A multi-process job
+    the batches since that checkpoint. At most the last 128 batches, and at most 64 MiB, are stored. The five
+    newest records are kept. Errors that occur while recording are logged rather than raised. A multi-process job
     doesn't record anything, because no process has the whole batch.
     """
 

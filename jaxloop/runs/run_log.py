@@ -36,9 +36,9 @@ _has_claimed_start = False  # True once a run has counted the time since this pr
 class RunLog(Extension):
     """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
-    A line is appended when the run starts, when the step at which training starts or resumes is known, at most once
-    per second during the run, and when the run ends. If a run is killed, the last line shows the run's last known
-    progress.
+    A line is appended when the run starts, when the step at which training starts or resumes is known, and when the run
+    ends. In between, a line is appended at most once per second. If a run is killed, the last line shows the run's last
+    known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 

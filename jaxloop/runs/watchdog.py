@@ -160,7 +160,7 @@ class _Watching(threading.Thread):
         os._exit(EXIT_CODE)
 
     def _place(self, step: int) -> str:
-        """Says what the thread is doing, such as "waiting for data after step 5,112, in Images.__getitem__"."""
+        """Describes what the thread is doing, such as "waiting for data after step 5,112, in Images.__getitem__"."""
         threads = sys._current_frames()
         frames = [frame for frame, _ in traceback.walk_stack(threads.pop(self._watched, None))]
         if any(frame.f_code in _WAITING_FOR_PROCESSES for frame in frames):

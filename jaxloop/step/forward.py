@@ -28,7 +28,7 @@ from jaxloop.types import nnx
 def with_arguments(
     model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], step_class: type
 ) -> Any:
-    """Converts a model with `adapt` or, if the model is an NNX class, binds the arguments of its constructor.
+    """Converts a model by calling `adapt` or, for an NNX class, by binding the arguments of its constructor.
 
     Args:
       model: A model of any supported kind, or None.
@@ -136,8 +136,8 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
     """Calls a state's model, which can be of any kind that `LossStep` accepts.
 
     The mode (training or inference) is set in the way that each kind of model expects. NNX models are switched to that
-    mode. All models receive `train`, `training`, `is_training` or `deterministic` if they take an argument with that
-    name. Linen collections are mutable during training.
+    mode. A model that takes an argument named `train`, `training`, `is_training` or `deterministic` receives it.
+    Linen collections are mutable during training.
 
     Args:
       state: The `TrainState`. Its `apply_fn` determines the kind of model. A plain function is called like the `apply`
@@ -255,7 +255,7 @@ def _linen_module(apply_fn: Any) -> nn.Module | None:
 def _forward_linen(module, variables, inputs, train, rngs) -> tuple[Any, Any]:
     args, kwargs = _arguments(type(module).__call__, inputs)
     options = {**kwargs, **_mode_flags(type(module).__call__, train), "rngs": _named_keys(rngs)}
-    # Without their earlier values, which `sow` would add to.
+    # Leaves out the earlier sown values, because `sow` would add to them.
     variables = {name: each for name, each in variables.items() if name not in types.LINEN_SOWN}
     stored = [name for name in variables if name != "params"] if train else []
     return module.apply(variables, *args, mutable=[*stored, "losses"], **options)
@@ -425,7 +425,7 @@ class AdaptedModel:
       kind: A clause that describes the kind of model in error messages.
       apply_fn: The `apply_fn` of states created from the model.
       arrays: The initial `(params, batch_stats, collections)`. Empty if the model doesn't contain them.
-      init: A function that computes `arrays` from `(key, inputs, init_kwargs)`. None if the model contains these.
+      init: A function that computes `arrays` from `(key, inputs, init_kwargs)`. None if the model contains the arrays.
     """
 
     kind: str

@@ -111,7 +111,7 @@ class Runner:
     def ready_batch(self, batch: types.Batch) -> tuple[types.Batch, int] | None:
         """Passes a batch through the hooks that precede `run`. Returns None if these hooks need the state.
 
-        If they don't need it, the state isn't assembled for each step, which makes a small step about 10% faster.
+        If the hooks don't need the state, it isn't assembled for each step. This makes a small step about 10% faster.
 
         Returns:
           The batch for `run` and the number of examples in it.

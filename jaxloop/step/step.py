@@ -189,8 +189,9 @@ class Step:
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
         """Creates the initial state, at step 0. This method must be pure, because `initialize_model` compiles it.
 
-        Override it to add fields to the state. Create optimizers only once, in `__init__`, because they are static
-        fields of the state, and separately created Optax transformations never compare equal.
+        Override it to add fields to the state. Create optimizers only once, in `__init__`: they are static fields of
+        the state, and separately created Optax transformations never compare equal, so the states would differ in
+        structure.
 
         >>> class Averaged(types.TrainState):
         ...     average: Any = None
