@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
     Attributes:
       elapsed: The progress of the run.
-      logs: The metrics: a (nested) dict of Python numbers and strings. Its keys are those passed to `History.commit`.
+      logs: The metrics, a (nested) dict of Python numbers and strings. Its keys are those passed to `History.commit`.
     """
 
     elapsed: Elapsed

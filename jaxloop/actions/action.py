@@ -59,7 +59,7 @@ class Action(abc.ABC):
     """
 
     runs_last: bool = False
-    """True if the action is called after the other actions and the evaluations of the same step."""
+    """True if the action is called after the other actions and evaluations that are due at the same step."""
 
     time_category: str = "actions"
     """The category of the action in the time report: "actions", "evals" or "checkpoints"."""

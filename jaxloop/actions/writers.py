@@ -101,7 +101,7 @@ class TensorBoardWriter:
         self._file.close()
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Makes TensorBoard hide all points after the given step. A killed run may have written them.
+        """Makes TensorBoard hide all points after the given step. A killed run may have written such points.
 
         Args:
           step: The step at which the run starts or resumes.

@@ -49,7 +49,7 @@ class _EnsembleRunner(Runner):
         return given and (given, int(given.num_examples[0]))
 
     def prepared(self, batch: types.Batch, state: Any = None) -> _Given | None:
-        """Passes each member's batch through the step's hooks. If they need a state, but none is given, returns None."""
+        """Passes each member's batch through the hooks. Returns None if the hooks need a state and `state` is None."""
         runner, ready, parts = self.step._step._runner, [], self.parts(batch)
         for part in parts:
             found = runner.ready_batch(part) if runner.has_own("begin") else [runner.preprocessed(part)]

@@ -39,8 +39,8 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     (-3.0, 0.0)
 
     Args:
-      decay: Either a number from 0 to 1, in which case the average spans about `1 / (1 - decay)` updates, or a function
-        of the number of previous updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))`
+      decay: A number from 0 to 1, or a function of the number of previous updates. With a number, the average spans
+        about `1 / (1 - decay)` updates. The function `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))`
         lets the average forget the initial parameters even in a short run.
 
     Raises:

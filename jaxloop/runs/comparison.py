@@ -90,7 +90,7 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
 
 
 def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None, float | None]:
-    """Returns a metric's best finite value, the first step that reached it, and an ensemble's deviation at that step."""
+    """Returns a metric's best finite value, the first step that has it, and an ensemble's deviation at that step."""
     name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
     history = run_log.read_history(workdir)
     pairs = zip(*history.collect(name, "steps"), strict=True) if name in history.paths() else ()

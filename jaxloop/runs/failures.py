@@ -230,7 +230,7 @@ def _folder(path: epath.PathLike) -> epath.Path:
 def _state_before(
     folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
 ) -> Any:
-    """Returns a state from which the failed step can be reached with the recorded batches, and the state's step."""
+    """Returns a pair: a state from which the recorded batches lead to the failed step, and the state's step number."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     leads = lambda step: step < failed and batches.keys() >= {*range(step + updates, failed + 1, updates)}
     if leads(given) and (base is None or given > base):

@@ -67,7 +67,7 @@ def init_fn(
     spec: types.BatchSpec,
     init_kwargs: Mapping[str, Any],
 ) -> tuple[Callable[..., types.TrainState], Sequence[Any]]:
-    """Returns a pure function that creates the initial state, and the arguments to call it with.
+    """Returns a pair: a pure function that creates the initial state, and the arguments to call the function with.
 
     The function is compiled by a partitioner. The arrays of an `AdaptedModel` are passed as arguments, because
     compiling them as constants would be slow.

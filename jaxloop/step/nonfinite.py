@@ -185,6 +185,6 @@ class Guard:
             logging.warning(text, who, number, "s" if number > 1 else "", step_num, ", ".join(names[:6]))
 
     def measure(self, start: int) -> dict[str, int]:
-        """Returns the number of steps skipped since position `start` as a dict, which is empty if there were none."""
+        """Returns a dict with the number of steps skipped since position `start`. It is empty if none were skipped."""
         number = sum(place >= start for place in self.skipped)
         return {STAT_SKIPPED_STEPS: number} if number else {}
