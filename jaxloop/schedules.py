@@ -28,7 +28,7 @@ NEVER = (sys.maxsize, math.inf)  # A step and a time that no run reaches.
 @final
 @dataclasses.dataclass(frozen=True, init=False)
 class Elapsed:
-    """The progress of a run, as a pytree whose leaves are the attributes. It can be passed to jitted functions.
+    """The progress of a run, as a pytree whose leaves are the attributes. Jitted functions accept it.
 
     Attributes:
       steps: The number of completed updates. It is already 1 when callbacks run after the first update.
@@ -315,7 +315,7 @@ def is_never(schedule: Any) -> bool:
 
 
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
-    """Returns the next step, time and loop at which any of the intervals may be due.
+    """Returns the next step, time and loop at which something with one of the intervals may be due.
 
     The run doesn't need to check the intervals before it reaches the first of these points.
 

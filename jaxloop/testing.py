@@ -138,7 +138,7 @@ def _digest(tree: Any) -> dict[str, str]:
 
 
 def _observe(kill_at: int) -> list[int]:
-    """Makes jaxloop kill this process once step `kill_at` has been dispatched. If it is 0, the process isn't killed.
+    """Makes jaxloop kill this process once step `kill_at` has been dispatched, or never if `kill_at` is 0.
 
     Returns a list that will contain the step at which training begins. The list is empty until then.
     """

@@ -255,7 +255,7 @@ class MetricType(enum.Enum):
 class MetricWithMetadata:
     """A value for a writer, together with its kind, such as image or audio.
 
-    This class is a pytree, so `Step.run` can return it.
+    A `MetricWithMetadata` is a pytree, so `Step.run` can return it.
 
     Attributes:
       value: An array, of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, or `[N, T, C]` for audio.
@@ -288,7 +288,7 @@ class MetricWithMetadata:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, init=False)
 class Weighted:
-    """A mean with its own weight, such as the loss per token. This class is a pytree, so `Step.run` can return it.
+    """A mean with its own weight, such as the loss per token. A `Weighted` is a pytree, so `Step.run` can return it.
 
     Over several steps, the mean is `sum(value * weight) / sum(weight)`, computed in float64. Without `Weighted`, all
     values of a step are weighted by the step's number of examples.

@@ -40,8 +40,8 @@ class SpikeGuard(Action):
       at_most: The maximum number of rollbacks in a run. Any further spike ends the run with an error; if the run is
         then resumed, it starts from a checkpoint before the spike.
       interval: The interval at which to check the values. Each check covers all values since the previous check, and
-        synchronizes with the devices. A rollback discards all steps after the checkpoint that it returns to, so check
-        more often than you save.
+        synchronizes with the devices. Checkpoints saved between a spike and the next check are abandoned, so check more
+        often than you save.
 
     Raises:
       RuntimeError: If a spike occurs after `at_most` rollbacks, or before the first checkpoint.

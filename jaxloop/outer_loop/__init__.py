@@ -178,7 +178,7 @@ class OuterLoop:
     def history(self) -> History:
         """The metrics of the run: train metrics under "train", and each evaluation's metrics under its name.
 
-        The history doesn't contain statistics such as steps per second, so repeating a run produces the same history.
+        The history doesn't contain statistics such as steps per second, so repeating a run produces the same metrics.
         """
         return self._experiment.history
 

@@ -242,7 +242,7 @@ def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, 
 
 
 def _shape_in_run(leaf: Any) -> Any:
-    """Removes an abstract leaf's sharding if the leaf is on a single device that is available.
+    """Removes the sharding of an abstract leaf that is placed on a single available device.
 
     Compiling for the result produces a program that a later run can reuse.
     """
