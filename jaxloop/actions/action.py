@@ -16,8 +16,8 @@ _CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot"
 class Action(abc.ABC):
     """The base class of actions, which perform side effects at chosen times. A subclass must implement `__call__`.
 
-    A loop calls its actions in the order in which they are listed. A loop's `begin_actions` receive `outputs=None`. An
-    exception raised by an action ends the run.
+    A loop calls its actions in the order listed, except that those with `runs_last = True` come after all others.
+    A loop's `begin_actions` receive `outputs=None`. An exception raised by an action ends the run.
 
     Hooks:
       __call__: Called by a loop or a step whenever the action is due.

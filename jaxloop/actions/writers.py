@@ -33,8 +33,8 @@ class TensorBoardWriter:
 
     Also writes scalars and text to the program's log.
 
-    tensorboardX needs pillow for images. Without it, images are skipped, and a warning is logged once. The event file
-    is created by the first write.
+    tensorboardX needs pillow for images. Without pillow, images are skipped, and a warning is logged once. The event
+    file is created by the first write.
     """
 
     def __init__(self, workdir: epath.PathLike):

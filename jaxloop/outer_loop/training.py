@@ -117,8 +117,8 @@ class Training:
             return state, stopped if requests.requested else None
         if end:
             return state, None
-        # If a signal has arrived since then, the run makes a step, because a checkpoint of the next step contains what
-        # was called here.
+        # Even if a signal has arrived since then, the run makes a step, because only a checkpoint of the next step
+        # contains what was called here.
         self.has_begun = True
         return self._train(state)
 

@@ -77,7 +77,7 @@ def goodput(workdir: epath.PathLike) -> Goodput:
     """Returns a breakdown of the wall time of a run, which may still be in progress.
 
     The times are read from the run log, `goodput.jsonl`. Every `OuterLoop` with a local work directory appends to this
-    log when a run starts, at log points, and when the run ends.
+    log when a run starts, at most once per second during the run, and when the run ends.
 
     >>> import tempfile, jaxloop
     >>> from jaxloop import examples

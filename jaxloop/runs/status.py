@@ -26,7 +26,7 @@ class Status:
       step: The number of completed updates according to the run log, the checkpoints and the history, or None if no
         progress has been logged since the run was last started.
       total_steps: The planned number of updates, or None if only the data or a schedule determines when the run ends.
-      steps_per_sec: The speed between the last two log points, or None if it is unknown.
+      steps_per_sec: The speed between the last two lines of the run log, or None if it is unknown.
       secs_left: The estimated time until the end of the run, in seconds, or None if it is unknown.
       metrics: A dict that maps each path in the history to the step of its newest value and the value itself, as in
         `{"test.accuracy": (100, 0.9)}`.
@@ -94,7 +94,7 @@ def status(workdir: epath.PathLike) -> Status:
 
 
 def _speed(attempt: run_log.Attempt) -> float | None:
-    """Returns the steps per second between the last two log points, or None if the speed is unknown."""
+    """Returns the steps per second between the last two lines of the run log, or None if the speed is unknown."""
     if len(attempt.points) < 2:
         return None
     (before, first, _), (now, last, _) = attempt.points[-2:]
