@@ -347,8 +347,9 @@ class OuterLoop:
         """Checks the arguments of a run without running any steps. Reports the run's plan and all problems.
 
         The check reads one batch from each dataset, passes it through the hooks that precede `run`, and compiles `run`.
-        A later run reuses the compiled program. The plan lists when each evaluation, action and checkpoint is due, and
-        how much memory a step and a checkpoint need.
+        A later run reuses the compiled program. If checkpoints are saved, the check also reads three batches of the
+        training data to check that a resumed run can return to a position in the data. The plan lists when each
+        evaluation, action and checkpoint is due, and how much memory a step and a checkpoint need.
 
         >>> import jaxloop
         >>> from jaxloop import examples
