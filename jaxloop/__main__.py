@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tried(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls a function and returns a list with its result. If it fails, prints the error and returns an empty list."""
+    """Calls a function and returns a list that contains the function's result.
+
+    If the function raises an `OSError` or a `ValueError`, prints the error and returns an empty list.
+    """
     try:
         return [function(*arguments)]
     except (OSError, ValueError) as error:

@@ -39,8 +39,9 @@ class Row(NamedTuple):
     """One row of a history.
 
     Attributes:
-      elapsed: The progress of the run.
-      logs: The metrics, a (nested) dict of Python numbers and strings. Its keys are those passed to `History.commit`.
+      elapsed: The progress of the run when the row was committed.
+      logs: The metrics, a (nested) dict of Python numbers and strings, with the keys that were passed to
+        `History.commit`.
     """
 
     elapsed: Elapsed
@@ -50,15 +51,18 @@ class Row(NamedTuple):
 class _Form:
     """The layout that is shared by all rows whose logs have the same keys, in the same order.
 
-    Each row is stored as a tuple of the fields of its `elapsed` (the run's progress), followed by its values.
+    Each row is stored as a flat tuple: first the steps, samples, time and loops of `Row.elapsed`, and then the values
+    in `Row.logs`.
 
     Args:
-      keys: For each value, a tuple of the keys that lead to it in the nested logs, starting with the outermost.
+      keys: For each value, a tuple of the keys that lead to the value in the nested logs, from the outermost key to the
+        innermost.
 
     Attributes:
-      paths: The paths of the values.
+      paths: The paths of the values, such as `train.loss`.
       groups: The set of the first names in the paths, such as `train` for `train.loss`.
-      places: A dict that maps each field of `elapsed`, and each path, to its index in a row's tuple.
+      places: A dict of indices into a stored tuple. Its keys are "steps", "samples", "time" and "loops", and the paths
+        of the values.
 
     Raises:
       TypeError: If a key is not a string.
@@ -84,14 +88,18 @@ class _Form:
         return Row(Elapsed(*stored[: len(_UNITS)]), traverse_util.unflatten_dict(values))
 
     def to_record(self, stored: Sequence[Any]) -> dict[str, Any]:
-        """Converts a stored tuple to a flat dict of the row's progress and values, keyed by field name and path.
+        """Converts a stored tuple to a flat dict.
 
-        Means whose weight is 0 are left out.
+        The dict contains the run's progress under "steps", "samples", "time" and "loops", and each value under its
+        path. Means whose weight is 0 are left out.
         """
         return {path: value for path in self.places if (value := self.value(stored, path)) is not None}
 
     def value(self, stored: Sequence[Any], path: str) -> Any:
-        """Returns one value of a stored row, or None if the value is missing or has a weight of 0."""
+        """Returns the value at a path in a stored tuple, or None if there is no such value or its weight is 0.
+
+        The path may also be "steps", "samples", "time" or "loops".
+        """
         place, weight = self.places.get(path), self.places.get(path + metrics.WEIGHT)
         return None if place is None or (weight is not None and stored[weight] == 0) else stored[place]
 
@@ -153,7 +161,7 @@ class History:
         """Appends a row without waiting for the devices.
 
         Args:
-          elapsed: The progress of the run.
+          elapsed: The current progress of the run.
           logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and zero-dimensional arrays, including
             device arrays. A `Weighted` is stored as two values, such as `loss` and `loss (weight)`. Empty dicts are
             dropped. A device value must not be donated to a step before it has been copied to the host, so pass copies
@@ -162,8 +170,8 @@ class History:
         Raises:
           TypeError: If a value is not a scalar, or a key is not a string.
           ValueError: If two values have the same path, if a path is the name of a field of `elapsed` (steps, samples,
-            time or loops), if a device value was donated, or if the file contains rows from an earlier run and `resume`
-            was not called.
+            time or loops), if a device value in an earlier row was donated before it was copied to the host, or if
+            the file contains rows from an earlier run and `resume` was not called.
         """
         self.commit_all([(elapsed, logs)])
 
@@ -175,7 +183,7 @@ class History:
         >>> history.collect("loss")
         [0.5, 0.25]
 
-        If a row is invalid, the rows before it are kept, and a note on the error contains the invalid row's step.
+        If a row is invalid, the rows before it are kept, and a note on the error gives the step of the invalid row.
         """
         if self._file is not None:
             self._file.begin()
@@ -194,9 +202,9 @@ class History:
             self._write(self._num_read)
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
-        """Adds non-scalar values, such as images.
+        """Adds non-scalar values, such as images, to the history's `outputs`.
 
-        The values are kept in memory unchanged, and are not copied to the host.
+        The values are stored unchanged. They are neither copied to the host nor written to the file.
         """
         self.outputs.append((elapsed.without_previous(), outputs))
 
@@ -209,7 +217,10 @@ class History:
         self._write(len(self._rows))
 
     def checksum(self) -> dict[str, Any] | None:
-        """Writes all rows so far. Returns the file's length and SHA-256 checksum, or None if no file is written."""
+        """Writes all rows so far. Returns the file's length in bytes and its SHA-256 checksum, as a dict.
+
+        Returns None if the history has no file or only reads the file.
+        """
         self.flush()
         return self._file.checksum() if self._file is not None and self._file.writes else None
 
@@ -225,8 +236,9 @@ class History:
           steps: The number of completed updates at which the run continues, or 0 to start over.
           num_rows: The number of rows that the history had at that point, if known. Later rows for the same step are
             also dropped, because the run will add them again.
-          checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
-            is moved to `<path>.damaged`. The rows that can still be read are kept, and a warning reports how many.
+          checksum: The value that the method `checksum` returned at that point. If the beginning of the file no longer
+            has this checksum, the file is moved to `<path>.damaged`. A new file then contains the rows up to that point
+            that can still be read, and a warning reports their number.
 
         Raises:
           ValueError: If a line of the file is malformed and no checksum was given.
@@ -289,8 +301,8 @@ class History:
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
         """Returns the pair `(elapsed, value)` for the latest value with the given name, or None if there is none.
 
-        The cost doesn't depend on the length of the history. This method waits for the devices only if the value is
-        pending.
+        The time that this takes doesn't depend on the length of the history. This method waits for the devices only if
+        the row that contains the value still has values on a device.
 
         Raises:
           ValueError: If the name matches more than one value.
@@ -412,7 +424,7 @@ class History:
     # Inside ----------------------------------------------------------------------------------------
 
     def _add(self, rows: Sequence[tuple[Elapsed, Any]]) -> None:
-        """Appends rows in memory. Raises the errors that `commit` raises, and an error if the rows' keys differ."""
+        """Appends rows in memory. Raises an error if a row is invalid (see `commit`) or if the rows' keys differ."""
         columns: dict[tuple[str, ...], list[Any]] = {}
         _collect([logs for _, logs in rows], (), columns)
         form = _form_of(tuple(columns))
@@ -422,7 +434,7 @@ class History:
         self._newest[form] = len(self._rows) - 1
 
     def _table(self) -> Iterator[tuple[_Form, tuple[Any, ...]]]:
-        """Waits for pending values, and then returns all stored rows, each paired with its `_Form`."""
+        """Waits for pending values, and then returns an iterator over the pairs `(form, stored tuple)` of all rows."""
         self.flush()
         return zip(self._forms, self._rows, strict=True)
 
@@ -430,7 +442,13 @@ class History:
         return self._forms[index].to_row(self._rows[index])
 
     def _write(self, end: int) -> None:
-        """Copies the device values of the first `end` rows to the host, and writes these rows to the file."""
+        """Copies the device values of the first `end` rows to the host, and writes these rows to the file, if any.
+
+        Also writes the rows that follow directly and have no device values.
+
+        Raises:
+          ValueError: If one of the device values has been donated. The history then contains NaN in its place.
+        """
         lost: list[str] = []
         for number, form in enumerate(self._forms[self._num_read : end], self._num_read):
             self._rows[number] = row = tuple(map(_read, self._rows[number]))
@@ -447,12 +465,12 @@ class History:
             )
 
     def _read(self, file: "_File", checksum: Mapping[str, Any] | None = None) -> None:
-        """Adds the rows of a file, up to the point at which the file's checksum equals `checksum`.
+        """Adds the rows of a file; see `_File.lines` for the effect of `checksum`.
 
         If a checksum is given, malformed lines are skipped, because the caller compares the checksums afterwards.
 
         Raises:
-          ValueError: If a line is malformed, and no checksum was given.
+          ValueError: If a line is malformed and no checksum was given.
         """
         for number, line in enumerate(file.lines(checksum), 1):
             try:
@@ -508,7 +526,12 @@ _is_mapping = functools.cache(lambda kind: issubclass(kind, Mapping))  # Faster 
 
 
 def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[str, ...], list[Any]]) -> None:
-    """Adds the (nested) logs of several rows to `columns`, which maps tuples of keys to lists of values.
+    """Adds the (nested) logs of several rows to `columns`.
+
+    Args:
+      rows: The logs of the rows, or the dicts at the same place inside those logs.
+      outer: The keys that lead to this place, starting with the outermost key. Empty for whole logs.
+      columns: A dict that maps the tuple of keys of each value to a list with one value per row.
 
     Raises:
       TypeError: If the first row is not a dict, or a value is not a scalar.
@@ -532,7 +555,7 @@ def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[st
 
 
 def _read(value: Any) -> Any:
-    """Returns the value of a scalar as a Python object, or `_LOST` if it was a device value that was donated."""
+    """Returns a stored scalar as a Python object, or `_LOST` if it is a device array that has been donated."""
     if type(value) in _PLAIN:
         return value
     return _LOST if isinstance(value, jax.Array) and value.is_deleted() else metrics.fetch_scalar(value)
@@ -568,7 +591,7 @@ def _checked(value: Any, *keys: str) -> Any:
 # Called for each value of each step, so its speed matters.
 @functools.lru_cache
 def _is_on_device(kind: type, aval: Any) -> bool:
-    """Returns True if a value is a scalar on a device, given its class and its `aval`."""
+    """Returns True if a value with the given class and abstract value (`aval`) is a numeric scalar on a device."""
     numbers = (np.bool_, np.integer, np.floating)
     is_array = issubclass(kind, jax.Array) and not checks.is_tracer_class(kind)
     return is_array and not aval.shape and any(jnp.issubdtype(aval.dtype, each) for each in numbers)
@@ -582,7 +605,7 @@ def _to_line(row: Row) -> bytes:
 
 
 def _parsed(line: bytes) -> tuple[Elapsed, Any]:
-    """Parses a line of the file into the run's progress and the logs."""
+    """Parses a line of the file and returns `(elapsed, logs)`."""
     fields = files.parse_json(line)
     if not all([unit in _UNITS and type(number) in (int, float) for unit, number in fields["elapsed"].items()]):
         raise ValueError(f"elapsed has {fields['elapsed']}, expected numbers under {', '.join(_UNITS)}")
@@ -595,9 +618,10 @@ class _File:
     Attributes:
       path: The path of the file.
       writes: Whether rows are written to the file.
-      is_open: True if rows may be appended: the file has no rows from an earlier run, or the history has read them.
+      is_open: True once it is known that appending rows doesn't mix two runs: either the file had no rows from an
+        earlier run, or the history has read those rows. Always True if no rows are written to the file.
       size: The number of bytes that the history has read from or written to the file.
-      num_lines: The number of lines in these bytes.
+      num_lines: The number of lines in those bytes.
     """
 
     def __init__(self, path: epath.PathLike, writes: bool = True):
@@ -622,7 +646,10 @@ class _File:
         return self.path.stat().length if self.path.exists() else 0
 
     def begin(self) -> None:
-        """Prepares to append the first row. Raises an error if the file has rows from an earlier run."""
+        """Prepares the file for its first new row.
+
+        Raises an error if the file has rows from an earlier run that the history hasn't read.
+        """
         if self.is_open:
             return
         if self.length():
@@ -634,9 +661,9 @@ class _File:
         self.is_open = True
 
     def lines(self, checksum: Mapping[str, Any] | None) -> Iterator[bytes]:
-        """Yields the complete lines up to the point at which the file's checksum equals `checksum`.
+        """Yields the file's complete lines, and stops once the lines read so far have the given checksum.
 
-        If there is no such point, yields all complete lines.
+        Yields all complete lines if they never have that checksum, or if `checksum` is None.
         """
         with files.open_file(self.path, "rb") as file:
             while self.checksum() != checksum and (line := file.readline()):
@@ -649,8 +676,11 @@ class _File:
     def append(self, row: Callable[[int], Row], end: int) -> None:
         """Appends the history's first `end` rows, except for those already in the file.
 
-        If the file doesn't end with the rows written so far, the whole file is written again. `row` is a function that
-        returns the row at an index.
+        If a local file no longer has the expected size, the whole file is written again.
+
+        Args:
+          row: A function that returns the history's row at a given index.
+          end: The number of rows that the file should have afterwards.
         """
         if not self.writes or end <= self.num_lines:
             return

@@ -19,9 +19,9 @@ class Loop:
     """Runs a step on one batch after another. The loop's hooks are called in the order `begin -> run -> end`.
 
     Hooks:
-      begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. If a
-        run resumes in the middle of a loop, `begin` is called a second time for that loop if the first call returned an
-        iterator other than the one it received. The state that the second call returns is ignored.
+      begin: Called before the first step of a loop. Returns the state and the iterator to read batches from. If that
+        iterator isn't the one that `begin` received, and a run resumes in the middle of the loop, `begin` is called
+        once more to get a new iterator. The state that the second call returns is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
       update_outputs: Called for each step, in order, once the step's outputs have reached the host, which may be a few
@@ -78,9 +78,9 @@ class Loop:
     def elapsed(self) -> Elapsed:
         """The loop's training progress. `elapsed.previous` is the progress one batch earlier.
 
-        `elapsed.time` is the number of seconds that this loop has spent training. If the loop is called with a state
-        whose step differs from that of the last state it returned, samples and time are reset to zero. Call `resume` to
-        continue counting from an earlier run.
+        `elapsed.time` is the number of seconds that this loop has spent training. If `state.step` at the start of a
+        call differs from `state.step` at the end of the previous call, samples and time are reset to zero. Call
+        `resume` to continue counting from an earlier run.
         """
         return self.engine.run.now
 
@@ -145,7 +145,7 @@ class Loop:
             False, every step receives the given state, and the loop returns that state unchanged.
 
         Returns:
-          `(state, outputs)`. `outputs[name]` is the list of that output's values on the host, one per step.
+          `(state, outputs)`. `outputs` is on the host. Each output's name maps to a list with one value per step.
 
         Raises:
           Exception: If a hook, an action or the dataset raises one. A note on the exception describes where and at
@@ -181,7 +181,7 @@ class Loop:
         """Adds a step's outputs to the loop's outputs, and returns the loop's outputs.
 
         Called for each step, in order, once the step's outputs have reached the host, which may be a few steps later.
-        The step's outputs don't contain `clu.metrics` states, which are merged on the device.
+        The step's outputs don't contain `clu.metrics` states, which the loop merges itself.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

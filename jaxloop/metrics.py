@@ -132,7 +132,9 @@ class LoopOutputs(dict[str, Any]):
         self.num_examples.extend(later.num_examples)
 
     def between(self, begin: int, end: int) -> "LoopOutputs":
-        """Returns the outputs of the steps from `begin` to `end` (exclusive), and all values that are not lists.
+        """Returns the outputs of the steps with indices from `begin` to `end` (exclusive).
+
+        Values that are not lists are also returned, unchanged.
 
         >>> dict(LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).between(1, 3))
         {'loss': [2.0, 1.0], 'speed': 9.5}
@@ -160,7 +162,7 @@ class LoopOutputs(dict[str, Any]):
 
 
 def _plain(value: Any) -> Any:
-    """Replaces the jaxloop and clu objects in a value with tuples of plain values."""
+    """Converts the jaxloop and clu objects in a value to tuples of plain values."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if is_metric(value):
@@ -173,7 +175,7 @@ def _plain(value: Any) -> Any:
 
 
 def _not_plain(value: Any) -> Any:
-    """Reverses `_plain`."""
+    """Restores a value from the result of `_plain`."""
     match value:
         case list():
             return [_not_plain(each) for each in value]
@@ -192,7 +194,7 @@ def _not_plain(value: Any) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    """Returns a metric's arrays by field name, including those of metrics inside a `Collection`."""
+    """Returns a dict of a metric's arrays, keyed by field name. Metrics inside a `Collection` become nested dicts."""
     if not dataclasses.is_dataclass(value):
         return value
     fields = [field for field in dataclasses.fields(value) if field.metadata.get("pytree_node", True)]
@@ -200,7 +202,7 @@ def _fields(value: Any) -> Any:
 
 
 def _name_of_class(metric: Any) -> str:
-    """Returns the import path of a metric's class, or of the base class if clu generated the class.
+    """Returns the import path of a metric's class, or of its base class if clu generated the metric's class.
 
     Raises:
       TypeError: If the class isn't defined at the top level of a module.
@@ -215,7 +217,7 @@ def _name_of_class(metric: Any) -> str:
 
 
 def _class_of_name(name: str) -> Any:
-    """Returns the metric class with the given import path, or None if its module hasn't been imported."""
+    """Returns the metric class with the given import path, or None if no imported module contains it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for each in path.split("."):
@@ -248,13 +250,13 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a dict of the last step's scalars. The outputs must already be on the host."""
+    """Returns a dict of the last step's scalars, given the outputs of a loop, which must already be on the host."""
     lists = {name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value}
     return _measured(scalars_in(lists))
 
 
 def scalars_in(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars in a step's outputs, with their weights and metadata."""
+    """Returns the scalars in a step's outputs, including each scalar `Weighted` and `MetricWithMetadata`."""
     return {name: each for name, each in outputs.items() if not is_metric(each) and np.ndim(value_of(each)) == 0}
 
 
@@ -279,7 +281,10 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns True if a metric's state grows with each merge and therefore must be merged on the host."""
+    """Returns True if a metric's state must be merged on the host.
+
+    This is the case if the state grows with each merge, or if merging can't be traced.
+    """
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 
@@ -301,18 +306,18 @@ def merge(states: Sequence[Any]) -> Any:
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
-    """Merges `clu.metrics` states into a one-element list. Returns any other values unchanged."""
+    """Returns a list with the merged state if all values are `clu.metrics` states; otherwise, returns the values."""
     return [merge(values)] if len(values) > 1 and all(map(is_metric, values)) else values
 
 
 def summarize(outputs: types.Output) -> dict[str, float]:
     """Summarizes a loop's outputs as scalars.
 
-    A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
-    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and the result is
-    computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
-    unchanged. Values whose weights are all 0 are omitted, because they were not measured. Values that are not scalars
-    are also omitted.
+    A list of scalars `v_i` becomes its weighted mean, `sum(n_i v_i) / sum(n_i)` in float64. The weight `n_i` is the
+    number of examples in step `i` (1 if `outputs` is a plain dict), or the weight of a `Weighted`. `clu.metrics` states
+    are merged, and the result is computed once, from the merged state. The field `loss` of a `Collection` named `eval`
+    becomes `eval/loss`. Plain numbers are returned unchanged. Values whose weights are all 0 are omitted, because they
+    were not measured. Values that are not scalars are also omitted.
 
     Raises:
       ValueError: If a weight is negative.
@@ -363,7 +368,9 @@ def _is_number(value: Any) -> bool:
 
 
 def is_of_members(name: str) -> bool:
-    """Returns True for the name of one member's value, or of the members' spread, in a `jaxloop.Ensemble`.
+    """Returns True if a name refers to the value of a single member of a `jaxloop.Ensemble`.
+
+    Also returns True for names of the spread of the members' values.
 
     >>> is_of_members("test/loss/members/3"), is_of_members("train.loss.members.max"), is_of_members("loss")
     (True, True, False)
@@ -372,7 +379,7 @@ def is_of_members(name: str) -> bool:
 
 
 def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
-    """Returns the result of `summarize`, and the non-scalar outputs of a loop as `MetricWithMetadata` objects.
+    """Returns a pair: the result of `summarize`, and a dict of the non-scalar outputs as `MetricWithMetadata` objects.
 
     An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3 or 4. Any other array without metadata
     becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio and text are taken
@@ -436,7 +443,7 @@ def separate_weights(logs: Mapping[str, Any]) -> Any:
 
 
 def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `separate_weights`, for entries keyed by path.
+    """Reverses `separate_weights` in a flat dict of entries, keyed by path.
 
     >>> join_weights({"loss": 0.5, "loss (weight)": 12, "accuracy": 0.9})
     {'loss': Weighted(value=0.5, weight=12), 'accuracy': 0.9}

@@ -1,6 +1,6 @@
 """Schedules, which decide when something happens, and `Elapsed`, which describes a run's progress.
 
-A schedule is immutable and stateless: it only answers whether it fires between two given points of a run.
+A schedule is immutable and stateless: whether it fires at a step depends only on the run's progress.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -28,7 +28,7 @@ NEVER = (sys.maxsize, math.inf)  # A step and a time that no run reaches.
 @final
 @dataclasses.dataclass(frozen=True, init=False)
 class Elapsed:
-    """The progress of a run, as a pytree whose leaves are the attributes. Jitted functions accept it.
+    """The progress of a run. An `Elapsed` is a pytree whose leaves are its attributes, so jitted functions accept it.
 
     Attributes:
       steps: The number of completed updates. It is already 1 when callbacks run after the first update.
@@ -120,7 +120,7 @@ class Goal(NamedTuple):
     """The next points in a run at which something may be due. By default, nothing is ever due.
 
     Attributes:
-      step: The next step at which something may be due within a loop.
+      step: The next step after which something may be due, even in the middle of a loop.
       time: The next training time, in seconds. From that time on, something may be due at any step.
       loop: The next loop after which something may be due, for example because an interval counts loops.
     """
@@ -138,9 +138,9 @@ class Schedule(abc.ABC):
     Schedules are hashed by identity, so two schedules with the same arguments are different dictionary keys.
 
     Hooks:
-      fires: Called after each step at which the schedule may fire; see below. Must be pure.
+      fires: Called after each step at which the schedule may fire; see `Schedule.fires`. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
-      stops: Called at the start of such a run, and then after the same steps as `fires`.
+      stops: Called at the start of a run whose `stop` is this schedule, and then after the same steps as `fires`.
 
     >>> every(steps=100) | last()
     every(steps=100) | last()
@@ -152,11 +152,13 @@ class Schedule(abc.ABC):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         """Returns True if the schedule fires between `before` (exclusive) and `now` (inclusive).
 
-        A loop calls this method after each step, with the progress after the previous step as `before`. The loop skips
-        the steps at which a built-in schedule can't fire. This also applies to a custom schedule that is joined with a
-        built-in one by `&`. A run that begins at step 0 also calls this method once before the first update, with both
-        arguments equal to `Elapsed()`. If `before` is several steps earlier, `a & b` fires if both `a` and `b` have
-        fired since then, even at different steps. Similarly, `~a` fires if `a` hasn't fired since then.
+        A loop calls this method after each step, with the progress after the previous step as `before`. There are two
+        exceptions. The loop doesn't call a built-in schedule, or a custom schedule that is combined with it by `&`,
+        after steps at which the built-in schedule can't fire. And a run that begins at step 0 makes one more call,
+        before the first update, with both arguments equal to `Elapsed()`.
+
+        If `before` is several steps before `now`, `a & b` fires if both `a` and `b` have fired between the two, even at
+        different steps. Similarly, `~a` fires if `a` hasn't fired between the two.
         """
 
     def _goal(self, now: Elapsed) -> Goal:
@@ -167,13 +169,14 @@ class Schedule(abc.ABC):
         return Goal(step=now.steps + 1, loop=now.loops + 1)
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        """Returns True if a run with this schedule as its `stop` ends at `now`."""
+        """Returns True if a run whose `stop` is this schedule ends at `now`. For `before`, see `fires`."""
         return self.fires(before, now)
 
     def as_stop(self) -> "Schedule":
-        """Returns the schedule that ends a run if this schedule is passed as its `stop`.
+        """Returns the schedule that a run uses instead of this one if this schedule is passed as `stop`.
 
-        `at(...)` becomes `after(...)`, so that a run that is already past the given point also stops.
+        For `at(...)`, this is `after(...)`, so that a run that is already past the given point also stops. By default,
+        it is the schedule itself.
         """
         return self
 
@@ -277,7 +280,7 @@ def after(
 
 
 def first() -> Schedule:
-    """Returns a schedule that fires at the first step of a run, but not when the run resumes: `at(1)`."""
+    """Returns `at(1)`, a schedule that fires at the first step of a run, but not when the run resumes."""
     return at(1)
 
 
@@ -295,7 +298,7 @@ def last() -> Schedule:
 
 
 def always() -> Schedule:
-    """Returns a schedule that fires at every step: `every(1)`."""
+    """Returns `every(1)`, a schedule that fires at every step."""
     return every(1)
 
 
@@ -315,13 +318,13 @@ def is_never(schedule: Any) -> bool:
 
 
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
-    """Returns the next step, time and loop at which something with one of the intervals may be due.
+    """Returns the next step, time and loop at which anything with one of the given intervals may be due.
 
     The run doesn't need to check the intervals before it reaches the first of these points.
 
     Args:
-      intervals: Schedules, or ints that count loops.
-      now: The progress of the run.
+      intervals: The intervals, as schedules or as ints that count loops.
+      now: The current progress of the run.
 
     >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
     Goal(step=90, time=inf, loop=4)
@@ -339,7 +342,7 @@ def _first_of(goals: Iterable[Goal]) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times. None means never, and is returned only if all are None."""
+    """Returns the smallest of several steps or times. None means never, so it is returned only if all are None."""
     return min((each for each in found if each is not None), default=None)
 
 
@@ -354,7 +357,10 @@ def planned_steps(stop: Any, start: Elapsed) -> int | None:
 
 
 def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, least: int) -> tuple[Unit, float]:
-    """Returns the unit and the value of the only argument that was given."""
+    """Returns the unit and the value of the only argument that was given.
+
+    Raises an error unless exactly one was given, with a valid value. Zero is valid only if `least` is 0.
+    """
     options = {"steps": steps, "samples": samples, "time": time, "loops": loops}
     given: dict[Any, Any] = {unit: value for unit, value in options.items() if value is not None}
     if len(given) != 1:
@@ -461,7 +467,7 @@ class _Never(_Last):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Schedule):
-    """Two schedules that are combined with `any` or `all`."""
+    """A schedule that combines two others with `any` or `all`."""
 
     one: Schedule
     other: Schedule

@@ -44,13 +44,13 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
       make_run: A function that runs or resumes the experiment in a work directory and returns the final state, or
         `(state, history)`. It must be defined at the top level of a module or a script, so that the processes can
         import it. A script must call `assert_resumable` under `if __name__ == "__main__":`.
-      at_steps: The steps at which to kill a run, all of them after the first checkpoint.
+      at_steps: The steps at which to kill a run. Each must be later than the first checkpoint.
       timeout: The time limit for each process, in seconds.
 
     Raises:
       AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
         or if a run started from scratch instead of resuming, in which case nothing was tested.
-      RuntimeError: If a process failed or ended before it could be killed.
+      RuntimeError: If a process failed, exceeded `timeout`, or ended before it could be killed.
     """
     steps = sorted({int(step) for step in at_steps})
     if not steps or steps[0] < 1:
@@ -121,7 +121,10 @@ def _finish(process: SpawnProcess, directory: pathlib.Path, timeout: float, kill
 
 
 def _run(make_run: Callable[[str], Any], directory: pathlib.Path, kill_at: int) -> None:
-    """Runs or resumes the experiment in this process, and writes a record."""
+    """Runs or resumes the experiment in this process, and writes its record (see `compare`) to `directory`.
+
+    If `kill_at` isn't 0, the process is killed at that step instead.
+    """
     begin = _observe(kill_at)
     result = make_run(str(directory / "run"))
     state, *others = result if type(result) is tuple else (result,)
@@ -132,7 +135,7 @@ def _run(make_run: Callable[[str], Any], directory: pathlib.Path, kill_at: int) 
 
 
 def _digest(tree: Any) -> dict[str, str]:
-    """Returns a description of each leaf, keyed by path: its dtype, shape and checksum."""
+    """Returns a dict that maps each leaf's path to a description of the leaf: its dtype, shape and checksum."""
     leaves = checks.leaves_by_path(stored.storable(tree))
     return {path: fingerprint.describe(np.asarray(metrics.fetch(leaf))) for path, leaf in leaves.items()}
 

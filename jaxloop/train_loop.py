@@ -1,4 +1,4 @@
-"""The training loop."""
+"""`TrainLoop`, which trains a state."""
 
 from collections.abc import Sequence
 
@@ -46,16 +46,17 @@ class TrainLoop(ActionLoop):
         bad step. The host reads the results of the check about every 64 steps and before each save, so the state of a
         bad step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's
         outputs are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device memory
-        for a second copy of the state. It also resets the `clu.metrics` states of a bad step, except those that collect
-        values. "ignore" disables the check. On two CPU cores, a step takes up to 1.3 times as long with "raise" and up
-        to 1.5 times as long with "skip".
+        for a second copy of the state. It also replaces the `clu.metrics` states returned by a bad step with empty ones,
+        except for metrics that collect values. "ignore" disables the check. On two CPU cores, a step takes up to 1.3
+        times as long with "raise" and up to 1.5 times as long with "skip".
       steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. With more than
         one step per dispatch, small models train several times faster, but convolutions on a CPU run ten times slower.
         A dispatch never runs past the end of a loop or a dataset, or past a step at which a schedule fires: if too few
         steps are left before such a point, they are dispatched one at a time. Time schedules are an exception: they
         can't be predicted, so they fire only after the dispatch has ended. The results are the same as with one step
         per dispatch, except that XLA may round the last bit differently. `Step.begin` receives the state before the
-        dispatch and must not change it. A `ValueError` is raised if the step has actions or overrides `end`.
+        dispatch and must not change it. With more than one step per dispatch, a `ValueError` is raised if the step has
+        actions or overrides `end`, or if the loop overrides `_run_one_step`.
       max_steps_in_flight: See `Loop`.
     """
 

@@ -203,8 +203,8 @@ def apply_gradients(state: Any, grads: Any, value: Any = None, value_fn: Callabl
 def params_to_evaluate(state: Any) -> Any:
     """Returns the parameters to use in evaluation, which depend on the optimizer that the state was trained with.
 
-    For `optax.contrib.schedule_free`, these are the averages that `optax.contrib.schedule_free_eval_params` returns.
-    For all other optimizers, they are `state.params`.
+    For `optax.contrib.schedule_free`, this function returns the same averages as
+    `optax.contrib.schedule_free_eval_params`. For all other optimizers, it returns `state.params`.
     """
     params = state.params
     opt_state = _with_initial_params(getattr(state, "opt_state", None), params)
@@ -215,10 +215,10 @@ def params_to_evaluate(state: Any) -> Any:
 
 
 def _with_initial_params(opt_state: Any, params: Any) -> Any:
-    """Returns an optimizer's state in which the sequence `z` of `schedule_free` starts at the given parameters.
+    """Returns an optimizer's state, with the sequence `z` of `schedule_free` reset to the given parameters.
 
-    This matters if parameters are loaded after the optimizer's state was created. After the first update, the
-    optimizer's state is returned unchanged.
+    This is necessary if parameters were loaded after the optimizer's state had been created. Once the optimizer has made
+    an update, its state is returned unchanged.
     """
 
     def start(node: Any) -> Any:
@@ -377,10 +377,11 @@ def mean_loss(loss: Any, num_examples: int | None) -> Any:
 
 @final
 class TurnBack(BaseException):
-    """Raised by an action to return to the newest checkpoint before the given steps and to leave out their batches.
+    """Raised by an action to make the run return to an earlier checkpoint and leave out the batches of some steps.
 
-    The `OuterLoop` moves later checkpoints to `<directory>/abandoned`, adds a "detour" row to the history, and
-    continues as if the batches had never been in the data. In a multi-process job, all processes must raise this
+    The `OuterLoop` returns to the newest checkpoint before those steps, moves later checkpoints to
+    `<directory>/abandoned`, adds a "detour" row to the history, and continues as if the batches had never been in the
+    data. In a multi-process job, all processes must raise this
     exception at the same step. Like `KeyboardInterrupt`, it is not an `Exception`.
 
     >>> raise TurnBack(38, 40, "The loss exploded.")
@@ -391,8 +392,8 @@ class TurnBack(BaseException):
       first: The first step whose batch is left out.
       last: The last step whose batch is left out.
       reason: The reason, as a sentence.
-      at_most: The maximum number of returns to a checkpoint in a run, or None for no limit. A further return ends the
-        run with an error instead.
+      at_most: The maximum number of returns to a checkpoint in a run, or None for no limit. If this number would be
+        exceeded, the run ends with an error instead.
     """
 
     def __init__(self, first: int, last: int, reason: str, *, at_most: int | None = None):

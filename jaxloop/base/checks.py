@@ -38,7 +38,7 @@ def is_tracer_class(kind: type) -> bool:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and sharding of an array as a `jax.ShapeDtypeStruct`."""
+    """Returns a `jax.ShapeDtypeStruct` with the shape, dtype and sharding of an array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     is_weak = bool(getattr(leaf, "weak_type", False))
@@ -69,13 +69,16 @@ def first_lines(lines: Sequence[str]) -> list[str]:
 
 
 def is_user_defined(thing: Any, name: str) -> bool:
-    """Returns True if the method `name` of an object is user-defined, in its class or on the object itself."""
+    """Returns True if the method `name` of an object was defined outside jaxloop or set on the object itself."""
     module = getattr(getattr(type(thing), name), "__module__", "")
     return name in vars(thing) or not module.startswith("jaxloop.")
 
 
 def is_overridden(thing: Any, name: str, base: type) -> bool:
-    """Returns True if an object overrides the method `name` of `base`, in its class or on the object itself."""
+    """Returns True if an object overrides the method `name` of the class `base`.
+
+    The override may be in the object's class or on the object itself.
+    """
     return name in vars(thing) or getattr(type(thing), name) is not getattr(base, name)
 
 
@@ -95,11 +98,14 @@ def check_positive(name: str, value: Any, *, optional: bool = False, instead: st
 
 
 def only_one(who: str, **names: Any) -> Any:
-    """Returns the value of an argument that has two names. Raises a `TypeError` unless exactly one name was used.
+    """Returns the value of an argument that has two names.
+
+    Raises a `TypeError` unless exactly one of the names was used. Also raises it if the value is a number or a schedule,
+    which was meant for a different argument.
 
     Args:
       who: The name of the function or class, for the error message.
-      **names: The value passed under each name, or None.
+      **names: The two names, each with the value that was passed under it, or None.
     """
     given, (name, other) = {each: value for each, value in names.items() if value is not None}, names
     value = next(iter(given.values()), None)
@@ -130,9 +136,9 @@ def mark_donated(state: Any, by: Any) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the array that carries the record of `mark_donated`: the state's first array, or None if it has none.
+    """Returns the array on which `mark_donated` stores its record, or None if there is none.
 
-    Skips `state.step`, which is usually not donated.
+    This is the first array of the state other than `state.step`, which is usually not donated.
     """
     step = getattr(state, "step", None)
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf is not step]
@@ -307,7 +313,7 @@ def _problem_of_leaf(leaf: Any, remedy: str) -> str | None:
 
 
 def problem_of_dtypes(batch: Any) -> str | None:
-    """Returns a warning about dtypes that JAX would silently convert, or None if there aren't any.
+    """Returns a warning that lists the float64 arrays that JAX would convert to float32, or None if there are none.
 
     Raises:
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
@@ -405,9 +411,9 @@ class BatchWatch:
 
 
 def num_examples(batch: Any) -> int | None:
-    """Returns the number of rows in a batch, or None if its array leaves have different numbers of rows.
+    """Returns the number of rows in a batch. Returns 1 if the batch is None.
 
-    Returns 1 if the batch is None.
+    Returns None if the batch's arrays differ in their numbers of rows, or if all of them are scalars.
 
     >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
     32
@@ -443,14 +449,17 @@ def check_only_process(who: str) -> None:
 
 
 def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
-    """Returns a hook's result after checking that it is a pair, which the error message describes as `names`."""
+    """Checks that a hook's result is a pair, and returns it. The error message describes the pair as `names`."""
     if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
         raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
     return result
 
 
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Returns a hook's result after checking that it is a pair of a state and either None or a string-keyed dict."""
+    """Checks that a hook's result is a pair of a state and outputs, and returns it.
+
+    The outputs must be None or a dict with string keys.
+    """
     state, outputs = check_pair(result, hook, "(state, outputs)")
     if not isinstance(outputs, dict | None):
         raise TypeError(
@@ -492,7 +501,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns one line for each leaf that differs between two dicts of leaves, truncated with `first_lines`."""
+    """Returns one line for each leaf whose dtype or shape differs between two dicts of leaves; see `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
@@ -505,5 +514,5 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Formats the result of `changes` as lines, truncated with `first_lines`."""
+    """Formats the result of `changes` as one line per change; see `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

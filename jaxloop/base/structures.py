@@ -39,7 +39,7 @@ class PerStructure:
     """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: A function that returns a new jitted function each time it is called. Called once for each structure.
+      compile: A function that returns a new jitted function. It is called once for each structure.
 
     >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
@@ -58,7 +58,7 @@ def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
     """Returns the leaves of a state (except `state.step`), `state.step`, and a key for the state's structure.
 
     To save time, a loop passes the leaves directly from one dispatch to the next, without rebuilding the state.
-    `state.step` is returned separately because it is not donated. It is None if the state has no `step`.
+    `state.step` is returned separately because it is not donated. If the state has no `step`, the second result is None.
 
     >>> leaves, step, structure = take_apart({"kernel": 1.0, "bias": 2.0})
     >>> leaves, put_together(leaves, step, structure)

@@ -105,7 +105,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Measures the time spent on each kind of work (a field of `Spent`).
+    """Measures the time spent on each kind of work. The kinds are named after the fields of `Spent`.
 
     >>> stopwatch = Stopwatch()
     >>> with stopwatch.counting("dispatch"):
@@ -151,9 +151,9 @@ class Stopwatch:
             self._seconds[kind] += seconds
 
     def reading_at(self, training: float) -> float:
-        """Returns the clock reading at which `spent().training` will reach `training`.
+        """Returns the clock reading at which `spent().training` will reach `training` seconds.
 
-        This assumes that the current kind of work counts as training and continues until then.
+        This assumes that the current kind of work counts as training time and continues until then.
         """
         return self._since + (training - self.training)
 

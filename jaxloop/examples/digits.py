@@ -59,7 +59,7 @@ def accuracy(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
 
 
 def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Shifts each image by up to one pixel in each direction, which reduces overfitting on this small dataset."""
+    """Shifts each image at random by up to one pixel, vertically and horizontally, to reduce overfitting."""
     padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     corners = jax.random.randint(key, (len(images), 2), 0, 3)
     crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])
@@ -72,7 +72,7 @@ class Data(NamedTuple):
 
 
 def load_digits(batch_size: int, seed: int) -> Data:
-    """Returns scikit-learn's 8x8-pixel scans, with the second half held out for testing.
+    """Returns batches of scikit-learn's 8x8-pixel scans, the second half of which is held out for testing.
 
     An example in scikit-learn's documentation uses the same split. The support vector machine in that example
     classifies 97% of the held-out half correctly.
@@ -97,7 +97,8 @@ def run(
 ) -> tuple[jaxloop.TrainState, float]:
     """Trains until step `train_steps`, starting from the newest checkpoint if there is one.
 
-    Returns the state and its test accuracy. Ctrl-C ends the program with exit code 130.
+    Returns the final state and its test accuracy. Ctrl-C ends the program with exit code 130. If `check` is True, only
+    prints the plan of the run and any problems, and ends the program.
     """
     checkpoint_dir, curves_file = workdir / "checkpoints", workdir / "learning_curves.png"
     first_step = max(checkpoint.all_steps(checkpoint_dir), default=0)

@@ -24,20 +24,20 @@ from jaxloop.step import Step
 @final
 @dataclasses.dataclass
 class LoopState:
-    """The state of a loop, which is passed as the last argument to callbacks that take four arguments.
+    """The state of a loop. Callbacks that take four arguments receive it as the last one.
 
     Attributes:
       state: The train state. A callback may replace it.
       history: The history of the run up to the previous step.
-      elapsed: The progress of the loop, including this step.
-      batch: The batch of this step. None before the first step and right after the loop has resumed.
-      logs: The values that the callbacks of this step have logged so far.
-      outputs: The outputs that the callbacks of this step have returned so far, by name.
-      metadata: A dict that callbacks can use to store their own data. Checkpoints include it, so its values must be
-        numbers, strings, arrays, lists or dicts.
-      stop_iteration: Set this to True to end the loop after this step.
+      elapsed: The progress of the run, including the current step.
+      batch: The batch of the current step. None before the first step and right after the loop has resumed.
+      logs: The values that callbacks have logged so far in the current step.
+      outputs: The outputs that callbacks have returned so far in the current step, by name.
+      metadata: A dict in which callbacks can store their own data. The dict is saved in checkpoints, so its values must
+        be numbers, strings, arrays, lists or dicts.
+      stop_iteration: Set this to True to end the loop after the current step.
       total_steps: The planned number of steps, or None if `stop` doesn't determine it.
-      newest: The latest logged values that have arrived on the host. None until an action needs them. Set by the loop.
+      newest: The latest logged values that have arrived on the host. Set by the loop. None until an action needs it.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -64,7 +64,10 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
-    """Moves a step's outputs to the history, and the step's logs to `rows` or, by default, also to the history."""
+    """Moves the current step's outputs and logs from `loop_state` to the history.
+
+    If `rows` is given, appends the logs to `rows` instead.
+    """
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
         if loop_state.newest is not None:
@@ -103,7 +106,7 @@ def _num_arguments(callback: Callable[..., Any]) -> int:
 
 @final
 class FunctionTask(Item):
-    """An item that calls a callback (but not an action) and stores the logs, outputs and state that it returns.
+    """An item that calls a callback other than an action, and stores the logs, outputs and state that it returns.
 
     Args:
       of: The callback.
@@ -113,7 +116,7 @@ class FunctionTask(Item):
     Attributes:
       of: The callback.
       is_compiled: True if the callback is a compiled function, which doesn't receive the `LoopState`.
-      interval: The argument of the same name. `never()` if a `TaskProgram` calls the callback.
+      interval: The argument `interval`, or `never()` if a `TaskProgram` calls the callback instead of the engine.
       name, time_category: See `Item`.
     """
 
@@ -208,7 +211,7 @@ def _call_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
 
 @final
 class ActionTask(ActionItem):
-    """An item that calls an action with the logs since the action's previous call.
+    """An item that calls an action with the values that were logged since the action's previous call.
 
     Args:
       of: The callback: the action, or a tool that wraps it.
@@ -258,7 +261,10 @@ class ActionTask(ActionItem):
         return True
 
     def _add_rows(self, outputs: metrics.LoopOutputs) -> None:
-        """Fills the outputs with the logs since the action's previous call."""
+        """Adds the values that were logged since the action's previous call to `outputs`.
+
+        Unless the action monitors a metric, also adds the non-scalar outputs of the current step.
+        """
         history = self._loop_state.history
         first = min(self._next_row, len(history))  # The history may have been damaged.
         before, self._next_row = history[first - 1].elapsed if first else Elapsed(), len(history)

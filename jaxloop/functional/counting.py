@@ -34,11 +34,11 @@ def elapse(
 
     Args:
       dataset: The batches.
-      stop: The number of steps, or a schedule that ends the run. If None, the dataset is read to its end. A warning is
-        logged if the dataset ends before `stop`.
+      stop: The total number of steps (including those counted in `start`), or a schedule that ends the run. If None,
+        the dataset is read to its end. A warning is logged if the dataset ends before `stop`.
       start: The progress of an earlier run, from which counting continues.
-      num_examples: A function that returns the number of examples in a batch. If None, the length of the leading
-        axis is used (or 1 if the batch has no axes).
+      num_examples: A function that returns the number of examples in a batch. If None, this is the length of the
+        leading axis of the batch's arrays, or 1 if they have none.
 
     Yields:
       `(elapsed, batch)`, where `elapsed` includes this batch: for the first batch, `elapsed.steps == 1`.
@@ -66,9 +66,10 @@ def as_stop(stop: Any) -> Schedule | None:
 
 
 def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[types.Batch], int]:
-    """Returns a function that counts the examples in a batch: `num_examples`, with its result checked, or a default.
+    """Returns a function that counts the examples in a batch.
 
-    The default function returns the length of the leading axis, or 1 if the batch has none.
+    If `num_examples` is given, the function calls it and checks the result. Otherwise, the function returns the length
+    of the leading axis of the batch's arrays, or 1 if they have no leading axis or its lengths differ.
     """
     if num_examples is None:
         return lambda batch: checks.num_examples(batch) or 1
@@ -85,7 +86,7 @@ def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[type
 
 
 def is_over(stop: Schedule | None, start: Elapsed) -> bool:
-    """Returns True if a run that begins at `start` is already over. In that case, also logs a warning."""
+    """Returns True, and logs a warning, if a run that begins at `start` has already reached `stop`."""
     has_ended = stop is not None and stop.stops(start.previous or start, start)
     if has_ended:
         logging.warning("Nothing is left to train: step %d has reached stop=%r.", start.steps, stop)
@@ -93,7 +94,15 @@ def is_over(stop: Schedule | None, start: Elapsed) -> bool:
 
 
 def warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
-    """Logs a warning if a dataset was empty or ended before `stop`."""
+    """Logs a warning that the dataset was empty or ended before `stop`. Does nothing if neither is the case.
+
+    Called if the dataset has ended.
+
+    Args:
+      start: The progress of the run before it read the dataset.
+      elapsed: The progress of the run at the end of the dataset.
+      stop: The schedule that ends the run, or None if the run ends with the dataset.
+    """
     if elapsed.steps == start.steps:
         logging.warning("The dataset yielded no batches. An iterator can be read only once. Give each loop a new one.")
     elif stop is not None:

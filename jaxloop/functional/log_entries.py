@@ -15,7 +15,9 @@ from jaxloop.types import Weighted
 
 @final
 class Logs(dict[str, Any]):
-    """The values that a step logs, by collection and name. `Logs` is a pytree, so jitted functions can return it.
+    """A dict of the values that a step logs, nested by collection and name.
+
+    `Logs` is a pytree, so jitted functions can return it.
 
     >>> logs = Logs()
     >>> logs.add_metric("accuracy", 0.9).add_loss("loss", 0.3)
@@ -49,11 +51,11 @@ class Logs(dict[str, Any]):
     def updates(self) -> "Logs":
         """The collection `updates`, which holds variables that the forward pass changed.
 
-        `train_step` stores them in the state. To add to this collection, call
+        `train_step` stores these variables in the state. To add a variable to this collection, call
         `logs.add("updates", "batch_stats", batch_stats)`. Histories don't store `updates`.
 
-        Assigning other logs to `updates`, as in `logs.updates, state = train_step(state, batch)`, merges all of their
-        collections except `updates` into these logs.
+        Assigning other logs to `updates`, as in `logs.updates, state = train_step(state, batch)`, merges the assigned
+        logs, except for their collection `updates`, into this object.
         """
         return self.setdefault("updates", Logs())
 
@@ -137,8 +139,8 @@ def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
 def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
     """Returns the mean of each entry over the given rows, which must be on the host and in chronological order.
 
-    Values are weighted by the number of examples or, if they were logged with weights, by those weights. For each entry
-    with logged weights, the result also contains the sum of the weights.
+    Values that were logged with a weight are weighted by it, and the result also contains the sum of the weights. All
+    other values are weighted by the number of examples.
     """
     columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)
     before, examples = Elapsed(), 1

@@ -63,8 +63,8 @@ def loop(
 
     Callbacks that come first in `tasks` and are due at every step, such as the train step, are called as soon as
     the step's batch has been read. Before any other callback is called, the loop reads the next batch, as an
-    `OuterLoop` does, to determine `elapsed.is_last`. Checkpoints still store the position before the next batch.
-    However, if one of the other callbacks stops the loop and the dataset is an iterator, the next batch is lost.
+    `OuterLoop` does, to determine `elapsed.is_last`. A checkpoint that is saved then still stores the position before
+    that batch. However, if one of the other callbacks stops the loop and the dataset is an iterator, that batch is lost.
 
     Unlike an `OuterLoop`, the loop supports neither `check` nor multiple processes. When it starts, it warns only about
     schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a `patience` that
@@ -73,8 +73,8 @@ def loop(
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
     the state (including NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
     It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
-    and `load_state_dict(state_dict)`. When the loop resumes, it may call callbacks at the step of the checkpoint:
-    for example, if their schedule is `last()` and that was the last step. These callbacks receive None as the batch.
+    and `load_state_dict(state_dict)`. When the loop resumes, it may call callbacks at the step of the checkpoint, with
+    None as the batch: for example, callbacks whose schedule is `last()` if the checkpoint is from the last step.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -82,7 +82,7 @@ def loop(
         and `stop` must be given.
       tasks: The callbacks by schedule, as a dictionary or as pairs. For example, `{every(1): [train_step],
         every(steps=1000): [checkpoint(...)]}`.
-      stop: The number of steps, or a schedule that ends the loop; see `elapse`.
+      stop: The total number of steps (including those before a resume), or a schedule that ends the loop.
       history: A history to continue, which is also returned. If None, a new one is started.
       elapsed: The progress of the run to continue. If None, counting starts from zero.
       num_examples: A function that returns the number of examples in a batch, which is the batch's weight in means. For
@@ -119,7 +119,7 @@ def loop(
 
 @final
 class TaskLoop(Loop):
-    """A single call to `loop`. The engine's state is always None, because the callbacks share a `LoopState` instead.
+    """A single call to `loop`. The callbacks share a `LoopState`, so the state that the engine passes on is always None.
 
     A `TaskLoop` is also the part of a run that stores the loop and its callbacks in checkpoints; see `Saveable`.
 
@@ -132,7 +132,7 @@ class TaskLoop(Loop):
 
     Attributes:
       job: The job, which consists only of this process. It also records the signals that the process has received.
-      loop_state: The argument of the same name.
+      loop_state: The state of the loop.
       of_each_step: The callbacks that `TaskProgram` calls at every step.
       directories: The directories that the loop saves checkpoints to.
     """
@@ -247,7 +247,7 @@ class TaskLoop(Loop):
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: JSON values, and the train states that actions keep. For `in_moment`, see `Saveable`."""
+        """Returns a dict of JSON values, and a dict of the train states that actions keep; see `Saveable`."""
         saved, kept = self.engine.state_dict(in_moment=in_moment)
         leaves = checks.leaves_by_path(self.loop_state.state)
         on_host = {path: kind for path, leaf in leaves.items() if (kind := kind_on_host(leaf)) is not None}
@@ -277,7 +277,7 @@ _warn_once = functools.cache(logging.warning)  # A loop may run within each step
 
 
 def _callbacks(tasks: Tasks) -> Iterator[tuple[Schedule, Any]]:
-    """Yields pairs `(schedule, callback)`."""
+    """Yields a pair `(schedule, callback)` for each callback in the tasks."""
     what = "Tasks must be {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
     if not isinstance(tasks, Iterable) or isinstance(tasks, str):
         raise TypeError(f"{what}, got {name_of(tasks)}. Write {{every(1): {name_of(tasks)}}}.")

@@ -70,11 +70,11 @@ class CheckpointTool(Tool):
     action: CheckpointAction  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def restore(self, state: Any) -> tuple[Any, Elapsed]:
-        """Restores the newest checkpoint, and returns its state and the run's progress at its step.
+        """Restores the newest checkpoint. Returns the saved state and the run's progress when it was saved.
 
-        The returned state has the same structure as `state`. To continue, pass it to `loop`, with the progress as
-        `elapsed` and a dataset that starts after the first `elapsed.steps` batches. If there is no checkpoint, returns
-        the given state and `Elapsed()`.
+        The returned state has the same structure as `state`. To continue the run, call `loop` with the returned state,
+        the returned progress as `elapsed`, and a dataset that starts after the first `elapsed.steps` batches. If there
+        is no checkpoint, returns the given state and `Elapsed()`.
 
         Raises:
           ValueError: If the checkpoint was saved from a different state. The message lists the leaves that differ.
@@ -214,8 +214,8 @@ def step(
     """Converts a pure function `fn(state, batch)` to a callback. Can be used as a decorator.
 
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
-    can't be divided evenly across the devices. The function returns its results in the same form as any other callback;
-    see `loop`.
+    can't be divided evenly across the devices. The function must return its results in the same form as any other
+    callback; see `loop`.
 
     Args:
       fn: The function to compile.
