@@ -46,8 +46,8 @@ class TrainLoop(ActionLoop):
         bad step. The host reads the results of the check about every 64 steps and before each save, so the state of a
         bad step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's
         outputs are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device memory
-        for a second copy of the state. It also replaces the `clu.metrics` states returned by a bad step with empty ones,
-        except for metrics that collect values. "ignore" disables the check. On two CPU cores, a step takes up to 1.3
+        for a second copy of the state. It also replaces the `clu.metrics` states of a bad step with empty ones, except
+        for metrics that collect values. "ignore" disables the check. On two CPU cores, a step takes up to 1.3
         times as long with "raise" and up to 1.5 times as long with "skip".
       steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. With more than
         one step per dispatch, small models train several times faster, but convolutions on a CPU run ten times slower.

@@ -217,8 +217,8 @@ def params_to_evaluate(state: Any) -> Any:
 def _with_initial_params(opt_state: Any, params: Any) -> Any:
     """Returns an optimizer's state, with the sequence `z` of `schedule_free` reset to the given parameters.
 
-    This is necessary if parameters were loaded after the optimizer's state had been created. Once the optimizer has made
-    an update, its state is returned unchanged.
+    This is necessary if parameters were loaded after the optimizer's state had been created. Once the optimizer has
+    made an update, its state is returned unchanged.
     """
 
     def start(node: Any) -> Any:

@@ -100,8 +100,8 @@ def check_positive(name: str, value: Any, *, optional: bool = False, instead: st
 def only_one(who: str, **names: Any) -> Any:
     """Returns the value of an argument that has two names.
 
-    Raises a `TypeError` unless exactly one of the names was used. Also raises it if the value is a number or a schedule,
-    which was meant for a different argument.
+    Raises a `TypeError` unless exactly one of the names was used. Also raises one if the value is a number or a
+    schedule, which must have been meant for a different argument.
 
     Args:
       who: The name of the function or class, for the error message.

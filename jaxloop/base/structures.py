@@ -58,7 +58,7 @@ def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
     """Returns the leaves of a state (except `state.step`), `state.step`, and a key for the state's structure.
 
     To save time, a loop passes the leaves directly from one dispatch to the next, without rebuilding the state.
-    `state.step` is returned separately because it is not donated. If the state has no `step`, the second result is None.
+    `state.step` is returned separately because it is not donated. If the state has no `step`, None is returned for it.
 
     >>> leaves, step, structure = take_apart({"kernel": 1.0, "bias": 2.0})
     >>> leaves, put_together(leaves, step, structure)

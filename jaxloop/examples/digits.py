@@ -72,10 +72,10 @@ class Data(NamedTuple):
 
 
 def load_digits(batch_size: int, seed: int) -> Data:
-    """Returns batches of scikit-learn's 8x8-pixel scans, the second half of which is held out for testing.
+    """Returns training and test batches of scikit-learn's 8x8-pixel scans. The second half of the scans is for testing.
 
     An example in scikit-learn's documentation uses the same split. The support vector machine in that example
-    classifies 97% of the held-out half correctly.
+    classifies 97% of the test half correctly.
     """
     from sklearn import datasets
 

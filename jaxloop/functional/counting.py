@@ -94,9 +94,7 @@ def is_over(stop: Schedule | None, start: Elapsed) -> bool:
 
 
 def warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
-    """Logs a warning that the dataset was empty or ended before `stop`. Does nothing if neither is the case.
-
-    Called if the dataset has ended.
+    """Logs a warning if the dataset, which has ended, was empty or ended before `stop`.
 
     Args:
       start: The progress of the run before it read the dataset.

@@ -64,7 +64,7 @@ def loop(
     Callbacks that come first in `tasks` and are due at every step, such as the train step, are called as soon as
     the step's batch has been read. Before any other callback is called, the loop reads the next batch, as an
     `OuterLoop` does, to determine `elapsed.is_last`. A checkpoint that is saved then still stores the position before
-    that batch. However, if one of the other callbacks stops the loop and the dataset is an iterator, that batch is lost.
+    that batch. However, if one of the other callbacks stops the loop and the dataset is an iterator, the batch is lost.
 
     Unlike an `OuterLoop`, the loop supports neither `check` nor multiple processes. When it starts, it warns only about
     schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a `patience` that
@@ -82,7 +82,8 @@ def loop(
         and `stop` must be given.
       tasks: The callbacks by schedule, as a dictionary or as pairs. For example, `{every(1): [train_step],
         every(steps=1000): [checkpoint(...)]}`.
-      stop: The total number of steps (including those before a resume), or a schedule that ends the loop.
+      stop: The total number of steps (including those before a resume), or a schedule that ends the loop; see
+        `elapse`.
       history: A history to continue, which is also returned. If None, a new one is started.
       elapsed: The progress of the run to continue. If None, counting starts from zero.
       num_examples: A function that returns the number of examples in a batch, which is the batch's weight in means. For
@@ -119,7 +120,7 @@ def loop(
 
 @final
 class TaskLoop(Loop):
-    """A single call to `loop`. The callbacks share a `LoopState`, so the state that the engine passes on is always None.
+    """A single call to `loop`. The callbacks share a `LoopState`, so the state that the engine handles is always None.
 
     A `TaskLoop` is also the part of a run that stores the loop and its callbacks in checkpoints; see `Saveable`.
 
