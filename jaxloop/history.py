@@ -131,7 +131,7 @@ class History:
     `commit` doesn't wait for the devices. Device values are copied to the host in chunks, and reading rows waits for
     all pending values.
 
-    With a `path`, rows are also appended to that file, in order. Each line is a JSON object, `{"elapsed": {...},
+    With a `path`, rows are also appended to a file, in order. Each line is a JSON object, `{"elapsed": {...},
     "logs": {...}}`, which may contain the literals `NaN` and `Infinity`, as Python's `json` writes them. A row with
     only host values is written before `commit` returns, unless an earlier row is still pending. A row with device
     values is written once the values have arrived on the host: at the latest, when 63 more rows have been committed or
@@ -225,7 +225,7 @@ class History:
         return self._file.checksum() if self._file is not None and self._file.writes else None
 
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
-        """Drops all rows and outputs after a step, so that a run can continue from that step.
+        """Drops all rows and outputs after a given step, so that a run can continue from that step.
 
         With a path, the rows are read from the file if it exists, and the file is replaced if any row was dropped. An
         incomplete last line, left by a killed process, is also dropped. If no rows are kept, the old file is saved as
@@ -301,8 +301,8 @@ class History:
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
         """Returns the pair `(elapsed, value)` for the latest value with the given name, or None if there is none.
 
-        The time that this takes doesn't depend on the length of the history. This method waits for the devices only if
-        the row that contains the value still has values on a device.
+        This method takes the same time regardless of the length of the history. It waits for the devices only if the
+        row that contains the value still has values on a device.
 
         Raises:
           ValueError: If the name matches more than one value.
@@ -346,7 +346,7 @@ class History:
         return [form.to_record(stored) for form, stored in self._table()]
 
     def records_after(self, steps: int, *, without: Set[str]) -> list[dict[str, Any]]:
-        """Returns the rows after a step as records; see `to_records`. This method doesn't wait for the devices.
+        """Returns the rows after a given step as flat dicts; see `to_records`. Doesn't wait for the devices.
 
         A row is left out if all its values belong to the groups in `without`. The group of a value is the first name in
         its path, such as `eval`.
@@ -703,9 +703,9 @@ class _File:
         self._add(content)
 
     def move_aside(self, suffix: str) -> str:
-        """Moves the file to `<path>.<suffix>`, unless a longer file exists there.
+        """Moves the file to `<path>.<suffix>`, unless a longer file already exists there.
 
-        Returns a sentence that describes the result.
+        Returns a sentence that describes what was done.
         """
         aside = epath.Path(f"{self.path}.{suffix}")
         if not self.path.exists():
@@ -720,7 +720,7 @@ class _File:
 
 
 def _smoothed(values: Sequence[float], decay: float) -> Iterator[float]:
-    """Yields the bias-corrected exponential moving average after each value."""
+    """Yields, for each value, the bias-corrected exponential moving average of all values up to that one."""
     total = weight = 0.0
     for value in values:
         total, weight = decay * total + value, decay * weight + 1

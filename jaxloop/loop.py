@@ -145,7 +145,8 @@ class Loop:
             False, every step receives the given state, and the loop returns that state unchanged.
 
         Returns:
-          `(state, outputs)`. `outputs` is on the host. Each output's name maps to a list with one value per step.
+          `(state, outputs)`. `outputs` is a dict that maps the name of each output to a list with one value per step.
+          All values are on the host.
 
         Raises:
           Exception: If a hook, an action or the dataset raises one. A note on the exception describes where and at

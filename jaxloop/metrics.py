@@ -202,7 +202,7 @@ def _fields(value: Any) -> Any:
 
 
 def _name_of_class(metric: Any) -> str:
-    """Returns the import path of a metric's class, or of its base class if clu generated the metric's class.
+    """Returns the import path of a metric's class. If clu generated the class, returns the path of its base class.
 
     Raises:
       TypeError: If the class isn't defined at the top level of a module.
@@ -256,7 +256,7 @@ def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scalars_in(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars in a step's outputs, including each scalar `Weighted` and `MetricWithMetadata`."""
+    """Returns the scalars in a step's outputs, including `Weighted` and `MetricWithMetadata` objects with a scalar."""
     return {name: each for name, each in outputs.items() if not is_metric(each) and np.ndim(value_of(each)) == 0}
 
 

@@ -252,8 +252,8 @@ def at(
 ) -> "Schedule":
     """Returns a schedule that fires once, at the step that reaches a given point.
 
-    Passed as `stop`, it ends the run at that point. `at(0)` fires before the first update of a run that begins at step
-    0, but not when the run resumes.
+    If the schedule is passed as `stop`, the run ends at that point. `at(0)` fires before the first update of a run that
+    begins at step 0, but not when the run resumes.
 
     Takes exactly one argument, like `every`.
 
@@ -467,7 +467,7 @@ class _Never(_Last):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Schedule):
-    """A schedule that combines two others with `any` or `all`."""
+    """The base class of the schedules that `|` and `&` create from two other schedules."""
 
     one: Schedule
     other: Schedule

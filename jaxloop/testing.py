@@ -26,7 +26,7 @@ from jaxloop.history import History
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
-    """Kills runs at the given steps, resumes them, and checks that each one is bit-identical to an uninterrupted run.
+    """Kills runs at the given steps, resumes them, and checks that they are bit-identical to an uninterrupted run.
 
     Each run has its own process, which starts up and compiles just like your program. The first process runs without
     interruption. For each of the given steps, a second process is killed with SIGKILL once that step has been

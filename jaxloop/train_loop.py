@@ -45,10 +45,10 @@ class TrainLoop(ActionLoop):
       nan_policy: The response to NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that reports the first
         bad step. The host reads the results of the check about every 64 steps and before each save, so the state of a
         bad step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's
-        outputs are left out of means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs device memory
-        for a second copy of the state. It also replaces the `clu.metrics` states of a bad step with empty ones, except
-        for metrics that collect values. "ignore" disables the check. On two CPU cores, a step takes up to 1.3
-        times as long with "raise" and up to 1.5 times as long with "skip".
+        outputs are left out of means. If any steps were skipped, `outputs["jaxloop/skipped_steps"]` is their number.
+        "skip" needs device memory for a second copy of the state. It also replaces the `clu.metrics` states of a bad
+        step with empty ones, except for metrics that collect values. "ignore" disables the check. On two CPU cores, a
+        step takes up to 1.3 times as long with "raise" and up to 1.5 times as long with "skip".
       steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. With more than
         one step per dispatch, small models train several times faster, but convolutions on a CPU run ten times slower.
         A dispatch never runs past the end of a loop or a dataset, or past a step at which a schedule fires: if too few

@@ -53,7 +53,8 @@ class TrainState(train_state.TrainState):
 
     Hooks:
       apply_gradients: Called inside `Step.run` with the gradients. Returns the state after the update.
-      update_variables: Called inside `Step.run` with the variables that a forward pass changed.
+      update_variables: Called inside `Step.run` with the variables that a forward pass changed. Returns the state with
+        the new values.
 
     Attributes:
       step: The number of completed optimizer updates (an int32 scalar). `apply_gradients` increases it by one.
@@ -381,8 +382,8 @@ class TurnBack(BaseException):
 
     The `OuterLoop` returns to the newest checkpoint before those steps, moves later checkpoints to
     `<directory>/abandoned`, adds a "detour" row to the history, and continues as if the batches had never been in the
-    data. In a multi-process job, all processes must raise this
-    exception at the same step. Like `KeyboardInterrupt`, it is not an `Exception`.
+    data. In a multi-process job, all processes must raise this exception at the same step. Like `KeyboardInterrupt`,
+    `TurnBack` is not an `Exception`.
 
     >>> raise TurnBack(38, 40, "The loss exploded.")
     Traceback (most recent call last):

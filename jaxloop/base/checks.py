@@ -136,9 +136,9 @@ def mark_donated(state: Any, by: Any) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the array on which `mark_donated` stores its record, or None if there is none.
+    """Returns the array on which `mark_donated` stores its record, or None if the state has no such array.
 
-    This is the first array of the state other than `state.step`, which is usually not donated.
+    It is the first array of the state, not counting `state.step`, which is usually not donated.
     """
     step = getattr(state, "step", None)
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf is not step]
@@ -501,7 +501,10 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns one line for each leaf whose dtype or shape differs between two dicts of leaves; see `first_lines`."""
+    """Returns a line for each leaf whose dtype or shape differs between two dicts of leaves.
+
+    The lines are truncated with `first_lines`.
+    """
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
@@ -514,5 +517,5 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Formats the result of `changes` as one line per change; see `first_lines`."""
+    """Returns a line for each element of the result of `changes`. The lines are truncated with `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

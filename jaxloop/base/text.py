@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def suggests(**arguments: str) -> Callable[[_Function], _Function]:
-    """Returns a decorator that makes a function's error for a wrong argument name suggest the right name.
+    """Returns a decorator that adds a suggestion to the error that a function raises for a wrong argument name.
 
     >>> @suggests(epochs="train_epochs")
     ... def run(train_epochs=1): ...

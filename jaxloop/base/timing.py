@@ -159,7 +159,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that times its body as one kind of work and labels it in profiles."""
+        """Returns a context manager that times its body as the given kind of work, and labels the body in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {NAMES[kind]}"):

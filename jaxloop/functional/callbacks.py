@@ -199,7 +199,10 @@ def call_of(callback: Callback) -> Callable[[LoopState], Any]:
 
 
 def _call_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
-    """Calls a `Step`. The scalars that the step returns are logged as metrics; all other values become outputs."""
+    """Calls a `Step` and returns `(outputs, logs, state)`.
+
+    The scalars that the step returns are logged as metrics. All other values become outputs.
+    """
     state, found = step(loop_state.state, loop_state.batch, loop_state.elapsed.steps - 1, elapsed=loop_state.elapsed)
     numbers, outputs = Logs(), {}
     for name, value in (found or {}).items():
@@ -240,7 +243,7 @@ class ActionTask(ActionItem):
         return of_tasks & own if isinstance(own, Schedule) else of_tasks
 
     def __call__(self) -> None:
-        """Calls the action now, unless it has already been called at this step."""
+        """Calls the action now, unless it has already been called at the current step."""
         now = self._loop_state.elapsed
         if self.called_at != now.steps:
             self.call(Moment(None, now, metrics.LoopOutputs(), Spent()))
@@ -261,7 +264,7 @@ class ActionTask(ActionItem):
         return True
 
     def _add_rows(self, outputs: metrics.LoopOutputs) -> None:
-        """Adds the values that were logged since the action's previous call to `outputs`.
+        """Adds to `outputs` the values that were logged since the action's previous call.
 
         Unless the action monitors a metric, also adds the non-scalar outputs of the current step.
         """

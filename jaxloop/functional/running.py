@@ -265,7 +265,13 @@ class TaskLoop(Loop):
 
 
 def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: int | None) -> None:
-    """Warns about schedules that would never fire in a loop of the given length."""
+    """Warns about schedules that would never fire during the loop.
+
+    Args:
+      tasks: The items of the loop.
+      num_batches: The number of batches in the dataset, or None if unknown.
+      total_steps: The planned number of steps, or None if unknown.
+    """
     # The batch size is unknown, so assume that any number of examples is reached at once.
     course = Course(Plan(total=total_steps), batches_in_pass=num_batches, rows=2**30, most_moments=100)
     for task in tasks if not course.is_over else ():

@@ -77,7 +77,7 @@ class CheckpointTool(Tool):
         is no checkpoint, returns the given state and `Elapsed()`.
 
         Raises:
-          ValueError: If the checkpoint was saved from a different state. The message lists the leaves that differ.
+          ValueError: If leaves of the checkpoint and of `state` differ in path, shape or dtype. The message lists them.
         """
         directory = self.action.directory
         found = checkpoints.restore_newest(directory, checks.as_arrays(state))
