@@ -320,7 +320,7 @@ class History:
 
         Args:
           *names: The names of the values. `steps`, `samples`, `time` and `loops` refer to fields of `elapsed`. All
-            other names are full paths, which take precedence, or unambiguous suffixes.
+            other names are full paths or unambiguous suffixes of paths. A full path takes precedence.
 
         Returns:
           A tuple with one list per name, or just the list if there is only one name. The lists are empty if the history
@@ -383,7 +383,8 @@ class History:
         last expression in a cell; `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib,
         but doesn't change its backend or settings.
 
-        For a `jaxloop.Ensemble`, each line is the mean of the members, in a band from their minimum to their maximum.
+        For a `jaxloop.Ensemble`, each line shows the mean over the members. A band around the line extends from the
+        members' minimum to their maximum.
 
         Args:
           *names: The values to plot. By default, all numbers except for loop statistics (`jaxloop/...`) are plotted.
@@ -530,7 +531,7 @@ def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[st
 
     Args:
       rows: The logs of the rows, or the dicts at the same place inside those logs.
-      outer: The keys that lead to this place, starting with the outermost key. Empty for whole logs.
+      outer: The keys that lead to that place, starting with the outermost key. Empty if `rows` are whole logs.
       columns: A dict that maps the tuple of keys of each value to a list with one value per row.
 
     Raises:

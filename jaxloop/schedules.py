@@ -31,7 +31,7 @@ class Elapsed:
     """The progress of a run. An `Elapsed` is a pytree whose leaves are its attributes, so jitted functions accept it.
 
     Attributes:
-      steps: The number of completed updates. It is already 1 when callbacks run after the first update.
+      steps: The number of completed updates. Callbacks that run after the first update receive 1.
       samples: The number of examples in all batches so far.
       time: The training time in seconds. It includes the time before a resume, but excludes evaluations and
         checkpoints.

@@ -1,4 +1,4 @@
-"""Checks of states, batches and step results. Error messages say what was expected, what was found and what to do."""
+"""Checks of states, batches and step results. The errors state what was expected, what was found and what to do."""
 
 import contextlib
 import functools

@@ -39,7 +39,7 @@ class Spent:
       compiling: Seconds spent tracing and compiling the train step.
       dispatch: Seconds spent running the step's hooks and dispatching the step to the devices.
       actions: Seconds spent in actions other than checkpoints.
-      evals: Seconds spent in evaluations, including their compilation.
+      evals: Seconds spent in evaluations, including the time spent compiling them.
       checkpoints: Seconds for which checkpoint saves blocked the run.
       restores: Seconds spent restoring a checkpoint to resume from.
       steps: The number of steps that ran.

@@ -122,7 +122,7 @@ def loop(
 class TaskLoop(Loop):
     """A single call to `loop`. The callbacks share a `LoopState`, so the state that the engine handles is always None.
 
-    A `TaskLoop` is also the part of a run that stores the loop and its callbacks in checkpoints; see `Saveable`.
+    A `TaskLoop` is also a `Saveable`: it provides what a checkpoint stores about the loop and its callbacks.
 
     Args:
       loop_state: The state of the loop.

@@ -111,8 +111,9 @@ def checkpoint(
 
     In a hand-written loop, call the callback with `(elapsed, state, logs)`. It returns once the state is on disk.
 
-    In a `loop`, the callback saves the whole run asynchronously, after all other callbacks of the step. The loop waits
-    for pending saves before it returns. To restore the state, call `checkpoint(directory).restore(state)`.
+    In a `loop`, the callback saves everything that a run needs to resume. It saves asynchronously, after all other
+    callbacks of the step. The loop waits for pending saves before it returns. To restore the state, call
+    `checkpoint(directory).restore(state)`.
 
     Args:
       directory: The directory for the checkpoints, each of which gets its own subdirectory. The path may be relative.
@@ -160,7 +161,7 @@ def keras_bar(total: int | None = None, **options: Any) -> BarTool:
 
     The bar looks like `46%|████▋     | 4650/10000 [00:07<00:08, 670 steps/s, accuracy=0.9779]`. It shows the latest
     values that have arrived on the host, and never waits for the devices. In a hand-written loop, call the callback
-    with `(elapsed, logs)` at each step, and call its `close()` method at the end.
+    with `(elapsed, logs)` at each step, and call the callback's `close()` method at the end.
 
     Args:
       total: The number of steps in the run. If None, it is derived from the loop's `stop`.
