@@ -445,7 +445,7 @@ class History:
     def _write(self, end: int) -> None:
         """Copies the device values of the first `end` rows to the host, and writes these rows to the file, if any.
 
-        Also writes the rows that follow directly and have no device values.
+        Also writes the rows after these, up to the first row with a device value.
 
         Raises:
           ValueError: If one of the device values has been donated. The history then contains NaN in its place.

@@ -449,14 +449,14 @@ def check_only_process(who: str) -> None:
 
 
 def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
-    """Checks that a hook's result is a pair, and returns it. The error message describes the pair as `names`."""
+    """Checks that a hook's result is a pair, and returns the result. The error message calls the pair `names`."""
     if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
         raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
     return result
 
 
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Checks that a hook's result is a pair of a state and outputs, and returns it.
+    """Checks that a hook's result is a pair of a state and outputs, and returns the result.
 
     The outputs must be None or a dict with string keys.
     """

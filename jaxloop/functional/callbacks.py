@@ -1,4 +1,4 @@
-"""Agenda items that call a loop's callbacks, and `LoopState`, which the callbacks can read and change."""
+"""The items that call a loop's callbacks, and `LoopState`, which the callbacks can read and change."""
 
 import dataclasses
 import functools

@@ -269,7 +269,7 @@ def _warn_of_unused(tasks: Iterable[Any], num_batches: int | None, total_steps: 
 
     Args:
       tasks: The items of the loop.
-      num_batches: The number of batches in the dataset, or None if unknown.
+      num_batches: The number of batches in the dataset (including those used before a resume), or None if unknown.
       total_steps: The planned number of steps, or None if unknown.
     """
     # The batch size is unknown, so assume that any number of examples is reached at once.

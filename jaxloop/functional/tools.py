@@ -34,7 +34,7 @@ class Tool:
 
     Attributes:
       action: The action.
-      resume: True if a loop resumes from the checkpoints that the action saved.
+      resume: Whether a `loop` resumes from the newest of the checkpoints that the action saves.
     """
 
     def __init__(self, action: Action, resume: bool = False):
@@ -70,7 +70,7 @@ class CheckpointTool(Tool):
     action: CheckpointAction  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def restore(self, state: Any) -> tuple[Any, Elapsed]:
-        """Restores the newest checkpoint. Returns the saved state and the run's progress when it was saved.
+        """Restores the newest checkpoint. Returns the saved state and the run's progress at the time of the save.
 
         The returned state has the same structure as `state`. To continue the run, call `loop` with the returned state,
         the returned progress as `elapsed`, and a dataset that starts after the first `elapsed.steps` batches. If there
