@@ -42,8 +42,8 @@ class Moment(NamedTuple):
 
     Attributes:
       state: The train state. The next step donates it.
-      now: The progress of the run.
-      outputs: The outputs that the item reads. If it reads all outputs, these are the outputs since the item's last
+      now: The run's progress.
+      outputs: The outputs that the item reads; see `Item`. An item that reads all outputs receives those since its last
         call, together with statistics. None when a loop begins.
       spent: The time spent since the item's last call.
     """
@@ -62,7 +62,7 @@ class Ended(NamedTuple):
       outputs: The outputs that the loop's `end` hook returned.
       start: The position in the outputs at which the loop began.
       number: The number of loops that have ended, including this one.
-      is_changed: True if hooks of the loop may have changed the outputs.
+      is_changed: True if the loop has user-defined hooks that may have changed the outputs.
     """
 
     outputs: LoopOutputs
@@ -91,12 +91,12 @@ class Item:
     Attributes:
       cursor: A position in the outputs. The item has already read all outputs before this position, except for those in
         `unread`.
-      unread: The outputs of earlier loops, as returned by their `end` hooks, that the item hasn't read yet. If the
-        interval is an int, these are all unread outputs before `cursor`. If it is a schedule, they are only the values
-        that aren't lists. None if everything has been read.
+      unread: Outputs of earlier loops that the item hasn't read yet, as the loops' `end` hooks returned them. They are
+        kept here only if hooks may have changed them; otherwise this is None. If the interval is an int, these are all
+        unread outputs before `cursor`. If the interval is a schedule, only the values that aren't lists are kept.
       called_at: The step after which the item was last called, or None before the first call.
-      is_requested: True if a call has been requested, which makes the item due now, regardless of its interval.
-      spent: The time report at the item's last call.
+      is_requested: True if a call has been requested. The item is then due at once, regardless of its interval.
+      spent: The run's time report (a `Spent`) at the item's last call.
     """
 
     name = ""
@@ -138,8 +138,12 @@ class Item:
     def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
         """Returns the outputs that the item would receive if it were called now.
 
-        If the item reads all outputs, these are the outputs since its last call. If its interval is an int, they are
-        exactly as the loops' `end` hooks returned them.
+        An item that reads all outputs receives those since its last call. If the item's interval is an int, these are
+        exactly the outputs that the loops' `end` hooks returned.
+
+        Args:
+          outputs: The outputs of the run.
+          ended: The loop that has just ended, or None inside a loop.
         """
         if self.reads == "nothing":
             if self.rank == Rank.SAVE:
@@ -158,7 +162,7 @@ class Item:
         return found
 
     def keep_unread(self, outputs: Outputs, ended: Ended) -> None:
-        """Keeps the outputs that a loop's `end` hook returned, until the item reads them.
+        """Keeps the outputs that a loop's `end` hook returned until the item reads them.
 
         Does nothing if the item doesn't read all outputs, or if it has just been called.
         """
@@ -254,7 +258,7 @@ class Agenda:
       ended: The loop that ended last, or None once the next loop has begun.
       stopped_by: The item that asked the run to stop, or a description of the request. None if there was no request.
       owes_trim: True if outputs weren't trimmed because the run was interrupted at a step that may or may not end a
-        loop. They are trimmed later: after the next steps, or when that loop ends.
+        loop. They are trimmed after the next steps, or as soon as it is known that the loop ended at that step.
     """
 
     def __init__(self, outputs: Outputs, stopwatch: Stopwatch, job: Job):
@@ -298,10 +302,10 @@ class Agenda:
 
         Args:
           state: The state.
-          now: The progress of the run.
-          spent: The time report.
+          now: The run's progress.
+          spent: The run's time report.
           ended: The loop that ends at this step, or None inside a loop.
-          may_end: Whether the run was interrupted here. If so, it is unknown whether a loop ends at this step.
+          may_end: Whether the run was interrupted at this step, so that it is unknown whether a loop ends here.
 
         Returns:
           The run's progress, with `is_last` set if the run ends at this step.
@@ -364,9 +368,12 @@ class Agenda:
         return is_done
 
     def measure(self, state: Any, spent: Spent | None = None, cursor: int | None = None) -> dict[str, Any]:
-        """Returns statistics for the current loop.
+        """Returns statistics for the current loop, or for the time since an item's last call.
 
-        If `spent` and `cursor` are given, returns statistics for the time since an item's last call instead.
+        Args:
+          state: The state.
+          spent: The time spent since the item's last call, or None for the current loop.
+          cursor: The item's cursor, or None for the current loop.
         """
         found, guard = {} if self.statistics is None else self.statistics.of(state, spent), self._outputs.guard
         return found if guard is None else found | guard.measure(self._outputs.loop_start if cursor is None else cursor)
@@ -384,14 +391,14 @@ class Agenda:
     # Saving ------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Resets all items, as if none had been called yet."""
+        """Resets the items that the agenda calls, as if none of them had been called yet."""
         self.ended = None
         spent, position = self._stopwatch.spent(), self._outputs.position
         for item in self.called_here:
             item.reset(spent, position)
 
     def state_dict(self, step_num: int, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: JSON values, and the train states that actions keep.
+        """Returns two dicts: one of JSON values, and one of the train states that actions keep.
 
         Args:
           step_num: The number of completed updates.

@@ -19,7 +19,8 @@ class Options:
       nan_policy: The policy for NaN and infinity.
       max_in_flight: The maximum number of steps by which the host may run ahead of the devices; None for the default.
       evaluates: True if the loop never changes the state.
-      checks_count: Whether to check once that `state.step` counts the updates.
+      checks_count: True if the engine still has to check that `state.step` counts the updates. Set to False once the
+        check has passed.
     """
 
     steps_per_dispatch: int = 1
@@ -78,8 +79,8 @@ class Call:
       state: The state after the last completed step. None after the call.
       place: The part of the run that is currently active, such as the dataset or the step. If an exception is raised, a
         note on the exception names this part.
-      ran: The results so far of the steps that are running now, or None if no steps are running.
-      count: A pair: the array `state.step` after the call, and its value as an int.
+      ran: The results of the current series of steps so far, or None if no steps are running.
+      count: A pair: the array that was `state.step` after the call, and the value of this array as an int.
       own_hooks: The names of the loop's hooks that the user has overridden.
       outcome: The outcome of the call so far.
     """

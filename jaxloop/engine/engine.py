@@ -45,7 +45,7 @@ class Engine:
     Attributes:
       options: The options that determine how the steps run.
       run: The run's progress, outputs and items, which are kept between calls.
-      data: The loop's data.
+      data: The object that reads the loop's batches.
       plan: The items and limits that an experiment adds to the loop.
       actions: The loop's actions.
       call: The current call or, between calls, the last one.
@@ -204,16 +204,15 @@ class Engine:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, including those of the current call that `Run.now` doesn't include yet."""
+        """The number of completed updates, including those of the steps running now, which `Run.now` lacks."""
         ran, steps = self.call.ran, self.run.now.steps if self.plan.at is None else self.plan.at.steps
         return steps + (0 if ran is None else len(ran.examples) * self.call.updates)
 
     def _begin_loop(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         """Begins or continues a loop. Returns the state and the iterator to read batches from.
 
-        The `begin` hook is called when a loop begins. If a loop is continued after an interruption, the hook is called
-        again only if its first call returned a different iterator from the one that it received. The state that the
-        second call returns is ignored.
+        The `begin` hook is called when a loop begins. When an interrupted loop is continued, the hook is called again
+        only if its first call replaced the iterator. The state that the second call returns is ignored.
         """
         run = self.run
         if run.batches == 0:
@@ -273,7 +272,11 @@ class Engine:
         return dataclasses.replace(now, is_last=is_last)
 
     def _continues_without_batches(self, state: Any) -> bool:
-        """Handles a loop that received no batches. Returns True if there is data for another loop."""
+        """Handles a loop that received no batches. Returns True if the next epoch has data for another loop.
+
+        Otherwise, calls the items that are due at the end of the run, unless the run was interrupted or the items were
+        called already.
+        """
         run, plan = self.run, self.plan
         if plan.is_alone or plan.at is not None or not self.outcome.data_ended:
             return False
@@ -326,9 +329,10 @@ class Engine:
         return step(state, batch, number, elapsed=elapsed)
 
     def loop_end(self, step_num: int) -> int | None:
-        """Returns the number of updates until the run ends or, if earlier, until items may be due at a loop's end.
+        """Returns the number of updates in the next call to `Loop.run`, which begins at step `step_num`.
 
-        Returns None if neither is planned.
+        The call ends at the planned end of the run or, if it comes first, at the end of a loop where hooks or items may
+        have to be called. Returns None if neither is planned.
         """
         plan, run = self.plan, self.run
         ends = [] if plan.total is None else [plan.total - step_num]
@@ -404,7 +408,7 @@ class Engine:
         return saved | {"has_stopped": self.run.agenda.wants_stop, "wraps_data": self.data.is_wrapped}, kept
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores the engine from the result of `state_dict`."""
+        """Restores the engine from the two dicts that `state_dict` returned."""
         self.run.load_state_dict(saved, kept)
         self.run.agenda.stopped_by = "an earlier run" if saved["has_stopped"] else None
         self.data.is_wrapped = saved["wraps_data"]
@@ -418,7 +422,7 @@ class Engine:
         return state, outputs
 
     def _failure(self, error: BaseException) -> Failure:
-        """Returns the information to keep after an exception: the latest state, or why that state can't be used."""
+        """Returns the information to keep after an exception: the latest state, or the reason why it was lost."""
         call, outputs, problem, bad = self.call, self.run.outputs, None, "it has values that are not finite"
         failure = call.outcome.failure
         if isinstance(error, nonfinite.NonFiniteError) and outputs.guard is not None and error is outputs.guard.error:

@@ -86,9 +86,9 @@ class Feed(Iterator[types.Batch]):
         return batch
 
     def count(self, number: int) -> list[int]:
-        """Returns the number of examples in each of the first `number` batches that were returned but not counted yet.
+        """Returns the number of examples in each of the first `number` batches taken from the feed since the last call.
 
-        Then forgets the counts of all returned batches, even of those after the first `number`.
+        If more batches were taken, their numbers of examples are discarded.
         """
         counted = self.examples[:number]
         del self.examples[: len(self.examples) - len(self.ahead)]
@@ -105,7 +105,9 @@ class Feed(Iterator[types.Batch]):
         return self._read()
 
     def take(self, number: int) -> list[types.Batch]:
-        """Returns the next `number` batches, or fewer if the dataset ends. If none are left, raises any pending error.
+        """Returns the next `number` batches, or fewer if the dataset ends or raises an exception.
+
+        If no batches are left, raises the dataset's exception or, if the dataset has ended, returns an empty list.
 
         Args:
           number: The number of batches to return.
@@ -124,7 +126,10 @@ class Feed(Iterator[types.Batch]):
         self.ahead[:0] = batches
 
     def has_more(self) -> bool:
-        """Returns True if there is another batch or a pending error. If the buffer is empty, reads a batch ahead."""
+        """Returns True if there is another batch. If the buffer is empty, reads a batch ahead.
+
+        Also returns True if reading the batch raises an exception, which is then raised when the batch is taken.
+        """
         self._read_ahead(1)
         self.has_ended = not self.ahead and isinstance(self._error, StopIteration)
         return not self.has_ended
@@ -151,8 +156,9 @@ class Source(NamedTuple):
     Attributes:
       next_pass: Called when the data ends. Returns True if there is more data for another loop.
       mark: Called before batches are read ahead, to mark the current position in the data.
-      consumed: Called after steps have run. Receives the number of batches that have been read but not used yet.
-      observers: Called with each batch, before its step or, if several steps are fused, after their dispatch.
+      consumed: Called whenever batches may have been used or read ahead. Receives the number of batches that have been
+        read but not used yet.
+      observers: Called with each batch, before the batch's step or, if several steps are fused, after their dispatch.
     """
 
     next_pass: Callable[[], bool] = lambda: False
@@ -173,7 +179,7 @@ class LoopData:
     Attributes:
       feed: The feed of the latest iterator.
       source: The functions that track the data.
-      is_wrapped: True if the current loop's `begin` hook returned a different iterator from the one that it received.
+      is_wrapped: True if the current loop's `begin` hook replaced the iterator that was passed to it.
     """
 
     def __init__(self, loop: Any, job: Job, stopwatch: timing.Stopwatch):
@@ -200,7 +206,7 @@ class LoopData:
         self.source.consumed(self.feed.num_ahead)
 
     def open(self, dataset: Iterator[types.Batch], *, evaluates: bool = False) -> None:
-        """Creates a feed for an iterator."""
+        """Replaces the current feed with a new feed for an iterator."""
         loop, read, joint = self._loop, dataset.__next__, None
         runner = loop.step._runner
         if checks.is_user_defined(loop, "_get_next_batch"):

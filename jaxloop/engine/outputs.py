@@ -27,8 +27,8 @@ class Chunk(NamedTuple):
     """The outputs of several steps, in groups of consecutive steps whose outputs have the same names.
 
     Attributes:
-      groups: For each group, its outputs by name (or None) and its number of steps. The values of an output are stored
-        as a column: a list with one value per step, or a stacked pytree.
+      groups: A pair for each group: the outputs by name, or None if the steps return no outputs, and the number of
+        steps. The values of an output are stored as a column: a list with one value per step, or a stacked pytree.
       examples: The number of examples in each step.
     """
 
@@ -93,7 +93,7 @@ class Pending:
         return self.in_flight.chunk - len(self._examples)
 
     def account(self, examples: Sequence[int]) -> None:
-        """Records the number of examples in each of the steps whose outputs were appended to `newest`."""
+        """Records the number of examples in each of the steps whose outputs have just been appended to `newest`."""
         self._examples += examples
         self.num_steps += len(examples)
 
@@ -105,7 +105,7 @@ class Pending:
           state: The state after the last of these steps.
 
         Returns:
-          The number of queue elements to take now.
+          The number of elements that should now be taken from the queue.
         """
         newest = self.newest[-1]
         values, axes = (newest.outputs, 1) if isinstance(newest, Block) else (newest, 0)
@@ -344,7 +344,7 @@ class Outputs:
     def begin_loop(self, position: int | None = None) -> None:
         """Begins the next loop at the given position or, by default, at the current one.
 
-        An earlier position can be given only if all outputs since then are plain.
+        An earlier position can be given only if all outputs since that position are plain (see `Pending`).
         """
         self.loop_start = self.position if position is None else position
         self._updated = LoopOutputs()

@@ -238,7 +238,7 @@ class Program:
         return True
 
     def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
-        """Runs one step per batch, all in a single dispatch. Returns None if the batches differ in shape."""
+        """Runs one step per batch, all in a single dispatch. Returns None if the batches can't be stacked."""
         compiled = self.fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches if self._prepares else ():
@@ -282,7 +282,7 @@ class InFlight:
     Attributes:
       limit: The number of steps by which the host may run ahead of the devices.
       chunk: The number of steps whose outputs are processed together.
-      waiting: A function that returns a context manager that measures the time spent waiting for the devices.
+      waiting: A function that returns a context manager for measuring the time spent waiting for the devices.
     """
 
     def __init__(self, stopwatch: timing.Stopwatch):

@@ -39,7 +39,7 @@ class Calls:
     never
 
     Attributes:
-      moments: The progress of the run at each call.
+      moments: The run's progress at each call.
       rest: A phrase that describes further calls whose steps are unknown. Empty if there are none.
     """
 
@@ -48,7 +48,7 @@ class Calls:
 
     @property
     def steps(self) -> Sequence[int]:
-        """The steps after which the calls happen, except for an unknown last step."""
+        """The steps after which the calls happen. A call at the end of the run is left out if that step is unknown."""
         return [now.steps for now in self.moments if now.steps != END]
 
     @property
@@ -92,11 +92,11 @@ class Course:
       batches_in_pass: The number of batches in an epoch, or None if it is unknown.
       rows: The number of examples in a batch.
       updates: The number of optimizer updates per batch.
-      start: The progress of the run when it begins or resumes.
+      start: The run's progress when it begins or resumes.
       passes: The number of epochs completed before `start`.
       batches: The number of batches of the current epoch that were used before `start`.
       has_stopped: True if the run was asked to stop before `start`.
-      most_moments: The maximum number of moments to examine.
+      most_moments: The maximum number of points in the run at which to check whether an item is due.
     """
 
     plan: Plan = dataclasses.field(default_factory=Plan)
@@ -192,9 +192,12 @@ class Course:
         return self._rehearsed(interval, iter(moments), evaluated.rest)
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, rest: str) -> Calls:
-        """Returns the calls to an item with the given interval, assuming that it is checked at each of `moments`.
+        """Returns the predicted calls to an item with the given interval.
 
-        `rest` describes any calls after the last of these moments.
+        Args:
+          interval: The interval.
+          moments: The moments at which the engine checks whether the item is due.
+          rest: A phrase that describes the calls after the last of these moments. Empty if there are none.
         """
         item, called = Item(Rank.ACTION), []
         item.interval = interval

@@ -26,9 +26,9 @@ class Plan:
 
     Attributes:
       is_alone: True if no experiment runs the loop. In that case, each call runs a single loop.
-      total: The total number of updates.
-      loop_steps: The number of updates per loop. Loops end at multiples of this number.
-      stop: A schedule that ends the run.
+      total: The total number of updates, or None if it isn't limited.
+      loop_steps: The number of updates per loop, or None if it isn't limited. Loops end at multiples of this number.
+      stop: A schedule that ends the run, or None.
       items: Items other than the actions of the loop and its step, such as history rows, evaluations and commands.
       context: Additional keyword arguments for actions.
       source: The functions that mark positions in the data, begin the next epoch and observe the batches.
@@ -45,11 +45,11 @@ class Plan:
     at: Elapsed | None = None
 
     def ends_at(self, now: Elapsed) -> bool:
-        """Returns True if the run ends at this step, even if there is more data."""
+        """Returns True if the run ends at the progress `now`, even if there is more data."""
         return now.steps == self.total or (self.stop is not None and self.stop.stops(now.previous or now, now))
 
     def ends_loop(self, step_num: int) -> bool:
-        """Returns True if a loop reaches its planned length at this step."""
+        """Returns True if a loop reaches its planned length at the given step."""
         return self.loop_steps is not None and step_num % self.loop_steps == 0
 
 
@@ -83,9 +83,9 @@ class Clock:
         return self._offset + (self.stopwatch.training_secs() if self.agreed is None else self.agreed)
 
     def deadline(self, time: float) -> float:
-        """Returns the clock reading at which the training time reaches `time`.
+        """Returns the reading of `timing.clock` at which the training time reaches `time`.
 
-        A nanosecond is subtracted, so that rounding can't make the reading too late.
+        A nanosecond is subtracted, so that rounding can't make the result too late.
         """
         return self.stopwatch.reading_at(time - self._offset - 1e-9)
 
@@ -99,9 +99,9 @@ class Run:
 
     Attributes:
       stopwatch: The stopwatch that tracks how the time is spent.
-      clock: The training time.
+      clock: The clock that measures the training time.
       outputs: The outputs of the steps.
-      agenda: The items.
+      agenda: The agenda, which contains the items and calls them.
       now: The run's progress after the latest step. `now.previous` is the progress one batch earlier, but
         `now.previous.time` is the training time at which items were last called.
       loops: The number of loops that the `Loop` object has completed.
@@ -186,7 +186,7 @@ class Run:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: JSON values, and the train states that actions keep.
+        """Returns two dicts: one of JSON values, and one of the train states that actions keep.
 
         Args:
           in_moment: Whether there may be items that are due at this step but haven't been called yet.
@@ -222,7 +222,7 @@ class Steps:
       run: The run's progress, outputs and items.
       plan: The plan that an experiment adds to the loop.
       options: The options that determine how the steps run.
-      data: The data of the loop.
+      data: The object that reads the loop's batches.
     """
 
     def __init__(self, loop: Any, call: Call, run: Run, plan: Plan, options: Options, data: LoopData):
@@ -259,7 +259,7 @@ class Steps:
 
         Args:
           goal: The goal that limited the latest steps.
-          left: The number of batches that may still be used.
+          left: The number of batches that may still be used in the current call to `Steps`.
         """
         call, run, plan, requests = self._call, self._run, self._plan, self._requests
         ends_loop = plan.ends_loop(run.now.steps)
@@ -307,9 +307,9 @@ class Steps:
         return has_more
 
     def _passes_end(self) -> bool:
-        """Ends a loop without calling any hook or item.
+        """Ends a loop without calling any hook or item, and returns True.
 
-        Returns False, without ending the loop, if the run may end here.
+        If the run may end here, returns False without ending the loop.
         """
         run = self._run
         if not self.has_more(run.now) or self._requests.signum is not None:
@@ -380,7 +380,7 @@ class Steps:
         return number
 
     def check_count(self) -> None:
-        """Raises an error if `state.step` doesn't match the run's step count. Called after the first steps."""
+        """Raises an error if `state.step` doesn't match the run's step count. Called until the check passes once."""
         step, run, updates = self._loop.step, self._run, self._call.updates
         count = getattr(self._call.state, "step", None)
         if not (self._options.checks_count and updates and run.batches) or count is None:
