@@ -1,4 +1,4 @@
-"""Checks for actions: when they are called, and which values they save, monitor and write."""
+"""Checks of a run's actions: when they are called, and which values they save, monitor and write."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final

@@ -1,4 +1,4 @@
-"""Checks for the checkpoint that a run would resume from and the checkpoints that it would save."""
+"""Checks of the checkpoint that a run would resume from and of the checkpoints that the run would save."""
 
 import dataclasses
 import shutil
@@ -27,7 +27,7 @@ from jaxloop.schedules import Elapsed, Schedule
 def check_checkpoints(checked: Checked, course: Course, state: State, data: TrainData, found: Findings) -> Course:
     """Checks the checkpoint directories and the checkpoint to resume from.
 
-    Returns the predicted course of the run from the step at which it would start or resume.
+    Returns the predicted course of the run, from the step at which the run would start or resume.
     """
     experiment = checked.experiment
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
@@ -88,7 +88,7 @@ def _check_checkpoint(
     data: TrainData,
     here: Findings,
 ) -> Course:
-    """Checks that a checkpoint belongs to this run. Returns the predicted course of a run that resumes from it."""
+    """Checks that a checkpoint belongs to this run. Returns the predicted course of the run after resuming from it."""
     experiment = checked.experiment
     loop, opened = experiment.train_loop, checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():
@@ -142,7 +142,7 @@ def check_saving(checked: Checked, course: Course, size: int, data: TrainData, h
 
 
 def _check_saver(name: str, action: CheckpointAction, course: Course, size: int, here: Findings) -> None:
-    """Checks the checkpoints that an action would save. Warns if the disk doesn't have enough space for them."""
+    """Checks the checkpoints that an action would save, and warns if they would not fit on the disk."""
     calls, has_best = course.calls(action.interval), bool(action.monitors)
     kept = len(calls.moments) if action.keep is None else action.keep
     keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"

@@ -87,13 +87,13 @@ def largest_ensemble(
         jaxloop.check.largest_ensemble(make, batch, "v5e:1x1")
 
     Args:
-      make: A function that returns the ensemble with a given number of members, and its state or the state's shapes.
-        If the ensemble has a mesh, it must have the given number of members per device.
+      make: A function that receives a number of members and returns a pair: an ensemble with that number of members,
+        and the ensemble's state or the shapes of the state. If the ensemble has a mesh, the number is per device.
       batch: A batch or its shapes; see `Step.compile`.
       topology: See `largest_batch`.
 
     Returns:
-      The largest number for which the ensemble fits, at most 2**20. It is 0 if not even one member fits.
+      The largest number of members that fits, at most 2**20. It is 0 if not even one member fits.
 
     Raises:
       ValueError: If the size of the devices' memory is unknown.
@@ -108,7 +108,7 @@ def largest_ensemble(
 
 
 def _fits(step: Step, state: Any, batch: types.BatchSpec, memory: int | None) -> bool:
-    """Returns True if a step fits in a device's memory, whose size is given in bytes."""
+    """Returns True if a step fits in the memory of a device, which has `memory` bytes."""
     if memory is None:
         kind = jax.devices()[0].device_kind
         raise ValueError(f'The memory of {kind} is unknown, so what fits is, too. Give a topology, such as "v5e:2x4".')
@@ -130,7 +130,7 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 
 def moved_to(step: Step, devices: Sequence[Any]) -> Step:
-    """Returns a copy of a step, which can be compiled for other devices; see `Partitioner.moved_to`."""
+    """Returns a copy of a step for the given devices; see `Partitioner.moved_to`."""
     return _copied(step, step.partitioner.moved_to(devices))
 
 
@@ -144,9 +144,9 @@ def _copied(step: Step, partitioner: Any) -> Step:
 
 
 def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any, int | None]:
-    """Returns a copy of a step and the shapes of its state, both for a topology, and the memory size of one device.
+    """Returns a copy of a step for a topology, the shapes of the state, and the memory size of one device.
 
-    The memory size is in bytes, or None if it is unknown.
+    The shapes have shardings for the topology. The memory size is in bytes, or None if it is unknown.
 
     Args:
       step: The step.
@@ -164,5 +164,5 @@ def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any,
 
 
 def memory_of(device: Any) -> int | None:
-    """Returns the size of a device's memory in bytes, or None for a CPU or a device that doesn't report it."""
+    """Returns the size of a device's memory in bytes, or None if the device is a CPU or doesn't report the size."""
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

@@ -1,4 +1,4 @@
-"""Checks for the datasets and the length of a run."""
+"""Checks of a run's datasets and length."""
 
 import dataclasses
 import inspect

@@ -59,8 +59,8 @@ class Part(NamedTuple):
       name: The loop's name in the history.
       loop: The loop.
       calls: The predicted training steps at which the loop ends.
-      outputs: Sample outputs with the structure of those that the loop would return. None if this structure is unknown
-        because of an error or a user-defined method.
+      outputs: Sample outputs with the same structure as the outputs that the loop would return. None if the structure
+        is unknown, for example because of an error or a user-defined method.
       is_open: True if the arguments that the step's `run` would receive are unknown.
     """
 

@@ -1,4 +1,4 @@
-"""Checks for a step, including its state, hooks, `run` method and memory use."""
+"""Checks of a loop's step: its state, hooks, `run` method and memory use."""
 
 import contextlib
 import functools
@@ -61,8 +61,8 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
       part: The loop to check.
       state: The state that the run would start from.
       first: A list with the first batch, or an empty list if there is none.
-      longest_loop: The number of batches in the longest loop, or None if it is unknown. It determines the size of the
-        outputs.
+      longest_loop: The number of batches in the longest loop, from which the size of the outputs is computed. None if
+        the number is unknown.
     """
     here, step = part.here, part.loop.step
     with here:
@@ -101,9 +101,9 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
     """Returns a 1-tuple with the batch that the hooks would pass to `run`, or None if that batch is unknown.
 
-    The batch is unknown if the user overrides another method that is called before `run`, such as `shard_batch`. It is
-    also unknown if the step's `begin` returns a different state, or if `begin` needs the state's values, but only its
-    shapes are known.
+    The batch is unknown if the user overrides `shard_batch` or another method, apart from these hooks, that may change
+    the batch. The batch is also unknown if the step's `begin` returns a different state, or if `begin` needs the
+    state's values, but only the state's shapes are known.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
@@ -167,9 +167,11 @@ def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tu
 
 
 def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
-    """Returns the number that a traced program adds to the integer leaf at index `place`.
+    """Returns the number that a traced program adds to one of its inputs, or None if the number depends on the data.
 
-    Returns None if this number depends on the data.
+    Args:
+      jaxpr: The traced program.
+      place: The index of the input, an integer leaf, and of the corresponding output.
     """
     is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
     needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
@@ -202,7 +204,7 @@ def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | 
 
 
 def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) -> None:
-    """Warns if losses (or all outputs) are arrays, which the history can't store."""
+    """Warns if any loss is an array, or if all outputs are arrays, because the history stores only scalars."""
     is_array = lambda value: not metrics.is_metric(value) and getattr(value, "ndim", 0) > 0
     arrays = {name: value for name, value in outputs.items() if is_array(value)}
     losses = [name for name in arrays if "loss" in name.lower()]
@@ -288,7 +290,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
 
 
 def _parts_of(layout: Layout) -> dict[str, int]:
-    """Returns the sizes of a state's parameters, its optimizer state and the rest, in bytes per device."""
+    """Returns the sizes of a state's parameters, optimizer state and other leaves, in bytes per device."""
     sizes = {"parameters": 0, "optimizer": 0, "other state": 0}
     for leaf in layout.leaves:
         field = leaf.path.split("/")[0]

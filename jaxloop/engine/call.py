@@ -79,7 +79,7 @@ class Call:
       state: The state after the last completed step. None after the call.
       place: The part of the run that is currently active, such as the dataset or the step. If an exception is raised, a
         note on the exception names this part.
-      ran: The results of the current series of steps so far, or None if no steps are running.
+      ran: The steps that are running now, with their results so far. None if no steps are running.
       count: A pair: the array that was `state.step` after the call, and the value of this array as an int.
       own_hooks: The names of the loop's hooks that the user has overridden.
       outcome: The outcome of the call so far.

@@ -272,10 +272,9 @@ class Engine:
         return dataclasses.replace(now, is_last=is_last)
 
     def _continues_without_batches(self, state: Any) -> bool:
-        """Handles a loop that received no batches. Returns True if the next epoch has data for another loop.
+        """Handles a loop that received no batches. Returns True if there is data for another loop.
 
-        Otherwise, calls the items that are due at the end of the run, unless the run was interrupted or the items were
-        called already.
+        If a training run is out of data, calls the items that are due at the end of the run.
         """
         run, plan = self.run, self.plan
         if plan.is_alone or plan.at is not None or not self.outcome.data_ended:

@@ -25,8 +25,8 @@ class Compiled:
     """Compiles a step's `run` when it is first called, and again for each new batch shape.
 
     Between calls, the state is kept in a form called a carry: `enter` converts a state to a carry, and `leave` converts
-    a carry back to a state. In training, the carry is normally the result of `take_apart`; in evaluation, it is the
-    state itself. It is also the state itself if there are `jit_kwargs` or the partitioner overrides `partition`,
+    a carry back to a state. In training, the carry is normally the result of `take_apart`. In evaluation, the carry is
+    the state itself. The same is true in training if there are `jit_kwargs` or the partitioner overrides `partition`,
     because both may depend on the state's tree structure.
 
     If `run` is traced again, a warning lists the leaves that changed. There is no warning for a second batch shape,
@@ -360,9 +360,9 @@ class _StackedNone:
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
-    """Stacks batches (or abstract batches) along a new leading axis. Returns None if their shapes differ.
+    """Stacks batches along a new leading axis. Returns None if they differ in structure, shape or dtype.
 
-    Host arrays stay on the host.
+    The batches may be abstract. Arrays that are on the host stay on the host.
 
     >>> stacked([{"x": np.zeros(3)}, {"x": np.ones(3)}])["x"].shape
     (2, 3)

@@ -17,11 +17,12 @@ from jaxloop.partition.layout import readable
 class Cost:
     """The computation and memory of one dispatch of a compiled step.
 
-    The sizes are taken from the program compiled by XLA. `str(...)` formats the FLOPs and the memory as a sentence.
+    The sizes are in bytes per device, and are taken from the program compiled by XLA. `str(...)` formats the FLOPs and
+    the memory as a sentence.
 
     Attributes:
       flops: The total number of floating-point operations on all devices; see `flops_of`.
-      argument_bytes: The memory for the state and the batch, in bytes per device, like all sizes below.
+      argument_bytes: The memory for the state and the batch.
       output_bytes: The memory for the new state and the outputs.
       alias_bytes: The part of `output_bytes` that reuses the memory of donated arguments.
       temp_bytes: The memory for temporaries, such as activations and gradients.
@@ -126,9 +127,9 @@ def flops_of(program: Any) -> float:
 
 
 def _operations(program: Any, kind: Any) -> float:
-    """Counts a program's operations. Matrix products and convolutions are always counted.
+    """Returns the number of operations in a program. Matrix products and convolutions are always counted.
 
-    Elementwise operations and reductions are counted only if the dtype of their result is of the given kind.
+    Elementwise operations and reductions are counted only if their results have a dtype of the given kind.
     """
     return sum((_operations_of(equation, kind) for equation in program.eqns), 0.0)
 
@@ -164,7 +165,10 @@ def _operations_of(equation: Any, kind: Any) -> float:
 def _flops_of_convolution(
     lhs: Any, rhs: Any, out: Any, *, dimension_numbers: Any, window_strides: Any, padding: Any, **options: Any
 ) -> float:
-    """Counts two operations per product of an input element and a kernel element, but none for padding or dilation."""
+    """Returns the number of operations in a convolution: two per product of an input element and a kernel element.
+
+    Products with the zeros that padding and dilation insert are not counted.
+    """
     (_, _, *of_lhs), (_, inputs, *of_rhs), (rows, outputs, *of_out) = dimension_numbers
     num_products = out.shape[rows] * out.shape[outputs] * rhs.shape[inputs]
     for axis, (stride, (low, _)) in enumerate(zip(window_strides, padding, strict=True)):

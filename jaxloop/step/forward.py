@@ -124,7 +124,10 @@ def _init_adapted(model, base_prng, spec, arrays, init_kwargs) -> tuple[Any, Any
 
 
 def _copy(leaf: Any) -> jax.Array:
-    """Returns a copy that the first step can donate. The copy isn't weakly typed, so the step compiles only once."""
+    """Copies an array, so that the first step can donate the copy.
+
+    The copy isn't weakly typed, because the step would then compile a second time.
+    """
     leaf = jnp.asarray(leaf)
     return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
 
@@ -135,9 +138,9 @@ def _copy(leaf: Any) -> jax.Array:
 def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PRNGType | None = None) -> Any:
     """Calls a state's model, which can be of any kind that `LossStep` accepts.
 
-    The mode (training or inference) is set in the way that each kind of model expects. NNX models are switched to that
-    mode. A model that takes an argument named `train`, `training`, `is_training` or `deterministic` receives it.
-    Linen collections are mutable during training.
+    The mode (training or inference) is set in the way that each kind of model expects. NNX models are switched with
+    their `train` and `eval` methods. If a model takes an argument named `train`, `training`, `is_training` or
+    `deterministic`, this argument is set according to the mode. Linen collections are mutable during training.
 
     Args:
       state: The `TrainState`. Its `apply_fn` determines the kind of model. A plain function is called like the `apply`
@@ -316,7 +319,10 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
-    """Returns the PRNG key named `name`, or else the one whose name sorts first. A single key is returned unchanged."""
+    """Returns the key with the given name from a dict or, if there is none, the key whose name sorts first.
+
+    If `rngs` is a single key, returns it unchanged.
+    """
     if isinstance(rngs, Mapping):
         return rngs[name if name in rngs else min(rngs)]
     return rngs
@@ -482,7 +488,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def example_inputs(spec: types.BatchSpec) -> Any:
-    """Returns inputs for initializing a model: the given spec, with arrays of ones in place of shapes.
+    """Returns inputs for initializing a model: the given spec, with its shapes replaced by arrays of ones.
 
     >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "key": jax.random.key(0)}))
     {'image': (1, 28, 28, 1), 'key': ()}
@@ -503,7 +509,7 @@ def example_inputs(spec: types.BatchSpec) -> Any:
 
 
 def example_batch(batch: types.BatchSpec) -> types.Batch:
-    """Returns a host batch with arrays of zeros in place of the shapes in a spec.
+    """Returns a host batch: the given batch or spec, with its shapes replaced by arrays of zeros.
 
     Each array of zeros is a view of a single number, so it takes up almost no memory. A batch without arrays is treated
     as a spec. If a batch contains any arrays, its lists of numbers are not treated as shapes.
@@ -522,7 +528,10 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Returns the shape of a NumPy array, and the dtype that it has inside `jit`. Returns other leaves unchanged."""
+    """Converts a NumPy array to a `jax.ShapeDtypeStruct` with the array's dtype inside `jit`.
+
+    Returns other leaves unchanged.
+    """
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

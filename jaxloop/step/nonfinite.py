@@ -83,7 +83,7 @@ class Detector:
         return new_state, {**(outputs or {}), FLAGS: row}
 
     def names(self, row: np.ndarray) -> list[str]:
-        """Returns the names of the values that one step's flags mark as non-finite."""
+        """Returns the names of the values that are marked as non-finite by `row`, the flags of one step."""
         return list(itertools.compress(self._names, row))
 
 
@@ -121,7 +121,7 @@ def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
 
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
-    """Excludes an output of a bad step from means: resets a metric to its empty state, or sets a weight to 0."""
+    """Excludes the output of a bad step from means: resets a metric to its empty state, or sets a weight to 0."""
     if isinstance(value, types.Weighted):
         return types.Weighted.of(value.value, jnp.where(is_bad, 0, value.weight))
     if not metrics.is_metric(value) or metrics.merges_on_host(value):  # A metric that collects values can't be empty.
@@ -178,13 +178,13 @@ class Guard:
             raise self.error
 
     def report(self, who: str) -> None:
-        """Logs a warning about the steps that were skipped since the last call. `who` describes the loop."""
+        """Logs a warning about the steps that were skipped since the last report. `who` describes the loop."""
         if self._untold:
             (step_num, names), number, self._untold = self._untold[0], len(self._untold), []
             text = "%s skipped %d step%s with values that are not finite, the first of them step %d: %s."
             logging.warning(text, who, number, "s" if number > 1 else "", step_num, ", ".join(names[:6]))
 
     def measure(self, start: int) -> dict[str, int]:
-        """Returns a dict with the number of steps skipped since position `start`. It is empty if none were skipped."""
+        """Returns a dict with the number of steps skipped since position `start`, or an empty dict if none were."""
         number = sum(place >= start for place in self.skipped)
         return {STAT_SKIPPED_STEPS: number} if number else {}

@@ -109,12 +109,12 @@ class Runner:
         return count
 
     def ready_batch(self, batch: types.Batch) -> tuple[types.Batch, int] | None:
-        """Passes a batch through the hooks that precede `run`. Returns None if these hooks need the state.
+        """Passes a batch through the hooks that precede `run`, if these hooks don't need the state.
 
-        If the hooks don't need the state, it isn't assembled for each step. This makes a small step about 10% faster.
+        The state is then not assembled for each step, which makes a small step about 10% faster.
 
         Returns:
-          The batch for `run` and the number of examples in it.
+          The batch for `run` and the number of examples in the batch, or None if the hooks need the state.
         """
         return None
 
@@ -142,7 +142,7 @@ class Runner:
           state: The prepared state.
           batch: A batch from the dataset.
           number: The number of steps before this one in the current loop.
-          elapsed: The progress of the run after this step.
+          elapsed: The run's progress after this step.
         """
         state, batch = self.before_run(state, batch)
         _call_due(self.action_lists[0], state, None, number, elapsed)
@@ -202,7 +202,7 @@ class Runner:
     # After `run` ---------------------------------------------------------------------------------
 
     def end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
-        """Calls the hook `end`, and then the end actions that are due. For `number` and `elapsed`, see `begin`."""
+        """Calls the `end` hook, and then the end actions that are due. For `number` and `elapsed`, see `begin`."""
         flags = (outputs or {}).get(nonfinite.FLAGS)
         if flags is not None:  # The hook and the actions receive only the step's own outputs.
             own = {name: value for name, value in (outputs or {}).items() if name != nonfinite.FLAGS}
@@ -242,9 +242,9 @@ def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, 
 
 
 def _shape_in_run(leaf: Any) -> Any:
-    """Removes the sharding of an abstract leaf that is placed on a single available device.
+    """Removes the sharding of an abstract leaf if the leaf is placed on a single device that is available.
 
-    Compiling for the result produces a program that a later run can reuse.
+    A later run can then reuse the program that is compiled for the leaf.
     """
     if not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) or leaf.sharding.device_set.isdisjoint(
         jax.devices()

@@ -100,7 +100,7 @@ class Step:
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of batch shapes in training. `run` is compiled for each. A further shape raises an error."""
+    """The maximum number of batch shapes in training. `run` is compiled for each, and any further shape is an error."""
 
     updates_per_step: int = 1
     """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
@@ -354,8 +354,8 @@ class Step:
           params: The parameters to use, for example the ones being differentiated.
           inputs: The input of the model.
           train: Whether to call the model in training mode. If None, `self.train` is used.
-          keys: The PRNG keys to use, for example for dropout; usually `self.prng_key(state.step)`. NNX models use their
-            own keys instead.
+          keys: The PRNG keys to use, for example for dropout; usually `self.prng_key(state.step)`. An NNX model uses
+            the keys in its own variables instead, unless its `__call__` takes `rngs`.
 
         Returns:
           `(outputs, updates)`. `updates` contains the variables that the forward pass changed, or is None if there are
@@ -464,8 +464,8 @@ class Step:
           per_loop_step_number: The number of steps before this one in the current loop. The step's actions use it to
             determine whether they are due.
           log_num_flops: Whether to count and log the FLOPs of `run`, if they haven't been counted yet.
-          elapsed: The progress of the run after this step. It is passed to the schedules of the step's actions. If
-            None, these schedules count the steps within the loop.
+          elapsed: The run's progress after this step, which is passed to the schedules of the step's actions. If None,
+            these schedules count the steps within the loop.
 
         Returns:
           `(state, outputs)`. The outputs are still on the devices.
