@@ -58,7 +58,7 @@ class Part(NamedTuple):
       here: The findings for the loop.
       name: The loop's name in the history.
       loop: The loop.
-      calls: The predicted training steps at which the loop ends.
+      calls: The training steps at which the loop is predicted to end.
       outputs: Sample outputs with the same structure as the outputs that the loop would return. None if the structure
         is unknown, for example because of an error or a user-defined method.
       is_open: True if the arguments that the step's `run` would receive are unknown.

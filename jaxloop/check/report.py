@@ -41,7 +41,7 @@ class CheckError(ValueError):
 @final
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `OuterLoop.check`. When printed, it fits on one screen.
+    """The result of `OuterLoop.check`. A printed report fits on one screen.
 
     >>> report = Report([Problem("eval 'test'", "Its data have no end.")], {"train": "600 steps"}, secs=0.5)
     >>> print(report)

@@ -4,10 +4,10 @@ run                `Run` holds everything that is kept between calls to the engi
                    items. A `Plan` describes the items and limits that an experiment adds to a loop. `Steps` runs a
                    loop's steps through a `Program` and, between them, calls the items that are due.
 agenda             `Agenda` calls items, such as actions, evaluations and history rows, when they are due.
-outputs            `Outputs` holds the outputs of the steps, with a cursor for each reader.
+outputs            `Outputs` holds the outputs of the steps until every item that needs them has read them.
 program            `Program` passes batches through the step's hooks and dispatches the steps; it contains the only loop
                    over individual steps. `InFlight` limits how far the host runs ahead.
-feed               `Feed` reads batches and buffers those that no step needs yet.
+feed               `Feed` reads batches and buffers those that were read ahead.
 engine, call       `Engine` runs one loop after another. A `Call` describes a single call to the engine.
 rehearse           `Course` predicts when items will be due.
 """

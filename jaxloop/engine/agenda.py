@@ -21,7 +21,7 @@ from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 
 @final
 class Rank(enum.IntEnum):
-    """The order of the items that are due at the same step.
+    """The order in which items are called if they are due at the same step.
 
     `ELSEWHERE` is for items that are called by the step, or by the engine when a loop begins. An agenda saves and
     restores these items, but doesn't call them.
@@ -162,7 +162,7 @@ class Item:
         return found
 
     def keep_unread(self, outputs: Outputs, ended: Ended) -> None:
-        """Keeps the outputs that a loop's `end` hook returned until the item reads them.
+        """Stores the outputs of a loop's `end` hook for the item's next call.
 
         Does nothing if the item doesn't read all outputs, or if it has just been called.
         """

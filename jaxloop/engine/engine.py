@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, including those of the steps running now, which `Run.now` lacks."""
+        """The number of completed updates. Unlike `Run.now`, it includes each step as soon as the step is completed."""
         ran, steps = self.call.ran, self.run.now.steps if self.plan.at is None else self.plan.at.steps
         return steps + (0 if ran is None else len(ran.examples) * self.call.updates)
 
@@ -346,16 +346,16 @@ class Engine:
     def hold_now(self, state: Any, *, is_last: bool = False, at_end: bool = False) -> bool:
         """Calls the items that are due now. Must not be called while a loop is running.
 
-        Returns False if an item asked the run to stop, or if a signal prevented an item from being called.
+        Returns False if one of these items asked the run to stop, or if a signal prevented an item from being called.
 
         For a train loop, this method is called before the first step and, in a resumed run, at the step of the
-        checkpoint. For an eval loop, it is called if an interruption prevented the loop's actions from being called,
-        and when training ends. No item is called twice at the same step.
+        checkpoint. For an eval loop, it is called when training ends, and when an earlier interruption has prevented
+        the loop's actions from being called. No item is called twice at the same step.
 
         Args:
           state: The state.
-          is_last: Whether the run ends at this step.
-          at_end: Whether a loop ends at this step.
+          is_last: Whether the run ends at the current step.
+          at_end: Whether a loop ends at the current step.
         """
         run, agenda = self.run, self.run.agenda
         with self.job.requests, run.stopwatch.counting("dispatch"):
@@ -385,7 +385,7 @@ class Engine:
         self.options.steps_per_dispatch = int(value)
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles the loop for batches like the given one; see `Loop.compile`."""
+        """Compiles the loop for batches with the shapes of the given batch; see `Loop.compile`."""
         options = self.options
         with self._loop.step._runner.programs.watched(options.nan_policy):
             for number in sorted({options.steps_per_dispatch, 1}, reverse=True):
@@ -398,7 +398,9 @@ class Engine:
         return self.data.feed.num_ahead if self.data.feed.dataset is source else 0
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the loop's part of a checkpoint as two dicts: JSON values, and the train states that actions keep.
+        """Returns the loop's part of a checkpoint as two dicts.
+
+        The first dict contains JSON values, and the second contains the train states that actions keep.
 
         Args:
           in_moment: Whether there may be items that are due at this step but haven't been called yet.

@@ -11,7 +11,7 @@ from jaxloop.distributed.agreement import Job, JointReader, OwnBatches
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
-    """Returns an iterator over a dataset. The dataset may be given as a function that returns it.
+    """Returns an iterator over a dataset, or over the dataset that a function returns.
 
     If the dataset is None, the iterator yields None forever.
 
@@ -30,7 +30,7 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
 
 @final
 class Feed(Iterator[types.Batch]):
-    """Reads one or several batches at a time and buffers those that no step needs yet.
+    """Reads one or several batches at a time and buffers the batches that were read ahead.
 
     If the dataset raises an exception while batches are read ahead, `Feed` first returns the batches in its buffer, and
     then raises the exception.
@@ -42,15 +42,15 @@ class Feed(Iterator[types.Batch]):
     Args:
       dataset: An iterator of batches.
       read: A function that reads the next batch from the dataset. If None, `next(dataset)` is used.
-      joint: In a multi-process job, the reader to use instead of `read`. It makes all processes read the same number of
-        batches.
+      joint: In a multi-process job, the reader to use instead of `read`, which makes all processes read the same number
+        of batches. Otherwise None.
 
     Attributes:
       dataset: The iterator.
       joint: The argument of the same name.
       ahead: The batches that have been read but not used yet.
       examples: In a multi-process job, a list with the size of each batch, summed over all processes. It covers the
-        batches returned since the last call to `count` and those in `ahead`.
+        batches taken from the feed since the last call to `count`, and those in `ahead`.
       has_ended: True if the dataset has ended and all of its batches have been used.
     """
 
@@ -74,7 +74,7 @@ class Feed(Iterator[types.Batch]):
         return len(self.ahead) + (0 if self.joint is None else self.joint.held)
 
     def begin(self, limit: int | None) -> None:
-        """Begins a loop that reads at most `limit` batches, or all of them if `limit` is None."""
+        """Prepares for a loop that reads at most `limit` batches, or all batches if `limit` is None."""
         self.has_ended = False
         if self.joint is not None:
             self.joint.begin((math.inf if limit is None else limit) - len(self.ahead))

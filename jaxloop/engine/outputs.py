@@ -379,9 +379,9 @@ class Outputs:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, cursors: Sequence[int]) -> dict[str, Any]:
-        """Returns the outputs after the smallest cursor as JSON values.
+        """Returns a dict of JSON values that contains the outputs after the smallest cursor.
 
-        Also includes all outputs of the current loop if they may be read when the loop ends.
+        It also contains all outputs of the current loop if these may be read when the loop ends.
         """
         self.fetch()
         wanted = [*cursors, self.loop_start] if self.hooks_read or self.pending.may_stop else [*cursors]

@@ -118,7 +118,7 @@ class Course:
 
     @functools.cached_property
     def end(self) -> int:
-        """The step at which the run ends, assuming there is enough data for the total number of steps."""
+        """The step at which the run ends, assuming that there is enough data for `plan.total` steps."""
         if self.has_stopped:
             return self.start.steps
         total, epochs = self.plan.total, self.epochs

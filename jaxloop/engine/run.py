@@ -45,7 +45,7 @@ class Plan:
     at: Elapsed | None = None
 
     def ends_at(self, now: Elapsed) -> bool:
-        """Returns True if the run ends at the progress `now`, even if there is more data."""
+        """Returns True if the run ends at the step that `now` describes, even if there is more data."""
         return now.steps == self.total or (self.stop is not None and self.stop.stops(now.previous or now, now))
 
     def ends_loop(self, step_num: int) -> bool:
@@ -117,7 +117,7 @@ class Run:
         self.begin(Elapsed())
 
     def begin(self, now: Elapsed) -> None:
-        """Sets the counters to the given progress, and discards all outputs and the record of earlier calls."""
+        """Sets the counters to the given progress, discards all outputs, and resets the items."""
         self.now: Elapsed = now.without_previous()
         self.loops: int = now.loops
         self.batches: int = 0
@@ -287,7 +287,7 @@ class Steps:
         return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()
 
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
-        """Tries to read a batch ahead. Returns True if there is one.
+        """Returns True if there is another batch, which is read ahead.
 
         Also returns True, without reading a batch, if the next loop's `begin` hook will return a new iterator.
         """

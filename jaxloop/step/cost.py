@@ -114,10 +114,11 @@ def flops_of(program: Any) -> float:
     """Returns the total number of floating-point operations of a traced program (a `ClosedJaxpr`) on all devices.
 
     A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
-    counts as one per element. A scan's body counts once per iteration. (XLA's own estimate counts it only once, so it
-    misses most of a model that scans over its layers.) The body of a `while` loop counts once, because the number of
-    iterations is unknown. Only the most expensive branch of a `cond` counts. Kernels that JAX can't inspect, such as
-    cuDNN's, aren't counted. If a program has no floating-point operations, its integer operations are counted instead.
+    counts as one per element. A scan's body counts once per iteration. (XLA's own estimate counts the body only
+    once, and therefore misses most of a model that scans over its layers.) The body of a `while` loop counts once,
+    because the number of iterations is unknown. Only the most expensive branch of a `cond` counts. Kernels that JAX
+    can't inspect, such as cuDNN's, aren't counted. If a program has no floating-point operations, its integer
+    operations are counted instead.
 
     >>> scanned = lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=10)[0]
     >>> flops_of(jax.make_jaxpr(scanned)(jnp.zeros([4, 4]))) == 10 * 2 * 4**3

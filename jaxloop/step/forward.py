@@ -33,7 +33,7 @@ def with_arguments(
     Args:
       model: A model of any supported kind, or None.
       nnx_model_args: The step's argument of the same name.
-      options: The keyword arguments that no constructor of the step's class or its base classes declares.
+      options: The keyword arguments that are not declared by the constructors of the step's class and base classes.
       step_class: The class of the step.
 
     Raises:
@@ -430,7 +430,7 @@ class AdaptedModel:
     Attributes:
       kind: A clause that describes the kind of model in error messages.
       apply_fn: The `apply_fn` of states created from the model.
-      arrays: The initial `(params, batch_stats, collections)`. Empty if the model doesn't contain them.
+      arrays: The initial `(params, batch_stats, collections)`. Empty if the model doesn't contain these arrays.
       init: A function that computes `arrays` from `(key, inputs, init_kwargs)`. None if the model contains the arrays.
     """
 

@@ -135,7 +135,7 @@ class Guard:
 
     Args:
       policy: "raise" or "skip".
-      names: A function that returns the names of the values that a step's flags mark as non-finite.
+      names: A function that receives the flags of a step and returns the names of the non-finite values.
       step_of: A function that converts a position in the outputs to the number of the step at that position.
 
     Attributes:

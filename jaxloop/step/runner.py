@@ -258,7 +258,7 @@ _NOTHING: Callable[[], Any] = lambda: None
 
 @final
 class States:
-    """Prepares states for a step and remembers the last one that the step returned.
+    """Prepares states for a step and remembers the state that the step last returned.
 
     Args:
       step: The step.

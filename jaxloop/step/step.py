@@ -70,7 +70,7 @@ class Step:
     >>> state, outputs = step(step.initialize_model([1, 3]), batch)
 
     `call_model` calls either kind of model, in training mode if the step trains. It returns the model's outputs and the
-    variables that the call changed, such as batch statistics. `update_variables` stores them in the state.
+    variables that the call changed, such as batch statistics. `update_variables` stores these variables in the state.
 
     The state may be any pytree with an int32 `step`. To add fields to it, such as the state of a second optimizer for a
     GAN, override `make_state` and return a subclass of `TrainState`.
@@ -181,7 +181,7 @@ class Step:
         """Returns the number of examples in a batch from the dataset. Means are weighted by this number.
 
         By default, this is the length of the leading axis. Override the method if batches are padded, or if the leaves'
-        leading axes differ. It may return any non-negative whole number: an int, a float or a scalar array.
+        leading axes differ. An override may return any non-negative whole number: an int, a float or a scalar array.
         """
         count = checks.num_examples(batch)
         return 1 if count is None else count
@@ -218,8 +218,8 @@ class Step:
         Args:
           spec: The spec of the model's input: a shape such as `[1, 28, 28, 1]` (with dtype float32), a `(shape, dtype)`
             pair, or a dict, list or named tuple of these. The model is initialized with arrays of ones, but arrays and
-            keys in the spec are passed to it unchanged. For a model with several inputs, pass their specs either by
-            position, as a list (`[[1, 64], key]`), or by name, as a dict (`{"x": [1, 64], "key": key}`). The spec is
+            keys in the spec are passed to the model unchanged. For a model with several inputs, pass their specs either
+            by position, as a list (`[[1, 64], key]`), or by name, as a dict (`{"x": [1, 64], "key": key}`). The spec is
             ignored if the model already contains its parameters, as an NNX module or a pytree of parameters does.
             `LossStep.input_spec` returns the spec for a batch.
           log_num_params: Whether to log the number of parameters.
@@ -337,8 +337,8 @@ class Step:
         """Returns the parameters to use in evaluation, prediction and export, which may differ from those in training.
 
         The default is `state.params` or, with `optax.contrib.schedule_free`, the averages that the optimizer keeps.
-        `LossStep`, `fit` and `jaxloop.export` call this hook. If you write your own `run`, call it when evaluating:
-        `params = state.params if self.train else self.params_to_evaluate(state)`.
+        `LossStep`, `fit` and `jaxloop.export` call this hook. If you write your own `run`, call the hook there in
+        evaluation: `params = state.params if self.train else self.params_to_evaluate(state)`.
         """
         return types.params_to_evaluate(state)
 
@@ -461,8 +461,8 @@ class Step:
         Args:
           state: The train state.
           batch: A host batch.
-          per_loop_step_number: The number of steps before this one in the current loop. The step's actions use it to
-            determine whether they are due.
+          per_loop_step_number: The number of steps before this one in the current loop, which determines whether the
+            step's actions are due.
           log_num_flops: Whether to count and log the FLOPs of `run`, if they haven't been counted yet.
           elapsed: The run's progress after this step, which is passed to the schedules of the step's actions. If None,
             these schedules count the steps within the loop.
