@@ -60,7 +60,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
 
 
 def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
-    """Yields the actions of all loops and steps. If several loops share a step, its actions are yielded only once."""
+    """Yields the actions of all loops and steps. The actions of a step that several loops share are yielded once."""
     told = []
     for part in parts:
         loop, step = part.loop, part.loop.step

@@ -1,4 +1,4 @@
-"""Checks of the checkpoint that a run would resume from and of the checkpoints that the run would save."""
+"""Checks of a run's checkpoints: the one that the run would resume from, and those that it would save."""
 
 import dataclasses
 import shutil

@@ -101,9 +101,9 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
     """Returns a 1-tuple with the batch that the hooks would pass to `run`, or None if that batch is unknown.
 
-    The batch is unknown if the user overrides `shard_batch` or another method, apart from these hooks, that may change
-    the batch. The batch is also unknown if the step's `begin` returns a different state, or if `begin` needs the
-    state's values, but only the state's shapes are known.
+    The batch is unknown if the user overrides a method other than these hooks that may change the batch, such as
+    `shard_batch`. It is also unknown if the step's `begin` returns a different state, or if `begin` needs the state's
+    values, but only the state's shapes are known.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}

@@ -126,7 +126,7 @@ def _init_adapted(model, base_prng, spec, arrays, init_kwargs) -> tuple[Any, Any
 def _copy(leaf: Any) -> jax.Array:
     """Copies an array, so that the first step can donate the copy.
 
-    The copy isn't weakly typed, because the step would then compile a second time.
+    The copy isn't weakly typed. Otherwise, the step would be compiled a second time.
     """
     leaf = jnp.asarray(leaf)
     return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
@@ -150,7 +150,8 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
       train: Whether to call the model in training mode.
       rngs: A single PRNG key, or a dict of PRNG keys by name. A Linen model uses a single key unchanged for dropout,
         and derives the keys of all other random streams from it. If `rngs` is a dict, a model that takes a single key
-        receives the one named "dropout" or, if there is none, the one whose name sorts first.
+        receives the one named "dropout" or, if there is none, the one whose name sorts first. An NNX model receives
+        keys only if its `__call__` takes `rngs`; otherwise, it uses the keys in its own variables.
 
     Returns:
       `(outputs, updates)`. `updates` contains the variables that the forward pass changed; pass it to

@@ -115,7 +115,7 @@ def _is_bad(leaf: Any) -> jax.Array:
 
 
 def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
-    """Returns the new state or, after a bad step, the old state with the new `step`."""
+    """Returns the new state or, after a bad step, the old state with the new value of `step`."""
     choose = lambda path, a, b: b if checks.path_name(path) == "step" else jnp.where(is_bad, a, b)
     return jax.tree_util.tree_map_with_path(choose, old, new)
 

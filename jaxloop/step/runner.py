@@ -66,7 +66,7 @@ class Runner:
         return checks.is_overridden(self.step, name, self._base)
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Returns the reason why a loop can't fuse several steps into one dispatch, or None if it can.
+        """Returns the reason why a loop can't fuse several steps into one dispatch, or None if there is no reason.
 
         The reason is always host code that must run at each step.
 

@@ -100,7 +100,7 @@ class Step:
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of batch shapes in training. `run` is compiled for each, and any further shape is an error."""
+    """The maximum number of batch shapes in training. `run` is compiled for each. Any further shape raises an error."""
 
     updates_per_step: int = 1
     """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
