@@ -152,7 +152,7 @@ class Run:
         self.loops, self.batches = self.loops + 1, 0
 
     def pass_ends(self, loop_steps: int | None, updates: int, *, also_here: bool) -> None:
-        """Increases `loops` by the number of loops that ended during the latest steps while no item was due.
+        """Counts the loops whose ends the latest steps passed without a pause, because no item was due there.
 
         For example, if the latest steps were 7 to 25 and a loop has 10 steps, the loops that end at steps 10 and 20 are
         counted.
@@ -255,11 +255,13 @@ class Steps:
         return self._run.agenda.goal(self._run.now, self._plan.stop) if self._call.updates else Goal()
 
     def _call_what_is_due(self, goal: Goal, left: int) -> Goal | None:
-        """Calls the items that are due after the latest steps. Returns the next `Goal`, or None if the loop ends here.
+        """Calls the items that are due after the latest steps.
+
+        Returns the next `Goal`, or None if no more steps should run in the current call to `Steps`.
 
         Args:
           goal: The goal that limited the latest steps.
-          left: The number of batches that may still be used in the current call to `Steps`.
+          left: The number of batches that may still be used in this call.
         """
         call, run, plan, requests = self._call, self._run, self._plan, self._requests
         ends_loop = plan.ends_loop(run.now.steps)
@@ -290,6 +292,10 @@ class Steps:
         """Returns True if there is another batch, which is read ahead.
 
         Also returns True, without reading a batch, if the next loop's `begin` hook will return a new iterator.
+
+        Args:
+          now: The run's progress.
+          ends_loop: Whether a loop ends at the current step.
         """
         self._call.place = "the dataset"
         savers = [item for item in self._run.agenda.items if item.rank == Rank.SAVE]

@@ -337,8 +337,8 @@ class Step:
         """Returns the parameters to use in evaluation, prediction and export, which may differ from those in training.
 
         The default is `state.params` or, with `optax.contrib.schedule_free`, the averages that the optimizer keeps.
-        `LossStep`, `fit` and `jaxloop.export` call this hook. If you write your own `run`, call the hook there in
-        evaluation: `params = state.params if self.train else self.params_to_evaluate(state)`.
+        `LossStep`, `fit` and `jaxloop.export` call this hook. If you write your own `run`, use the hook's result
+        in evaluation: `params = state.params if self.train else self.params_to_evaluate(state)`.
         """
         return types.params_to_evaluate(state)
 
