@@ -37,8 +37,8 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
     """Returns the paths of the complete checkpoints in several directories, in ascending order of their steps.
 
-    Checkpoints of the same step are in reverse order of their directories, so that the one from the first directory
-    comes last.
+    If several directories contain a checkpoint of the same step, the paths of these checkpoints are in reverse order of
+    `directories`. The path in the first directory therefore comes last.
     """
     found = []
     for number, directory in enumerate(map(absolute, directories)):
@@ -53,7 +53,10 @@ def missing_error(directory: epath.PathLike) -> FileNotFoundError:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns True if a checkpoint doesn't exist. If it is being deleted, first waits until it is gone."""
+    """Returns True if a checkpoint doesn't exist, or if it is deleted while this function waits.
+
+    The function waits as long as files disappear from the checkpoint. If the remaining files stay, it returns False.
+    """
     path = absolute(directory) / str(step)
     names = None
     while path.exists():

@@ -93,12 +93,15 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
 
 def metrics(path: epath.Path) -> dict[str, Any]:
-    """Returns the metrics saved with a checkpoint, by which the best one is chosen, or `{}` if none were saved."""
+    """Returns the metrics that a checkpoint contains for choosing the best checkpoint, or `{}` if it contains none."""
     return _read_json(Checkpoint.open(path, _METRICS_FILE).path, _METRICS_FILE)
 
 
 def quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
-    """Returns the quality of a checkpoint (higher is better), or -inf if the metric is missing or NaN."""
+    """Returns the quality of a checkpoint with the given metrics, or -inf if the metric in `best` is missing or NaN.
+
+    A higher quality is better, whatever the mode in `best`.
+    """
     name, mode = best
     value = values.get(name)
     if value is None or math.isnan(value):
@@ -257,9 +260,9 @@ class Checkpoint:
 
     @classmethod
     def at(cls, directory: epath.PathLike, step: int, below: str = "") -> "Checkpoint":
-        """Opens the checkpoint of a step and verifies its files.
+        """Opens the checkpoint of a step and, if it has a seal, verifies its files.
 
-        If `below` is given, only the file or subdirectory with this relative path is verified.
+        If `below` is not empty, only the file or subdirectory with this relative path is verified.
 
         Raises:
           FileNotFoundError: If there is no such checkpoint.
@@ -277,7 +280,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
-        """Opens the checkpoint in the directory `path`, which must exist, and verifies its files; see `at`."""
+        """Opens the checkpoint in the directory `path`, which must exist. Verifies its files as `at` does."""
         in_orbax_file, is_sealed = _read_json(path, METADATA_FILE), (path / seal.NAME).exists()
         if not in_orbax_file:
             raise _damage_error(path, [f"{METADATA_FILE} is missing"])
@@ -337,7 +340,7 @@ class Checkpoint:
         return stored.with_values(state, values)
 
     def check_fits(self, state: Any, transforms: Mapping[str, str] | None = None) -> None:
-        """Checks that `restore` would accept a state (or its shapes), without reading any arrays.
+        """Checks that `restore` would accept a state, which may consist of `jax.ShapeDtypeStruct`s. Reads no arrays.
 
         Raises:
           ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype. The message lists these
@@ -377,7 +380,7 @@ class Checkpoint:
         return self._read(jax.tree_util.tree_map_with_path(chosen, self._described(item)), item)
 
     def _read(self, template: Any, item: str) -> dict[str, Any]:
-        """Returns an item's arrays, keyed by path, except those for which the template has a placeholder."""
+        """Returns an item's arrays, keyed by path. Leaves out the arrays for which `template` has a placeholder."""
         leaves, structure = jax.tree.flatten(template)
         # Without dtypes and shapes, because Orbax would cast and pad the arrays to match. Any difference is an error.
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -391,25 +394,30 @@ class Checkpoint:
         return {path: leaf for path, leaf in restored.items() if leaf is not ocp.PLACEHOLDER}
 
     def _described(self, item: str) -> Any:
-        """Returns a tree with the structure of an item, in which each leaf describes a saved array."""
+        """Returns a tree with the structure of a saved item. Its leaves describe the saved arrays."""
         with _reading(self, item):
             return ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
 
     def _match(
         self, ours: Mapping[str, Any], transforms: Mapping[str, str] | None, names: Mapping[str, str] | None = None
     ) -> tuple[dict[str, str], dict[str, Any]]:
-        """Returns a dict of the paths of the saved leaves and a dict of templates for reading them; see `restore`.
+        """Finds the saved leaf for each leaf of a state; see `restore`.
 
-        The keys of both dicts are the paths in `ours`. Transforms are not applied to a checkpoint that already has the
-        new names, such as one saved by a run with the same transforms.
+        Transforms are not applied to a checkpoint that already has the new names, such as one saved by a run with the
+        same transforms.
 
         Args:
-          ours: The leaves of the state by path.
+          ours: The leaves of the state, keyed by path.
           transforms: See `restore`.
-          names: A dict that maps the names of the saved leaves to their paths. If None, the names are the paths.
+          names: A dict that maps the names of the saved leaves, to which the transforms are applied, to their paths in
+            the checkpoint. If None, each saved leaf's name is its path.
+
+        Returns:
+          Two dicts with the same keys as `ours`. The first contains the paths of the saved leaves in the checkpoint,
+          and the second contains the templates for reading the saved leaves.
 
         Raises:
-          ValueError: If the renamed leaves don't fit those in `ours`, or if a pattern matches no leaf.
+          ValueError: If the renamed leaves don't fit those in `ours`, or if a pattern matches no saved leaf.
         """
         names = {path: path for path in self.leaves} if names is None else names
         transforms = {} if transforms is None else transforms
@@ -474,8 +482,8 @@ def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
 def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
     """Returns a context manager that converts errors raised while reading an item to a `CheckpointError`.
 
-    If the checkpoint has a seal, its files are known to be intact, so the original error is raised, with a note. A
-    `PermissionError` is also raised unchanged, because it doesn't mean that the file is damaged.
+    If the checkpoint has a seal, its files are known to be intact, so the original error is raised again, with a note.
+    A `PermissionError` is not converted either, because it doesn't mean that the file is damaged.
     """
     try:
         yield
@@ -489,17 +497,29 @@ def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
 
 
 def place_of_ema(leaves: Collection[str]) -> str | None:
-    """Returns the path of the `EMAState` in a state with the given leaves, or None if there isn't exactly one."""
+    """Returns the path of the only `EMAState` in a state, or None if the state has none or several.
+
+    Args:
+      leaves: The paths of the state's leaves.
+    """
     middle = f"/{AVERAGE}/"
     places = {path.partition(middle)[0] for path in leaves if path.startswith(_OPTIMIZER) and middle in path}
     return places.pop() if len(places) == 1 else None
 
 
 def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Drops `opt_state`, except the parameters' moving average, from the saved leaves and the state's leaves.
+    """Drops `opt_state` from the saved leaves and from the state's leaves.
 
-    The saved leaves are returned as a dict that maps names to paths, because the average may have different paths in
-    the checkpoint and in the state.
+    If both have a moving average of the parameters, the leaves of the average are kept.
+
+    Args:
+      saved: The paths of the saved leaves.
+      ours: The leaves of the state, keyed by path.
+
+    Returns:
+      The remaining saved leaves, as a dict that maps names to paths in the checkpoint, and the remaining leaves of the
+      state, keyed by path. The name of a saved leaf is its path in the checkpoint. The moving average is an exception:
+      it may have another path in the state, so the names of its leaves are their paths in the state.
     """
     place, saved_place = place_of_ema(ours), place_of_ema(saved)
     names = {path: path for path in saved if not path.startswith(_OPTIMIZER)}
@@ -512,7 +532,13 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 
 
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Logs that the optimizer state was not restored. `kept` contains the leaves of the state that were restored."""
+    """Logs that the optimizer state was not restored, and in which leaves the checkpoint and the state differ.
+
+    Args:
+      opened: The checkpoint.
+      ours: All leaves of the state, keyed by path.
+      kept: The leaves of the state that were restored, keyed by path.
+    """
     lines = "\n".join(checks.compare(dict(opened.leaves), dict(ours)))
     # Only the state of `optax.contrib.schedule_free` has such a leaf.
     is_schedule_free = any(path.endswith("/weight_sum") for path in opened.leaves.keys() - ours.keys())

@@ -48,7 +48,7 @@ def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, lea
 
 
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
-    """Returns only the problems that `verify` finds."""
+    """Returns the problems that `verify` finds, without the dict in the seal."""
     return verify(directory, below)[1]
 
 
@@ -83,7 +83,7 @@ def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], 
 
 
 def _problem_of(name: str, error: OSError | ValueError) -> str:
-    """Describes an error raised while reading a file.
+    """Returns a description of an error that was raised while a file was read.
 
     Re-raises a `PermissionError`, because it doesn't mean that the file is damaged.
     """
@@ -105,7 +105,7 @@ def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
 
 
 def _sizes_and_crcs(directory: epath.Path, names: Iterable[str]) -> dict[str, tuple[int, int] | OSError]:
-    """Returns the size and the checksum of each file or, if the file can't be read, the error."""
+    """Returns a dict that maps each file's name to its size and checksum or, if it can't be read, to the error."""
     open_file, found = files.opener(directory), dict[str, tuple[int, int] | OSError]()
     for name in names:
         size = crc = 0

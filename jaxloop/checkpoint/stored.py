@@ -33,9 +33,13 @@ def storable(tree: Any) -> Any:
 
 
 def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a copy of a tree in which the leaf at each path in `values` is replaced with the value.
+    """Returns a copy of a tree in which the leaves at the paths in `values` have these values.
 
     To replace a typed PRNG key, pass the new key's data.
+
+    Args:
+      tree: The tree, which is not changed.
+      values: The new leaves, keyed by path.
     """
     by_path = checks.leaves_by_path(tree)
     ours, leaves = list(by_path.values()), [values.get(path, leaf) for path, leaf in by_path.items()]
@@ -46,7 +50,10 @@ def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
 
 
 def template_of(state: Any) -> Any:
-    """Returns a template of a state: its shapes, dtypes and shardings, with arrays only for typed PRNG keys."""
+    """Returns a template for restoring a state. It consists of shapes, dtypes and shardings, and contains no arrays.
+
+    Typed PRNG keys are an exception: the template contains the keys themselves.
+    """
     leaves, structure = jax.tree.flatten(state)
     keys = _keys_in(leaves)
     shapes = [leaf if at in keys else checks.shape_of(leaf) for at, leaf in enumerate(leaves)]
@@ -54,7 +61,7 @@ def template_of(state: Any) -> Any:
 
 
 def fingerprint(tree: Any) -> str:
-    """Returns a hash of the paths, shapes and dtypes of a tree's leaves, and of its empty containers.
+    """Returns a hash of the paths, shapes and dtypes of a tree's leaves, and of the paths of its empty containers.
 
     If a saved tree and a template have the same hash, Orbax can restore the tree without reading its structure first.
     """
@@ -87,10 +94,11 @@ def match(
     *,
     only_renamed: bool = False,
 ) -> dict[str, str]:
-    """Matches a tree's leaves to the saved leaves with the same names. Returns a dict that maps paths to saved paths.
+    """Matches a tree's leaves to saved leaves. Returns a dict that maps paths in the tree to paths in the checkpoint.
 
-    Names are compared after renaming, and without the suffix `/value` that the paths of NNX variables have. A saved
-    leaf without a counterpart in the tree is included under its name.
+    First, the saved leaves are renamed according to `patterns`. Then, a leaf of the tree matches the saved leaf with
+    the same name. Names don't include the suffix `/value`, which the paths of NNX variables have. For a saved leaf
+    that matches no leaf of the tree, the key is the saved leaf's new name.
 
     >>> match({"body/kernel": "params/body/kernel"}, ["encoder/kernel/value"], {"body/**": "encoder/**"})
     {'encoder/kernel/value': 'params/body/kernel'}
@@ -102,7 +110,7 @@ def match(
       only_renamed: Whether to leave out saved leaves whose names match no pattern.
 
     Raises:
-      ValueError: If a pattern matches no leaf, or if two leaves would have the same name.
+      ValueError: If a pattern matches no saved leaf, or if two saved leaves would have the same name.
     """
     saved_names, our_names = _bare(saved), _bare(ours)
     new_names = {} if only_renamed else {name: name for name in saved_names}
@@ -142,22 +150,27 @@ def check_fits(path: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, 
 
 
 def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads saved leaves and returns them in a dict, keyed by path.
+    """Reads saved leaves and returns them in a dict, keyed by their paths in the tree to restore.
 
     Args:
       source: The `Checkpoint` or `SafetensorsFile` to read from.
       found: The result of `match`.
-      wanted: Arrays or `jax.ShapeDtypeStruct`s with the required shapes, dtypes and shardings, by path.
+      wanted: Arrays or `jax.ShapeDtypeStruct`s with the required shapes, dtypes and shardings, keyed by path in the
+        tree to restore.
     """
     values = source.read({path: wanted[name] for name, path in found.items()})
     return {name: values[path] for name, path in found.items()}
 
 
 def as_wide_as(saved: Any, leaf: Any) -> Any:
-    """Returns the template for restoring a saved leaf to the place of `leaf`.
+    """Returns the template with which a saved leaf is read so that it can replace `leaf`.
 
-    If the two dtypes differ only in width (64 or 32 bits), this is a NumPy array with the saved dtype. Otherwise, it is
-    `leaf` itself.
+    If the dtypes of the two leaves differ only in width (64 or 32 bits), the template is a NumPy array with the saved
+    dtype. Otherwise, the template is `leaf` itself.
+
+    Args:
+      saved: The description of the saved leaf, or None if there is no saved leaf.
+      leaf: The leaf to replace.
     """
     if saved is None or saved.dtype == leaf.dtype or saved.shape != leaf.shape:
         return leaf

@@ -92,7 +92,7 @@ def load_params(
 
 
 def _load(directory: epath.PathLike, step: int | str, load: Callable[[Checkpoint], Any]) -> Any:
-    """Returns the result of `load` for the checkpoint of `step`, which can also be "newest" or "best"."""
+    """Opens the checkpoint of `step`, which can also be "newest" or "best", and returns the result of `load` for it."""
     if step == "newest":
         found = read.open_newest(all_paths([directory]), load, quarantines=False)
         if found is None:
@@ -110,7 +110,7 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[[Checkpoint
 def _saved_params(opened: Checkpoint, ema: bool) -> dict[str, str]:
     """Returns a dict that maps the path of each parameter in the model to its path in the saved train state.
 
-    If `ema` is True, the dict contains the saved path of the parameter's moving average instead.
+    If `ema` is True, each parameter's path in the model is mapped to the path of its moving average instead.
     """
     start = f"{read.place_of_ema(opened.leaves)}/{read.AVERAGE}/" if ema else "params/"
     saved = {path.removeprefix(start): path for path in opened.leaves if path.startswith(start)}
@@ -160,7 +160,9 @@ def _on_default_device(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a dict with paths as keys to nested dicts. Drops the suffix `/value` from the paths of NNX variables.
+    """Converts a dict with paths as keys to nested dicts.
+
+    If all paths end in `/value`, as those of NNX variables do, this suffix is dropped.
 
     >>> _nested({"Dense_0/kernel": 1, "Dense_0/bias": 2})
     {'Dense_0': {'kernel': 1, 'bias': 2}}
@@ -224,7 +226,7 @@ def is_safetensors(path: epath.PathLike) -> bool:
 
 @final
 class SafetensorsFile:
-    """A safetensors file that can be read like a `Checkpoint`. Dots in tensor names become slashes.
+    """A safetensors file that can be read like a `Checkpoint`. Dots in the tensors' names become slashes in the paths.
 
     Attributes:
       path: The path of the file.

@@ -37,15 +37,16 @@ class CheckpointWriter:
 
     Args:
       manager_or_directory: A directory, or an Orbax manager (from the current or the older API) that saves a single
-        item. With a manager, which the caller must close, only the state is saved, without a seal. With a directory,
-        the writer creates its own manager at the first save, and a new one at the next save after `close` or a failure.
+        item. With a directory, the writer creates its own manager at the first save, and a new one at the next save
+        after `close` or a failure. If a manager is passed, the caller must close it. Its checkpoints have no seal, and
+        contain neither `run` nor `trees`; see `save`.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
 
     Attributes:
       directory: The directory with one subdirectory per step.
-      last_stall_secs: The number of seconds for which the last save blocked its caller, or None before the first save.
+      last_stall_secs: The number of seconds for which the last call to `save` blocked, or None before the first call.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class CheckpointWriter:
     ) -> bool:
         """Starts saving a checkpoint, which is committed atomically. Existing checkpoints are not overwritten.
 
-        All arguments are copied before this method returns, so they may be changed or donated afterwards. A save first
-        waits until the previous save is committed.
+        All arguments are copied before this method returns, so they may be changed or donated afterwards. Before a save
+        starts, this method waits until the previous save is committed.
 
         Args:
           step: The step number, which becomes the name of the checkpoint.
@@ -103,8 +104,8 @@ class CheckpointWriter:
 
         Raises:
           CheckpointError: If the previous save failed in the background, or if this save failed. The error contains the
-            step of the failed save. With a directory, the files of that save are removed, so that the next save can
-            succeed.
+            step of the failed save. If the writer was created with a directory, the files of the failed save are
+            removed, so that the next save can succeed.
         """
         began = timing.clock()
         try:
@@ -123,7 +124,7 @@ class CheckpointWriter:
     ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
         """Returns the arguments for Orbax and the custom metadata.
 
-        Raises an error if a value couldn't be restored later.
+        Raises an error if a value could be saved but not restored.
         """
         custom_metadata = _json_copy(metadata, "metadata")
         checks.check_counter(getattr(state, "step", None))
@@ -150,7 +151,10 @@ class CheckpointWriter:
         custom_metadata: dict[str, Any],
         metrics: Mapping[str, float] | None,
     ) -> bool:
-        """Starts a save in Orbax, unless the checkpoint exists or the manager skips the step. See `save`."""
+        """Starts a save in Orbax, unless the checkpoint already exists or the manager skips the step.
+
+        Returns True if a save was started. See `save`.
+        """
         policy = self._policy
         if policy is not None:
             self.wait()  # Before checking that the checkpoint of the previous save still exists.
@@ -190,7 +194,10 @@ class CheckpointWriter:
             raise agreement.known_to_all_processes(RuntimeError(problem))
 
     def _quarantine_unreadable(self) -> None:
-        """Quarantines checkpoints whose metrics are needed but can't be read. Does nothing if a manager is open."""
+        """Quarantines checkpoints whose metrics can't be read, because Orbax needs them to find the best checkpoint.
+
+        Does nothing if the writer doesn't keep the best checkpoint, or if a manager is open.
+        """
         if self._manager is not None or self._policy is None or self._policy.best is None:
             return
         for path in all_paths([self.directory]):
@@ -206,7 +213,10 @@ class CheckpointWriter:
         return self._manager
 
     def _seal(self) -> None:
-        """Seals the current save. Called in Orbax's thread, after all files are written and before the commit."""
+        """Seals the checkpoint that is being saved.
+
+        Orbax calls this method in its own thread, after all files are written and before the checkpoint is committed.
+        """
         step, custom_metadata = self._saving
         path = self._unfinished(step)
         # Orbax later writes to the metadata file again, to add the time of the commit.
@@ -219,7 +229,10 @@ class CheckpointWriter:
         return path if path.exists() else self.directory / str(step)  # A store that can't rename has only the latter.
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        """Returns the error for a failed save. If the writer owns the manager, also removes the files of that save."""
+        """Returns the error for a failed save.
+
+        If the writer created its own manager, also closes the manager and removes the files of the failed save.
+        """
         if self._policy is not None:
             self._discard_manager(step)
         remedy = " Make sure that the directory is writable and has free space, and save again."
@@ -262,7 +275,7 @@ class CheckpointWriter:
             raise self._failure(step, error) from error
 
     def close(self) -> None:
-        """Waits for the last save and closes the writer's own manager.
+        """Waits for the last save, and then closes the manager if the writer created it.
 
         Raises:
           CheckpointError: If the last save failed, or if the directory that this process locked was moved or deleted.

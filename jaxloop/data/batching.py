@@ -62,7 +62,10 @@ def batched(
 def _batches(
     take: "_Take", length: int, size: int, drop_remainder: bool, num_epochs: int | None, number_of_pass: int = 0
 ) -> IndexedBatches:
-    """Returns the dataset for one pass of `num_epochs` epochs. Each pass continues where the previous one ended."""
+    """Returns the dataset for one pass, which consists of `num_epochs` epochs or, if that is None, is endless.
+
+    Passes are numbered from 0. Each pass continues where the previous one ended.
+    """
     make_pass = functools.partial(_batches, take, length, size, drop_remainder, num_epochs or 1)
     if num_epochs is None:
         endless = lambda number: take(np.arange(number * size, (number + 1) * size))

@@ -60,9 +60,11 @@ class DatasetPosition:
         - "unknown": No state, and no way to return to the position.
       count: The number of batches consumed since the start of the epoch, including batches that were read but not
         returned (see `PositionedIterator.left_out`).
-      state: The encoded state of the source at a mark, at or before the position; see `PositionedIterator.mark`. May
-        contain raw bytes. For "sequence" and "index", the index of the next batch. None for the start of the epoch.
-      skip: The number of batches to read and skip after restoring `state`.
+      state: The encoded state of the source, stored by the last `PositionedIterator.mark` that is not after the
+        position. May contain raw bytes. For "sequence" and "index", the index of the next batch. For "skip" and
+        "unknown", None.
+      skip: The number of batches to read and skip after restoring `state` or, if that is None, from the start of the
+        epoch.
       next: The `fingerprint` of the next batch, which a resumed run compares with the batch that it reads. None if the
         next batch hasn't been read.
     """
@@ -225,7 +227,10 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return self.problem and f"{self.problem} Until then, a resumed run will not continue at the right batch."
 
     def begin_pass(self, number: int) -> None:
-        """Moves to the start of pass `number`, counting from 0; see `sources.pass_of`."""
+        """Moves to the start of pass `number`, counting from 0. Does nothing if all passes over the dataset are equal.
+
+        See `sources.pass_of`.
+        """
         dataset = pass_of(self.inner, number)
         if dataset is not self.inner:
             self.inner = dataset
@@ -248,11 +253,12 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Stores the current state of the source as a mark. Later positions are relative to the latest mark.
+        """Stores the current state of the source as a mark, from which later positions can be reached.
 
-        Call this method when all batches read so far have been used. Storing the state takes microseconds for Grain,
-        milliseconds for tf.data, and no time for sources whose position is a number. A prefetch thread stores the
-        states itself, but only if doing so takes microseconds.
+        A position consists of the latest mark before it and the number of batches to skip after that mark. Call this
+        method when all batches read so far have been used. Storing the state takes microseconds for Grain, milliseconds
+        for tf.data, and no time for sources whose position is a number. A prefetch thread stores marks itself, but only
+        if doing so takes microseconds.
 
         Args:
           if_cheap: Whether to store the state only if doing so takes no more than a few microseconds.
@@ -374,7 +380,7 @@ def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises
 
 
 def check_kind(saved: str, source: PositionedIterator) -> None:
-    """Raises a `ValueError` if the kind of a saved position doesn't match the dataset of `source`."""
+    """Raises a `ValueError` if the kind `saved` of a saved position doesn't match the kind of the iterator `source`."""
     if saved not in ("skip", "unknown", source.kind):
         raise ValueError(
             f"The position in the data was saved from a different dataset: it is of the kind {saved!r}, and the "
@@ -384,10 +390,10 @@ def check_kind(saved: str, source: PositionedIterator) -> None:
 
 
 def number_before(number: int, before: int, left_out: Collection[int]) -> int:
-    """Returns the number of the batch that was used `before` batches earlier than batch `number`.
+    """Counts back from batch `number` by `before` batches that were used, and returns the number of the batch reached.
 
     Batches are numbered from 1. Batches in `left_out` weren't used, so they aren't counted. If batch `number` itself
-    was left out, counting starts at the last batch that was used before it. Returns 0 if there is no such batch.
+    was left out, counting starts at the last used batch that precedes it. Returns 0 if there are too few used batches.
 
     >>> [number_before(number, 0, [2, 3, 5]) for number in range(8)]
     [0, 1, 1, 1, 4, 4, 6, 7]
@@ -457,8 +463,8 @@ def prove(data: Any) -> str | None:
 
     The check reads two batches, saves the position, moves a second iterator to that position, and compares the next
     batch from each iterator. The message explains the differences and what to do. A message is also returned if reading
-    the second batch overwrites the first one. Returns None if no problem is found, if the
-    dataset is an iterator, or if its position can't be saved.
+    the second batch overwrites the first one. Returns None if no problem is found, if the dataset is an iterator, or if
+    its position can't be saved.
 
     >>> prove([1, 2, 3, 4]) is None
     True

@@ -17,11 +17,11 @@ _MAX_MARKS = 16
 
 @final
 class Reader:
-    """Reads batches from a source, possibly in a background thread, and keeps marks, which are states of the source.
+    """Reads batches from an iterator, possibly in a background thread, and keeps marks, which are saved states.
 
     Args:
-      source: The source.
-      iterator: An iterator that has returned `count` batches of the source.
+      source: The `Source` that reads the state of the iterator.
+      iterator: An iterator that has already returned `count` batches.
       count: The number of batches that have already been read.
       state: The state of the source after `count` batches.
       prefetch: The number of batches that a thread reads ahead, or 0 for no thread.
@@ -29,7 +29,7 @@ class Reader:
     Attributes:
       source, prefetch: The arguments of the same names.
       batches: The iterator that the batches are read from.
-      marks: The latest marks. Each is a number of batches, paired with the state of the source after that many batches.
+      marks: The latest marks. Each is a pair of a number of batches and the state of the source after these batches.
       peeked: A list that holds the batch read by `peek` until that batch is returned.
       recent: The most recently returned batches.
       has_ended: True if there are no more batches.
@@ -62,10 +62,10 @@ class Reader:
         return self.peeked[0]
 
     def mark(self, count: int) -> None:
-        """Stores the source's current state (after `count` batches) as a mark.
+        """Stores the source's current state as the mark after `count` batches.
 
-        Does nothing if a later batch has already been read, either by `peek` or by the prefetch thread. The thread
-        stores its own marks.
+        Does nothing if a mark exists that is at least as late, if `peek` has already read a later batch, or if there is
+        a prefetch thread, which stores its own marks.
         """
         is_at_source = not self.peeked and not self.prefetch  # The source has returned no later batch.
         if count > self.marks[-1][0] and is_at_source and (state := self.source.read()) is not None:
@@ -74,11 +74,13 @@ class Reader:
     def fingerprint(self, num_back: int) -> dict[str, Any] | None:
         """Returns the fingerprint of a recent batch or of the next one.
 
-        Returns None if that batch hasn't been read yet or is no longer available. In the latter case, the reader keeps
-        the last `num_back` batches from then on. If there is no next batch, returns `END`.
+        Returns `END` if the next batch is requested but the data has ended. Returns None if the requested batch hasn't
+        been read yet or is no longer available. If it is no longer available, the reader starts to keep the last
+        `num_back` batches.
 
         Args:
-          num_back: 0 for the next batch, 1 for the batch that was returned last, 2 for the one before it, and so on.
+          num_back: The requested batch: 0 for the next batch, 1 for the batch that was returned last, 2 for the batch
+            before that, and so on.
         """
         if num_back == 0:
             return fingerprint(self.peeked[0]) if self.peeked else END if self.has_ended else None
@@ -98,7 +100,7 @@ def _raise(error: Exception) -> types.Batch:
 
 
 def _marked(source: Source, marks: deque[tuple[int, Any]], batch: types.Batch, count: int) -> types.Batch:
-    """Stores the source's state after a batch as a mark, if reading the state is cheap. Returns the batch."""
+    """Stores the source's current state as the mark after `count` batches, if reading it is cheap. Returns `batch`."""
     if source.is_cheap and (state := source.read()) is not None:
         marks.append((count, state))
     return batch

@@ -139,7 +139,7 @@ def pass_of(data: Any, number: int = 0) -> Any:
 
 
 def _innermost(data: Any) -> Any:
-    """Returns the dataset or iterator inside all jaxloop wrappers."""
+    """Removes all of jaxloop's wrappers from a dataset or iterator. Returns the dataset or iterator inside."""
     while isinstance(data, Wrapper):
         data = data.inner
     return data
@@ -256,7 +256,9 @@ class _Torch(Source):
 
 
 def num_batches(data: Any) -> int | None:
-    """Returns the number of batches in an epoch or left in an iterator, or None if it is unknown or infinite.
+    """Returns the number of batches in one epoch of a dataset, or None if the number is unknown or infinite.
+
+    For an iterator, returns the number of remaining batches.
 
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)
@@ -420,7 +422,10 @@ def _set_random_state(loader: Any, state: Any) -> None:
 
 @contextlib.contextmanager
 def keeping_random_state(dataset: Any) -> Iterator[None]:
-    """Returns a context manager that restores a PyTorch loader's random state on exit, for use around evaluations."""
+    """Returns a context manager that, on exit, resets a PyTorch loader's random state to its value on entry.
+
+    It does nothing for other datasets. Evaluations run in this context.
+    """
     loader = _innermost(dataset)
     state = random_state(loader)
     try:
