@@ -49,7 +49,10 @@ class _EnsembleRunner(Runner):
         return given and (given, int(given.num_examples[0]))
 
     def prepared(self, batch: types.Batch, state: Any = None) -> _Given | None:
-        """Passes each member's batch through the hooks. Returns None if the hooks need a state and `state` is None."""
+        """Passes each member's batch through the hooks of the original step.
+
+        Returns the argument `batch` of `Ensemble.run`, or None if the hooks need a state and `state` is None.
+        """
         runner, ready, parts = self.step._step._runner, [], self.parts(batch)
         for part in parts:
             found = runner.ready_batch(part) if runner.has_own("begin") else [runner.preprocessed(part)]
@@ -68,7 +71,7 @@ class _EnsembleRunner(Runner):
         return _Given(whole, _array(numbers, np.float32), _array(tuple(stopped), bool))
 
     def parts(self, batch: types.Batch) -> list[types.Batch]:
-        """Returns a list with the batch of each member, or with a single batch if all members share it."""
+        """Returns a list that contains the batch of each member or, if all members share the batch, only that batch."""
         number = len(self.step.members)
         if not self.step._should_shard_batch:
             return [batch]
@@ -125,18 +128,19 @@ class Ensemble(Step):
     Args:
       step: The step of a single run. Its state must be a `TrainState`. Its hooks `begin` and `preprocess_batch` are
         called once per batch. The step can't have actions or override `end`, because these would run for each member.
-      seeds: The seed of each member, which replaces the seed of the step's `base_prng`: a member uses the keys of a
-        step with `base_prng=jax.random.key(seed)`. If `base_prng` is a dict, the seed is folded into each key instead.
-        If None, all members use the step's keys.
-      hyperparams: A dict that maps names of hyperparameters to their values, one per member. The optimizer must be
-        wrapped in `optax.inject_hyperparams`.
+      seeds: The seeds to distribute over the members; see `combine`. A member's seed replaces the seed of the step's
+        `base_prng`: the member uses the keys of a step with `base_prng=jax.random.key(seed)`. If `base_prng` is a dict,
+        the seed is folded into each key instead. If `seeds` is None, all members use the step's keys.
+      hyperparams: A dict that maps names of hyperparameters to lists of values to distribute over the members; see
+        `combine`. The optimizer must be wrapped in `optax.inject_hyperparams`.
       combine: "product" makes a member for each combination of hyperparameters and seeds, where the seed varies
-        fastest. "zip" combines the first values, then the second values, and so on.
+        fastest. "zip" makes a member from the first value of each hyperparameter and the first seed, a member from the
+        second ones, and so on.
       data: "shared" passes each batch to all members. With "own", each leaf of a batch has a leading axis of members.
       mesh: A mesh with one axis. If given, the members are distributed over its devices.
 
     Attributes:
-      members: The hyperparameters and the seed of each member.
+      members: A list with one dict per member, which contains the member's hyperparameters and seed.
 
     Raises:
       TypeError: If the step isn't supported.
@@ -247,9 +251,10 @@ class Ensemble(Step):
         return jax.tree.map(lambda leaf: leaf[index], self._stacked(state))
 
     def collect(self, history: History, name: str) -> np.ndarray:
-        """Returns a metric of each member as an array of shape `[rows, members]`, with NaN where it wasn't measured.
+        """Returns the values of a metric as an array of shape `[rows, members]`.
 
-        The rows are those for which `history.collect("steps", name)` returns the steps.
+        The rows are the history rows that contain the metric; `history.collect("steps", name)` returns their steps. If
+        a row lacks the value of a member, the array contains NaN.
         """
         path = find_path(name, history.paths())
         names = [f"{path}.members.{index}" for index in range(len(self.members))]
@@ -284,7 +289,7 @@ class Ensemble(Step):
         return list(self._stopping)
 
     def _stacked(self, state: Any) -> Any:
-        """Returns a state of the step's own class, in which `step` has an axis of members, too."""
+        """Converts an ensemble's state to the state class of the original step. Adds a member axis to `step`."""
         if not hasattr(state, "frozen"):
             raise TypeError(f"{self!r} needs a state from its initialize_model, got the state of a single run.")
         fields = {name: value for name, value in vars(state).items() if name not in ("frozen", "diverged")}
@@ -292,7 +297,7 @@ class Ensemble(Step):
 
     @contextlib.contextmanager
     def _keyed(self, key: Any) -> Iterator[None]:
-        """Makes the step use a member's key while the step's methods are traced."""
+        """Returns a context manager that makes the original step use a member's key, for tracing the step's methods."""
         step = self._step
         before = step._base_prng, step._init_fn
         step._base_prng, step._init_fn = key, functools.partial(forward.init_fn, *step._init_fn.args[:2], key)
@@ -319,13 +324,16 @@ class _MemberMeans:
         return cls(np.zeros([3, 1], np.float32))
 
     def merge(self, other: "_MemberMeans") -> "_MemberMeans":
-        """Adds the sums, and keeps the rounding errors of the additions (Knuth's 2Sum)."""
+        """Merges two metrics by adding their sums. Keeps the rounding errors of the addition (Knuth's 2Sum)."""
         sums, one, two = self.sums + other.sums, self.sums[0], other.sums[0]
         added = sums[0] - one
         return _MemberMeans(jnp.asarray(sums).at[1].add((one - (sums[0] - added)) + (two - added)))
 
     def compute(self) -> dict[str, np.float64]:
-        """Returns the mean of each member whose weight isn't 0, and the minimum, maximum and deviation of the means."""
+        """Returns the mean of each member whose weight isn't 0, and the spread of these means.
+
+        The spread is the minimum, the maximum and the sample standard deviation. It is left out for a single mean.
+        """
         total, rest, weight = np.asarray(fetch(self.sums), np.float64)
         measured = np.flatnonzero(weight)
         means = (total + rest)[measured] / weight[measured]
@@ -335,7 +343,7 @@ class _MemberMeans:
 
 @final
 class MemberStopping(EarlyStoppingAction):
-    """Stops one member, and ends the run when all members have stopped or are frozen."""
+    """Stops one member of an ensemble. Ends the run when each member has stopped or is frozen."""
 
     def __init__(self, actions: Sequence[EarlyStoppingAction], index: int, *args: Any):
         super().__init__(*args)
@@ -360,9 +368,10 @@ def _state_class(kind: type) -> type:
 
 
 def _of_members(name: str, value: Any, num_examples: jax.Array) -> dict[str, Any]:
-    """Returns the outputs for a value that has a leading axis of members: their mean, and one mean for each.
+    """Returns the outputs for a value whose leading axis is the member axis.
 
-    Images and other arrays are joined along their leading axis instead.
+    For a mean, these are the mean over all members and a separate mean for each member. In images and other arrays, the
+    member axis and the axis after it are merged into one axis instead.
     """
     if is_metric(value) or name == types.STOP_LOOP:
         raise TypeError(f"An Ensemble can't report {name!r} for each member. Return a scalar or a jaxloop.Weighted.")
@@ -412,7 +421,7 @@ def _members(seeds: Any, hyperparams: Mapping[str, Any], combine: str) -> list[d
 
 
 def _seeded(base_prng: types.PRNGType, seed: int) -> types.PRNGType:
-    """Returns the `base_prng` of a member."""
+    """Returns the `base_prng` of a member with the given seed. `base_prng` is that of the original step."""
     if isinstance(base_prng, Mapping):
         return {name: jax.random.fold_in(key, seed) for name, key in base_prng.items()}
     is_typed = jnp.issubdtype(base_prng.dtype, jax.dtypes.prng_key)
@@ -420,7 +429,7 @@ def _seeded(base_prng: types.PRNGType, seed: int) -> types.PRNGType:
 
 
 def _with_hyperparam(opt_state: Any, name: str, values: Sequence[float]) -> Any:
-    """Returns an optimizer's state with new values of a hyperparameter, one per member."""
+    """Returns an optimizer's state in which the hyperparameter `name` has the given values, one per member."""
     find = functools.partial(optax.tree_utils.tree_get_all_with_path, opt_state)
     known = [each for _, node in find("hyperparams") for each in node]
     scheduled = [each for _, node in find("hyperparams_states") for each in node]

@@ -217,7 +217,7 @@ class CompiledFunction:
 
 
 def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
-    """Returns the state, updated with the variables that the forward pass changed."""
+    """Returns the state with the new values of the variables that the forward pass changed."""
     if not updates:
         return state
     if not hasattr(state, "update_variables"):  # Flax's TrainState, with custom fields.

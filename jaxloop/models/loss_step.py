@@ -342,7 +342,7 @@ class LossStep(NumpyStep):
         return _cast_floating(outputs, jnp.float32), updates
 
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Returns gradients of the mean loss, a dict of the loss and the metrics, and the state with updated variables.
+        """Returns the gradients of the mean loss, the loss and metrics as a dict, and the state with updated variables.
 
         For complex parameters, the gradients point in the direction of steepest ascent. They are the conjugates of the
         gradients that JAX returns.
@@ -355,7 +355,11 @@ class LossStep(NumpyStep):
         return grads, values, means.with_variables(state, state.update_variables(updates), has_rows)
 
     def _mean_loss(self, params: Any, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[jax.Array, Any]:
-        """Returns the mean loss and a pair `(values, updates)`. `values` is a dict of the loss and the metrics."""
+        """Returns the mean loss and a pair `(values, updates)`.
+
+        `values` is a dict that contains the loss and the metrics. `updates` contains the variables that the forward
+        pass changed.
+        """
         outputs, updates = self.call_model(state, params, self._inputs_of(batch), train=self.train, keys=keys)
         who = f"{type(self).__name__}.loss" if self._loss is None else "The loss"
         parts, found, not_per_example = self._accumulate if self.train else 1, {}, []
@@ -372,7 +376,10 @@ class LossStep(NumpyStep):
         return value_of(found["loss"]), (found, updates)
 
     def _values(self, who: str, outputs: Any, batch: Any) -> dict[str, Any]:
-        """Calls the loss and the metrics. `who` names the loss in error messages."""
+        """Calls the loss function and the metric functions, and returns a dict of the values that they return.
+
+        `who` describes the loss function in error messages.
+        """
         result = self.loss(outputs, batch)
         more: Any = {}
         if isinstance(result, tuple):

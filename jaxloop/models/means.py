@@ -13,13 +13,16 @@ from jaxloop.step import forward
 
 
 def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, bool]:
-    """Returns `(mean over the unmasked rows, True)` for a per-example value, and `(value, False)` for any other value.
+    """Averages a value over the unmasked rows of a batch if it is per example. Leaves any other value as it is.
 
     Args:
       what: A description of the value, for error messages.
       value: The value that the loss or a metric returned.
       mask: The batch's mask, which is True for the rows to include, or None if the number of rows is unknown.
       parts: The number of micro-batches whose values are combined later.
+
+    Returns:
+      The mean or the other value, and whether the given value was per example.
 
     Raises:
       TypeError: If the value is not of a supported type.
@@ -124,7 +127,10 @@ def accumulated(
 
 
 def _combine(value: Any, weights: jax.Array) -> Any:
-    """Combines the stacked values of the micro-batches into the value of the batch."""
+    """Combines the stacked values of the micro-batches into the value of the batch.
+
+    `weights` contains each micro-batch's share of the unmasked rows.
+    """
     if isinstance(value, types.Weighted):
         return types.Weighted(value.value, value.weight)
     if is_metric(value):
@@ -135,9 +141,10 @@ def _combine(value: Any, weights: jax.Array) -> Any:
 
 
 def with_variables(before: Any, after: Any, has_rows: Any) -> Any:
-    """Returns `after` with its variables cast to the dtypes in `before`.
+    """Returns the state `after`, in which each variable is cast to the dtype that it has in the state `before`.
 
-    If the batch has no unmasked rows, floating-point variables keep their values from `before`.
+    If `has_rows` is False, because the batch has no unmasked rows, floating-point variables keep their values from
+    `before`.
     """
     variables = lambda state: (state.batch_stats, state.collections)
     if not structures.are_alike(variables(before), variables(after)):
@@ -161,6 +168,9 @@ def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _sum_dtype(leaf: jax.Array) -> Any:
-    """Returns the dtype in which to compute a mean: the dtype of the values, but at least float32."""
+    """Returns the dtype in which to compute a mean of `leaf`.
+
+    This is the dtype of `leaf` or, if that is an integer type or narrower than 32 bits, float32.
+    """
     is_wide = jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.itemsize >= 4
     return leaf.dtype if is_wide else jnp.float32

@@ -42,8 +42,8 @@ class PaddingRunner(Runner):
     """Runs a `LossStep` with padded and masked batches.
 
     Attributes:
-      not_per_example: The names of the values that aren't per example, and therefore may depend on padding. None until
-        `run` is traced.
+      not_per_example: The names of the losses and metrics that aren't per example, and therefore may depend on padding.
+        None until `run` is traced.
       eval_rows: The number of rows to which batches are padded in an evaluation. None before the first batch.
     """
 
@@ -159,10 +159,10 @@ class PaddingRunner(Runner):
         return f"these values depend on several examples: {quoted(names)}" if names else None
 
     def _names_that_depend_on_masked_rows(self, state: Any, filled: MaskedBatch) -> Sequence[str] | None:
-        """Returns the names of the values that change if the contents of masked rows change.
+        """Returns the names of the losses and metrics that change if the contents of masked rows change.
 
-        To find them, runs the step twice, with different contents. Returns None if the result is inconclusive because
-        the loss is NaN.
+        To find them, runs the step twice, with different contents of the masked rows. Returns None if the result is
+        inconclusive because the loss is NaN.
         """
         batch, mask = filled
 
@@ -208,7 +208,10 @@ def mask_of(batch: Any) -> Any:
 
 
 def with_own_mask(batch: Any) -> MaskedBatch:
-    """Returns a batch with its own mask or, if it has none, with a mask that is True for all rows."""
+    """Returns a `MaskedBatch` with the mask that a batch contains or, if there is none, with a mask of all True.
+
+    The mask is None if the number of rows is unknown.
+    """
     rows, mask = checks.num_examples(batch), mask_of(batch)
     all_real = None if rows is None else _all_real(rows)
     return MaskedBatch(batch, all_real if mask is None else mask.astype(bool))
@@ -222,7 +225,13 @@ def _all_real(rows: int) -> np.ndarray:
 
 
 def _fill(batch: Any, is_real: np.ndarray, size: int) -> MaskedBatch:
-    """Pads a batch to `size` rows, and overwrites its masked rows, which may contain NaN."""
+    """Pads a batch to `size` rows, and overwrites the masked rows, which may contain NaN.
+
+    Args:
+      batch: The batch.
+      is_real: A bool array that is False for the masked rows.
+      size: The number of rows of the result.
+    """
     mask = np.concatenate([is_real, np.zeros(size - len(is_real), bool)])
     own_mask, real = mask_of(batch), np.flatnonzero(is_real)
     # Copies of a row, because the loss may be undefined for zeros.

@@ -205,7 +205,7 @@ class OuterLoop:
         stop: Schedule | None = None,
         train_epochs: int | None = None,
     ) -> tuple[Any, metrics.LoopOutputs | None]:
-        """Runs the experiment to its end.
+        """Runs the experiment until it ends.
 
         The run ends after `train_total_steps`, when `stop` fires, when the training dataset ends, when a loop sets
         `outputs[STOP_LOOP]`, or on Ctrl-C. In all cases, the actions are closed: checkpoints are committed and writers
@@ -276,9 +276,9 @@ class OuterLoop:
     def _attempt(
         self, state: Any, experiment: Experiment, evaluations: Sequence[Evaluation], training: Training | None
     ) -> tuple[Any, tuple[metrics.LoopOutputs | None, bool] | None]:
-        """Runs the experiment to its end, or until an action requests a detour (a return to an earlier checkpoint).
+        """Runs the experiment until it ends or an action requests a detour (a return to an earlier checkpoint).
 
-        In both cases, closes all actions and ends the extensions.
+        In both cases, closes all actions and reports the end to the extensions.
 
         Returns:
           `(state, None)` if the run must return to an earlier checkpoint; otherwise `(state, (outputs, is_over))`,
@@ -403,7 +403,7 @@ class OuterLoop:
         self._warned.update(texts)
 
     def _parts(self, experiment: Experiment, left_out: LeftOut) -> tuple[Sequence[Evaluation], Training | None]:
-        """Returns the `Evaluation`s and the `Training` of a call. The `Training` is None if there is no train loop."""
+        """Creates the `Evaluation`s and the `Training` for a call. The `Training` is None if there is no train loop."""
         spec, train_loop, training, evaluations = experiment.spec, experiment.train_loop, None, []
         context: dict[str, Any] = {"history": experiment.history, "total_steps": spec.total_steps, "snapshot": None}
         for loop, each in zip(experiment.eval_loops, spec.eval_specs, strict=True):
@@ -430,7 +430,7 @@ class OuterLoop:
         return evaluations, training
 
     def _plan(self, training: Training, items: Sequence[Item]) -> None:
-        """Sets the train loop's plan, with all items that may be due between steps."""
+        """Sets the train loop's plan, which contains `items` and all other items that may be due between steps."""
         experiment, data, context = training.experiment, training.data, training.context
         spec, in_loops = experiment.spec, experiment.in_loops
         savers = [ActionItem(each, context) for each in experiment.savers if each not in in_loops]
@@ -452,9 +452,11 @@ class OuterLoop:
 
 @contextlib.contextmanager
 def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]]:
-    """Locks the directories that the run writes to, so that no other run can write to them.
+    """Returns a context manager that locks the directories that the run writes to.
 
-    In a multi-process job, the first process holds the locks for all processes.
+    No other run can then write to these directories. However, a run with a train loop and a run without one can share a
+    directory, because they use different locks. In a multi-process job, the first process holds the locks for all
+    processes. The context manager yields pairs of a directory and the name of its lock file.
     """
     name = lock.TRAINER if experiment.train_loop is not None else lock.EVALUATOR
     places, is_first = [(directory, name) for directory in experiment.directories], distributed.is_first_process()
@@ -477,7 +479,7 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
     """Warns about actions and evaluations that were never called in a run.
 
-    If the length of the run is unknown, `check` can't detect them before the run.
+    `check` can't find these actions and evaluations before the run if the length of the run is unknown.
     """
     skipped = [each for each in evaluations if not each.was_measured and not is_never(each.interval)]
     unused = [f"{each.name} ({each.spec.when})" for each in skipped]

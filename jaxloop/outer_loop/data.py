@@ -135,7 +135,7 @@ class TrainingData:
 
         A checkpoint saved between two epochs stores the start of the next epoch, whose batches may be in a different
         order. A checkpoint saved after the last epoch stores the start of one more epoch, so that a later run can
-        resume and train for more epochs. Raises an error if the epoch had no batches.
+        resume and train for more epochs. Raises an error if the epoch that ends had no batches.
 
         Args:
           saves: Whether the run saves checkpoints.
@@ -164,7 +164,10 @@ class TrainingData:
         return not self.has_ended_all_epochs
 
     def close(self) -> None:
-        """Releases the dataset and stops the prefetch thread, unless the caller may keep reading from the dataset."""
+        """Releases the dataset and stops the prefetch thread.
+
+        Does nothing if the dataset is an iterator, because the caller may keep reading from it.
+        """
         if not self._spec.has_iterator:  # An iterator belongs to the caller, who may keep reading from it.
             self.source = None
             self._engine.data.forget()
@@ -175,9 +178,10 @@ class TrainingData:
         return self._spec.epochs is not None and self._sources.passes >= self._spec.epochs
 
     def batches_per_epoch(self, batches_before: int) -> int | None:
-        """Returns the number of batches per epoch (per run, if `train_epochs` isn't given), or None if it is unknown.
+        """Returns the number of batches in the current epoch, or None if it is unknown.
 
-        `batches_before` is the number of batches that the run has used so far.
+        If `train_epochs` isn't given, returns the number of batches in the whole run instead. `batches_before` is the
+        number of batches that the run has used so far.
         """
         source = self.source
         left = None if source is None else num_batches(source)
@@ -190,20 +194,22 @@ class TrainingData:
     def _newest_batch(self, *, before: int = 0) -> int:
         """Returns the number (see `LeftOut`) of the batch that the last completed step used.
 
-        If `before` is given, goes back by that many batches. Returns 0 if there is no such batch.
+        If `before` is greater than 0, returns the number of the batch that was used that many steps earlier. Returns 0
+        if there is no such batch.
         """
         left_out = self.left_out
         return number_before(left_out.epoch_start + self.consumed, before, left_out.numbers)
 
     def turn_back(self, turn: types.TurnBack, updates: int) -> None:
-        """Records a detour (a return to an earlier checkpoint) that leaves out the batches of the steps in `turn`.
+        """Records a detour: a return to an earlier checkpoint, after which the run leaves out some batches.
 
         Args:
-          turn: The exception that requests the detour.
+          turn: The exception that requests the detour. The batches to leave out are those of the steps from
+            `turn.first` to `turn.last`.
           updates: The number of updates per batch.
 
         Raises:
-          ValueError: If the run hasn't completed the steps in `turn`.
+          ValueError: If the run hasn't completed these steps.
         """
         newest = self._engine.run.now.steps
         if not 0 < turn.first <= turn.last <= newest:
@@ -215,10 +221,10 @@ class TrainingData:
     # Saving ----------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns a dict of JSON values and a dict of long byte strings, stored as arrays.
+        """Returns two dicts to store in a checkpoint; see `Saveable.state_dict`.
 
         The first dict contains the positions of all processes, the number of completed epochs, and the batches to leave
-        out.
+        out. The second dict contains long byte strings of these positions as arrays.
         """
         arrays: dict[str, np.ndarray] = {}
         job, evals, failure = self._engine.job, self._evals.items(), self._engine.outcome.failure
@@ -232,7 +238,7 @@ class TrainingData:
         return {"positions": job.gather(own), "left_out": left_out, **counts}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores the data from the result of `state_dict`. A later call to `open` moves to the restored position."""
+        """Restores the result of `state_dict`. The next call to `open` moves the training data to its saved position."""
         is_shared, positions = self._engine.job.is_shared, saved["positions"]
         place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         is_own = len(positions) == count  # Otherwise, only the number of batches of the first process is used.
@@ -246,7 +252,7 @@ class TrainingData:
         self.left_out.load_state_dict(saved["left_out"], self._engine.run.now.steps)
 
     def begin(self, passes: int) -> None:
-        """Starts at the beginning of an epoch, after `passes` completed epochs."""
+        """Sets the number of completed epochs to `passes`, so that training begins with the start of the next epoch."""
         self._sources.passes = passes
 
 
@@ -260,10 +266,10 @@ def warning_of_unknown_position(what: str) -> Iterator[None]:
 
 
 def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool, raises: bool = False) -> None:
-    """Moves an iterator to a saved position.
+    """Moves an iterator to a saved position, or does nothing if the position is None.
 
-    If `is_own` is False, the position was saved by another process, which may have read different rows. In that case,
-    only the number of batches is used.
+    If `is_own` is False, another process, which may have read different rows, saved the position. In that case, only
+    the number of batches in the position is used.
     """
     if position is None:
         return
@@ -279,7 +285,9 @@ def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: 
 
 
 def position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
-    """Returns the position after `count` batches as a dict for checkpoints, or None if it can't be determined.
+    """Returns the position after `count` batches as a dict to store in a checkpoint.
+
+    Returns None if there is no iterator. If the position can't be determined, logs the error and returns None.
 
     For `arrays`, see `DatasetPosition.to_dict`.
     """
@@ -291,7 +299,10 @@ def position_of(source: PositionedIterator | None, count: int, arrays: dict[str,
 
 
 def check_not_empty(source: PositionedIterator | None, dataset: Any, loop: ActionLoop, job: Job) -> None:
-    """Raises an error if a train loop's dataset is empty. The first batch isn't consumed."""
+    """Raises an error if a train loop's dataset is empty. Peeks at the next batch, but doesn't consume it.
+
+    Does nothing if several processes train together, or if `source`, the iterator over the dataset, is None.
+    """
     if source is None or job.is_shared:  # The processes of a job read their first batches together.
         return
     try:
@@ -335,12 +346,12 @@ class LeftOut:
         self._num_saved = 0
 
     def apply_to(self, source: PositionedIterator | None) -> None:
-        """Makes the current epoch's iterator skip the left-out batches."""
+        """Makes `source`, the iterator over the current epoch, skip the batches to leave out."""
         if source is not None:
             source.left_out = {number - self.epoch_start for number in self.numbers if number > self.epoch_start}
 
     def record_detours(self, now: Elapsed, history: History) -> None:
-        """Adds a history row for each detour that began after the checkpoint from which the run resumed."""
+        """Adds a history row for each detour that isn't stored in the checkpoint from which the run resumed."""
         for detour in self.detours[self._num_saved :]:
             history.commit(now, {"detour": detour})
         self._num_saved = len(self.detours)
@@ -360,8 +371,8 @@ class LeftOut:
     def load_state_dict(self, state_dict: Mapping[str, Any], step_num: int) -> None:
         """Restores the state from a checkpoint that was saved at the given step.
 
-        Detours that began after the checkpoint was saved are kept. Batches that had already been used by then can no
-        longer be left out.
+        Detours that began after the checkpoint was saved are kept. Batches that were used before the checkpoint was
+        saved can no longer be left out.
         """
         newest, before, detours = state_dict["newest"], state_dict["numbers"], state_dict["detours"]
         if missed := [each for each in self._given if each <= newest and each not in before]:

@@ -86,7 +86,7 @@ class Evaluation(Item):
         self._plan_at(Elapsed())
 
     def _plan_at(self, now: Elapsed) -> None:
-        """Sets the eval loop's plan for an evaluation at the given point in training."""
+        """Sets the eval loop's plan for an evaluation when the run's progress is `now`."""
         self.loop.engine.set_plan(Plan(items=[self._row], context=self._context, at=now))
 
     def call(self, moment: Moment) -> bool:
@@ -137,7 +137,7 @@ class Evaluation(Item):
 
 @final
 class LastActions(Item):
-    """An agenda item that calls an eval loop's actions that are due at the end of training."""
+    """An agenda item for the end of training. It calls the actions of an eval loop that are due at that time."""
 
     interval: int | Schedule | None = last()
 
@@ -158,7 +158,7 @@ def evaluate(
     """Evaluates a state or, with a `CheckpointSpec`, each checkpoint as it appears, in step order.
 
     Args:
-      state: The state to evaluate or, with a `CheckpointSpec`, a state with the same structure as the saved ones.
+      state: The state to evaluate or, with a `CheckpointSpec`, a state with the same structure as the saved states.
       evaluations: The evaluations.
       spec: The checkpoint directory and the options for reading checkpoints. If None, `state` is evaluated.
       history: The history to add rows to. Existing rows at or after the first evaluated step are dropped.
@@ -224,7 +224,7 @@ def _evaluate_all(
 
 
 def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
-    """Returns the state and progress stored in a checkpoint, or None if the checkpoint has since been deleted."""
+    """Returns the state and progress stored in a checkpoint, or None if the checkpoint has been deleted meanwhile."""
     directory, given = spec.checkpoint_dir, checks.adopt(state)
     try:
         restored = checkpoint.restore(directory, step_num, given, transforms=spec.transforms, any_optimizer=True)

@@ -61,8 +61,8 @@ class Extension:
 
         Args:
           batch: The batch.
-          step_num: The number of completed updates after this batch's step. If the step fails, a resumed run repeats
-            the step.
+          step_num: The number of completed updates after the step that uses the batch. If the step fails, a resumed run
+            repeats the step.
         """
 
     def moment(self, now: Elapsed) -> None:
@@ -83,7 +83,7 @@ class Extension:
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores the extension from the result of `state_dict`. Not called if the checkpoint has no such result."""
+        """Restores the extension from the result of `state_dict`. Not called if the checkpoint doesn't contain one."""
 
 
 @final
@@ -151,12 +151,16 @@ class Extensions:
             raise raised
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns a dict with the states of all extensions that have a state, and an empty dict."""
+        """Returns two dicts to store in a checkpoint; see `Saveable.state_dict`.
+
+        The first dict maps the names of the extensions to their states. Extensions without a state are left out. The
+        second dict is empty.
+        """
         states = {name: _call(hook) for name, hook in self._hooks["state_dict"].items()}
         return {name: encoding.encode(state) for name, state in states.items() if state}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores the extensions' states from the result of `state_dict`."""
+        """Restores the states of the extensions from the two dicts that `state_dict` returned."""
         for name, load in self._hooks["load_state_dict"].items():
             if name in saved:
                 _call(load, encoding.decode(saved[name]))

@@ -133,7 +133,7 @@ class CheckpointSpec:
         message lists the differences.
       restore_hyperparams: Whether a resumed run uses the checkpoint's values of the hyperparameters set through
         `optax.inject_hyperparams`, such as the learning rate. Pass False to use the values in the state passed to the
-        run. If the two differ, a warning shows both.
+        run. If the two values of a hyperparameter differ, a warning shows both.
     """
 
     checkpoint_dir: Any  # A path, which is made absolute.
@@ -162,7 +162,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs with distinct names. A repeated default name gets the position of its spec as a suffix.
+    """Returns the specs. If several have the default name, adds the position of each one but the first as a suffix.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -179,7 +179,7 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
 @final
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """The arguments of `OuterLoop.__call__`. The eval specs have distinct names; see `named`."""
+    """The arguments of `OuterLoop.__call__`. The eval specs are those that `named` returned."""
 
     train_dataset: Any = None
     total_steps: int | None = None

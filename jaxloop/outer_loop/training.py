@@ -40,7 +40,7 @@ class Training:
 
     Attributes:
       experiment: The experiment, which must have a train loop.
-      evaluations: The evaluations of the call.
+      evaluations: The evaluations to run during the call.
       data: The training data.
       whole: Everything that a checkpoint contains in addition to the train state.
       context: Additional keyword arguments for actions.
@@ -69,7 +69,7 @@ class Training:
     def __call__(
         self, state: Any, check_start: Callable[[Any, int | None], None]
     ) -> tuple[Any, metrics.LoopOutputs | None]:
-        """Trains to the end. Returns the state and the outputs of the last train loop (None if no loop ran).
+        """Trains until the run ends. Returns the state and the outputs of the last train loop (None if no loop ran).
 
         Args:
           state: The state to start from if there is no checkpoint.
@@ -134,9 +134,9 @@ class Training:
         return state, outputs if outputs or engine.run.loops > loops else None
 
     def save_now(self, state: Any) -> list[Exception]:
-        """Saves a checkpoint now, even if no action is due.
+        """Saves a checkpoint of the current step with each of the run's `CheckpointAction`s, even if none is due.
 
-        Returns the errors raised by the actions.
+        Actions that have already saved this step don't save it again. Returns the errors that the actions raised.
         """
         errors, step_num = [], self.loop.step_num
         for action in self.experiment.savers:
@@ -313,7 +313,10 @@ def steps_of_next_loop(loop: ActionLoop) -> int | None:
 
 
 def ends_now(loop: ActionLoop) -> bool:
-    """Returns True if the run was interrupted after the last step of a loop but before the loop ended."""
+    """Returns True if the current loop ends without another step.
+
+    This is the case if the run was interrupted after the last step of a loop but before the loop ended.
+    """
     run, plan, now = loop.engine.run, loop.engine.plan, loop.engine.run.now
     return run.batches > 0 and (plan.ends_loop(now.steps) or now.steps == plan.total or run.agenda.wants_stop)
 

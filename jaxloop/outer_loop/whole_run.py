@@ -151,16 +151,20 @@ class Rows:
         self._saved: Mapping[str, Any] = {}
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns a dict with the number of history rows and the history file's checksum, and an empty dict."""
+        """Returns two dicts to store in a checkpoint; see `Saveable.state_dict`.
+
+        The first dict contains the number of history rows and the checksum of the history file. The second dict is
+        empty.
+        """
         self._history.flush()
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Keeps the saved number of rows and checksum for `drop_later`."""
+        """Stores the saved number of rows and the saved checksum, which `drop_later` will use."""
         self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
     def begin(self, step_num: int) -> None:
-        """Prepares `drop_later` for a run that restores no history. A run that begins at step 0 drops all rows."""
+        """Prepares `drop_later` for a run that restores no history. If the run begins at step 0, all rows are dropped."""
         self._saved = {} if step_num else {"num_rows": 0}
 
     def drop_later(self, step_num: int) -> None:
@@ -177,7 +181,10 @@ class Rows:
 
 
 def saved_paths(directories: Sequence[epath.Path], job: agreement.Job) -> list[epath.Path]:
-    """Returns the paths of a run's checkpoints, after checking that they are the same in all processes."""
+    """Returns the paths of a run's checkpoints, after checking that they are the same in all processes.
+
+    If several processes train together, the first process quarantines damaged checkpoints before that.
+    """
     if job.is_shared:
         if job.is_first:
             checkpoint.quarantine_damaged(checkpoint.all_paths(directories))
@@ -225,7 +232,10 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def withdraw_stop(agenda: Agenda, actions: Iterable[Any]) -> None:
-    """Cancels an early stop if all actions that requested it have patience left, because `patience` was increased."""
+    """Cancels an early stop if all actions that requested it have patience left.
+
+    This can happen if `patience` was increased before the run was resumed.
+    """
     stopped_by = [action for action in actions if isinstance(action, EarlyStoppingAction) and action.stopped]
     if stopped_by and not any(action.is_out_of_patience for action in stopped_by):
         agenda.stopped_by = None
