@@ -238,7 +238,7 @@ class TrainingData:
         return {"positions": job.gather(own), "left_out": left_out, **counts}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`. The next call to `open` moves the training data to its saved position."""
+        """Restores the result of `state_dict`. The next call to `open` moves to the saved position in the training data."""
         is_shared, positions = self._engine.job.is_shared, saved["positions"]
         place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         is_own = len(positions) == count  # Otherwise, only the number of batches of the first process is used.

@@ -164,7 +164,7 @@ class Rows:
         self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
     def begin(self, step_num: int) -> None:
-        """Prepares `drop_later` for a run that restores no history. If the run begins at step 0, all rows are dropped."""
+        """Prepares `drop_later` for a run that restores no history. A run that begins at step 0 will drop all rows."""
         self._saved = {} if step_num else {"num_rows": 0}
 
     def drop_later(self, step_num: int) -> None:
