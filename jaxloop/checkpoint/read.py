@@ -127,9 +127,9 @@ def restore(
       step: The step of the checkpoint, which can be 0.
       state: A state of JAX arrays with the same structure, shapes and dtypes as the saved one. The shardings may
         differ. The state is not donated.
-      transforms: A dict that renames saved leaves by mapping patterns for saved paths to paths in the state, as in
-        `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names. A checkpoint that
-        already has the new names is read unchanged.
+      transforms: A dict that renames saved leaves. It maps patterns for the saved paths to the corresponding paths in
+        the state, as in `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
+        A checkpoint that already has the new names is read unchanged.
       any_optimizer: Whether to accept a state with a different optimizer, or without one. With such a state, everything
         except `opt_state` is restored, and the differences are logged. If both the checkpoint and the state have a
         moving average of the parameters, the average is also restored.
@@ -138,7 +138,7 @@ def restore(
       FileNotFoundError: If there is no such checkpoint.
       CheckpointError: If files of the checkpoint are damaged. The message lists these files.
       ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype, or if a pattern in
-        `transforms` matches no leaf. The message lists these leaves or names the pattern.
+        `transforms` matches no saved leaf. The message lists the leaves that differ, or names the pattern.
     """
     return Checkpoint.at(directory, step).restore(state, transforms=transforms, any_optimizer=any_optimizer)
 
@@ -154,7 +154,7 @@ def restore_newest(
     """Restores the newest undamaged checkpoint; see `restore`.
 
     Damaged checkpoints that are newer than the restored one are then moved to `<directory>/damaged/<step>`, so that
-    their steps can be saved again. A warning is logged for each of them.
+    their steps can be saved again. A warning is logged for each damaged checkpoint.
 
     Args:
       directory: The directory with one subdirectory per step.

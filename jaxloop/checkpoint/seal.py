@@ -105,7 +105,7 @@ def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
 
 
 def _sizes_and_crcs(directory: epath.Path, names: Iterable[str]) -> dict[str, tuple[int, int] | OSError]:
-    """Returns a dict that maps each file's name to its size and checksum or, if it can't be read, to the error."""
+    """Returns the size and the checksum of each file, keyed by file name. A file that can't be read gets its error."""
     open_file, found = files.opener(directory), dict[str, tuple[int, int] | OSError]()
     for name in names:
         size = crc = 0

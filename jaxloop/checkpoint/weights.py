@@ -56,8 +56,9 @@ def load_params(
         dtypes and shardings of the result. It is not donated. If None, nested dicts of arrays on JAX's default device
         are returned. Values that JAX would truncate to 32 bits are returned as NumPy arrays.
       paths: A dict that maps patterns for paths in the checkpoint to paths in `into`, as in `{"encoder/**":
-        "backbone/**"}`; see `jaxloop.base.path_patterns`. Leaves of `into` to which no pattern maps a saved leaf
-        must be arrays, and are returned unchanged. If `paths` is None, each leaf of `into` is loaded from its own path.
+        "backbone/**"}`; see `jaxloop.base.path_patterns`. A leaf of `into` for which no saved leaf is found must be an
+        array, and is returned unchanged. If `paths` is None, each leaf of `into` is loaded from the same path in the
+        checkpoint.
       ema: Whether to load the parameters' moving average (from `LossStep(ema=...)` or `jaxloop.optimizers.ema`) instead
         of the parameters themselves.
       member: The index of the member to load from a checkpoint of a `jaxloop.Ensemble`. This can't be combined with

@@ -26,7 +26,7 @@ def batched(
     """Returns a dataset that groups examples into batches. A resumed run jumps directly to its position in the dataset.
 
     Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
-    the next. Each epoch contains every example exactly once, and only the very last batch can be short.
+    the next. Each epoch contains every example exactly once, and only the last batch of the dataset can be short.
 
     >>> rows = {"x": np.arange(5), "y": np.arange(5) ** 2}
     >>> [batch["x"].tolist() for batch in batched(rows, 3, num_epochs=2)]
@@ -62,7 +62,7 @@ def batched(
 def _batches(
     take: "_Take", length: int, size: int, drop_remainder: bool, num_epochs: int | None, number_of_pass: int = 0
 ) -> IndexedBatches:
-    """Returns the dataset for one pass, which consists of `num_epochs` epochs or, if that is None, is endless.
+    """Returns the dataset for one pass, which has `num_epochs` epochs or, if `num_epochs` is None, is endless.
 
     Passes are numbered from 0. Each pass continues where the previous one ended.
     """

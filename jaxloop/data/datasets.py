@@ -105,10 +105,10 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
-    Prefetching helps if creating a batch takes a long time and releases the GIL. File access, network access
-    and NumPy computations release it. Prefetching costs a few microseconds per batch. Even without
-    prefetching, batches are created while the devices compute, because steps are dispatched asynchronously. Grain,
-    tf.data and torch `DataLoader`s do their own prefetching, so they don't need this function.
+    Prefetching helps if creating a batch takes a long time and releases the GIL. File access, network access and NumPy
+    computations release the GIL. Prefetching costs a few microseconds per batch. Even without prefetching, batches are
+    created while the devices compute, because steps are dispatched asynchronously. Grain, tf.data and torch
+    `DataLoader`s do their own prefetching, so they don't need this function.
 
     If reading a batch fails, the iterator raises the same error when that batch is requested. The thread stops at the
     end of the dataset, after an error, or when the iterator is closed (with `close`) or garbage-collected. A checkpoint
@@ -156,8 +156,8 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
     """Returns the part of a dataset that this process reads in a multi-process job.
 
-    If there is only one process, it reads the whole dataset. Otherwise, the parts that the processes read don't overlap
-    and together make up the whole dataset. If the global batch size stays the same, each global batch contains the same
+    A single process reads the whole dataset. If there are several processes, the parts that they read don't overlap and
+    together make up the whole dataset. If the global batch size stays the same, each global batch contains the same
     examples regardless of the number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th

@@ -60,11 +60,10 @@ class DatasetPosition:
         - "unknown": No state, and no way to return to the position.
       count: The number of batches consumed since the start of the epoch, including batches that were read but not
         returned (see `PositionedIterator.left_out`).
-      state: The encoded state of the source, stored by the last `PositionedIterator.mark` that is not after the
-        position. May contain raw bytes. For "sequence" and "index", the index of the next batch. For "skip" and
-        "unknown", None.
-      skip: The number of batches to read and skip after restoring `state` or, if that is None, from the start of the
-        epoch.
+      state: The encoded state of the source at the position or at a mark before it (see `PositionedIterator.mark`). May
+        contain raw bytes. For "sequence" and "index", the index of the next batch. For "skip" and "unknown", None.
+      skip: The number of batches to read and skip after restoring `state`. If `state` is None, the batches are skipped
+        from the start of the epoch.
       next: The `fingerprint` of the next batch, which a resumed run compares with the batch that it reads. None if the
         next batch hasn't been read.
     """
@@ -227,9 +226,9 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
         return self.problem and f"{self.problem} Until then, a resumed run will not continue at the right batch."
 
     def begin_pass(self, number: int) -> None:
-        """Moves to the start of pass `number`, counting from 0. Does nothing if all passes over the dataset are equal.
+        """Moves to the start of pass `number`, counting from 0; see `sources.pass_of`.
 
-        See `sources.pass_of`.
+        Does nothing if all passes over the dataset are the same.
         """
         dataset = pass_of(self.inner, number)
         if dataset is not self.inner:
@@ -380,7 +379,7 @@ def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises
 
 
 def check_kind(saved: str, source: PositionedIterator) -> None:
-    """Raises a `ValueError` if the kind `saved` of a saved position doesn't match the kind of the iterator `source`."""
+    """Raises a `ValueError` if a position of the kind `saved` can't belong to the dataset of the iterator `source`."""
     if saved not in ("skip", "unknown", source.kind):
         raise ValueError(
             f"The position in the data was saved from a different dataset: it is of the kind {saved!r}, and the "
@@ -390,10 +389,10 @@ def check_kind(saved: str, source: PositionedIterator) -> None:
 
 
 def number_before(number: int, before: int, left_out: Collection[int]) -> int:
-    """Counts back from batch `number` by `before` batches that were used, and returns the number of the batch reached.
+    """Goes back `before` used batches from batch `number`, and returns the number of the batch that it reaches.
 
-    Batches are numbered from 1. Batches in `left_out` weren't used, so they aren't counted. If batch `number` itself
-    was left out, counting starts at the last used batch that precedes it. Returns 0 if there are too few used batches.
+    Batches are numbered from 1. All batches except those in `left_out` are used. If batch `number` itself is left out,
+    the count starts at the last used batch before it. Returns 0 if there are too few used batches.
 
     >>> [number_before(number, 0, [2, 3, 5]) for number in range(8)]
     [0, 1, 1, 1, 4, 4, 6, 7]

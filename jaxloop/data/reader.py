@@ -17,7 +17,7 @@ _MAX_MARKS = 16
 
 @final
 class Reader:
-    """Reads batches from an iterator, possibly in a background thread, and keeps marks, which are saved states.
+    """Reads batches from an iterator, possibly in a background thread. Keeps the iterator's recent states as marks.
 
     Args:
       source: The `Source` that reads the state of the iterator.

@@ -114,10 +114,10 @@ class Ensemble(Step):
     >>> int(best.step), best.params["kernel"].shape
     (5, (3, 1))
 
-    **Metrics.** A mean that the step reports as `loss` is reported as the mean of all members under the same name, and
-    as `loss/members/0` and so on for each member. `loss/members/min`, `loss/members/max` and `loss/members/std` (the
-    sample standard deviation) describe the spread. Images and other arrays of all members are joined along the leading
-    axis.
+    **Metrics.** If the step reports a mean as `loss`, the ensemble reports the mean over all members as `loss`, and the
+    mean of each member as `loss/members/0` and so on. `loss/members/min`, `loss/members/max` and `loss/members/std`
+    (the sample standard deviation) describe the spread. Images and other arrays of all members are joined along the
+    leading axis.
 
     **Frozen members.** The state of a frozen member stays bit-identical, and the other members aren't affected. With
     `TrainLoop(nan_policy="skip")`, a member that yields NaN or infinity is frozen. It has diverged and is excluded
@@ -134,8 +134,8 @@ class Ensemble(Step):
       hyperparams: A dict that maps names of hyperparameters to lists of values to distribute over the members; see
         `combine`. The optimizer must be wrapped in `optax.inject_hyperparams`.
       combine: "product" makes a member for each combination of hyperparameters and seeds, where the seed varies
-        fastest. "zip" makes a member from the first value of each hyperparameter and the first seed, a member from the
-        second ones, and so on.
+        fastest. "zip" combines the first value of each hyperparameter with the first seed, the second values with the
+        second seed, and so on.
       data: "shared" passes each batch to all members. With "own", each leaf of a batch has a leading axis of members.
       mesh: A mesh with one axis. If given, the members are distributed over its devices.
 
@@ -332,7 +332,7 @@ class _MemberMeans:
     def compute(self) -> dict[str, np.float64]:
         """Returns the mean of each member whose weight isn't 0, and the spread of these means.
 
-        The spread is the minimum, the maximum and the sample standard deviation. It is left out for a single mean.
+        The spread is the minimum, the maximum and the sample standard deviation. A single mean has no spread.
         """
         total, rest, weight = np.asarray(fetch(self.sums), np.float64)
         measured = np.flatnonzero(weight)
@@ -421,7 +421,7 @@ def _members(seeds: Any, hyperparams: Mapping[str, Any], combine: str) -> list[d
 
 
 def _seeded(base_prng: types.PRNGType, seed: int) -> types.PRNGType:
-    """Returns the `base_prng` of a member with the given seed. `base_prng` is that of the original step."""
+    """Returns the `base_prng` of a member with the given seed. The argument `base_prng` is the original step's."""
     if isinstance(base_prng, Mapping):
         return {name: jax.random.fold_in(key, seed) for name, key in base_prng.items()}
     is_typed = jnp.issubdtype(base_prng.dtype, jax.dtypes.prng_key)

@@ -248,7 +248,7 @@ class LossStep(NumpyStep):
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
         """Returns the spec of the model's inputs for `initialize_model`, or None for a pytree of parameters.
 
-        The spec describes the inputs in the given host batch, except that it has a single row.
+        The spec describes the inputs in the given host batch, except that each leaf has a single row.
 
         >>> step = LossStep(jax.random.key(0), (jnp.zeros, jnp.dot), loss=lambda outputs, batch: outputs)
         >>> step.input_spec({"x": np.zeros([32, 28, 28, 1]), "y": np.zeros(32)})
@@ -301,7 +301,7 @@ class LossStep(NumpyStep):
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def _predict_batch(self, state: Any, batch: types.Batch) -> tuple[Any, Any]:
-        """Returns the outputs, still on the devices, and the mask of the batch (None if it has no mask)."""
+        """Returns the outputs, which are still on the devices, and the batch's mask, or None if it has no mask."""
         rows = checks.num_examples(batch)
         outputs = (self._runner.forward_step.evaluate(state, batch) or {})["outputs"]
         for path, leaf in checks.leaves_by_path(outputs).items():

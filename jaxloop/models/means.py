@@ -22,7 +22,7 @@ def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, b
       parts: The number of micro-batches whose values are combined later.
 
     Returns:
-      The mean or the other value, and whether the given value was per example.
+      The mean or the unchanged value, and a bool that is True if the given value was per example.
 
     Raises:
       TypeError: If the value is not of a supported type.

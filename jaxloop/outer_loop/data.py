@@ -209,7 +209,7 @@ class TrainingData:
           updates: The number of updates per batch.
 
         Raises:
-          ValueError: If the run hasn't completed these steps.
+          ValueError: If the run hasn't completed all steps from `turn.first` to `turn.last`.
         """
         newest = self._engine.run.now.steps
         if not 0 < turn.first <= turn.last <= newest:
@@ -238,7 +238,7 @@ class TrainingData:
         return {"positions": job.gather(own), "left_out": left_out, **counts}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`. The next call to `open` moves to the saved position in the training data."""
+        """Restores the data from the result of `state_dict`. The next call to `open` moves to the saved position."""
         is_shared, positions = self._engine.job.is_shared, saved["positions"]
         place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         is_own = len(positions) == count  # Otherwise, only the number of batches of the first process is used.
@@ -252,7 +252,7 @@ class TrainingData:
         self.left_out.load_state_dict(saved["left_out"], self._engine.run.now.steps)
 
     def begin(self, passes: int) -> None:
-        """Sets the number of completed epochs to `passes`, so that training begins with the start of the next epoch."""
+        """Sets the number of completed epochs to `passes`. Training then starts at the beginning of the next epoch."""
         self._sources.passes = passes
 
 
@@ -268,8 +268,8 @@ def warning_of_unknown_position(what: str) -> Iterator[None]:
 def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: bool, raises: bool = False) -> None:
     """Moves an iterator to a saved position, or does nothing if the position is None.
 
-    If `is_own` is False, another process, which may have read different rows, saved the position. In that case, only
-    the number of batches in the position is used.
+    If `is_own` is False, the position was saved by another process, which may have read different rows. In that case,
+    the iterator skips batches until it has read `position.count` of them.
     """
     if position is None:
         return
@@ -287,9 +287,8 @@ def go_to(source: PositionedIterator, position: DatasetPosition | None, is_own: 
 def position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
     """Returns the position after `count` batches as a dict to store in a checkpoint.
 
-    Returns None if there is no iterator. If the position can't be determined, logs the error and returns None.
-
-    For `arrays`, see `DatasetPosition.to_dict`.
+    Returns None if there is no iterator. If the position can't be determined, logs the error and returns None. For
+    `arrays`, see `DatasetPosition.to_dict`.
     """
     try:
         return source and source.position(count).to_dict(arrays)

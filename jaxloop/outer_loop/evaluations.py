@@ -86,7 +86,7 @@ class Evaluation(Item):
         self._plan_at(Elapsed())
 
     def _plan_at(self, now: Elapsed) -> None:
-        """Sets the eval loop's plan for an evaluation when the run's progress is `now`."""
+        """Sets the eval loop's plan for an evaluation at `now`, which is the run's progress."""
         self.loop.engine.set_plan(Plan(items=[self._row], context=self._context, at=now))
 
     def call(self, moment: Moment) -> bool:

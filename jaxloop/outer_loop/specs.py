@@ -162,7 +162,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs. If several have the default name, adds the position of each one but the first as a suffix.
+    """Returns the specs as a tuple. Each repetition of the default name gets the position of its spec as a suffix.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']

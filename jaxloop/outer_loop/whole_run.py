@@ -270,7 +270,7 @@ def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """Returns the progress stored in the checkpoint of a step. Its `previous` is the progress one step earlier."""
+    """Returns the run's progress at the given step (and, as `previous`, one step earlier), as stored in a checkpoint."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
