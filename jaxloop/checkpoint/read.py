@@ -409,8 +409,8 @@ class Checkpoint:
         Args:
           ours: The leaves of the state, keyed by path.
           transforms: See `restore`.
-          names: A dict that maps the names of the saved leaves, to which the transforms are applied, to their paths in
-            the checkpoint. If None, each saved leaf's name is its path.
+          names: A dict with the names of the saved leaves as keys and their paths in the checkpoint as values. The
+            transforms are applied to the names. If None, each saved leaf's name is its path.
 
         Returns:
           Two dicts with the same keys as `ours`. The first contains the paths of the saved leaves in the checkpoint,

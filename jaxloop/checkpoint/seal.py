@@ -105,7 +105,7 @@ def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
 
 
 def _sizes_and_crcs(directory: epath.Path, names: Iterable[str]) -> dict[str, tuple[int, int] | OSError]:
-    """Returns the size and the checksum of each file, keyed by file name. A file that can't be read gets its error."""
+    """Returns the size and the checksum of each file, keyed by file name, or the error if the file can't be read."""
     open_file, found = files.opener(directory), dict[str, tuple[int, int] | OSError]()
     for name in names:
         size = crc = 0

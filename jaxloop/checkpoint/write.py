@@ -38,8 +38,8 @@ class CheckpointWriter:
     Args:
       manager_or_directory: A directory, or an Orbax manager (from the current or the older API) that saves a single
         item. With a directory, the writer creates its own manager at the first save, and a new one at the next save
-        after `close` or a failure. If a manager is passed, the caller must close it, and the checkpoints have no seal
-        and contain neither `run` nor `trees`; see `save`.
+        after `close` or a failure. If a manager is passed, the caller must close that manager. Checkpoints saved by it
+        have no seal, and contain neither `run` nor `trees`; see `save`.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
@@ -194,7 +194,7 @@ class CheckpointWriter:
             raise agreement.known_to_all_processes(RuntimeError(problem))
 
     def _quarantine_unreadable(self) -> None:
-        """Quarantines checkpoints whose metrics can't be read, because Orbax needs them to find the best checkpoint.
+        """Quarantines checkpoints whose metrics can't be read. Orbax needs the metrics to find the best checkpoint.
 
         Does nothing if the writer doesn't keep the best checkpoint, or if a manager is open.
         """

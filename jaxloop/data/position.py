@@ -389,7 +389,7 @@ def check_kind(saved: str, source: PositionedIterator) -> None:
 
 
 def number_before(number: int, before: int, left_out: Collection[int]) -> int:
-    """Goes back `before` used batches from batch `number`, and returns the number of the batch that it reaches.
+    """Counts back `before` used batches from batch `number`. Returns the number of the batch at which the count ends.
 
     Batches are numbered from 1. All batches except those in `left_out` are used. If batch `number` itself is left out,
     the count starts at the last used batch before it. Returns 0 if there are too few used batches.

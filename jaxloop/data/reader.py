@@ -64,8 +64,8 @@ class Reader:
     def mark(self, count: int) -> None:
         """Stores the source's current state as the mark after `count` batches.
 
-        Does nothing if a mark exists that is at least as late, if `peek` has already read a later batch, or if there is
-        a prefetch thread, which stores its own marks.
+        Does nothing if there is already a mark after `count` or more batches, if `peek` has read another batch, or if
+        there is a prefetch thread, which stores its own marks.
         """
         is_at_source = not self.peeked and not self.prefetch  # The source has returned no later batch.
         if count > self.marks[-1][0] and is_at_source and (state := self.source.read()) is not None:

@@ -82,14 +82,14 @@ class LossStep(NumpyStep):
 
     **Masks and short batches.** A batch that is a dict may contain a `"mask"`: an array of shape `[batch]` with
     bools, or with 0s and 1s. Examples whose mask is 0 are excluded from means and from the update, even if they contain
-    NaN: they are replaced by copies of another row before the step. A mask of any other shape is ignored, so the loss
-    must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics either.
+    NaN, because they are replaced by copies of another row before the step. A mask of any other shape is ignored, so
+    the loss must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics either.
 
     A short batch is padded with masked copies of its last row if that doesn't change any value (the loss or a metric).
     This requires that the loss and all metrics are per example and that, in training, the model doesn't mix examples
     (as batch normalization does). The first time that a row is masked, the step is run twice without an update, with
-    different contents in that row. This verifies that no value depends on masked rows (as a contrastive loss would). In
-    an evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only once. In
+    different contents in that row. This reveals values that depend on masked rows, such as a contrastive loss. In an
+    evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only once. In
     training, they are padded to `batch_size` or, if it is None, to the next multiple of `accumulate` times the number
     of devices that share a batch. If masked rows would change a value, a batch stays short, and its masked rows are
     removed. The values are then still exact, but the step has to be compiled again for each number of rows. Training
@@ -301,7 +301,7 @@ class LossStep(NumpyStep):
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def _predict_batch(self, state: Any, batch: types.Batch) -> tuple[Any, Any]:
-        """Returns the outputs, which are still on the devices, and the batch's mask, or None if it has no mask."""
+        """Returns the outputs, which are still on the devices, and the mask (None if the batch has no mask)."""
         rows = checks.num_examples(batch)
         outputs = (self._runner.forward_step.evaluate(state, batch) or {})["outputs"]
         for path, leaf in checks.leaves_by_path(outputs).items():

@@ -208,9 +208,9 @@ def mask_of(batch: Any) -> Any:
 
 
 def with_own_mask(batch: Any) -> MaskedBatch:
-    """Returns a `MaskedBatch` with the mask that a batch contains or, if there is none, with a mask of all True.
+    """Returns a `MaskedBatch` with a batch's own mask or, if the batch has none, a mask that is True for all rows.
 
-    The mask is None if the number of rows is unknown.
+    If the number of rows is unknown, the mask is None.
     """
     rows, mask = checks.num_examples(batch), mask_of(batch)
     all_real = None if rows is None else _all_real(rows)

@@ -23,7 +23,8 @@ class EvalContext:
     """The progress of an experiment, as passed to `EvalSpec.should_eval_fn`.
 
     Attributes:
-      is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
+      is_continuous_eval: True in continuous evaluation: there is no train loop, and checkpoints are evaluated as they
+        appear.
       step_num: The number of updates that have been applied to the state being evaluated.
       loop_count: The number of completed train loops; in continuous evaluation, the number of checkpoints before the
         current one.
@@ -117,7 +118,7 @@ class CheckpointSpec:
 
     An experiment with a train loop resumes from the newest checkpoint in the directory. The train loop's
     `CheckpointAction` saves the checkpoints. An experiment without a train loop evaluates each checkpoint as it
-    appears.
+    appears; this is called continuous evaluation.
 
     Attributes:
       checkpoint_dir: The directory, which contains one subdirectory per checkpoint, named after the step.

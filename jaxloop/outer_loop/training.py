@@ -218,7 +218,8 @@ class Training:
     def _resume(self, state: Any) -> tuple[Any, bool]:
         """Resumes from the newest checkpoint, continues from the last call, or begins with the given state.
 
-        Returns the state, and True if it came from a checkpoint that contains more than a train state, otherwise False.
+        Returns the state and a bool, which is True if the state came from a checkpoint that contains more than a train
+        state.
         """
         loop, spec, saved = self.loop, self.experiment.checkpoint_spec, list[epath.Path]()
         step_num = 0 if self.data.left_out.detours else step_num_of(state) if hasattr(state, "step") else loop.step_num

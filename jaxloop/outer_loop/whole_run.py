@@ -183,7 +183,7 @@ class Rows:
 def saved_paths(directories: Sequence[epath.Path], job: agreement.Job) -> list[epath.Path]:
     """Returns the paths of a run's checkpoints, after checking that they are the same in all processes.
 
-    If several processes train together, the first process quarantines damaged checkpoints before that.
+    If several processes train together, the first process quarantines damaged checkpoints before the check.
     """
     if job.is_shared:
         if job.is_first:
@@ -270,7 +270,10 @@ def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """Returns the run's progress at the given step (and, as `previous`, one step earlier), as stored in a checkpoint."""
+    """Returns the run's progress, as stored in the checkpoint of a step.
+
+    The attribute `previous` of the result is the progress one step earlier.
+    """
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
