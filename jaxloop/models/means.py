@@ -77,7 +77,7 @@ def weight_of(loss: Any, mask: Any) -> jax.Array:
 def accumulated(
     gradients: Callable[..., Any], state: Any, batch: Any, mask: Any, keys: Any, *, parts: int, shards: int
 ) -> tuple[Any, dict[str, Any], Any]:
-    """Computes `gradients(state, batch, mask, keys)` for a batch by scanning over its micro-batches.
+    """Computes the result of `gradients(state, batch, mask, keys)` by scanning over the micro-batches of the batch.
 
     Args:
       gradients: A function that returns the gradients of the mean loss, the values (losses and metrics), and the state

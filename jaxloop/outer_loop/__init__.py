@@ -80,7 +80,7 @@ class OuterLoop:
         is appended to the file immediately, and a resumed run appends to the same file. With `checkpoint_spec="auto"`
         and without a `CheckpointAction`, the run also saves checkpoints in the subdirectory `checkpoints`, at most
         once a minute, and at the end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its
-        history to the checkpoint directory; any other run doesn't write a history file.
+        history to the checkpoint directory; other runs don't write a history file.
       log_interval: The interval at which rows are added to the history. Each row contains the train metrics since the
         previous row. As in an action's interval, an int is a number of train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,

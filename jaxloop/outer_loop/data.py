@@ -84,9 +84,10 @@ class TrainingData:
         Args:
           restores: Whether to move to the restored position.
           warns: Whether to warn about each dataset whose position can't be saved and restored.
-          must_return: Whether to raise an error if the dataset can't move to the restored position. After a return to
-            an earlier checkpoint, this error is raised even if `must_return` is False.
-          raises: Whether to raise an error if the next batch has changed since the checkpoint was saved.
+          must_return: Whether to raise an error if the dataset can't return to the restored position. If False, a
+            warning is logged instead, except after a return to an earlier checkpoint, where the error is always raised.
+          raises: Whether to raise an error if the next batch has changed since the checkpoint was saved. If False, a
+            warning is logged instead.
         """
         saved, self._saved, is_epoch = self._saved, None, self._spec.epochs is not None
         self.source = source = self._source_of_epoch()
