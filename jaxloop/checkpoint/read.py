@@ -435,7 +435,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """Returns a context manager that raises a `CheckpointError` if the saved values lack the expected form.
+        """Returns a context manager that raises a `CheckpointError` if saved values don't have the expected form.
 
         The message contains the version of jaxloop that saved the checkpoint and the version in use.
 
