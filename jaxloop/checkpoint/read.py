@@ -532,7 +532,7 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 
 
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Logs that the optimizer state was not restored, and in which leaves the checkpoint and the state differ.
+    """Logs that the optimizer state was not restored, and lists the leaves that differ from those in the checkpoint.
 
     Args:
       opened: The checkpoint.

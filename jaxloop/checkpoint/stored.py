@@ -33,7 +33,7 @@ def storable(tree: Any) -> Any:
 
 
 def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a copy of a tree in which the leaves at the paths in `values` have these values.
+    """Returns a copy of a tree in which the leaves at the paths in `values` are replaced with these values.
 
     To replace a typed PRNG key, pass the new key's data.
 

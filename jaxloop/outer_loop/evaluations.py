@@ -224,7 +224,7 @@ def _evaluate_all(
 
 
 def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
-    """Returns the state and progress stored in a checkpoint, or None if the checkpoint has been deleted meanwhile."""
+    """Returns the state and progress stored in a checkpoint, or None if the checkpoint no longer exists."""
     directory, given = spec.checkpoint_dir, checks.adopt(state)
     try:
         restored = checkpoint.restore(directory, step_num, given, transforms=spec.transforms, any_optimizer=True)

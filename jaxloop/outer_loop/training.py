@@ -45,7 +45,7 @@ class Training:
       whole: Everything that a checkpoint contains in addition to the train state.
       context: Additional keyword arguments for actions.
       has_begun: True if training has reached its first step.
-      between_loops: The newest state, or None while the train loop is running and holds the state itself.
+      between_loops: The newest state. None while the train loop is running, because the loop then holds the state.
     """
 
     experiment: Experiment
