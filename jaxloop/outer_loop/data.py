@@ -389,6 +389,6 @@ class LeftOut:
 
 
 def batches_of(detours: Iterable[Mapping[str, Any]]) -> Iterator[int]:
-    """Yields the numbers of the batches that the given detours leave out."""
+    """Yields the numbers of the batches that the run leaves out because of the given detours; see `LeftOut`."""
     for each in detours:
         yield from range(each["first_batch"], each["last_batch"] + 1)

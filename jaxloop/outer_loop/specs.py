@@ -20,7 +20,7 @@ STOPPED_FILE = "STOPPED"
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
-    """The progress of an experiment, as passed to `EvalSpec.should_eval_fn`.
+    """The progress of an experiment, which is passed to `EvalSpec.should_eval_fn`.
 
     Attributes:
       is_continuous_eval: True in continuous evaluation: there is no train loop, and checkpoints are evaluated as they
@@ -50,7 +50,7 @@ class EvalSpec:
         it.
       num_steps: The number of batches in an evaluation, or None to use all batches.
       eval_loop_interval: The number of train loops between evaluations, or None to evaluate after each loop. Ignored in
-        continuous evaluation.
+        continuous evaluation; see `CheckpointSpec`.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
         the evaluation is due.
       interval: The interval between evaluations, specified like an action's `interval`: either a number of train loops
