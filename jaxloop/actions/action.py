@@ -16,8 +16,8 @@ _CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot"
 class Action(abc.ABC):
     """The base class of actions, which perform side effects at chosen times. A subclass must implement `__call__`.
 
-    A loop calls its actions in the order listed, except that those with `runs_last = True` come after all others.
-    A loop's `begin_actions` receive `outputs=None`. An exception raised by an action ends the run.
+    A loop calls its actions in the order listed, except that actions with `runs_last = True` are called after all
+    others. A loop's `begin_actions` receive `outputs=None`. An exception raised by an action ends the run.
 
     Hooks:
       __call__: Called by a loop or a step whenever the action is due.
@@ -87,9 +87,9 @@ class Action(abc.ABC):
         """Performs the side effect. Called by a loop or a step when the action is due, at most once per step.
 
         Args:
-          state: The train state. The next step donates it, so copy anything that you keep.
-          outputs: For a loop's action, the `LoopOutputs` of all steps since its last call, in host memory. For a step's
-            action, the outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the
+          state: The train state. The next step donates it, so copy any part of the state that you keep.
+          outputs: For a loop's action, the `LoopOutputs` of all steps since the action's last call, in host memory. For
+            a step's action, the outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the
             experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
             A loop also passes `history`, `total_steps`, `spent` and `snapshot`. `history` contains the values measured
@@ -163,7 +163,7 @@ class Action(abc.ABC):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the data that `state_dict` returned for an action with the same arguments."""
+        """Restores the data that the `state_dict` method of an action with the same arguments returned."""
         check_state_dict(self, (), state_dict)
 
     def flush(self) -> None:  # noqa: B027 (overriding is optional)
@@ -181,7 +181,7 @@ class Action(abc.ABC):
 
 
 def check_state_dict(action: Action, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` if the names in a `state_dict` differ from those that the action saves."""
+    """Raises a `ValueError` if the keys of `state_dict` differ from `names`, the keys that the action saves."""
     if sorted(names) != sorted(state_dict):
         remembered = sorted(names) or "nothing"
         raise ValueError(

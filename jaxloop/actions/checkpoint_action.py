@@ -99,7 +99,9 @@ class CheckpointAction(Action):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint of this run and all earlier runs; None if no checkpoint contains the metric.
+        """The step of the best checkpoint of this run and all earlier runs, or None if there is none.
+
+        There is none if `best` is None, or if no checkpoint contains the metric.
 
         Reading this property waits for any pending save. To get the step without an action, call
         `checkpoint.best_step(directory)`.

@@ -59,7 +59,7 @@ class EarlyStoppingAction(Action):
 
     Attributes:
       monitor: The `Monitor` for the metric.
-      patience: The argument of the same name.
+      patience: The value of the argument `patience`.
 
     Args:
       monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
@@ -168,7 +168,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if the last `patience` measurements brought no improvement, or if the metric became NaN or diverged."""
+        """True if the last `patience` values were not improvements, or if the metric became NaN or infinitely bad."""
         return self._memory.waits >= self.patience
 
     def finish(self, state: Any) -> Any:

@@ -39,7 +39,7 @@ class EventFile:
         return self._directory
 
     def add_summary(self, summary: Any, global_step: int | None = None, walltime: float | None = None) -> None:
-        """Adds a summary."""
+        """Adds an event with a summary."""
         self.add_event(self._new_event(summary=summary), global_step, walltime)
 
     def add_event(self, event: Any, step: int | None = None, walltime: float | None = None) -> None:

@@ -39,9 +39,9 @@ class Monitor:
     2.0
 
     Args:
-      name: The name of the metric: "loss" or "train/loss" for an output of the loop whose action uses the monitor, or
-        "test/accuracy" for the `accuracy` of the evaluation named `test`. "accuracy" alone refers to the loop's own
-        output with that name or, if there is none, to the output of any evaluation.
+      name: The name of the metric. "loss" and "train/loss" refer to an output of the loop that calls the action.
+        "test/accuracy" refers to the `accuracy` of the evaluation named `test`. "accuracy" alone refers to the loop's
+        own output with that name or, if there is none, to the output of any evaluation.
       mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name, if that part determines
         it: "min" for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision,
         recall, reward, bleu, psnr and the like. Case is ignored, and so are digits (`mAP@50`), `val_`, `mean_` and
@@ -72,7 +72,10 @@ class Monitor:
         return f"{printable(self.name)} ({'larger' if self.mode == 'max' else 'smaller'} is better)"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Returns True if `value` beats `best` by more than `min_delta`, or if `best` is None. False for NaN."""
+        """Returns True if `value` beats `best` by more than `min_delta`, or if `best` is None.
+
+        Always returns False if `value` is NaN.
+        """
         if best is None:
             return not math.isnan(value)
         return value > best + min_delta if self.mode == "max" else value < best - min_delta
@@ -87,9 +90,9 @@ class Monitor:
         The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`
         if that row belongs to the same step.
 
-        If there has been an evaluation but no metric has this name, this method logs a warning once. It doesn't raise
-        an error, because the metric may still appear at a later step. If the metric never appears, `check_was_measured`
-        raises an error at the end of the run.
+        If there has been an evaluation but no metric has the monitor's name, this method logs a warning once. It
+        doesn't raise an error, because the metric may still appear at a later step. If the metric never appears,
+        `check_was_measured` raises an error at the end of the run.
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)
@@ -113,7 +116,7 @@ class Monitor:
             raise ValueError(f"{self.missing_message(*self._missing)} Give the name of one of them.")
 
     def is_measured(self, scalars: Iterable[str], history: History | None) -> bool:
-        """Returns True if this metric is among the given scalars (of a loop) or in the given history."""
+        """Returns True if this metric is in the given history or among `scalars`, the names of a loop's scalars."""
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
@@ -153,7 +156,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _mode_of(name: str) -> str:
-    """Returns the direction of improvement for a metric with the given name.
+    """Returns the direction of improvement ("min" or "max") of a metric with the given name.
 
     Raises:
       ValueError: If the name doesn't determine the direction.

@@ -138,12 +138,12 @@ class _Bar:
             handler.addFilter(self._make_way)
 
     def _make_way(self, record: Any) -> bool:
-        """Clears the bar before a line is written; the next `draw` restores it."""
+        """Clears the bar before a line is logged; the next `draw` restores the bar. A filter for log handlers."""
         self._tqdm.clear()
         return True
 
     def draw(self, step: int, total: int | None, values: Mapping[str, float]) -> None:
-        """Shows the run's progress if an update is due."""
+        """Shows the run's progress and the given metrics if an update is due."""
         self._tqdm.set_description_str("", refresh=False)
         self._tqdm.total = total
         shown = [f"{printable(name)}={_number(value)}" for name, value in values.items()]
@@ -204,7 +204,10 @@ class _Results:
         self._history = History()
 
     def follow(self, history: History | None, step: int) -> None:
-        """Sets the history and the current step. After a rollback, the step is lower than in the previous call."""
+        """Sets the history (unless it is None) and the current step.
+
+        After a rollback, the step is lower than in the previous call. New results of repeated steps are then shown.
+        """
         self._history = self._history if history is None else history
         self._step, self._shown_until = step, min(self._shown_until, step - 1)
 

@@ -114,7 +114,10 @@ class SpikeGuard(Action):
         raise types.TurnBack(first, last, reason, at_most=self._at_most)
 
     def _values_of_steps(self, outputs: types.Output) -> list[Any]:
-        """Returns the metric's values since the action was last called, with None where the metric was not measured."""
+        """Returns the metric's value for each step since the action was last called.
+
+        A value is None if the metric was not measured in that step.
+        """
         name = self._monitor.name.removeprefix("train/")
         values = outputs.get(name) if isinstance(outputs, Mapping) else None
         if not isinstance(values, list) or any(np.ndim(value) for value in values):

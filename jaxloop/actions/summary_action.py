@@ -120,7 +120,7 @@ def _not_written(
     media: Mapping[str, types.MetricWithMetadata],
     methods: Mapping[types.MetricType, str],
 ) -> list[str]:
-    """Returns a sentence for each output that isn't written, giving the reason."""
+    """Returns a sentence for each output that isn't written. The sentence gives the reason."""
     reasons = {
         name: f"its writer has no {_METHODS.get(metric.type, f'method for {metric.type}')}"
         for name, metric in media.items()

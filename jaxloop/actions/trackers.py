@@ -57,7 +57,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _close(self, status: str) -> None:
-        """Closes the tracked run with a status ("finished", "failed" or "killed"), after all points are stored."""
+        """Waits until all points are stored, and closes the tracked run as "finished", "failed" or "killed"."""
 
     def _name(self, name: str) -> str:
         """Converts a name to one that the tracker allows."""
@@ -101,8 +101,8 @@ class _TrackerWriter(abc.ABC):
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Chooses the tracked run that the next write will continue.
 
-        Its ID is read from the checkpoint or, failing that, from the work directory. If neither contains an ID, the
-        next write creates a new tracked run.
+        The ID of that tracked run is read from the checkpoint or, if the checkpoint has none, from the work directory.
+        If neither contains an ID, the next write creates a new tracked run.
 
         Args:
           step: The step at which the run starts or resumes.
@@ -134,9 +134,9 @@ class _TrackerWriter(abc.ABC):
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """Returns a context manager that opens the tracked run.
+        """Returns a context manager that opens the tracked run and writes pending hyperparameters and notes.
 
-        After an error, the next write first reads back the points that the tracker already has.
+        After an error in the context, the next write first reads back the points that the tracker already has.
         """
         with self._lock:
             try:
@@ -164,7 +164,7 @@ class _TrackerWriter(abc.ABC):
 
 
 class _MediaWriter(_TrackerWriter):
-    """The base class of writers for trackers that store text and images as objects."""
+    """The base class of writers for trackers whose Python package has classes for text and images."""
 
     @abc.abstractmethod
     def _text(self, text: str) -> Any:
@@ -196,7 +196,8 @@ class MlflowWriter(_TrackerWriter):
     FAILED (an error) or KILLED (a signal).
 
     The writer uses `MlflowClient` with the ID of its own MLflow run, so it doesn't affect the active MLflow run of any
-    thread. MLflow can't delete duplicates, so the writer looks up the existing points and doesn't write them again.
+    thread. MLflow can't delete duplicate points, so the writer looks up the existing points and doesn't write them
+    again.
 
     Args:
       workdir: The run's work directory, which stores the ID of the MLflow run.
@@ -354,8 +355,8 @@ class WandbWriter(_MediaWriter):
     In online mode, finishing and resuming take a few seconds.
 
     In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
-    between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory. A resumed run
-    writes the points of repeated steps again. To upload the directories, run `wandb sync --include-offline
+    between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory. In this mode, a
+    resumed run writes the points of repeated steps again. To upload the directories, run `wandb sync --include-offline
     wandb/offline-run-*`.
 
     Args:
@@ -409,7 +410,10 @@ _STATUS = "jaxloop/status"
 
 
 def _pictures(image: Any) -> list[np.ndarray]:
-    """Converts images to uint8 arrays of shape `[H, W, 3 or 4]`. Floats are clipped to the range from 0 to 1."""
+    """Converts one or several images to a list of uint8 arrays of shape `[H, W, 3 or 4]`.
+
+    Floats are clipped to the range from 0 to 1.
+    """
     batch = as_batch(image, 4)
     if batch.dtype != np.uint8:
         batch = (np.clip(batch.astype(np.float32), 0, 1) * 255).astype(np.uint8)

@@ -26,7 +26,7 @@ class Call:
     """A pending call to a writer's method, such as `write_scalars`, `flush` or `resume`.
 
     Attributes:
-      action: The action that requested the call, or its description from a checkpoint.
+      action: The action that requested the call. If the call was restored from a checkpoint, the action's `str`.
       step: The step to which the values belong.
       method: The name of the method.
       values: The values to write, by name.
@@ -70,7 +70,7 @@ class WriterQueue:
 
     If a call raises an error, no value is lost or written twice: that call and all later ones stay in the queue. The
     next request or flush raises the error, and the request after that retries the calls. If a checkpoint is saved
-    before the retry, it stores these calls, and a run that resumes from it makes them first.
+    before the retry, the checkpoint contains these calls, and a run that resumes from it makes the calls first.
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
@@ -99,7 +99,9 @@ class WriterQueue:
         return distributed.is_first_process()
 
     def put(self, *calls: Call) -> None:
-        """Appends all calls, or none if an error is raised. If the queue is too full, first waits until it is empty.
+        """Appends calls to the queue. If the queue is too full, first waits until it is empty.
+
+        If an error is raised, none of the calls are appended.
 
         Args:
           calls: The calls to append. Their values are copied.
@@ -133,9 +135,10 @@ class WriterQueue:
             self._flush_writer()
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """Flushes the queue and the writer. Returns the failed calls and the writer's position for a checkpoint.
+        """Waits for all calls, flushes the writer, and returns the data to store in a checkpoint.
 
-        The errors of failed calls are raised later, so that the checkpoint can be saved.
+        The data consists of the calls that could not be made because of an error, and the writer's position. The error
+        is raised later, so that the checkpoint can be saved. `action` is the action that calls this method.
         """
         if not self._writes:
             return {}
@@ -151,7 +154,7 @@ class WriterQueue:
         return kept | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces the calls in the queue with the failed calls from a checkpoint, so that the next run makes them."""
+        """Replaces the calls in the queue with those in a checkpoint's data, so that the resumed run makes them."""
         calls = state_dict.get("unwritten", ()) if self._writes else ()
         self._wait()
         self._calls = collections.deque(Call(**call) for call in calls)  # All actions of a writer store the same calls.
@@ -202,7 +205,7 @@ class WriterQueue:
 
 
 class WriterAction(Action):
-    """The base class of actions that write summaries. Actions with the same writer share its queue.
+    """The base class of actions that write summaries. Actions with the same writer share one `WriterQueue`.
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`. It is flushed at the end of a

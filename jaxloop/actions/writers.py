@@ -82,7 +82,7 @@ class TensorBoardWriter:
     def write_histograms(
         self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
     ) -> None:
-        """Writes histograms of arrays."""
+        """Writes histograms of arrays. `num_buckets` maps names of arrays to numbers of buckets."""
         for name, array in arrays.items():
             bins = (num_buckets or {}).get(name)
             self._events.add_histogram(name, np.asarray(array), step, bins=bins or "tensorflow")

@@ -94,10 +94,11 @@ def is_first_process() -> bool:
 
 
 def exit_without_waiting(error: SystemExit) -> None:
-    """Makes this process exit after an error without waiting for the other processes.
+    """Ensures that this process doesn't wait for the other processes when it exits with the given error.
 
-    Use this function if only this process has failed, because the others may be waiting for it. By contrast, a process
-    that finishes normally waits for the others; see `shutdown_secs` in `initialize`.
+    Use this function if only this process has failed, because the other processes may be waiting for this one. By
+    contrast, a process that finishes normally waits for the others; see `shutdown_secs` in `initialize`. If the exit
+    code of `error` is 0 or None, this function does nothing.
     """
 
     def exit_now() -> None:
@@ -115,7 +116,7 @@ def place() -> tuple[int, int]:
 
 
 def _end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-    """Prints an exception and exits immediately, because a normal exit would wait for the other processes."""
+    """Prints an exception and ends this process at once, because a normal exit would wait for the other processes."""
     lines = "".join(traceback.format_exception(kind, error, trace))
     sys.stdout.flush()
     sys.stderr.write(f"Process {place()[0]} of {place()[1]} ends with an exception.\n{lines}")

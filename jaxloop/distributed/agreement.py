@@ -39,7 +39,7 @@ MESSAGE = np.dtype([*_HEAD, ("secs", np.float64), ("batches", _BATCH, _MAX_BATCH
 
 
 def known_to_all_processes(error: Any) -> Any:
-    """Marks an error as raised by all processes at the same step and returns the error."""
+    """Marks an error as known to all processes, which means that all stop at the same step. Returns the error."""
     error._jaxloop_is_known_everywhere = True
     return error
 
@@ -50,13 +50,17 @@ def is_shared(mesh: Mesh | None) -> bool:
 
 
 class _Messages:
-    """The messages that all processes sent at the same point in the program. They are not read until needed."""
+    """The messages that all processes send at one point in the program. `read` waits until they have arrived."""
 
     def __init__(self, about: str, sent: jax.Array):
         self._about, self._sent = about, sent
 
     def read(self) -> np.ndarray:
-        """Returns the messages, one per process, as an array of records."""
+        """Returns the messages, one per process, as an array of records.
+
+        Raises:
+          ProcessError: If another process has sent its message at a different point in the program.
+        """
         messages = np.asarray(self._sent.addressable_data(0)).view(MESSAGE)[:, 0]
         others = np.flatnonzero(messages["topic"] != _checksum(self._about))
         if others.size:
@@ -73,13 +77,20 @@ def _checksum(text: str) -> int:
 
 
 def _without_addresses(text: str) -> str:
-    """Removes memory addresses, as in the default `repr` of objects, because they differ between processes."""
+    """Removes memory addresses from a text, because they differ between processes.
+
+    For example, the default `repr` of an object contains its address.
+    """
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 @functools.cache
 def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """Returns the sharding of an array with one message per process, and a function that gathers all messages."""
+    """Returns the sharding and the function that are used to exchange messages.
+
+    The sharding is that of an array with one row per process, which contains the message of that process. The function
+    copies the whole array to every process.
+    """
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[place] for place in range(jax.process_count())]), ("processes",))
     gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -87,7 +98,12 @@ def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
 
 
 def _send_message(about: str, **fields: Any) -> _Messages:
-    """Sends a message to all processes without waiting for their messages."""
+    """Sends a message from this process to all processes, without waiting for the messages that they send.
+
+    Args:
+      about: A description of what this process does at this point. It must be the same in all processes.
+      **fields: The values of the message's fields.
+    """
     message = np.zeros(1, MESSAGE)
     for name, value in {"topic": _checksum(about), **fields}.items():
         message[name] = value
@@ -97,7 +113,7 @@ def _send_message(about: str, **fields: Any) -> _Messages:
 
 
 def _error_for(failed: np.ndarray) -> ProcessError:
-    """Returns the error to raise if other processes have failed."""
+    """Returns an error that names the failed processes, given an array with one bool per process."""
     places = ", ".join(map(str, np.flatnonzero(failed)))
     return known_to_all_processes(
         ProcessError(f"Process {places} of {len(failed)} has failed. See the error in its own output.")
@@ -108,14 +124,14 @@ _VOTES = "asks whether the run continues"
 
 
 def report_failure(error: BaseException) -> None:
-    """Notifies the other processes that this process failed. Their next call to `any_stops` raises an error."""
+    """Notifies the other processes that this process has failed. Their next call to `Job.any_stops` raises an error."""
     with contextlib.suppress(Exception):  # The caller raises `error`.
         _send_message(_VOTES, status=FAILED).read()
         known_to_all_processes(error)
 
 
 def wait_for_all(where: str) -> None:
-    """Waits until all processes reach this point. Does nothing if there is only one process."""
+    """Waits until all processes have called this function with the same `where`. A no-op in a single process."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"jaxloop {where}")
 
@@ -194,11 +210,17 @@ class Job:
         return not self.is_shared or distributed.is_first_process()
 
     def send(self, about: str, **message: Any) -> _Messages:
-        """Sends the other processes a message, along with the signals that this process has received."""
+        """Sends a message to all processes, along with the signal that this process has received, if any.
+
+        Returns an object that `receive` takes to get the messages of all processes.
+        """
         return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
 
     def receive(self, messages: _Messages) -> np.ndarray:
-        """Receives and returns the messages from all processes, and handles the signals that they report."""
+        """Waits for the messages from all processes and returns them.
+
+        If any message reports a signal, that signal takes effect in this process.
+        """
         received = messages.read()
         if received["signum"].any():
             self.requests.outermost.confirm(int(received["signum"].max()))
@@ -210,7 +232,7 @@ class Job:
         The processes also tell each other which signals they have received.
 
         Raises:
-          ProcessError: If another process failed at this point.
+          ProcessError: If another process has failed and has called `report_failure`.
         """
         if not self.is_shared:
             return stops
@@ -234,20 +256,23 @@ class Job:
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Returns True if the given error stopped all processes at the same step."""
+        """Returns True if all processes know the given error, so that they all stop at the same step.
+
+        Always True if there is only one process.
+        """
         return not self.is_shared or getattr(error, "_jaxloop_is_known_everywhere", False)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
-        """If there are several processes, calls the function `check_same` with the result of `lines`."""
+        """If there are several processes, passes `what` and the lines that `lines` returns to `check_same`."""
         if self.is_shared:
             check_same(what, lines())
 
 
 @final
 class Pace(NamedTuple):
-    """The number of batches per vote, chosen so that a vote covers about 50 ms and signals take effect quickly.
+    """The number of batches per vote, and the time of the latest vote. (`JointReader` explains votes.)
 
-    For votes, see `JointReader`.
+    The number is adjusted so that the batches of a vote take about 50 ms of training. Signals then take effect quickly.
 
     >>> Pace(size=4, secs=7.0).at(7.02), Pace(size=4, secs=7.0).at(8.0)
     (Pace(size=8, secs=7.02), Pace(size=2, secs=8.0))
@@ -261,7 +286,7 @@ class Pace(NamedTuple):
     secs: float = 0.0
 
     def at(self, secs: float) -> "Pace":
-        """Returns the pace after a vote that was sent at the given training time."""
+        """Returns the pace that follows from a vote that the first process sent at the given training time."""
         size = self.size * 2 if secs - self.secs < _SECS_PER_VOTE else self.size // 2
         return Pace(min(max(size, 1), _MAX_BATCHES), secs)
 
@@ -337,7 +362,11 @@ class OwnBatches:
         self._error: Exception | SystemExit | None = None  # The exception that comes after these batches.
 
     def vote(self, start: int, size: int) -> dict[str, Any]:
-        """Returns the fields of a vote on `size` batches of `ahead`, from index `start`. Reads batches if needed."""
+        """Returns the fields of this process's vote on `size` batches of `ahead`, beginning with index `start`.
+
+        If `ahead` has too few batches, reads more of them first. The vote covers fewer than `size` batches if the data
+        ends or an error occurs.
+        """
         records = np.zeros(_MAX_BATCHES, _BATCH)
         try:
             while len(self.ahead) < start + size and self._error is None:
@@ -360,13 +389,17 @@ class OwnBatches:
         self._newest = batch
 
     def take(self) -> types.Batch:
-        """Returns the next batch, or a batch without rows if the data has ended."""
+        """Removes the next batch from `ahead` and returns it, or returns a batch without rows if the data has ended."""
         if self.ahead:
             return self.ahead.popleft()[0]
         return jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, self._newest)
 
     def exception(self, agreed: Exception) -> Exception | SystemExit:
-        """Returns the exception to raise when all processes stop: this process's own error, if any, or `agreed`."""
+        """Returns the exception that this process raises when all processes stop.
+
+        If reading the batch after those in `ahead` raised an error in this process, and `ahead` is empty, returns that
+        error. Otherwise, returns `agreed`, the exception on which all processes agreed.
+        """
         if self.ahead:
             return agreed
         own, self._error = self._error, None
@@ -375,10 +408,12 @@ class OwnBatches:
 
 @final
 class JointReader:
-    """Reads the same number of batches in all processes and, for each step, sums the processes' numbers of examples.
+    """Reads the same number of batches in all processes, and computes the total number of examples of each step.
 
-    The processes vote on the next few batches, which each process has read ahead of time. If one process reaches the
-    end of its data, raises an error, or receives Ctrl-C or SIGTERM, all processes are notified at the same batch.
+    The processes vote on the next few batches, which each process reads ahead of time. A vote is a message from one
+    process to all others. It contains the sizes of that process's batches, and tells the others if that process has
+    reached the end of its data, raised an error, or received Ctrl-C or SIGTERM. All processes can thus stop at the same
+    batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.
@@ -402,7 +437,10 @@ class JointReader:
 
     @property
     def secs(self) -> float:
-        """The training time that all processes use, in seconds: the first process's time at the latest vote."""
+        """The training time, in seconds, that all processes share as their clock.
+
+        This is the first process's training time when it sent the latest vote.
+        """
         return self._pace.secs
 
     def begin(self, limit: float) -> None:
@@ -424,9 +462,10 @@ class JointReader:
         return self._own.take(), examples
 
     def _send(self, start: int) -> tuple[_Messages, int]:
-        """Sends a vote on the next batches, excluding the first `start` of those that this process has read ahead.
+        """Sends this process's vote on the next batches, skipping the first `start` batches that have been read ahead.
 
-        Returns the vote and the number of batches that it covers.
+        Returns a pair: the votes of all processes, which need not have arrived yet, and the maximum number of batches
+        that a vote covers.
         """
         size = int(max(min(self._pace.size, self._left), 1))
         self._left -= size

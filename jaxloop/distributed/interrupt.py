@@ -39,8 +39,8 @@ class Interruptible:
 
     If the first signal is SIGTERM, the process exits with code 143 when the outermost context closes, so save and close
     everything inside the context. If the first signal is Ctrl-C, the program continues after the context. Exceptions
-    propagate, but after SIGTERM, a note is added to them. After the first signal, the program's own SIGCHLD handler is
-    no longer called.
+    propagate, but after SIGTERM, a note is added to them. From the first signal until
+    the outermost context closes, the program's own SIGCHLD handler is not called.
 
     The second signal ends the process immediately, with exit code 128 plus the signal's number. This works even if the
     main thread hangs in native code, because another thread watches for signals. No `finally` blocks run, and the child
@@ -100,7 +100,10 @@ class Interruptible:
         return "stopped by a command" if self.signum == STOP else self.signal_name
 
     def run_status(self, error: BaseException | None) -> str:
-        """Returns the status of a run that has ended: "failed", "killed" (by a signal) or "finished"."""
+        """Returns the status of a run that has ended: "failed", "killed" (by a signal) or "finished".
+
+        `error` is the exception that ended the run, or None if there was none.
+        """
         if isinstance(error, Exception | SystemExit):
             return "failed"
         return "finished" if error is None and self.outermost.signum in _NO_SIGNALS else "killed"
@@ -129,14 +132,17 @@ class Interruptible:
 
     @property
     def to_confirm(self) -> int:
-        """The signal or request that the processes of a job still have to confirm, or 0 if there is none."""
+        """The number of the signal or pause request that all processes of the job still have to confirm, or 0.
+
+        This process has received the signal or request, but it doesn't take effect until `confirm` is called.
+        """
         return self.unconfirmed or (_PAUSE if self._pause_is_unconfirmed else 0)
 
     def confirm(self, signum: int) -> None:
         """Puts a signal or request into effect, no matter which process of the job received it.
 
-        The hosts of a cluster may receive a signal at different times. If this process receives the signal later, it
-        doesn't count as a second signal.
+        The hosts of a cluster may receive a signal at different times. If a signal reaches this process only after
+        its confirmation, it still counts as the first signal, not as a second one.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
@@ -235,7 +241,7 @@ class _Watch:
 
     @classmethod
     def begin(cls, signums: frozenset[int]) -> "_Watch | None":
-        """Starts the thread and returns it. Returns None if the program uses the wakeup fd itself, as asyncio does."""
+        """Starts a watch and returns it. Returns None if the program uses the wakeup fd itself, as asyncio does."""
         watch = cls(signums)
         # Python writes the number of each signal to the pipe when the signal arrives, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
@@ -289,9 +295,9 @@ def _find_open() -> Interruptible | None:
 
 
 def _detach_worker() -> None:
-    """Resets the signal handling in a forked worker process, so that `terminate` can end the worker.
+    """Resets the signal handling in a forked worker process, so that `Process.terminate` can end it.
 
-    Otherwise, the worker's signals would reach the watch thread of its parent process.
+    Otherwise, signals to the worker would reach the watch thread of the parent process.
     """
     parent = _find_open()
     if parent is not None:

@@ -105,7 +105,7 @@ def check(directory: epath.PathLike, name: str = TRAINER) -> None:
 
 
 def _path(directory: epath.PathLike, name: str) -> str:
-    """Returns the path of a lock file, with symbolic links in the directory's path resolved."""
+    """Returns the absolute path of the lock file in a directory, with symbolic links in the directory resolved."""
     return os.path.join(files.absolute(directory), name)
 
 
@@ -117,7 +117,7 @@ def _this_process() -> str:
 
 
 def _read_holder(path: str) -> str:
-    """Returns a description of the process that holds a lock, as read from the lock file."""
+    """Reads a lock file and returns its description of the process that holds the lock, or "another process"."""
     with contextlib.suppress(OSError, ValueError):
         return printable(files.read_bytes(path, _MAX_BYTES).decode()) or "another process"
     return "another process"

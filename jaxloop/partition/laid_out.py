@@ -54,12 +54,15 @@ class _LaidOutPartitioner(MeshPartitioner):
         return sharded_init
 
     def _tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context manager to use while a function that creates a state is traced."""
+        """Returns the context manager that is active while the function that creates the state is traced."""
         return mesh_for_tracing(self._mesh)
 
     @abc.abstractmethod
     def _lay_out_result(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Determines and stores the layout of the state that `init_fn` would create."""
+        """Determines the layout of the state that `init_fn` returns for the given arguments, and stores the layout.
+
+        The state itself isn't created.
+        """
 
     def moved_to(self, devices):
         moved = super().moved_to(devices)
@@ -87,7 +90,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
 
     @abc.abstractmethod
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
-        """Returns the `PartitionSpec` of a leaf."""
+        """Returns the `PartitionSpec` to use for a leaf (an array or its shape) at a path in the state."""
 
     def _tracing(self):
         return contextlib.nullcontext()
@@ -115,8 +118,9 @@ class _LeafPartitioner(_LaidOutPartitioner):
 class FSDPPartitioner(_LeafPartitioner):
     """Shards the parameters and the optimizer state over `data_axis`, like the batch (FSDP, also known as ZeRO-3).
 
-    During a step, each device gathers the parameters that it needs from the other devices. With n devices, each one
-    holds 1/n of the state, except for leaves that are small or can't be divided evenly.
+    Each of the n devices along `data_axis` stores 1/n of each leaf of the state. Leaves that are small or can't be
+    divided evenly are replicated instead. During a step, each device gathers the missing parts of the parameters from
+    the other devices when it needs them.
 
     >>> from jaxloop.partition import create_mesh
     >>> FSDPPartitioner(create_mesh(data=-1)).data_axis
@@ -154,7 +158,7 @@ class RulesPartitioner(_LeafPartitioner):
     >>> mesh = create_mesh(data=-1, model=1)
     >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
 
-    Leaves without a matching rule are replicated. A warning lists the rules that don't match any leaf.
+    Leaves without a matching rule are replicated. A warning is logged for each rule that doesn't match any leaf.
 
     Args:
       mesh: See `MeshPartitioner`.
@@ -162,8 +166,9 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state also raises this error if a
-        rule splits an axis that a parameter lacks or that can't be divided evenly among the devices.
+      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state also raises this error if the rule
+        for a leaf has more entries than the leaf has axes, or splits an axis that can't be divided evenly among the
+        devices. In the optimizer state, such leaves are replicated instead.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -218,7 +223,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
 
     Raises:
       ValueError: If a rule names an axis that isn't in the mesh. Laying out a state also raises this error if
-        the model uses a name that isn't an axis of the mesh and has no rule.
+        the model uses a name that isn't an axis of the mesh and for which there is no rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
@@ -257,7 +262,12 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Resolves a name to mesh axes, using the first of its rules whose axes are not in `used`."""
+        """Returns the mesh axes over which an axis with the given name in the model's metadata is split.
+
+        If there are rules for the name, the first rule whose mesh axes are not in `used` determines the result. If
+        all of these rules use such axes, the result is empty. A name without rules must be an axis of the mesh.
+        `used` contains the mesh axes over which earlier axes of the same leaf are split.
+        """
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if not rules and name not in self._mesh.axis_names:
             raise ValueError(
@@ -276,7 +286,7 @@ class ExplicitPartitioner(_LaidOutPartitioner):
     """Makes all axes of a mesh explicit, so that shardings are part of array types.
 
     The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, with a mesh
-    from `jax.make_mesh`. The mesh is the current one while the model is initialized and while `run` is traced, as if
+    from `jax.make_mesh`. While the model is initialized and while `run` is traced, the mesh is the current one, as if
     set by `jax.set_mesh`. The state keeps its initial layout: leaves are replicated unless the model splits them. The
     leading axis of the batch is split over `data_axis`.
 
@@ -311,6 +321,9 @@ def _is_box(leaf: Any) -> bool:
 
 
 def _unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function to remove Linen's annotations from its result, without looking up the axis names in them."""
+    """Returns a function that calls `init_fn` and removes Linen's partitioning annotations from the result.
+
+    Axis names in the annotations are ignored, so they don't have to be axes of the mesh.
+    """
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

@@ -52,9 +52,10 @@ class MeshPartitioner(Partitioner):
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a copy whose mesh consists of the given devices. Only the size of the data axis may change.
+        """Returns a copy whose mesh consists of the given devices.
 
-        The copy treats all of the given devices as local to this process.
+        The size of the data axis is adapted to the number of devices; the other axes keep their sizes. The copy treats
+        all of the given devices as local to this process.
         """
         moved = copy.copy(self)
         sizes = {**self._mesh.shape, self._data_axis: -1}
@@ -101,7 +102,10 @@ class MeshPartitioner(Partitioner):
         return self._put(batch, jax.tree.map(place, batch))
 
     def _put(self, batch: Any, shardings: Any) -> Any:
-        """Places this process's part of a batch on the devices. For a batch of shapes, returns the global shapes."""
+        """Places this process's part of a batch on the devices.
+
+        Leaves that are `jax.ShapeDtypeStruct`s aren't placed. Their global shapes are returned instead.
+        """
         is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
         if any(map(is_shape, jax.tree.leaves(batch))):
             num_parts = self.shards // self._local_shards
@@ -156,7 +160,7 @@ class DataParallelPartitioner(MeshPartitioner):
 
 
 def _check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -> None:
-    """Raises a `ValueError` unless all leaves can be divided evenly into `shards` parts along the given axis."""
+    """Raises a `ValueError` if a leaf has the given axis but can't be divided evenly along it into `shards` parts."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(leaf)[axis:]
         if shape and shape[0] % shards:
@@ -167,7 +171,10 @@ def _check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -
 
 
 def _global_shape(leaf: Any, sharding: NamedSharding, data_axis: str, num_parts: int) -> jax.ShapeDtypeStruct:
-    """Returns the global shape of a leaf, given its shape in one process."""
+    """Returns the global shape of a batch's leaf, given the shape of one process's part of that leaf.
+
+    `num_parts` is the number of such parts along `data_axis`.
+    """
     shape, names = list(leaf.shape), tuple(sharding.spec)
     if data_axis in names:
         shape[names.index(data_axis)] *= num_parts
@@ -175,7 +182,10 @@ def _global_shape(leaf: Any, sharding: NamedSharding, data_axis: str, num_parts:
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
-    """Moves a leaf to the devices of all processes. Each process must hold an identical copy."""
+    """Moves a leaf of a state to the devices of all processes.
+
+    Unless the leaf is already a global array, each process must hold an identical copy of it.
+    """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -42,7 +42,11 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context manager that sets the mesh to which `PartitionSpec`s refer during tracing."""
+    """Returns a context manager for tracing functions: inside it, `PartitionSpec`s refer to the given mesh.
+
+    Unless the mesh has explicit axes, it is hidden from `nn.DenseGeneral`. If `mesh` is None, the context manager does
+    nothing.
+    """
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
@@ -54,7 +58,7 @@ def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
 def _hide_mesh_from_dense_general(
     call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    """Calls a Linen method, but hides the mesh from `nn.DenseGeneral`.
+    """Calls a Linen method. If the method is `nn.DenseGeneral.__call__`, hides the mesh during the call.
 
     `nn.DenseGeneral` initializes a flat kernel to compare shapes, even in `apply`. If there is a mesh, Flax constrains
     the flat kernel with the axis names of the reshaped kernel, which raises an error. The constraint isn't needed,
@@ -67,17 +71,17 @@ def _hide_mesh_from_dense_general(
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
-    """Returns True if a mesh consists of several devices that share one CPU."""
+    """Returns True if a mesh consists of several CPU devices."""
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
     """Returns the maximum number of steps by which the host may run ahead of the devices.
 
-    This number is large enough that the devices never wait for the host. If several devices share one CPU, the number
+    This number is large enough that the devices never wait for the host. For a mesh of several CPU devices, the number
     is small, because the collectives of many steps would compete for the same threads. For a single CPU device, the
-    number is larger and grows with `steps_per_dispatch`, because a CPU can finish several small dispatches before the
-    waiting host thread wakes up.
+    number is larger than for a GPU or TPU and grows with `steps_per_dispatch`, because a CPU can finish several small
+    dispatches before the waiting host thread wakes up.
     """
     if is_cpu_mesh(mesh):
         return 8

@@ -20,18 +20,19 @@ Rules = Iterable[tuple[str, Any]]
 
 
 class Partitioner(abc.ABC):
-    """Places a `Step`'s state and batches on devices and compiles its `run` for that placement.
+    """Places the state and the batches of a `Step` on devices, and compiles the step's `run` for that placement.
 
     A `Step` calls `shard_init_fn` once, and then calls `shard_batch` and the compiled function for each batch.
 
     Hooks:
       shard_init_fn: Called by `Step.initialize_model` to compile the function that creates the initial state.
-      partition: Called to compile `run` when it is first needed.
+      partition: Called to compile `run` when `run` is first needed.
       shard_batch: Called for each batch, before the compiled function.
-      shard_short_batch: Called for each batch of an evaluation.
-      shard_stacked_batches: Called for each dispatch of several steps, with their stacked batches.
+      shard_short_batch: Called instead of `shard_batch` for each batch of an evaluation.
+      shard_stacked_batches: Called instead of `shard_batch` for each dispatch of several steps, with the stacked
+        batches of these steps.
       place_state: Called with each state that the step didn't create itself, such as a restored one.
-      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: Properties that these methods use.
+      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: Properties that the methods above use.
     """
 
     @property
@@ -61,12 +62,12 @@ class Partitioner(abc.ABC):
 
     @property
     def local_shards(self) -> int:
-        """The number of shards of each batch that this process provides."""
+        """The number of shards of each batch for which this process provides the data."""
         return self.shards
 
     @property
     def places_batches(self) -> bool:
-        """True if `shard_batch` places batches on the devices; False if host arrays are passed to the jitted call."""
+        """True if `shard_batch` places batches on the devices; False if they stay on the host until `run` is called."""
         return True
 
     @abc.abstractmethod
@@ -85,7 +86,7 @@ class Partitioner(abc.ABC):
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
-        """Places the stacked batches of a dispatch on the devices. The leading axis corresponds to the steps."""
+        """Places the stacked batches of a dispatch on the devices. The leading axis is the axis of steps."""
         raise NotImplementedError(f"{type(self).__name__} needs shard_stacked_batches(batches) for steps_per_dispatch.")
 
     def shardings_of(self, state: Any) -> Any:
@@ -96,7 +97,8 @@ class Partitioner(abc.ABC):
     def place_state(self, state: Any) -> Any:
         """Moves a state that was created elsewhere to this partitioner's devices.
 
-        The default implementation returns the state unchanged, so that `jax.jit` moves it.
+        The default implementation returns the state unchanged, and the compiled function then
+        moves it.
         """
         return state
 
@@ -127,13 +129,16 @@ class Partitioner(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} needs moved_to(devices) for check(topology=...).")
 
     def layout_of(self, state: Any) -> Any:
-        """Returns the shapes of a state with this partitioner's shardings, regardless of where the state is placed."""
+        """Returns a pytree of `jax.ShapeDtypeStruct`s with the shapes of a state and this partitioner's shardings.
+
+        It doesn't matter where the state itself is placed.
+        """
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(place, state, self.shardings_of(state))
 
     @abc.abstractmethod
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
-        """Compiles `fn(state, batch)` so that it donates the state.
+        """Returns a compiled version of `fn(state, batch)` that donates the state.
 
         Args:
           fn: A pure function that returns a pair: the new state, which gets the layout of the old state, and the

@@ -95,7 +95,7 @@ def goodput(workdir: epath.PathLike) -> Goodput:
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
-    """Returns a breakdown of a run's wall time, given the records of its starts in chronological order."""
+    """Returns a breakdown of the wall time of a run whose starts are given in chronological order."""
     parts = dict.fromkeys(_PARTS, 0.0)
     most, repeated_steps, first, end = 0, 0, None, None
     for attempt in attempts:

@@ -131,12 +131,14 @@ def parse(command: str) -> tuple[str, int | None]:
 
 @final
 class Tell(Extension):
-    """Makes an `OuterLoop` with a train loop and a local work directory execute the commands sent with `tell`.
+    """Lets an `OuterLoop` execute the commands sent with `tell`.
 
-    Once per second, and at every log point, the first process looks for files in `<workdir>/commands`. If it finds any,
-    all processes pause at the same step, after the current dispatch. The first process reads the files. All processes
-    then execute the commands in the order of the file names and save a checkpoint. The answer to each command is
-    appended to `<workdir>/commands.jsonl`. Malformed, oversized and non-regular files have no effect on the run.
+    The `OuterLoop` must have a train loop and a local work directory; otherwise, this extension does nothing.
+
+    Once per second, and at every log point, the first process looks for files in `<workdir>/commands`. If there are
+    any, all processes pause at the same step, after the current dispatch. The first process reads the files. All
+    processes then execute the commands in the order of the file names and save a checkpoint. The answer to each command
+    is appended to `<workdir>/commands.jsonl`. Malformed, oversized and non-regular files have no effect on the run.
     """
 
     name = "commands"
@@ -243,7 +245,14 @@ class Commands(Item):
         self._experiment.history.commit(now, {"command": command})
 
     def _change(self, name: str, number: int | None) -> Item:
-        """Changes the interval of an item and returns the item, so that the caller can request a call to it."""
+        """Changes the interval of the item that a command names, so that the item is called every `number` steps.
+
+        The item is also called at the end of the run. Returns the item, so that the caller can request a call to it at
+        the current step.
+
+        Raises:
+          ValueError: If there is no such item, or if the command has no number.
+        """
         items = self._items()
         if name not in items or number is None:
             known = ["save", "stop", *(f"{each}=N" for each in items)]
@@ -301,7 +310,7 @@ class _Inbox:
         return ""
 
     def reject_pending(self) -> None:
-        """Rejects the commands that are pending before the first step or after the last step of a run."""
+        """Rejects all pending commands. Called before the first step and after the last step of a run."""
         for name in self.pending():
             self.answer(Answer(name, self.read(name), 0, "It was not given during the run."))
 
@@ -321,7 +330,10 @@ class _Inbox:
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:
-    """Returns actions by name, such as `early_stopping` and `early_stopping_2` for two actions of the same class."""
+    """Returns a dict that maps a name to each action.
+
+    Two actions of the same class get names such as `early_stopping` and `early_stopping_2`.
+    """
     named: dict[str, Action] = {}
     for action in actions:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")

@@ -24,9 +24,9 @@ class Comparison:
       by: The path of the metric in the history.
       mode: "max" if larger values are better, or "min" if smaller values are better.
       runs: One dict per run. Its keys are `workdir`, `best` (the best value), `step` (the step at which that value was
-        reached), `std` (the standard deviation of the members of a `jaxloop.Ensemble`, or None), `secs` (the wall time
-        in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and `step` are None
-        if the metric was never finite.
+        reached), `std` (the standard deviation of the metric over the members of a `jaxloop.Ensemble` at that step, or
+        None without an ensemble), `secs` (the wall time in seconds), `productive` (the fraction of the wall time that
+        was spent on new steps) and `notes`. `best` and `step` are None if the metric was never finite.
     """
 
     by: str
@@ -90,7 +90,11 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
 
 
 def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None, float | None]:
-    """Returns a metric's best finite value, the first step that has it, and an ensemble's deviation at that step."""
+    """Returns the best finite value of a metric in a run, and the first step at which the metric had this value.
+
+    The third result is the standard deviation over the members of an ensemble at that step. Results that don't exist
+    are None.
+    """
     name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
     history = run_log.read_history(workdir)
     pairs = zip(*history.collect(name, "steps"), strict=True) if name in history.paths() else ()
@@ -102,6 +106,6 @@ def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int 
 
 
 def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the names of the notes whose values differ between runs."""
+    """Returns the names of the notes whose values differ between runs, given the notes of each run."""
     names = dict.fromkeys(name for each in notes for name in each)
     return [name for name in names if len({str(each.get(name)) for each in notes}) > 1]

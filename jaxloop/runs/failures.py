@@ -39,7 +39,7 @@ class Failures(Extension):
 
     The directory contains the batch of the failed step, the PRNG keys, and the state before the step if that state
     still exists. If it no longer exists, the directory instead contains the path of the latest earlier checkpoint and
-    the batches since that checkpoint. At most the last 128 batches, and at most 64 MiB, are stored. The five
+    the batches since that checkpoint. At most the last 128 batches, with at most 64 MiB in total, are stored. The five
     newest records are kept. Errors that occur while recording are logged rather than raised. A multi-process job
     doesn't record anything, because no process has the whole batch.
     """
@@ -179,7 +179,7 @@ def replay(path: epath.PathLike, step: Step, *, state: Any = None, eagerly: bool
       replay raises the same error.
 
     Raises:
-      FileNotFoundError: If there is no such record.
+      FileNotFoundError: If `path` contains no record, or if the checkpoint to which the record refers doesn't exist.
       ValueError: If the PRNG keys of `step` differ from those of the run, or if the state before the failed step isn't
         available.
     """
@@ -205,7 +205,10 @@ def replay(path: epath.PathLike, step: Step, *, state: Any = None, eagerly: bool
 
 
 def _run_again(step: Step, state: Any, batch: types.Batch, *, eagerly: bool) -> tuple[Any, types.Output]:
-    """Runs a step with its hooks, but without its actions. If `eagerly` is True, the state isn't donated."""
+    """Runs a step with its hooks, but without its actions.
+
+    If `eagerly` is True, `run` is not compiled, and the state is not donated.
+    """
     runner = step._runner
     state, batch = runner.before_run(runner.states.prepare(state), batch)
     if eagerly:  # Otherwise, operations between NumPy arrays would run in NumPy instead of JAX.
@@ -230,7 +233,15 @@ def _folder(path: epath.PathLike) -> epath.Path:
 def _state_before(
     folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
 ) -> Any:
-    """Returns a pair: a state from which the recorded batches lead to the failed step, and the state's step number."""
+    """Returns the state from which to start the replay, and the step number of that state.
+
+    If `state` is more recent than the recorded state, and all batches from there to the failed step were recorded, this
+    is a copy of `state`. Otherwise, the recorded state is restored, with `state` as the template.
+
+    Raises:
+      FileNotFoundError: If the checkpoint to which the record refers doesn't exist.
+      ValueError: If batches are missing both for a replay from `state` and for one from the recorded state.
+    """
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     leads = lambda step: step < failed and batches.keys() >= {*range(step + updates, failed + 1, updates)}
     if leads(given) and (base is None or given > base):

@@ -57,7 +57,7 @@ def rewind(
 
     This function restores the last checkpoint before the step and repeats the steps from there, without evaluations or
     actions. The work directory isn't changed. You can then run the step again, for example eagerly in a debugger or
-    after changing its code:
+    after changing the code of the step:
 
     >>> import tempfile, jax, jaxloop
     >>> from jaxloop import examples
@@ -80,8 +80,8 @@ def rewind(
       outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
       step_num: The number of the step, counting updates from 1.
       state: A state with the structure of the run's state, or an abstract state. If None, the step creates a state with
-        the arguments of the most recent `initialize_model` call. If there is no earlier checkpoint, the run is repeated
-        from this state, which is then donated.
+        the arguments of the most recent `initialize_model` call. If there is no checkpoint before the step, the
+        run is repeated from this state, which is then donated.
       train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
       train_total_steps: The value that was passed to the run; see `OuterLoop`.
       train_loop_steps: The value that was passed to the run; see `OuterLoop`.
@@ -138,7 +138,7 @@ def rewind(
 
 
 def _next_batch(loop: ActionLoop, data: TrainingData) -> types.Batch:
-    """Returns the batch of the next step, beginning a new epoch if necessary, or None at the end of the data."""
+    """Returns the batch of the next step, or None at the end of the data. Begins a new epoch if necessary."""
     for _ in range(2):
         with contextlib.suppress(StopIteration):
             return None if data.source is None else loop.engine.data.next_batch(data.source)
@@ -149,7 +149,7 @@ def _next_batch(loop: ActionLoop, data: TrainingData) -> types.Batch:
 def _restored(
     workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, run: WholeRun, data: TrainingData
 ) -> Any:
-    """Restores the newest checkpoint at or before the step `before`, and returns its state.
+    """Restores the run from its newest checkpoint of step `before` or earlier. Returns the restored state.
 
     If there is no such checkpoint, returns the given state.
     """
@@ -171,7 +171,12 @@ def _restored(
 
 
 def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
-    """Returns the step of a given state. Raises an error if the run can't be repeated from that state."""
+    """Returns the step number of the given state, from which the run is to be repeated.
+
+    Raises:
+      FileNotFoundError: If the state is abstract, or if its step is later than `before`. The message lists `places`,
+        the directories that were searched for checkpoints.
+    """
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given))
     step_num = before + 1 if is_abstract else step_num_of(given)
     if step_num > before:
@@ -184,7 +189,7 @@ def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
 
 @contextlib.contextmanager
 def _muted(loop: Any, row: Recorder) -> Iterator[None]:
-    """Returns a context manager that disables all actions of a loop and its step, but lets `row` add history rows."""
+    """Returns a context manager that disables the actions of a loop and of the loop's step. Only `row` is called."""
     engine, runner = loop.engine, loop.step._runner
     of_loop, of_step = engine.actions, runner.action_lists
     engine.run.agenda.items, engine.actions = [row], LoopActions()
@@ -196,7 +201,7 @@ def _muted(loop: Any, row: Recorder) -> Iterator[None]:
 
 
 def _verified(rows: Iterable[Row], past: History) -> int:
-    """Compares rows with the rows of `past` for the same steps. Returns the number of rows compared.
+    """Compares the train metrics of rows with those in `past` for the same steps. Returns the number of rows compared.
 
     Raises:
       RuntimeError: If a value differs.
@@ -218,7 +223,10 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """For each row with train metrics, yields its range of steps as a pair `(begin, end)`, and its train metrics."""
+    """Yields a pair for each row with train metrics: the range of steps that the row covers, and the metrics.
+
+    The range is a pair `(begin, end)`; `begin` is the step of the row before.
+    """
     before = 0
     for row in rows:
         if "train" in row.logs:

@@ -36,9 +36,9 @@ _has_claimed_start = False  # True once a run has counted the time since this pr
 class RunLog(Extension):
     """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
-    A line is appended when the run starts, when the step at which training starts or resumes is known, and when the run
-    ends. In between, a line is appended at most once per second. If a run is killed, the last line shows the run's last
-    known progress.
+    The first line is written when the run starts. The second line is written as soon as it is known at which step
+    training starts or resumes, and the last one when the run ends. In between, a line is added at most once per second.
+    If a run is killed, the last line shows the run's last known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
@@ -162,7 +162,7 @@ def read_history(workdir: epath.PathLike) -> History:
 
 
 def read(workdir: epath.PathLike) -> list[Attempt]:
-    """Reads a run log. Returns a record of each start of the run, in chronological order.
+    """Reads the run log in a work directory. Returns a record of each start of the run, in chronological order.
 
     Raises:
       FileNotFoundError: If the directory has no run log.
@@ -181,7 +181,10 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 
 def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
-    """Adds the content of a log line to the attempts. Parsing a malformed line can raise various exceptions."""
+    """Adds a log line to the attempts: as a new attempt if the line records a start, or to the last attempt.
+
+    If the line is malformed, this function raises a `ValueError`, `TypeError`, `LookupError` or `AttributeError`.
+    """
     event, when = line["event"], float(line["time"])
     if event == "start":
         if not isinstance(line.get("notes", {}), dict) or not isinstance(line.get("checkpoints", []), list):
@@ -208,7 +211,7 @@ def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """Returns a note with the commit of the program's Git repository, or an empty dict if there is none."""
+    """Returns the note `commit`: the current Git commit of the program. Without a repository, returns an empty dict."""
     directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
@@ -218,7 +221,11 @@ def _commit() -> dict[str, str]:
 
 
 def _started_at(now: float) -> float:
-    """Returns this process's start time for its first run, or `now` for later runs and in notebooks."""
+    """Returns the time to record as the start of this process, in seconds since the Unix epoch.
+
+    For the first run, this is the time at which the process started. For later runs in the same process, in
+    interactive sessions and notebooks, and if the system doesn't report the start time, it is `now`.
+    """
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True
     if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
@@ -227,7 +234,10 @@ def _started_at(now: float) -> float:
 
 
 def _is_running(pid: Any, started: float) -> bool:
-    """Returns True if the process that called an `OuterLoop` at the time `started` is still running on this machine."""
+    """Returns True if a process that called an `OuterLoop` at the time `started` is still running on this machine.
+
+    Returns False if the PID now belongs to a process that started later.
+    """
     try:
         os.kill(pid, 0)
     except PermissionError:  # It belongs to another user.

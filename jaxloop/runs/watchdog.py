@@ -58,10 +58,9 @@ class Watchdog(Extension):
 
     Args:
       step_secs: The maximum time, in seconds, without a train step being dispatched or completed.
-      startup_secs: The maximum time, in seconds, before the first step of an `OuterLoop` call. It is also the maximum
-        time for compiling a step and running it for the first time, including any wait for processes that are still
-        compiling.
-      eval_secs: The maximum time, in seconds, without a new batch in an evaluation. This includes compilation.
+      startup_secs: The maximum time, in seconds, without any progress until the first step of an `OuterLoop` call has
+        been completed, and during any later compilation. This includes waiting for processes that are still compiling.
+      eval_secs: The maximum time, in seconds, without a new batch in an evaluation, including compilation.
       checkpoint_secs: The maximum time, in seconds, for which saving or restoring a checkpoint may block the run.
     """
 
@@ -91,7 +90,7 @@ class Watchdog(Extension):
 
 @final
 class _Watching(threading.Thread):
-    """The background thread of a `Watchdog`. It watches the thread in which it was created."""
+    """The background thread of a `Watchdog`. It watches the thread that created it."""
 
     def __init__(self, limits: Watchdog, experiment: Experiment):
         super().__init__(name="jaxloop-watchdog", daemon=True)
@@ -113,7 +112,9 @@ class _Watching(threading.Thread):
                 self._end(now - since)
 
     def _activity(self) -> tuple[Any, ...]:
-        """Returns a tuple that changes whenever the run makes progress. The first element is the time limit in seconds.
+        """Returns a tuple that changes whenever the run makes progress.
+
+        The first element is the maximum time, in seconds, that the current kind of work may take without progress.
 
         The host may be many steps ahead of the devices, so a step counts as progress both when it is dispatched and
         when it is completed.
@@ -138,7 +139,7 @@ class _Watching(threading.Thread):
         return self._limits.step_secs if has_run else self._limits.startup_secs
 
     def _end(self, secs: float) -> None:
-        """Reports the hang and ends the process."""
+        """Reports that the run has made no progress for `secs` seconds, and ends the process."""
         self.is_ending = True
         step = self._engines[0].step_num
         place = self._place(step)
@@ -160,7 +161,7 @@ class _Watching(threading.Thread):
         os._exit(EXIT_CODE)
 
     def _place(self, step: int) -> str:
-        """Describes what the thread is doing, such as "waiting for data after step 5,112, in Images.__getitem__"."""
+        """Describes the watched thread's work, as in "waiting for data after step 5,112, in Images.__getitem__"."""
         threads = sys._current_frames()
         frames = [frame for frame, _ in traceback.walk_stack(threads.pop(self._watched, None))]
         if any(frame.f_code in _WAITING_FOR_PROCESSES for frame in frames):
@@ -176,7 +177,7 @@ class _Watching(threading.Thread):
         return f"{place}, in {called[-1].f_code.co_qualname.rpartition('<locals>.')[2]}"
 
     def _tell_extensions(self, step: int, reason: str) -> None:
-        """Notifies the other extensions that the run has ended. Uses a thread, because one of them may also hang."""
+        """Notifies the other extensions that the run has ended. Uses a thread, because an extension may also hang."""
         now = dataclasses.replace(self._engines[0].run.now, steps=step)
         end = functools.partial(self._experiment.extensions.end, now, reason, None, but=self._limits)
         thread = threading.Thread(target=end, daemon=True)
@@ -197,7 +198,7 @@ class _Watching(threading.Thread):
         return path
 
     def _collect(self, folder: epath.Path, number: int, place: str) -> str:
-        """Waits for the reports of the other processes. Returns a sentence about what each process is doing."""
+        """Waits a few seconds for the other processes' reports. Returns a sentence about what each process is doing."""
         count, places, deadline = distributed.place()[1], {number: place}, time.monotonic() + _COLLECT_SECS
         while len(places) < count and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -221,6 +222,9 @@ def _counts(engine: Engine) -> tuple[int, int, int]:
 
 def sentence(places: dict[int, str], count: int) -> str:
     """Describes what the processes of a job are doing, starting with the rarest activity.
+
+    `places` maps the indices of the processes that have reported to their activities. `count` is the number of all
+    processes.
 
     >>> sentence({0: "waiting for the others", 1: "compiling", 2: "waiting for the others"}, 4)
     'process 1 is compiling; processes 0, 2 are waiting for the others; process 3 did not report'
